@@ -1,0 +1,69 @@
+"""asynctrt: an asyncio batching inference engine.
+
+::
+
+    async with asynctrt.open("model.onnx", device="host") as engine:
+        result = await engine.infer({"input": rows})
+        result["output"]
+"""
+
+from asynctrt.engine import Engine, Opening, open  # noqa: A004  (as in io.open and tarfile.open)
+from asynctrt.errors import (
+    AsynctrtError,
+    CallerError,
+    DeadlineError,
+    DeviceError,
+    DeviceLostError,
+    DeviceMemoryError,
+    DeviceUnavailableError,
+    EngineClosedError,
+    ExecutionError,
+    InputError,
+    InternalError,
+    LifecycleError,
+    MissingExtraError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    OverloadError,
+    QueueFullError,
+    UsageError,
+)
+from asynctrt.options import Options
+from asynctrt.runtime.slots import Slot
+from asynctrt.statistics import BatchStatistics, Statistics
+from asynctrt.tensors import InferResult, TensorSpec, Timing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsynctrtError",
+    "BatchStatistics",
+    "CallerError",
+    "DeadlineError",
+    "DeviceError",
+    "DeviceLostError",
+    "DeviceMemoryError",
+    "DeviceUnavailableError",
+    "Engine",
+    "EngineClosedError",
+    "ExecutionError",
+    "InferResult",
+    "InputError",
+    "InternalError",
+    "LifecycleError",
+    "MissingExtraError",
+    "ModelError",
+    "ModelNotFoundError",
+    "Opening",
+    "Options",
+    "OptionsError",
+    "OverloadError",
+    "QueueFullError",
+    "Slot",
+    "Statistics",
+    "TensorSpec",
+    "Timing",
+    "UsageError",
+    "open",
+]

@@ -1,0 +1,313 @@
+"""``asynctrt bench``: what the engine costs, and what it gives over the raw runtime, side by side.
+
+Each case runs for a while, then the next, and the whole row is repeated (A B A B ...), so that a machine
+whose speed drifts does not favour one of them. Reported are medians and the spread, of one run.
+"""
+
+import asyncio
+import platform
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import asynctrt
+from asynctrt import clock
+from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.host import HostDevice, InPlace, cores
+from asynctrt.errors import OptionsError
+from asynctrt.options import Options
+from asynctrt.tensors import Array, TensorSpec
+
+WARM_UP_S: Final = 0.15
+RAW_SLICE_S: Final = 0.05
+"""A raw loop gives the event loop a turn this often, so that Ctrl-C is heard."""
+
+OVERHEAD_DIM: Final = 16
+CALLERS: Final = (1, 32, 256)
+RAW_ROWS: Final = (1, 8, 32, 64)
+
+Measures = dict[str, float]
+
+
+@dataclass(slots=True)
+class Case:
+    """One thing to measure: ``run(seconds)`` gives its figures."""
+
+    name: str
+    labels: dict[str, Any]
+    run: Callable[[float], Awaitable[Measures]]
+    runs: list[Measures] = field(default_factory=list)
+
+    def median(self, figure: str) -> float | None:
+        """The median over the runs so far; ``None`` before the first, or if it has no such figure."""
+        values = [run[figure] for run in self.runs if figure in run]
+        return statistics.median(values) if values else None
+
+    def spread(self, figure: str) -> tuple[float, float] | None:
+        """The least and the greatest value so far."""
+        values = [run[figure] for run in self.runs if figure in run]
+        return (min(values), max(values)) if values else None
+
+
+@dataclass(slots=True)
+class Report:
+    """All cases of one benchmark. Filled while it runs, so that an interrupted one can be shown."""
+
+    title: str
+    settings: dict[str, Any]
+    cases: list[Case]
+    repeats: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every case ran as often as was asked for."""
+        return all(len(case.runs) == self.repeats for case in self.cases)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for machines."""
+        return {
+            "title": self.title,
+            "complete": self.is_complete,
+            "machine": describe_machine(),
+            "settings": self.settings,
+            "cases": [
+                {
+                    "name": case.name,
+                    **case.labels,
+                    "median": {figure: case.median(figure) for figure in case.runs[0]} if case.runs else {},
+                    "runs": case.runs,
+                }
+                for case in self.cases
+            ],
+        }
+
+
+async def run_cases(report: Report, seconds: float, advance: Callable[[Case], None]) -> None:
+    """Run every case once, then all again, as often as the report says."""
+    for _ in range(report.repeats):
+        for case in report.cases:
+            case.runs.append(await case.run(seconds))
+            advance(case)
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    versions = {"python": platform.python_version()}
+    for package in ("asynctrt", "numpy", "uvloop", "onnxruntime"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {"cpu": cpu, "cores": cores(), "system": platform.platform(), "versions": versions}
+
+
+# The overhead of the engine itself.
+
+
+def echo_model() -> FunctionModel:
+    """A model that does nothing but copy its float32[16] rows."""
+
+    def echo(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        outputs["output"][...] = inputs["input"]
+
+    return FunctionModel(
+        echo,
+        inputs=TensorSpec("input", np.dtype("float32"), (OVERHEAD_DIM,)),
+        outputs=TensorSpec("output", np.dtype("float32"), (OVERHEAD_DIM,)),
+    )
+
+
+def overhead_report(options: Options, repeats: int) -> Report:
+    """Requests/s and CPU a request with a no-op model, on a device whose events are done at once and on the
+    host device, for 1, 32 and 256 callers; and for a lone caller with a delay of 2 ms configured."""
+    devices: dict[str, InPlace] = {"immediate": "always", "host": "auto"}
+    cases = [
+        Case(
+            f"{device}, {callers} callers" if callers > 1 else f"{device}, a lone caller",
+            {"device": device, "callers": callers, "max_delay": options.max_delay},
+            partial(_run_overhead, in_place, callers, options),
+        )
+        for callers in CALLERS
+        for device, in_place in devices.items()
+    ]
+    delayed = Options.from_settings(options, {"max_delay": 0.002})
+    cases.append(
+        Case(
+            "host, a lone caller, max_delay=2 ms",
+            {"device": "host", "callers": 1, "max_delay": 0.002},
+            partial(_run_overhead, "auto", 1, delayed),
+        )
+    )
+    settings = {"row": f"float32[{OVERHEAD_DIM}]", "max_rows": options.max_rows or 64}
+    return Report("overhead of the engine, no-op model", settings, cases, repeats)
+
+
+async def _run_overhead(in_place: InPlace, callers: int, options: Options, seconds: float) -> Measures:
+    device = HostDevice(in_place=in_place)
+    async with asynctrt.open(echo_model(), device=device, options=options) as engine:
+        rows = {"input": np.random.default_rng(0).random((1, OVERHEAD_DIM), np.float32)}
+        measures, _ = await closed_loop(engine, [rows] * callers, seconds, timed=False)
+    return measures
+
+
+async def closed_loop(
+    engine: asynctrt.Engine, inputs: Sequence[Mapping[str, Array]], seconds: float, *, timed: bool
+) -> tuple[Measures, list[int]]:
+    """One caller for each of ``inputs``, who sends it again and again, for ``seconds`` after a warm-up.
+
+    ``timed`` also takes each request's latency, which costs two looks at the clock.
+    """
+    is_over = False
+    is_measured = False
+    latencies_ns: list[int] = []
+
+    async def caller(rows: Mapping[str, Array]) -> None:
+        while not is_over:
+            await engine.infer(rows)
+
+    async def timed_caller(rows: Mapping[str, Array]) -> None:
+        while not is_over:
+            sent_ns = clock.now_ns()
+            await engine.infer(rows)
+            if is_measured:
+                latencies_ns.append(clock.now_ns() - sent_ns)
+
+    async with asyncio.TaskGroup() as group:
+        for rows in inputs:
+            group.create_task(timed_caller(rows) if timed else caller(rows))
+        await asyncio.sleep(WARM_UP_S)
+        is_measured = True
+        before, start_ns, start_cpu_ns = engine.statistics(), clock.now_ns(), clock.cpu_ns()
+        await asyncio.sleep(seconds)
+        after, end_ns, end_cpu_ns = engine.statistics(), clock.now_ns(), clock.cpu_ns()
+        is_measured = False
+        is_over = True
+    requests = after.succeeded - before.succeeded
+    batches = after.batches - before.batches
+    measures = {
+        "requests_per_s": requests / (end_ns - start_ns) * 1e9,
+        "cpu_us_per_request": (end_cpu_ns - start_cpu_ns) / max(requests, 1) / 1e3,
+        "round_trip_us": (end_ns - start_ns) / max(requests, 1) / 1e3 * len(inputs),
+        "mean_batch_rows": (after.rows - before.rows) / max(batches, 1),
+    }
+    return measures, latencies_ns
+
+
+# A model, against the runtime under it.
+
+
+def model_report(
+    path: Path, options: Options, dims: Mapping[str, int], intra_op_threads: int, repeats: int
+) -> Report:
+    """Rows/s of ONNX Runtime by itself, one caller at a time, and of the engine under 1, 32 and 256 callers.
+
+    The raw runtime is measured with the engine's own session settings and with all cores for each batch.
+
+    :raises OptionsError: when the model has dynamic dimensions that ``dims`` does not name.
+    """
+    # Not before it is needed: it loads ONNX Runtime.
+    from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
+
+    model = OnnxModel(path, intra_op_threads=intra_op_threads)
+    missing = {dim for spec in model.inputs for dim in spec.dims if isinstance(dim, str) and dim not in dims}
+    if missing:
+        flags = " ".join(f"--dim {name}=..." for name in sorted(missing))
+        raise OptionsError(f"{model.name!r} has dynamic dimensions. Say how large to make them: {flags}")
+    sessions = {intra_op_threads: model}
+    if cores() not in sessions:
+        sessions[cores()] = OnnxModel(path, intra_op_threads=cores())
+    fixed = model.rows_fixed
+    cases = [
+        Case(
+            f"raw, {threads} thread{'s' * (threads > 1)}, batch {rows}",
+            {"kind": "raw", "threads": threads, "rows": rows},
+            partial(_run_raw, raw, random_inputs(model.inputs, dims, rows)),
+        )
+        for threads, raw in sessions.items()
+        for rows in ([fixed] if fixed else RAW_ROWS)
+    ]
+    cases += [
+        Case(
+            f"engine, {callers} callers" if callers > 1 else "engine, a lone caller",
+            {"kind": "engine", "callers": callers},
+            partial(_run_engine, model, options, dims, callers),
+        )
+        for callers in CALLERS
+    ]
+    settings = {
+        "model": str(path),
+        "inputs": [str(spec) for spec in model.inputs],
+        "max_rows": options.max_rows or 64,
+        "intra_op_threads": intra_op_threads,
+    }
+    return Report(f"{model.name} against raw ONNX Runtime", settings, cases, repeats)
+
+
+def random_inputs(specs: Sequence[TensorSpec], dims: Mapping[str, int], rows: int) -> dict[str, Array]:
+    """Rows of random values that fit the specs: floats from -1 to 1, integers 0 and 1."""
+    rng = np.random.default_rng(rows)
+    inputs: dict[str, Array] = {}
+    for spec in specs:
+        shape = (rows, *(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims))
+        if spec.dtype.kind == "f":
+            inputs[spec.name] = rng.uniform(-1, 1, shape).astype(spec.dtype)
+        else:
+            inputs[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
+    return inputs
+
+
+async def _run_raw(model: Any, inputs: Mapping[str, Array], seconds: float) -> Measures:
+    rows = len(next(iter(inputs.values())))
+    run = partial(model.session.run, None, dict(inputs))
+    await _repeat(run, WARM_UP_S)
+    batches, elapsed_ns, cpu_ns = await _repeat(run, seconds)
+    return {
+        "rows_per_s": batches * rows / elapsed_ns * 1e9,
+        "cpu_us_per_row": cpu_ns / (batches * rows) / 1e3,
+        "batch_ms": elapsed_ns / batches / 1e6,
+    }
+
+
+async def _repeat(run: Callable[[], object], seconds: float) -> tuple[int, int, int]:
+    """Run back to back for ``seconds``; how often, and the ns of time and of CPU that it took."""
+    count = elapsed_ns = used_ns = 0
+    while elapsed_ns < seconds * 1e9:
+        start_ns, start_cpu_ns = clock.now_ns(), clock.cpu_ns()
+        end_ns = start_ns
+        while end_ns - start_ns < RAW_SLICE_S * 1e9:
+            run()
+            count += 1
+            end_ns = clock.now_ns()
+        elapsed_ns += end_ns - start_ns
+        used_ns += clock.cpu_ns() - start_cpu_ns
+        await asyncio.sleep(0)
+    return count, elapsed_ns, used_ns
+
+
+async def _run_engine(
+    model: Any, options: Options, dims: Mapping[str, int], callers: int, seconds: float
+) -> Measures:
+    device = HostDevice(threads=max(1, cores() // model.intra_op_threads))
+    async with asynctrt.open(model, device=device, options=options) as engine:
+        rows = model.rows_fixed or 1
+        inputs = [random_inputs(model.inputs, dims, rows) for _ in range(callers)]
+        measures, latencies_ns = await closed_loop(engine, inputs, seconds, timed=True)
+    p50_ns, p99_ns = np.percentile(latencies_ns, [50, 99]) if latencies_ns else (0.0, 0.0)
+    return {
+        "rows_per_s": measures["requests_per_s"] * rows,
+        "cpu_us_per_row": measures["cpu_us_per_request"] / rows,
+        "mean_batch_rows": measures["mean_batch_rows"],
+        "p50_ms": float(p50_ns) / 1e6,
+        "p99_ms": float(p99_ns) / 1e6,
+    }

@@ -1,0 +1,297 @@
+"""The command line: ``asynctrt demo`` and ``asynctrt bench``. The only importer of ``typer`` and ``rich``."""
+
+import json
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import anyio
+
+import asynctrt
+from asynctrt import bench as benchmarks
+from asynctrt import demo as demonstration
+from asynctrt.errors import AsynctrtError, MissingExtraError
+from asynctrt.options import Options
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Table
+except ImportError as error:
+    raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
+
+INTERRUPTED: Final = 130
+"""The exit status after Ctrl-C, as a shell has it: 128 and the number of SIGINT."""
+
+LABELS_MAX: Final = 20
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A model behind [bold]await[/bold]: batching inference for asyncio.",
+    rich_markup_mode="rich",
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """Run the command; an error that the user can mend is shown as its message alone."""
+    try:
+        app()
+    except AsynctrtError as error:
+        err.print(
+            f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True
+        )
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        out.print(f"asynctrt {asynctrt.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Whose files to identify. Default: Python's own library.", exists=True),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Files to take at the most, drawn evenly.")] = 1000,
+) -> None:
+    """Identify the types of real files with a real model, batched, and beside it one file at a time."""
+    model = demonstration.ContentModel.find()
+    folders = (folder,) if folder else demonstration.default_folders()
+    report = demonstration.DemoReport(folders=folders)
+    was_interrupted = _run(lambda: _demo(model, report, limit))
+    _show_demo(report, model)
+    _end(was_interrupted)
+
+
+async def _demo(model: demonstration.ContentModel, report: demonstration.DemoReport, limit: int) -> None:
+    paths = demonstration.find_files(report.folders, limit)
+    with _progress() as progress:
+        reading = progress.add_task("reading files", total=len(paths))
+
+        def read() -> list[tuple[Path, Any]]:
+            rows = []
+            for path in paths:
+                row = demonstration.read_row(model, path)
+                if row is not None:
+                    rows.append((path, row))
+                progress.advance(reading)
+            return rows
+
+        rows = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
+        report.skipped = len(paths) - len(rows)
+        together = progress.add_task("identifying, 256 at a time", total=len(rows))
+        alone = progress.add_task("the same, one at a time", total=len(rows))
+        async with asynctrt.open(model.path, max_rows=demonstration.MAX_ROWS) as engine:
+            await demonstration.run_together(
+                engine, model, rows, report, lambda files: progress.advance(together, files)
+            )
+            await demonstration.run_one_by_one(
+                engine, rows, report.one_by_one, lambda files: progress.advance(alone, files)
+            )
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="An .onnx file, or the word [bold]overhead[/bold].")],
+    seconds: Annotated[float, typer.Option(min=0.05, help="How long each case runs each time.")] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, help="How often the whole row is run.")] = 5,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Rows a batch.")] = None,
+    max_delay: Annotated[float, typer.Option(min=0, help="Seconds a batch may wait for company.")] = 0.0,
+    contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that one batch computes on.")] = 1,
+    dim: Annotated[list[str] | None, typer.Option(help="A dynamic dimension: NAME=SIZE.")] = None,
+    loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure a model against raw ONNX Runtime, or [bold]overhead[/bold]: the engine alone."""
+    options = Options(max_rows=max_rows, max_delay=max_delay, contexts=contexts)
+    if model == "overhead":
+        report = benchmarks.overhead_report(options, repeats)
+    else:
+        report = benchmarks.model_report(Path(model), options, _dims(dim or []), threads, repeats)
+    report.settings["loop"] = loop
+    was_interrupted = _run(lambda: _bench(report, seconds), use_uvloop=loop == "uvloop")
+    if as_json:
+        out.print_json(json.dumps(report.as_json()))
+    elif model == "overhead":
+        _show_overhead(report)
+    else:
+        _show_model(report)
+    _end(was_interrupted)
+
+
+async def _bench(report: benchmarks.Report, seconds: float) -> None:
+    with _progress() as progress:
+        task = progress.add_task(report.title, total=len(report.cases) * report.repeats)
+
+        def advance(case: benchmarks.Case) -> None:
+            progress.update(task, advance=1, description=case.name)
+
+        await benchmarks.run_cases(report, seconds, advance)
+
+
+def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:
+    """Run a job on a fresh loop; True if Ctrl-C ended it, which lets it close what it has opened."""
+    try:
+        anyio.run(job, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def _end(was_interrupted: bool) -> None:
+    if was_interrupted:
+        err.print("[yellow]Interrupted: shown is what was measured until then.[/]")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _progress() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err, transient=True)
+
+
+def _dims(given: list[str]) -> dict[str, int]:
+    dims = {}
+    for item in given:
+        name, _, size = item.partition("=")
+        if not size.isdigit() or not int(size):
+            raise typer.BadParameter(f"--dim takes NAME=SIZE, as in --dim seq=128, not {item!r}")
+        dims[name] = int(size)
+    return dims
+
+
+def _show_demo(report: demonstration.DemoReport, model: demonstration.ContentModel) -> None:
+    together, alone = report.together, report.one_by_one
+    if not together.files:
+        out.print(f"No file was identified in {', '.join(map(str, report.folders))}.")
+        return
+    found = Table(title="What the files are", caption=f"{len(report.found)} kinds in all")
+    for column in ("kind", "files", "names that agree"):
+        found.add_column(column, justify="left" if column == "kind" else "right")
+    for label, files in report.found.most_common(LABELS_MAX):
+        judged = report.judged[label]
+        found.add_row(label, f"{files:,}", f"{report.right[label] / judged:.0%}" if judged else "-")
+    out.print(found)
+    judged, right = report.judged.total(), report.right.total()
+    out.print(
+        f"[bold]{right:,} of {judged:,}[/] files whose name has a known ending agree with it"
+        f" ([bold]{right / max(judged, 1):.1%}[/]); {report.skipped:,} were too small to tell."
+    )
+    speed = Table(title="How fast it was")
+    for column in ("", "files/s", "mean batch", "p50 ms", "p99 ms"):
+        speed.add_column(column, justify="right" if column else "left")
+    for name, done in ((f"{demonstration.CALLERS} at a time", together), ("one at a time", alone)):
+        if done.files:
+            speed.add_row(
+                name,
+                f"{done.files_per_s:,.0f}",
+                f"{done.mean_batch_rows:.1f}",
+                f"{done.latency_ms(50):.2f}",
+                f"{done.latency_ms(99):.2f}",
+            )
+    out.print(speed)
+    if alone.files:
+        out.print(
+            f"[bold]{together.files_per_s / alone.files_per_s:.2f}[/] times as many files a second. On a CPU "
+            "a model of this kind gains little from larger batches; what it gains is from computing on "
+            "every core."
+        )
+    out.print(
+        "\nTo try next:\n"
+        "  asynctrt demo ~/Downloads              your own files\n"
+        f"  asynctrt bench {model.path}\n"
+        "                                         this model against raw ONNX Runtime\n"
+        "  asynctrt bench overhead                what the engine itself costs",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_overhead(report: benchmarks.Report) -> None:
+    table = _table(report, ("requests/s", "least to most", "CPU µs a request", "round trip µs", "mean batch"))
+    for case in report.cases:
+        rate, spread = case.median("requests_per_s"), case.spread("requests_per_s")
+        if rate is None or spread is None:
+            continue
+        lone = case.labels["callers"] == 1
+        table.add_row(
+            case.name,
+            f"{rate:,.0f}",
+            f"{spread[0]:,.0f} to {spread[1]:,.0f}",
+            _figure(case, "cpu_us_per_request"),
+            _figure(case, "round_trip_us") if lone else "",
+            _figure(case, "mean_batch_rows", 1),
+        )
+    out.print(table)
+
+
+def _show_model(report: benchmarks.Report) -> None:
+    table = _table(
+        report, ("rows/s", "least to most", "over raw", "CPU µs a row", "mean batch", "p50 ms", "p99 ms")
+    )
+    raw = {
+        (case.labels["threads"], case.labels["rows"]): rate
+        for case in report.cases
+        if case.labels["kind"] == "raw" and (rate := case.median("rows_per_s"))
+    }
+    for case in report.cases:
+        rate, spread = case.median("rows_per_s"), case.spread("rows_per_s")
+        if rate is None or spread is None:
+            continue
+        over = ""
+        if case.labels["kind"] == "engine" and raw:
+            # Against the raw batch that as many callers could fill, with few threads and with all.
+            rows = max(size for _, size in raw if size <= max(case.labels["callers"], min(raw)[1]))
+            over = ", ".join(
+                f"{rate / base:.2f} ({threads} thr., batch {size})"
+                for (threads, size), base in raw.items()
+                if size == rows
+            )
+        table.add_row(
+            case.name,
+            f"{rate:,.0f}",
+            f"{spread[0]:,.0f} to {spread[1]:,.0f}",
+            over,
+            _figure(case, "cpu_us_per_row"),
+            _figure(case, "mean_batch_rows", 1),
+            _figure(case, "p50_ms"),
+            _figure(case, "p99_ms"),
+        )
+    out.print(table)
+
+
+def _table(report: benchmarks.Report, columns: tuple[str, ...]) -> Table:
+    machine = benchmarks.describe_machine()
+    settings = ", ".join(f"{key} {value}" for key, value in report.settings.items())
+    runs = min(len(case.runs) for case in report.cases)
+    table = Table(
+        title=report.title,
+        caption=f"medians of {runs} runs; {settings}; {machine['cpu']}, {machine['cores']} cores",
+    )
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _figure(case: benchmarks.Case, name: str, digits: int = 2) -> str:
+    value = case.median(name)
+    return "" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,1 @@
+"""Devices: streams, events and memory. ``base`` has the protocols, ``host`` the CPU as a device."""

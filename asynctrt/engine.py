@@ -1,0 +1,592 @@
+"""The engine: ``asynctrt.open`` and what it gives. Read this first.
+
+A request's way, top to bottom: :meth:`Engine.infer` checks its inputs against the model's specs, queues it
+(``scheduling``), and awaits. The driver (``runtime``) launches batches on leased contexts (``backends``) of
+a device (``devices``), and answers the callers when the reaper has seen a batch's event.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import warnings
+from asyncio import _get_running_loop
+from collections.abc import Callable, Generator, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_ident
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self, TypeVar, Unpack
+
+import anyio
+
+from asynctrt import clock
+from asynctrt.backends.base import Model
+from asynctrt.devices.base import Device
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import (
+    DeviceUnavailableError,
+    EngineClosedError,
+    InputError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    UsageError,
+)
+from asynctrt.options import MAX_ROWS_DEFAULT, Options, Settings
+from asynctrt.runtime.driver import Driver
+from asynctrt.runtime.pool import Pool
+from asynctrt.runtime.slots import Slot, SlotBoard
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.statistics import BatchStatistics, Statistics
+from asynctrt.tensors import Dims, InferResult, InputCheck, Inputs, TensorSpec
+
+T = TypeVar("T")
+
+PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
+
+STREAM_END_S: Final = 0.1
+"""How long a stream whose batches have ended may take to come to rest."""
+
+logger = logging.getLogger("asynctrt")
+
+
+def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.open)
+    model: str | os.PathLike[str] | Model,
+    *,
+    device: str | Device = "host",
+    options: Options | None = None,
+    **settings: Unpack[Settings],
+) -> "Opening":
+    """Load a model onto a device and put an engine in front of it.
+
+    Use it as ``async with asynctrt.open(...) as engine:``, or ``engine = await asynctrt.open(...)`` and
+    ``await engine.aclose()`` in the end. Loading is done in a thread; the engine belongs to the running loop.
+
+    :param model: a path to an ``.onnx`` file, or a model object, which stays the caller's to close.
+    :param device: ``"host"``, or a device object.
+    :param options: an :class:`Options`; ``settings`` are single options, and win over it.
+    :raises OptionsError: at once, for an option that is unknown or impossible.
+    :raises ModelNotFoundError, ModelError: when it is entered, for a model that cannot be served.
+    :raises DeviceUnavailableError: when it is entered, for a device that is not here.
+    :raises MissingExtraError: when it is entered, if the model needs a package that is not installed.
+    """
+    return Opening(model, device, Options.from_settings(options, dict(settings)))
+
+
+class Opening:
+    """An engine about to be opened: enter it with ``async with``, or await it."""
+
+    def __init__(self, model: str | os.PathLike[str] | Model, device: str | Device, options: Options) -> None:
+        self._model = model
+        self._device = device
+        self._options = options
+        self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        return f"<asynctrt.open({self._model!r}): not entered yet, use 'async with' or 'await'>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Engine, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise UsageError(
+            f"this engine is not open yet, so it has no {name!r}: "
+            "async with asynctrt.open(...) as engine, or engine = await asynctrt.open(...)"
+        )
+
+    def __enter__(self) -> None:
+        raise UsageError("an engine is opened with 'async with', not with 'with'")
+
+    def __exit__(self, *_: object) -> None:
+        raise UsageError("an engine is opened with 'async with', not with 'with'")
+
+    def __await__(self) -> "Generator[Any, None, Engine]":
+        return self._open().__await__()
+
+    async def __aenter__(self) -> "Engine":
+        if self._engine is not None:
+            raise UsageError("this engine was entered before. Call asynctrt.open(...) again for another")
+        self._engine = await self._open()
+        return self._engine
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._engine is not None:
+            await self._engine.aclose()
+
+    async def _open(self) -> "Engine":
+        loop = running_loop()
+        device = find_device(self._device)
+        owns_device = isinstance(self._device, str)
+        owns_model = isinstance(self._model, str | os.PathLike)
+
+        def build() -> tuple[Model, Pool, "_Shape"]:
+            model = load_model(self._model)
+            try:
+                shape = _Shape.of(model, device, self._options)
+                pool = Pool(
+                    device,
+                    model,
+                    contexts=shape.contexts,
+                    arenas=shape.arenas,
+                    rows_max=shape.rows_max,
+                )
+            except BaseException:
+                if owns_model:
+                    model.close()
+                raise
+            return model, pool, shape
+
+        model, pool, shape = await _in_thread(build)
+        return Engine(
+            loop,
+            device,
+            model,
+            pool,
+            shape,
+            self._options,
+            owns_model=owns_model,
+            owns_device=owns_device,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the options come to for this model on this device."""
+
+    rows_max: int
+    contexts: int
+    arenas: int
+    in_flight_max: int
+
+    @classmethod
+    def of(cls, model: Model, device: Device, options: Options) -> "_Shape":
+        contexts = options.contexts or max(
+            device.contexts_default, options.max_in_flight or 0, options.arenas or 0
+        )
+        arenas = min(options.arenas or contexts, contexts) if model.enqueue_nbytes else 0
+        in_flight_max = min(options.max_in_flight or contexts, contexts)
+        fixed = model.rows_fixed
+        if fixed is not None and options.max_rows != fixed:
+            raise ModelError(
+                f"{model.name!r} takes batches of exactly {fixed} rows. Export it with a dynamic first axis, "
+                f"or open it with max_rows={fixed}: every batch is then padded to that size"
+            )
+        limit = model.rows_max
+        if limit is not None and (options.max_rows or 0) > limit:
+            raise OptionsError(
+                f"max_rows is {options.max_rows}, but {model.name!r} takes at most {limit} rows. "
+                f"Open it with max_rows={limit} or less"
+            )
+        rows_max = options.max_rows or min(
+            MAX_ROWS_DEFAULT, limit or MAX_ROWS_DEFAULT, options.max_queue_rows
+        )
+        return cls(rows_max, contexts, arenas, in_flight_max)
+
+
+class Engine:
+    """A model behind ``await``. Made by :func:`open`; belongs to the event loop that it was opened on."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        device: Device,
+        model: Model,
+        pool: Pool,
+        shape: _Shape,
+        options: Options,
+        *,
+        owns_model: bool,
+        owns_device: bool,
+    ) -> None:
+        self._loop = loop
+        # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
+        # makes a system call each time before Python 3.12 (145 ns against 40).
+        self._is_running = loop.is_running
+        self._thread = get_ident()
+        self._device = device
+        self._model = model
+        self._pool = pool
+        self._options = options
+        self._owns_model = owns_model
+        self._owns_device = owns_device
+        self._rows_max = shape.rows_max
+        self._contexts = shape.contexts
+        self._arenas = shape.arenas
+        self._now_ns = clock.now_ns
+        self._check = InputCheck(model.inputs, check_finite=options.check_finite)
+        self._admit = self._check.admit
+        self._timeout_ns = None if options.timeout is None else int(options.timeout * 1e9)
+        self._scheduler = Scheduler(
+            policy=Policy(
+                rows_max=shape.rows_max,
+                delay_ns_max=int(options.max_delay * 1e9),
+                slots=device.slots,
+                is_parallel=device.is_parallel and model.rows_fixed is None,
+            ),
+            queue_rows_max=options.max_queue_rows,
+            priorities=options.priorities,
+            contexts=shape.contexts,
+            arenas=shape.arenas,
+            in_flight_max=shape.in_flight_max,
+        )
+        self._driver = Driver(
+            loop=loop,
+            scheduler=self._scheduler,
+            pool=pool,
+            now_ns=self._now_ns,
+            rows_fixed=model.rows_fixed,
+            spin=options.waiting == "spin",
+            name=repr(model.name),
+        )
+        self._slots = SlotBoard(
+            loop=loop,
+            create_slab=pool.create_slab,
+            slabs_max=shape.contexts + 1,
+            rows_max=shape.rows_max,
+            waiting_rows_max=options.max_queue_rows,
+        )
+        self._state = "open"
+        self._closing: asyncio.Task[None] | None = None
+        self._opened_at = _caller()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Engine {self._model.name!r} on {self._device.name} {self._state} "
+            f"queued={self._scheduler.queued_requests} "
+            f"in_flight={len(self._scheduler.ledger.in_flight)}>"
+        )
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", "closed") != "closed":
+            warnings.warn(
+                f"{self!r}, opened at {self._opened_at}, was never closed. Use 'async with', or "
+                "await engine.aclose()",
+                ResourceWarning,
+                source=self,
+                stacklevel=1,
+            )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What the model takes."""
+        return self._model.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What the model gives."""
+        return self._model.outputs
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that one batch holds at the most."""
+        return self._rows_max
+
+    @property
+    def options(self) -> Options:
+        """The options that it was opened with."""
+        return self._options
+
+    async def infer(self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0) -> InferResult:
+        """Run rows through the model, batched with those of other callers.
+
+        :param inputs: arrays by tensor name, each ``(rows, *dims)`` of the tensor's dtype; or one array, if
+            the model has one input. Nested lists are converted. The arrays are read until this returns or
+            raises: do not write to them meanwhile. More rows than a batch holds are split, and rejoined.
+        :param timeout: seconds that the request may be queued; ``None`` takes the engine's default.
+        :param priority: 0 up to the engine's ``priorities - 1``; a larger one goes first.
+        :raises InputError: for inputs that do not fit the model, before anything is queued.
+        :raises QueueFullError, DeadlineError: under overload.
+        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
+        :raises ExecutionError, DeviceError: when the batch failed.
+        :raises UsageError: on another event loop than the engine's.
+        """
+        if not self._is_running() or get_ident() != self._thread:
+            raise self._wrong_loop()
+        arrays, rows, bucket = self._admit(inputs)
+        if timeout is None and not priority:
+            timeout_ns = self._timeout_ns
+        else:
+            timeout_ns = self._check_order(timeout, priority)
+        if rows > self._rows_max:
+            return await self._infer_split(arrays, rows, bucket, timeout_ns, priority)
+        request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns)
+        try:
+            result: InferResult = await request.future
+        except (asyncio.CancelledError, GeneratorExit):
+            self._driver.cancel(request)
+            raise
+        return result
+
+    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
+        """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.
+
+        :param rows: how many, up to ``max_rows``.
+        :param dims: the dimensions of one row, by input name, where the model leaves them open.
+        :raises InputError: for an impossible number of rows, or missing dimensions.
+        """
+        self._check_loop()
+        if not 1 <= rows <= self._rows_max:
+            raise InputError(f"a slot has 1 to {self._rows_max} rows, not {rows}")
+        return Slot(self._slots, self._slot_bucket(dims or {}), rows, self._infer_placed)
+
+    def statistics(self) -> Statistics:
+        """A snapshot of what the engine has done and is doing."""
+        ledger = self._scheduler.ledger
+        totals = ledger.totals
+        return Statistics(
+            state=self._state,
+            submitted=self._scheduler.submitted,
+            succeeded=totals.succeeded,
+            failed=totals.failed,
+            cancelled=totals.cancelled,
+            expired=totals.expired,
+            refused=totals.refused,
+            rows=totals.rows,
+            batches=totals.batches,
+            queue_ns=totals.queue_ns,
+            queued_requests=self._scheduler.queued_requests,
+            queued_rows=self._scheduler.queued_rows,
+            in_flight_batches=len(ledger.in_flight),
+            contexts=self._contexts,
+            contexts_quarantined=len(ledger.quarantined),
+            arenas=self._arenas,
+            memory_nbytes=self._pool.nbytes + self._slots.nbytes,
+            by_batch_rows=MappingProxyType(
+                {
+                    rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
+                    for rows, size in sorted(totals.by_size.items())
+                }
+            ),
+        )
+
+    async def drain(self) -> None:
+        """Refuse new requests from now on, and return when all that were taken have been answered."""
+        self._check_loop()
+        if self._state == "open":
+            self._state = "draining"
+            self._driver.refuse(
+                EngineClosedError(f"{self._model.name!r} is draining: send to another engine")
+            )
+        await self._driver.wait_idle()
+
+    async def aclose(self) -> None:
+        """Fail what is queued, let what is in flight finish, and give everything back. Idempotent.
+
+        Batches that do not end within ``close_timeout`` are failed with ``DeviceLostError`` and what they
+        use is abandoned.
+        """
+        self._check_loop()
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
+        # Shielded: a caller who is cancelled must not leave the engine half closed.
+        with anyio.CancelScope(shield=True):
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._state = "closing"
+        why = f"{self._model.name!r} is closed"
+        self._slots.refuse(why)
+        self._driver.fail_queued(EngineClosedError(why))
+        with anyio.move_on_after(self._options.close_timeout):
+            await self._driver.wait_idle()
+        self._driver.close()
+        await _in_thread(self._give_back)
+        self._state = "closed"
+
+    def _give_back(self) -> None:
+        """Blocks: joins threads, frees memory, unloads the model."""
+        abandoned = self._pool.close(timeout_s=STREAM_END_S)
+        if abandoned:
+            # What runs still uses the weights, so they stay too.
+            logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
+            return
+        self._slots.close()
+        if self._owns_model:
+            self._model.close()
+        if self._owns_device:
+            self._device.close()
+
+    async def _infer_split(
+        self,
+        arrays: tuple[Any, ...],
+        rows: int,
+        bucket: Hashable,
+        timeout_ns: int | None,
+        priority: int,
+    ) -> InferResult:
+        """More rows than a batch holds: parts in order, all queued or none, rejoined in the end."""
+        if rows > self._options.max_queue_rows:
+            raise InputError(
+                f"{rows} rows are more than the queue can ever hold ({self._options.max_queue_rows}). "
+                "Send them in several calls, or open the engine with a larger max_queue_rows"
+            )
+        parts_max = self._rows_max
+        requests = self._driver.submit_parts(
+            [
+                (tuple(array[start : start + parts_max] for array in arrays), min(parts_max, rows - start))
+                for start in range(0, rows, parts_max)
+            ],
+            bucket,
+            priority,
+            timeout_ns,
+        )
+        try:
+            parts = await asyncio.gather(*[request.future for request in requests])
+        except BaseException:
+            # One part failed or the caller went away: nobody waits for the others any more.
+            for request in requests:
+                request.future.cancel()
+                self._driver.cancel(request)
+            raise
+        return InferResult.join(parts)
+
+    async def _infer_placed(
+        self, payload: Any, rows: int, bucket: Hashable, timeout: float | None, priority: int
+    ) -> InferResult:
+        """For slots: rows that lie in a slab already, so there is nothing to check or to split."""
+        self._check_loop()
+        timeout_ns = self._check_order(timeout, priority)
+        request = self._driver.submit(payload, rows, bucket, priority, timeout_ns)
+        try:
+            result: InferResult = await request.future
+        except (asyncio.CancelledError, GeneratorExit):
+            self._driver.cancel(request)
+            raise
+        return result
+
+    def _check_order(self, timeout: float | None, priority: int) -> int | None:
+        """The timeout in ns, both checked."""
+        if not (isinstance(priority, int) and 0 <= priority < self._options.priorities):
+            raise InputError(
+                f"priority is 0 to {self._options.priorities - 1} on this engine, not {priority!r}"
+            )
+        return self._timeout_ns if timeout is None else _timeout_ns(timeout)
+
+    def _check_loop(self) -> None:
+        if not self._is_running() or get_ident() != self._thread:
+            raise self._wrong_loop()
+
+    def _slot_bucket(self, dims: Mapping[str, Dims]) -> Hashable:
+        shapes = []
+        for spec in self._model.inputs:
+            shape = tuple(dims.get(spec.name, spec.dims))
+            fits = len(shape) == len(spec.dims) and all(
+                isinstance(given, int) and given >= 0 and (isinstance(dim, str) or dim == given)
+                for dim, given in zip(spec.dims, shape, strict=False)
+            )
+            if not fits:
+                raise InputError(
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {shape}. Say it as "
+                    f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
+                )
+            shapes.append(tuple(int(dim) for dim in shape))
+        return tuple(self._check.symbols(shapes).items())
+
+    def _wrong_loop(self) -> UsageError:
+        running_loop()
+        return UsageError(
+            f"{self!r} belongs to the event loop that it was opened on, and this is another one. Open an "
+            "engine on each loop, or hand the call over: asyncio.run_coroutine_threadsafe(coroutine, loop)"
+        )
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The running asyncio loop.
+
+    :raises UsageError: without one, or on trio.
+    """
+    loop = _get_running_loop()
+    if loop is not None:
+        return loop
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        raise UsageError(
+            "asynctrt runs on asyncio, and this is trio. Run the application with "
+            "anyio.run(main, backend='asyncio', backend_options={'use_uvloop': True})"
+        )
+    raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
+
+
+def find_device(device: str | Device) -> Device:
+    """The device of that name, or the object that was given."""
+    if not isinstance(device, str):
+        return device
+    if device == "host":
+        return HostDevice()
+    if device.startswith("cuda"):
+        raise DeviceUnavailableError(
+            f"device {device!r}: this version of asynctrt does not run on CUDA yet. Use device='host'"
+        )
+    raise DeviceUnavailableError(f"there is no device {device!r}. Use device='host'")
+
+
+def load_model(model: str | os.PathLike[str] | Model) -> Model:
+    """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
+    if not isinstance(model, str | os.PathLike):
+        if not isinstance(model, Model):
+            raise ModelError(
+                f"{model!r} is neither a path nor a model: it lacks some of inputs, outputs, rows_fixed, "
+                "rows_max, enqueue_nbytes, create_context, close (asynctrt.backends.base.Model)"
+            )
+        return model
+    path = Path(model)
+    if path.suffix in PLAN_SUFFIXES:
+        raise ModelError(
+            f"{str(path)!r} is named like a TensorRT plan, which needs a CUDA device; this version of "
+            "asynctrt does not run on CUDA yet. Give the ONNX model that the plan was built from"
+        )
+    if path.is_dir():
+        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
+    # Not before it is needed: it loads ONNX Runtime.
+    from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
+
+    return OnnxModel(path)
+
+
+def _caller() -> str:
+    """File and line of the nearest frame outside this package."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asynctrt."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run a blocking function in a thread that ends with it. Not cancelled half way: it may own things."""
+    with ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open") as executor:
+        future = asyncio.get_running_loop().run_in_executor(executor, function)
+        with anyio.CancelScope(shield=True):
+            done = await asyncio.shield(future)
+    return done
+
+
+def _timeout_ns(timeout: float) -> int:
+    try:
+        return int(timeout * 1e9) if timeout >= 0 else _bad_timeout(timeout)
+    except OverflowError:  # Infinity: 292 years, the longest that fits into the clock's 63 bits.
+        return NO_DEADLINE_NS // 2
+    except (TypeError, ValueError):
+        return _bad_timeout(timeout)
+
+
+def _bad_timeout(timeout: object) -> int:
+    raise InputError(f"timeout is in seconds and not negative, not {timeout!r}")

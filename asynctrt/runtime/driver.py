@@ -1,0 +1,379 @@
+"""The one place where decisions become device work.
+
+A request's way: :meth:`Driver.submit` queues it and asks for a pump at the end of the tick, so that every
+request of the tick is there; :meth:`_pump` carries out what the scheduler decides; :meth:`_launch` leases,
+gathers and enqueues; the reaper calls :meth:`_landed`, which copies the outputs out, frees the lease, answers
+the callers and lets the next batch go.
+"""
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from asynctrt.devices.base import Event
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import (
+    AsynctrtError,
+    DeadlineError,
+    DeviceLostError,
+    EngineClosedError,
+    ExecutionError,
+)
+from asynctrt.runtime import batch
+from asynctrt.runtime.alarm import create_alarm
+from asynctrt.runtime.pool import Lease, Pool
+from asynctrt.runtime.reaper import Reaper
+from asynctrt.runtime.slots import SlabRows, SlotSlab
+from asynctrt.scheduling.ledger import Launch
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.tensors import Array
+
+COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
+"""A batch with more bytes than this is copied in another thread, in or out. Measured: 4 MiB hold the loop for
+100 µs, 16 MiB for 530; a thread holds it for 40 and adds 200 to the batch's latency."""
+
+PUMP_NS_MAX: Final = 1_000_000
+"""A pump that runs batches in place gives the loop back after this long."""
+
+
+class _Flight:
+    """A batch under way."""
+
+    __slots__ = ("error", "launch", "lease", "owner", "rows", "spans")
+
+    def __init__(
+        self,
+        launch: Launch,
+        lease: Lease,
+        spans: list[slice] | None,
+        rows: int,
+        owner: SlotSlab | None,
+    ) -> None:
+        self.launch = launch
+        self.lease = lease
+        self.spans = spans
+        self.rows = rows
+        self.owner = owner
+        self.error: BaseException | None = None
+
+    def end(self) -> None:
+        """The device has done with it: others may have what it used."""
+        self.lease.release()
+        if self.owner is not None:
+            self.owner.ended()
+
+
+class Driver:
+    """Drives one scheduler and one pool on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        scheduler: Scheduler,
+        pool: Pool,
+        now_ns: Callable[[], int],
+        rows_fixed: int | None,
+        spin: bool,
+        name: str,
+    ) -> None:
+        self._loop = loop
+        self._create_future = loop.create_future
+        self._scheduler = scheduler
+        self._pool = pool
+        self._now_ns = now_ns
+        self._rows_fixed = rows_fixed
+        self._name = name
+        self._pump_is_scheduled = False
+        self._in_pump = False
+        self._flights: dict[int, _Flight] = {}
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._reaper = Reaper(loop, now_ns, spin=spin)
+        self._alarm = create_alarm(loop, self._pump, now_ns)
+        self._host = HostDevice(threads=1, in_place="never", name="asynctrt-copy", now_ns=now_ns)
+        self._copier = self._host.create_stream()
+
+    def __repr__(self) -> str:
+        return f"<Driver {self._name} {self._scheduler!r}>"
+
+    def submit(
+        self, payload: Any, rows: int, bucket: Hashable, priority: int, timeout_ns: int | None
+    ) -> Request:
+        """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed."""
+        now_ns = self._now_ns()
+        deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
+        future = self._create_future()
+        request = Request(rows, bucket, priority, now_ns, deadline_ns, payload, future)
+        self._scheduler.submit(request)
+        if not self._pump_is_scheduled:
+            self._pump_is_scheduled = True
+            self._loop.call_soon(self._pump)
+        return request
+
+    def submit_parts(
+        self,
+        parts: Sequence[tuple[Any, int]],
+        bucket: Hashable,
+        priority: int,
+        timeout_ns: int | None,
+    ) -> list[Request]:
+        """Queue all parts, each a payload and its rows, or none."""
+        requests = [self._request(payload, rows, bucket, priority, timeout_ns) for payload, rows in parts]
+        self._scheduler.submit_all(requests)
+        self._schedule_pump()
+        return requests
+
+    def cancel(self, request: Request) -> None:
+        """The caller has gone away: drop its request from the queue, or mask it in flight."""
+        if self._scheduler.cancel(request):
+            self._tell_if_idle()
+
+    async def wait_idle(self) -> None:
+        """Return when nothing is queued and nothing is in flight."""
+        while not self._scheduler.is_idle:
+            waiter = self._loop.create_future()
+            self._idle_waiters.append(waiter)
+            await waiter
+
+    def refuse(self, why: AsynctrtError) -> None:
+        """Take no new request; answer those there are."""
+        self._scheduler.refuse(why)
+
+    def fail_queued(self, why: EngineClosedError) -> None:
+        """Take no new request, and fail those that are queued. What is in flight goes on."""
+        for request in self._scheduler.close(why):
+            self._answer_error(request, type(why)(*why.args))
+        self._tell_if_idle()
+
+    def close(self) -> None:
+        """Fail what is still in flight, and never run again. The pool is the engine's to close."""
+        self._reaper.close()
+        self._alarm.close()
+        for flight in list(self._flights.values()):
+            error = DeviceLostError(
+                f"batch {flight.launch.number} of {self._name} did not end within the close_timeout of its "
+                "engine. What it uses stays allocated until it does; if that is never, only a new process "
+                "helps"
+            )
+            self._fail(flight.launch, error, quarantine=True)
+        self._copier.close(timeout_s=0.0)
+
+    def _request(
+        self, payload: Any, rows: int, bucket: Hashable, priority: int, timeout_ns: int | None
+    ) -> Request:
+        now_ns = self._now_ns()
+        deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
+        future = self._loop.create_future()
+        return Request(rows, bucket, priority, now_ns, deadline_ns, payload, future)
+
+    def _schedule_pump(self) -> None:
+        if not self._pump_is_scheduled:
+            self._pump_is_scheduled = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Carry out what the scheduler decides, until it has nothing more to launch now."""
+        if self._in_pump:
+            return
+        self._in_pump = True
+        self._pump_is_scheduled = False
+        scheduler = self._scheduler
+        started_ns = now_ns = self._now_ns()
+        try:
+            for request in scheduler.expire(now_ns):
+                self._answer_error(request, _deadline_error(request, now_ns))
+            while (launch := scheduler.next_launch(now_ns)) is not None:
+                self._launch(launch)
+                now_ns = self._now_ns()
+                if now_ns - started_ns > PUMP_NS_MAX:
+                    self._schedule_pump()
+                    return
+            wakeup_ns = scheduler.next_wakeup()
+            if wakeup_ns is not None:
+                self._alarm.set(wakeup_ns)
+        finally:
+            self._in_pump = False
+        self._tell_if_idle()
+
+    def _launch(self, launch: Launch) -> None:
+        """Lease, gather and enqueue one batch. Whatever goes wrong fails this batch and no other."""
+        payload = launch.requests[0].payload
+        spans: list[slice] | None
+        try:
+            if isinstance(payload, SlabRows):
+                owner = payload.owner
+                lease = self._pool.lease(launch, owner.slab)
+                spans = [request.payload.span for request in launch.requests]
+                # Rows of slots that were left behind or given up lie between: they run, unseen.
+                rows = self._rows_fixed or max(span.stop for span in spans)
+                flight = _Flight(launch, lease, spans, rows, owner)
+                self._flights[launch.number] = flight
+                owner.launched()
+                self._enqueue(flight)
+            else:
+                lease = self._pool.lease(launch, None)
+                one_row_each = launch.rows == len(launch.requests)
+                spans = None if one_row_each else batch.spans_of(launch.requests)
+                rows = self._rows_fixed or launch.rows
+                flight = _Flight(launch, lease, spans, rows, None)
+                self._flights[launch.number] = flight
+                self._gather(flight)
+        except Exception as error:
+            self._fail(launch, error)
+
+    def _gather(self, flight: _Flight) -> None:
+        """Copy the rows into the slab, off the loop if they are many bytes, and enqueue the batch."""
+        launch, slab = flight.launch, flight.lease.slab
+        nbytes = slab.layout.input_row_nbytes * launch.rows
+        if nbytes > COPY_ON_LOOP_NBYTES_MAX:
+            copy = partial(batch.gather, launch.requests, slab.inputs, launch.rows)
+            self._copy_off_loop(copy, nbytes, partial(self._gathered, flight))
+        else:
+            batch.gather(launch.requests, slab.inputs, launch.rows)
+            flight.lease.record.copy_in_ns = self._now_ns() - launch.launched_ns
+            self._enqueue(flight)
+
+    def _gathered(self, flight: _Flight, copied: Event) -> None:
+        """The rows are in the slab, copied by another thread."""
+        flight.lease.record.copy_in_ns = self._now_ns() - flight.launch.launched_ns
+        if copied.error is not None:
+            self._fail(flight.launch, copied.error)
+        else:
+            self._enqueue(flight)
+
+    def _enqueue(self, flight: _Flight) -> None:
+        lease, launch = flight.lease, flight.launch
+        try:
+            lease.enqueue(flight.rows)
+        except Exception as error:
+            # Part of the batch may be on the stream already: the lease ends when that has run.
+            flight.error = error
+            lease.enqueue_end()
+        end = lease.end
+        if end.query():
+            self._landed(flight)
+        else:
+            expected_ns = self._scheduler.latency.expected_ns(launch.bucket, launch.rows)
+            self._reaper.watch(end, partial(self._waited_for, flight), expected_ns=expected_ns)
+
+    def _waited_for(self, flight: _Flight) -> None:
+        """The reaper has seen the end of a batch: remember how long it took, for the next such wait."""
+        launch = flight.launch
+        compute_ns = self._now_ns() - launch.launched_ns - flight.lease.record.copy_in_ns
+        self._scheduler.latency.observe(launch.bucket, launch.rows, compute_ns)
+        self._landed(flight)
+
+    def _landed(self, flight: _Flight) -> None:
+        """The device is done with a batch: copy its outputs out, off the loop if they are many bytes."""
+        lease, launch = flight.lease, flight.launch
+        error = flight.error or lease.error()
+        if error is not None:
+            self._fail(launch, error)
+            return
+        rows = launch.rows if flight.spans is None else flight.rows
+        nbytes = lease.slab.layout.output_row_nbytes * rows
+        try:
+            lease.note_times()
+            landed_ns = self._now_ns()
+            outputs = lease.outputs(flight.rows)
+            if nbytes > COPY_ON_LOOP_NBYTES_MAX:
+                copied: list[list[dict[str, Array]]] = []
+                self._copy_off_loop(
+                    lambda: copied.append(batch.copy_out(outputs, flight.spans, rows, shared=False)),
+                    nbytes,
+                    lambda done: self._copied_out(flight, landed_ns, copied, done),
+                )
+                return
+            shared = nbytes <= batch.SHARED_NBYTES_MAX
+            values = batch.copy_out(outputs, flight.spans, rows, shared=shared)
+        except Exception as raised:
+            self._fail(launch, raised)
+            return
+        self._answer(flight, landed_ns, values)
+
+    def _copied_out(
+        self,
+        flight: _Flight,
+        landed_ns: int,
+        copied: list[list[dict[str, Array]]],
+        done: Event,
+    ) -> None:
+        """The outputs were copied by another thread."""
+        if done.error is not None:
+            self._fail(flight.launch, done.error)
+        else:
+            self._answer(flight, landed_ns, copied[0])
+
+    def _answer(self, flight: _Flight, landed_ns: int, outputs: list[dict[str, Array]]) -> None:
+        """Free the lease, answer the callers, and let the next batch go before any of them runs on."""
+        lease, launch = flight.lease, flight.launch
+        record = lease.record
+        record.copy_out_ns += self._now_ns() - landed_ns
+        del self._flights[launch.number]
+        flight.end()
+        self._scheduler.complete(
+            launch,
+            copy_in_ns=record.copy_in_ns,
+            compute_ns=record.compute_ns,
+            copy_out_ns=record.copy_out_ns,
+        )
+        batch.deliver(launch.requests, outputs, record)
+        self._pump()
+        self._tell_if_idle()
+
+    def _fail(self, launch: Launch, error: BaseException, *, quarantine: bool = False) -> None:
+        """End a batch with an error for each caller that still waits; the next batch goes on."""
+        flight = self._flights.pop(launch.number, None)
+        if flight is not None:
+            flight.end()
+        self._scheduler.fail(launch, quarantine=quarantine)
+        for request in launch.requests:
+            self._answer_error(request, self._typed(launch, error))
+        if not quarantine:
+            self._schedule_pump()
+        self._tell_if_idle()
+
+    def _typed(self, launch: Launch, error: BaseException) -> AsynctrtError:
+        """A fresh error for one caller: an instance that many raise would collect all their tracebacks."""
+        if isinstance(error, AsynctrtError):
+            typed: AsynctrtError = type(error)(*error.args)
+        else:
+            typed = ExecutionError(
+                f"{self._name} failed while it ran a batch of {launch.rows} rows from "
+                f"{len(launch.requests)} requests: {type(error).__name__}: {error}. Other batches are not "
+                "affected; if one of the rows caused it, send them one by one to find which"
+            )
+        typed.__cause__ = error
+        return typed
+
+    @staticmethod
+    def _answer_error(request: Request, error: AsynctrtError) -> None:
+        future = request.future
+        if not future.done():
+            future.set_exception(error)
+
+    def _copy_off_loop(self, copy: Callable[[], None], nbytes: int, then: Callable[[Event], None]) -> None:
+        """Run ``copy`` in the copier's thread and ``then(event)`` on the loop when it is done."""
+        event = self._host.create_event()
+        self._copier.launch(copy, label=nbytes)
+        self._copier.record(event)
+        self._reaper.watch(event, partial(then, event), expected_ns=None)
+
+    def _tell_if_idle(self) -> None:
+        if self._idle_waiters and self._scheduler.is_idle:
+            waiters, self._idle_waiters = self._idle_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+
+def _deadline_error(request: Request, now_ns: int) -> DeadlineError:
+    assert request.deadline_ns != NO_DEADLINE_NS
+    waited_ms = (now_ns - request.arrival_ns) / 1e6
+    timeout_ms = (request.deadline_ns - request.arrival_ns) / 1e6
+    return DeadlineError(
+        f"the timeout of {timeout_ms:.3f} ms passed after {waited_ms:.3f} ms in the queue; the request did "
+        "not reach the device. Allow more time, or send less"
+    )

@@ -1,0 +1,106 @@
+"""One request, and the one table that says how its state may change."""
+
+from collections.abc import Hashable, Iterable
+from enum import IntEnum
+from typing import Any, Final
+
+from asynctrt.errors import InternalError
+
+NO_DEADLINE_NS: Final = 2**63 - 1
+
+
+class State(IntEnum):
+    """Where a request is. An ``IntEnum`` because it indexes the rows of the transition table."""
+
+    QUEUED = 0
+    IN_FLIGHT = 1
+    MASKED = 2  # Cancelled while in flight: its rows are computed, and nobody is told.
+    DONE = 3
+    FAILED = 4
+    CANCELLED = 5
+    EXPIRED = 6
+
+
+class Change(IntEnum):
+    """What can happen to a request."""
+
+    LAUNCH = 0
+    COMPLETE = 1
+    FAIL = 2
+    CANCEL = 3
+    EXPIRE = 4
+
+
+# Members by bare names: looking one up on its class costs as much as the comparison it is for.
+QUEUED = State.QUEUED
+IN_FLIGHT = State.IN_FLIGHT
+MASKED = State.MASKED
+
+TRANSITIONS: Final[dict[Change, tuple[State | None, ...]]] = {
+    # The columns are the states before: QUEUED, IN_FLIGHT, MASKED, then the four that are final.
+    Change.LAUNCH: (State.IN_FLIGHT, None, None, None, None, None, None),
+    Change.COMPLETE: (None, State.DONE, State.CANCELLED, None, None, None, None),
+    Change.FAIL: (State.FAILED, State.FAILED, State.CANCELLED, None, None, None, None),
+    Change.CANCEL: (State.CANCELLED, State.MASKED, None, None, None, None, None),
+    Change.EXPIRE: (State.EXPIRED, None, None, None, None, None, None),
+}
+"""The state after each change, by the state before it. ``None``: the change is not allowed."""
+
+
+class Request:
+    """Rows that travel together, from submission to answer.
+
+    ``rows``, ``bucket``, ``priority``, ``deadline_ns`` and ``arrival_ns`` are what the scheduler
+    decides by. ``payload`` and ``future`` are carried for the runtime and never looked at here.
+    """
+
+    __slots__ = (
+        "arrival_ns",
+        "bucket",
+        "deadline_ns",
+        "future",
+        "payload",
+        "priority",
+        "rows",
+        "state",
+    )
+
+    def __init__(
+        self,
+        rows: int,
+        bucket: Hashable,
+        priority: int,
+        arrival_ns: int,
+        deadline_ns: int = NO_DEADLINE_NS,
+        payload: Any = None,
+        future: Any = None,
+    ) -> None:
+        self.rows = rows
+        self.bucket = bucket
+        self.priority = priority
+        self.arrival_ns = arrival_ns
+        self.deadline_ns = deadline_ns
+        self.payload = payload
+        self.future = future
+        self.state = QUEUED
+
+    def __repr__(self) -> str:
+        return f"<Request {self.state.name} rows={self.rows} priority={self.priority}>"
+
+
+def change(request: Request, what: Change) -> None:
+    """Move one request along the table. An illegal change raises and changes nothing."""
+    after = TRANSITIONS[what][request.state]
+    if after is None:
+        raise InternalError(f"{what.name} is not allowed for {request!r}")
+    request.state = after
+
+
+def change_all(requests: Iterable[Request], what: Change) -> None:
+    """Move a whole batch along the table: one lookup of the row, then one index a request."""
+    row = TRANSITIONS[what]
+    for request in requests:
+        after = row[request.state]
+        if after is None:
+            raise InternalError(f"{what.name} is not allowed for {request!r}")
+        request.state = after

@@ -1,0 +1,52 @@
+"""What an engine has done and is doing: frozen snapshots, made by ``engine.statistics()``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStatistics:
+    """The batches of one size: how many, and their times in ns, summed."""
+
+    count: int
+    copy_in_ns: int
+    compute_ns: int
+    copy_out_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """A snapshot of an engine. Counts and sums are since it was opened."""
+
+    state: str
+    """``open``, ``draining`` or ``closed``."""
+    submitted: int
+    """Requests taken; a call that was split counts once for each part."""
+    succeeded: int
+    failed: int
+    cancelled: int
+    expired: int
+    """Requests whose timeout passed while they were queued."""
+    refused: int
+    """Requests not taken: the queue was full, or the engine closed."""
+    rows: int
+    """Rows answered."""
+    batches: int
+    queue_ns: int
+    """Time in the queue, summed over the answered requests."""
+    queued_requests: int
+    queued_rows: int
+    in_flight_batches: int
+    contexts: int
+    contexts_quarantined: int
+    """Contexts given up because their work did not end."""
+    arenas: int
+    memory_nbytes: int
+    """Bytes of slabs, their twins on the device, and arenas."""
+    by_batch_rows: Mapping[int, BatchStatistics]
+    """Batches by their number of rows."""
+
+    @property
+    def mean_batch_rows(self) -> float:
+        """Rows a batch, on average; 0 before the first."""
+        return self.rows / self.batches if self.batches else 0.0

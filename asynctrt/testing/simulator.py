@@ -1,0 +1,206 @@
+"""Runs the real scheduler through random events from a seed, and checks after each that its rules hold.
+
+The scheduler is pure, so there is nothing to mock: time is a number that the simulation moves on.
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from asynctrt.errors import EngineClosedError, InternalError, QueueFullError
+from asynctrt.scheduling.ledger import Launch
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
+from asynctrt.scheduling.scheduler import Scheduler
+
+FINAL = (State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED)
+
+
+@dataclass(slots=True)
+class Simulation:
+    """What happened in one run. ``log`` is the same for the same seed, down to the last entry."""
+
+    seed: int
+    events: int = 0
+    answered: Counter[State] = field(default_factory=Counter)
+    refused: int = 0
+    batches: int = 0
+    rows: int = 0
+    wait_ns_max: int = 0
+    log: list[tuple[int, str, int]] = field(default_factory=list)
+
+
+class _Run:
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)  # noqa: S311  (a simulation, not a secret)
+        choose = self.random.choice
+        self.rows_max = choose([1, 2, 8, 64])
+        self.contexts = choose([1, 2, 4])
+        self.arenas = choose([0, 1, self.contexts])
+        self.in_flight_max = self.random.randint(1, self.contexts)
+        self.priorities = choose([1, 3])
+        self.buckets = choose([1, 2, 5])
+        self.queue_rows_max = choose([self.rows_max, 4 * self.rows_max, 1024])
+        self.policy = Policy(
+            rows_max=self.rows_max,
+            delay_ns_max=choose([0, 0, 500_000, 5_000_000]),
+            slots=choose([1, 2, 4]),
+            is_parallel=choose([True, False]),
+        )
+        self.scheduler = Scheduler(
+            policy=self.policy,
+            queue_rows_max=self.queue_rows_max,
+            priorities=self.priorities,
+            contexts=self.contexts,
+            arenas=self.arenas,
+            in_flight_max=self.in_flight_max,
+        )
+        self.now_ns = 0
+        self.queued: dict[Request, None] = {}
+        self.in_flight: dict[int, tuple[Launch, int]] = {}
+        self.result = Simulation(seed)
+
+    def step(self) -> None:
+        roll = self.random.random()
+        if roll < 0.55:
+            self.submit()
+        elif roll < 0.65:
+            self.cancel()
+        elif roll < 0.95:
+            self.end_batch(fail=self.random.random() < 0.05)
+        else:
+            self.now_ns += self.random.randrange(10_000_000)
+        self.now_ns += self.random.randrange(50_000)
+        self.pump()
+        self.check()
+        self.result.events += 1
+
+    def submit(self) -> None:
+        rng = self.random
+        timeout_ns = rng.choice([None, None, 0, 100_000, 20_000_000])
+        request = Request(
+            rng.randint(1, self.rows_max),
+            rng.randrange(self.buckets),
+            rng.randrange(self.priorities),
+            self.now_ns,
+            NO_DEADLINE_NS if timeout_ns is None else self.now_ns + timeout_ns,
+        )
+        before = self.scheduler.queued_rows
+        try:
+            self.scheduler.submit(request)
+        except QueueFullError:
+            _hold(before + request.rows > self.queue_rows_max, "refused with room left")
+            self.result.refused += 1
+        else:
+            self.queued[request] = None
+
+    def cancel(self) -> None:
+        flying = [request for launch, _ in self.in_flight.values() for request in launch.requests]
+        candidates = [*self.queued, *flying]
+        if candidates:
+            request = self.random.choice(candidates)
+            was_queued = request.state is State.QUEUED
+            _hold(self.scheduler.cancel(request) is was_queued, "cancelling misjudged a request")
+            _hold(request.state in (State.CANCELLED, State.MASKED), "a cancelled request goes on")
+            if was_queued:
+                self.finish(request)
+
+    def end_batch(self, *, fail: bool) -> None:
+        if not self.in_flight:
+            return
+        number = self.random.choice(list(self.in_flight))
+        launch, start_ns = self.in_flight.pop(number)
+        if fail:
+            self.scheduler.fail(launch)
+        else:
+            self.scheduler.latency.observe(launch.bucket, launch.rows, self.now_ns - start_ns)
+            self.scheduler.complete(launch, copy_in_ns=1, compute_ns=2, copy_out_ns=3)
+            self.result.rows += launch.rows
+        self.result.batches += 1
+        for request in launch.requests:
+            self.finish(request)
+
+    def pump(self) -> None:
+        for request in self.scheduler.expire(self.now_ns):
+            _hold(request.deadline_ns <= self.now_ns, "expired before its deadline")
+            self.finish(request)
+        while (launch := self.scheduler.next_launch(self.now_ns)) is not None:
+            self.check_launch(launch)
+            self.in_flight[launch.number] = (launch, self.now_ns)
+            for request in launch.requests:
+                del self.queued[request]
+                waited_ns = self.now_ns - request.arrival_ns
+                self.result.wait_ns_max = max(self.result.wait_ns_max, waited_ns)
+            self.result.log.append((self.now_ns, "launch", launch.rows))
+
+    def finish(self, request: Request) -> None:
+        _hold(request.state in FINAL, f"{request!r} was answered and is not final")
+        self.queued.pop(request, None)
+        self.result.answered[request.state] += 1
+        self.result.log.append((self.now_ns, request.state.name, request.rows))
+
+    def check_launch(self, launch: Launch) -> None:
+        rows = sum(request.rows for request in launch.requests)
+        _hold(launch.rows == rows, "a batch miscounts its rows")
+        _hold(0 < rows <= self.rows_max, f"a batch of {rows} rows")
+        _hold(all(r.bucket == launch.bucket for r in launch.requests), "buckets were mixed")
+        _hold(all(r.state is State.IN_FLIGHT for r in launch.requests), "not in flight")
+        _hold(all(r.deadline_ns > self.now_ns for r in launch.requests), "launched after its deadline")
+        contexts = [other.context for other, _ in self.in_flight.values()]
+        _hold(launch.context not in contexts, "a context was leased twice")
+        urgent = max((r.priority for r in self.queued if r.bucket == launch.bucket), default=0)
+        _hold(
+            any(r.priority == urgent for r in launch.requests),
+            "a batch left the most urgent requests of its bucket behind",
+        )
+
+    def check(self) -> None:
+        scheduler = self.scheduler
+        ledger = scheduler.ledger
+        _hold(scheduler.queued_requests == len(self.queued), "queued requests miscounted")
+        _hold(scheduler.queued_rows == sum(r.rows for r in self.queued), "queued rows miscounted")
+        buckets = scheduler.buckets()
+        _hold(sum(buckets.values()) == scheduler.queued_rows, "the buckets miscount their rows")
+        _hold(all(buckets.values()), "an empty bucket is kept")
+        _hold(scheduler.queued_rows <= self.queue_rows_max, "the queue is over its bound")
+        _hold(len(ledger.in_flight) == len(self.in_flight), "batches in flight miscounted")
+        _hold(len(ledger.in_flight) <= self.in_flight_max, "too many batches in flight")
+        _hold(ledger.usable_contexts == self.contexts, "a context was lost")
+        _hold(not self.queued or bool(self.in_flight), "work waits while nothing is in flight")
+        wakeup_ns = scheduler.next_wakeup()
+        deadlines = [r.deadline_ns for r in self.queued if r.deadline_ns != NO_DEADLINE_NS]
+        if deadlines:
+            _hold(wakeup_ns is not None and wakeup_ns <= min(deadlines), "a deadline is not watched")
+
+    def end(self) -> None:
+        """Close with work queued and in flight: everything is answered all the same."""
+        for request in self.scheduler.close(EngineClosedError("closed")):
+            self.finish(request)
+        while self.in_flight:
+            self.end_batch(fail=False)
+        _hold(self.scheduler.is_idle and not self.queued, "something is left after closing")
+        try:
+            self.scheduler.submit(Request(1, 0, 0, self.now_ns))
+        except EngineClosedError:
+            return
+        _hold(condition=False, broken="a closed scheduler took a request")
+
+
+def simulate(seed: int, *, events: int = 2000) -> Simulation:
+    """Run one simulation: its configuration and its events follow from ``seed`` alone.
+
+    :raises InternalError: when a rule of the scheduler is broken; the message names seed and event.
+    """
+    run = _Run(seed)
+    try:
+        for _ in range(events):
+            run.step()
+        run.end()
+    except InternalError as error:
+        raise InternalError(f"seed {seed}, event {run.result.events}: {error}") from error
+    return run.result
+
+
+def _hold(condition: bool, broken: str) -> None:  # noqa: FBT001  (reads as an assertion)
+    if not condition:
+        raise InternalError(broken)

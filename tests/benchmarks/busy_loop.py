@@ -1,0 +1,87 @@
+"""How late is a batch noticed on a loop that is never idle? A callback burns 20 µs every tick.
+
+Compared are the engine as it is and the engine whose guard is kept from handing the GIL over.
+"""
+
+import asyncio
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+import asynctrt
+from asynctrt import clock
+from asynctrt.devices.host import Crew, HostDevice
+from tests.benchmarks.common import arguments, save, show
+from tests.benchmarks.mlp import mlp_onnx
+
+BURN_NS = 20_000
+
+
+async def lateness_us(path, rows, requests, *, is_busy, is_guarded):
+    """Microseconds from the end of a batch's work to its caller, and from launch to the work's beginning."""
+    lend = Crew.lend_gil
+    if not is_guarded:
+        Crew.lend_gil = lambda self: False
+    loop = asyncio.get_running_loop()
+    burning = is_busy
+
+    def burn():
+        end_ns = clock.now_ns() + BURN_NS
+        while clock.now_ns() < end_ns:
+            pass
+        if burning:
+            loop.call_soon(burn)
+
+    late = []
+    try:
+        async with asynctrt.open(path, device=HostDevice(in_place="never"), contexts=1) as engine:
+            row = np.ones((rows, 512), np.float32)
+            for _ in range(5):
+                await engine.infer(row)
+            alone = min([(await engine.infer(row)).timing.compute_ns for _ in range(10)])
+            if burning:
+                loop.call_soon(burn)
+            for _ in range(requests):
+                sent_ns = clock.now_ns()
+                await engine.infer(row)
+                late.append((clock.now_ns() - sent_ns - alone) / 1000)
+            burning = False
+    finally:
+        Crew.lend_gil = lend
+    return late
+
+
+def main():
+    options = arguments(__doc__, requests=100, rows=64)
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = mlp_onnx(Path(folder) / "mlp.onnx")
+        measure = partial(lateness_us, path, options.rows)
+        cases = {
+            "idle loop": (options.requests, False, True),
+            "busy loop": (options.requests, True, True),
+            "busy loop, GIL not handed over": (max(options.requests // 10, 5), True, False),
+        }
+        for name, (requests, is_busy, is_guarded) in cases.items():
+            late = uvloop.run(measure(requests, is_busy=is_busy, is_guarded=is_guarded))
+            figures[name] = {
+                "p50_us": float(np.percentile(late, 50)),
+                "p99_us": float(np.percentile(late, 99)),
+                "requests": len(late),
+            }
+    show(
+        f"latency over the compute time, batches of {options.rows} rows of the MLP",
+        ("", "p50 µs", "p99 µs", "requests"),
+        [
+            (name, f"{case['p50_us']:,.0f}", f"{case['p99_us']:,.0f}", str(case["requests"]))
+            for name, case in figures.items()
+        ],
+    )
+    save(options.json, __doc__, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Copying rows: gathered late or on arrival, as one block or one by one, on the loop or off it.
+
+The last table is what ``COPY_ON_LOOP_NBYTES_MAX`` was chosen by: how long the loop stands still for a batch
+of so many bytes, against what handing the copy to a thread costs the batch.
+"""
+
+import asyncio
+import timeit
+
+import numpy as np
+import uvloop
+
+import asynctrt
+from asynctrt import clock
+from asynctrt.backends.function import FunctionModel
+from asynctrt.runtime import batch, driver
+from asynctrt.scheduling.request import Request
+from asynctrt.tensors import TensorSpec
+from tests.benchmarks.common import arguments, save, show
+
+BATCH = 64
+
+
+def us(function):
+    function()
+    number = max(1, int(0.02 / max(timeit.timeit(function, number=1), 1e-7)))
+    return min(timeit.repeat(function, number=number, repeat=5)) / number * 1e6
+
+
+def gathering():
+    figures = {}
+    for floats in (16, 512, 4096, 37_500):
+        slab = np.zeros((BATCH, floats), np.float32)
+        requests = [Request(1, (), 0, 0, payload=(np.ones((1, floats), np.float32),)) for _ in range(BATCH)]
+
+        def late(slab=slab, requests=requests):
+            batch.gather(requests, (slab,), BATCH)
+
+        def on_arrival(slab=slab, requests=requests):
+            for number, request in enumerate(requests):
+                slab[number : number + 1] = request.payload[0]
+
+        outputs = {"output": slab}
+        figures[floats * 4] = {
+            "gathered late": us(late),
+            "on arrival": us(on_arrival),
+            "out as a block": us(lambda outputs=outputs: batch.copy_out(outputs, None, BATCH, shared=True)),
+            "out one by one": us(lambda outputs=outputs: batch.copy_out(outputs, None, BATCH, shared=False)),
+        }
+    return figures
+
+
+def copying_model(floats):
+    def copy(inputs, outputs):
+        outputs["output"][...] = inputs["input"][:, :1]
+
+    return FunctionModel(
+        copy,
+        inputs=TensorSpec("input", "float32", (floats,)),
+        outputs=TensorSpec("output", "float32", (1,)),
+    )
+
+
+async def longest_stop(nbytes, *, off_loop, batches):
+    """The loop's longest stop in µs and the batch's latency in µs, medians over batches of so many bytes."""
+    before, driver.COPY_ON_LOOP_NBYTES_MAX = driver.COPY_ON_LOOP_NBYTES_MAX, 0 if off_loop else 1 << 60
+    floats = nbytes // 4 // 8
+    stops, latencies = [], []
+    try:
+        async with asynctrt.open(copying_model(floats), max_rows=8) as engine:
+            rows = [np.ones((1, floats), np.float32) for _ in range(8)]
+            for _ in range(batches):
+                stop_ns = 0
+                task = asyncio.gather(*[engine.infer(row) for row in rows])
+                start_ns = last_ns = clock.now_ns()
+                while not task.done():
+                    await asyncio.sleep(0)
+                    now_ns = clock.now_ns()
+                    stop_ns, last_ns = max(stop_ns, now_ns - last_ns), now_ns
+                await task
+                stops.append(stop_ns / 1000)
+                latencies.append((clock.now_ns() - start_ns) / 1000)
+    finally:
+        driver.COPY_ON_LOOP_NBYTES_MAX = before
+    return float(np.median(stops)), float(np.median(latencies))
+
+
+def main():
+    options = arguments(__doc__, batches=50)
+    copies = gathering()
+    names = list(next(iter(copies.values())))
+    show(
+        "a batch of 64 rows, µs",
+        ("bytes a row", *names),
+        [(f"{size:,}", *(f"{figures[name]:,.1f}" for name in names)) for size, figures in copies.items()],
+    )
+    stops = {}
+    for kib in (64, 256, 512, 1024, 2048, 4096, 16384, 65536):
+        on_loop = uvloop.run(longest_stop(kib * 1024, off_loop=False, batches=options.batches))
+        off_loop = uvloop.run(longest_stop(kib * 1024, off_loop=True, batches=options.batches))
+        stops[kib] = {"on the loop": on_loop, "off the loop": off_loop}
+    show(
+        "a batch of 8 rows, µs",
+        ("KiB a batch", "loop stops, on", "loop stops, off", "latency, on", "latency, off"),
+        [
+            (f"{kib:,}", *(f"{way[figure]:,.0f}" for figure in (0, 1) for way in ways.values()))
+            for kib, ways in stops.items()
+        ],
+        f"medians of {options.batches} batches;",
+    )
+    save(options.json, __doc__, {"copies": copies, "stops": stops})
+
+
+if __name__ == "__main__":
+    main()

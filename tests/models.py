@@ -1,0 +1,127 @@
+"""Models for the tests: ONNX graphs made here, and Python functions."""
+
+import threading
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from asynctrt.backends.function import FunctionModel
+from asynctrt.tensors import TensorSpec
+
+FLOAT = np.dtype("float32")
+
+
+def save(path, nodes, inputs, outputs, weights=(), name="graph"):
+    """An ONNX file from nodes and ``(name, type, shape)`` triples."""
+    graph = helper.make_graph(
+        nodes,
+        name,
+        [helper.make_tensor_value_info(*triple) for triple in inputs],
+        [helper.make_tensor_value_info(*triple) for triple in outputs],
+        [numpy_helper.from_array(array, name) for name, array in weights],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, path)
+    return path
+
+
+def node(kind, inputs, outputs, **attributes):
+    return helper.make_node(kind, inputs.split(), outputs.split(), **attributes)
+
+
+def double_onnx(path, rows="batch", dims=(4,)):
+    """``output = 2 * input``, float32."""
+    return save(
+        path,
+        [node("Add", "input input", "output")],
+        [("input", TensorProto.FLOAT, [rows, *dims])],
+        [("output", TensorProto.FLOAT, [rows, *dims])],
+    )
+
+
+def mixed_onnx(path):
+    """Two inputs and three outputs of mixed types: sums of ints and floats, and a comparison."""
+    return save(
+        path,
+        [
+            node("Cast", "ids", "ids_float", to=TensorProto.FLOAT),
+            node("Add", "ids_float values", "sum"),
+            node("Greater", "sum limit", "large"),
+            node("Add", "ids ids", "twice"),
+        ],
+        [("ids", TensorProto.INT64, ["n", 3]), ("values", TensorProto.FLOAT, ["n", 3])],
+        [
+            ("sum", TensorProto.FLOAT, ["n", 3]),
+            ("large", TensorProto.BOOL, ["n", 3]),
+            ("twice", TensorProto.INT64, ["n", 3]),
+        ],
+        [("limit", np.float32(10))],
+    )
+
+
+def sequence_onnx(path):
+    """Rows of any length: each is doubled, and each is summed up."""
+    return save(
+        path,
+        [
+            node("Add", "tokens tokens", "doubled"),
+            node("ReduceSum", "tokens axis", "total", keepdims=0),
+        ],
+        [("tokens", TensorProto.FLOAT, ["batch", "length"])],
+        [("doubled", TensorProto.FLOAT, ["batch", "length"]), ("total", TensorProto.FLOAT, ["batch"])],
+        [("axis", np.array([1], np.int64))],
+    )
+
+
+def unnamed_output_onnx(path):
+    """An output whose length has a name that no input has: its memory is the runtime's."""
+    return save(
+        path,
+        [node("Concat", "tokens tokens", "joined", axis=1)],
+        [("tokens", TensorProto.FLOAT, ["batch", "length"])],
+        [("joined", TensorProto.FLOAT, ["batch", "joined_length"])],
+    )
+
+
+def double(inputs, outputs):
+    outputs["output"][...] = 2 * inputs["input"]
+
+
+def double_model(function=double, dims=(4,), **kw):
+    """``output = 2 * input`` as a Python function."""
+    return FunctionModel(
+        function,
+        inputs=TensorSpec("input", FLOAT, dims),
+        outputs=TensorSpec("output", FLOAT, dims),
+        **kw,
+    )
+
+
+def failing_model():
+    """Doubles, but raises for a batch with a negative number in it."""
+
+    def function(inputs, outputs):
+        if (inputs["input"] < 0).any():
+            raise ValueError("negative number")
+        double(inputs, outputs)
+
+    return double_model(function)
+
+
+class Gate:
+    """A function that waits, in its thread, until the test lets it go on."""
+
+    def __init__(self):
+        self.entered = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+
+    def __call__(self, inputs, outputs):
+        self.entered.release()
+        assert self.go.acquire(timeout=30), "the test never let it go on"
+        double(inputs, outputs)
+
+
+def rows(*values, dims=(4,)):
+    """Rows of float32, each filled with one value."""
+    return np.stack([np.full(dims, value, np.float32) for value in values])

@@ -1,0 +1,141 @@
+"""Alarms: never before their time, once for each, and not after closing. Both kinds, on both loops."""
+
+import asyncio
+import os
+
+import pytest
+
+from asynctrt import clock
+from asynctrt.runtime import alarm as alarms
+from asynctrt.runtime.alarm import TickAlarm, TimerfdAlarm, create_alarm
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 20
+
+
+class Bell:
+    """Counts the calls and wakes who waits for one."""
+
+    def __init__(self):
+        self.rung = 0
+        self.rung_ns = 0
+        self._next = asyncio.Event()
+
+    def __call__(self):
+        self.rung += 1
+        self.rung_ns = clock.now_ns()
+        self._next.set()
+
+    async def wait(self):
+        await asyncio.wait_for(self._next.wait(), WAIT_S)
+        self._next.clear()
+
+
+MAKERS = {
+    "timerfd": lambda bell: TimerfdAlarm(asyncio.get_running_loop(), bell),
+    "ticks": lambda bell: TickAlarm(asyncio.get_running_loop(), bell, clock.now_ns),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request):
+    return MAKERS[request.param]
+
+
+@pytest.mark.parametrize("delay_ns", [0, 300_000, 1_400_000, 12_000_000])
+async def test_it_rings_and_not_before_its_time(make, delay_ns):
+    bell = Bell()
+    alarm = make(bell)
+    when_ns = clock.now_ns() + delay_ns
+    alarm.set(when_ns)
+    await bell.wait()
+    assert bell.rung_ns >= when_ns
+    alarm.close()
+
+
+async def test_a_time_that_has_passed_rings_at_once(make):
+    bell = Bell()
+    alarm = make(bell)
+    alarm.set(0)
+    await bell.wait()
+    alarm.close()
+
+
+async def test_an_earlier_time_replaces_a_later_one(make):
+    bell = Bell()
+    alarm = make(bell)
+    alarm.set(clock.now_ns() + 3600 * 10**9)
+    alarm.set(clock.now_ns() + 100_000)
+    await bell.wait()
+    assert bell.rung == 1
+    alarm.close()
+
+
+async def test_a_later_time_does_not_replace_an_earlier_one(make):
+    bell = Bell()
+    alarm = make(bell)
+    alarm.set(clock.now_ns() + 100_000)
+    alarm.set(clock.now_ns() + 3600 * 10**9)
+    await bell.wait()
+    alarm.close()
+
+
+async def test_it_can_be_set_again(make):
+    bell = Bell()
+    alarm = make(bell)
+    for rung in range(1, 4):
+        alarm.set(clock.now_ns() + 50_000)
+        await bell.wait()
+        assert bell.rung == rung
+    alarm.close()
+
+
+async def test_a_closed_alarm_never_rings(make):
+    bell, other = Bell(), Bell()
+    alarm = make(bell)
+    alarm.set(clock.now_ns() + 50_000)
+    alarm.close()
+    alarm.close()
+    alarm.set(clock.now_ns())
+    after = make(other)
+    after.set(clock.now_ns() + 5_000_000)
+    await other.wait()
+    assert bell.rung == 0
+    after.close()
+
+
+async def test_it_rings_on_a_loop_that_is_never_idle(make):
+    bell = Bell()
+    alarm = make(bell)
+    loop = asyncio.get_running_loop()
+    busy = True
+
+    def keep_busy():
+        if busy:
+            loop.call_soon(keep_busy)
+
+    keep_busy()
+    alarm.set(clock.now_ns() + 500_000)
+    await bell.wait()
+    busy = False
+    alarm.close()
+
+
+async def test_no_descriptor_is_left():
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        create_alarm(asyncio.get_running_loop(), lambda: None, clock.now_ns).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_without_timerfd_ticks_do_it(monkeypatch):
+    def missing(*_, **__):
+        raise OSError("no such library")
+
+    monkeypatch.setattr(alarms.ctypes, "CDLL", missing)
+    bell = Bell()
+    alarm = create_alarm(asyncio.get_running_loop(), bell, clock.now_ns)
+    assert isinstance(alarm, TickAlarm)
+    alarm.set(clock.now_ns())
+    await bell.wait()
+    alarm.close()

@@ -1,0 +1,271 @@
+"""Slots: written in place, batched with each other, left behind, given up, bounded."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, failing_model, mixed_onnx, rows, sequence_onnx
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+
+
+def latched(model=None, **settings):
+    settings = {"contexts": 1, "max_rows": 4, **settings}
+    device = LatchDevice(slots=1)
+    return asynctrt.open(model or double_model(), device=device, **settings), device
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def use(engine, *values, **kw):
+    async with engine.slot(rows=len(values)) as slot:
+        slot["input"][...] = rows(*values)
+        return (await slot.infer(**kw))["output"][:, 0].tolist()
+
+
+async def test_what_is_written_is_inferred_without_a_copy():
+    addresses = []
+
+    def note(inputs, outputs):
+        addresses.append(inputs["input"].ctypes.data)
+        outputs["output"][...] = 2 * inputs["input"]
+
+    async with asynctrt.open(double_model(note)) as engine, engine.slot(rows=2) as slot:
+        slot["input"][...] = rows(1, 2)
+        written_at = slot["input"].ctypes.data
+        result = await slot.infer()
+        assert result["output"][:, 0].tolist() == [2, 4]
+        assert addresses == [written_at]
+
+
+async def test_slots_are_batched_with_each_other():
+    opening, device = latched()
+    async with opening as engine:
+        first = asyncio.create_task(engine.infer(rows(0)))
+        await until(lambda: device.held)
+        tasks = [asyncio.create_task(use(engine, value, value)) for value in (1, 2)]
+        await until(lambda: engine.statistics().queued_requests == 2)
+        device.open()
+        assert await asyncio.gather(*tasks) == [[2, 2], [4, 4]]
+        await first
+        assert {size: batch.count for size, batch in engine.statistics().by_batch_rows.items()} == {
+            1: 1,
+            4: 1,
+        }
+
+
+async def test_a_slot_that_is_written_slowly_is_left_behind_and_works_all_the_same():
+    opening, device = latched()
+    async with opening as engine:
+        device.open()
+        async with engine.slot(rows=1) as slow:
+            slow["input"][...] = rows(1)
+            assert await use(engine, 7) == [14]
+            async with engine.slot(rows=1) as fresh:
+                assert not np.shares_memory(fresh["input"], slow["input"])
+            slow["input"][...] = rows(5)
+            assert (await slow.infer())["output"][0, 0] == 10
+
+
+async def test_rows_that_were_given_up_are_left_out():
+    opening, device = latched()
+    async with opening as engine:
+        device.open()
+        async with engine.slot(rows=1) as one, engine.slot(rows=1), engine.slot(rows=1) as three:
+            one["input"][...] = rows(1)
+            three["input"][...] = rows(3)
+            results = await asyncio.gather(one.infer(), three.infer())
+            assert [result["output"][0, 0] for result in results] == [2, 6]
+
+
+async def test_a_slab_is_used_again_only_when_nobody_uses_it():
+    opening, device = latched()
+    async with opening as engine:
+        async with engine.slot(rows=4) as slot:
+            slot["input"][...] = rows(1, 2, 3, 4)
+            task = asyncio.create_task(slot.infer())
+            await until(lambda: device.held)
+        # Left while its batch is in flight: its rows must stay as they are.
+        async with engine.slot(rows=4) as other:
+            other["input"][...] = rows(9, 9, 9, 9)
+            device.open()
+            assert (await task)["output"][:, 0].tolist() == [2, 4, 6, 8]
+            assert (await other.infer())["output"][:, 0].tolist() == [18] * 4
+
+
+async def test_a_slot_that_is_left_while_its_request_is_queued_keeps_its_rows():
+    opening, device = latched()
+    async with opening as engine:
+        first = asyncio.create_task(engine.infer(rows(0)))
+        await until(lambda: device.held)
+        async with engine.slot(rows=4) as slot:
+            slot["input"][...] = rows(1, 2, 3, 4)
+            task = asyncio.create_task(slot.infer())
+            await until(lambda: engine.statistics().queued_requests == 1)
+        async with engine.slot(rows=4) as other:
+            other["input"][...] = 9
+        device.open()
+        await first
+        assert (await task)["output"][:, 0].tolist() == [2, 4, 6, 8]
+
+
+async def test_cancelling_in_the_queue_and_in_flight():
+    opening, device = latched()
+    async with opening as engine:
+        for wait_for in ("queued", "in flight"):
+            first = asyncio.create_task(engine.infer(rows(0))) if wait_for == "queued" else None
+            if first:
+                await until(lambda: device.held)
+            victim, mate = (asyncio.create_task(use(engine, value)) for value in (1, 2))
+            await until(
+                lambda first=first: engine.statistics().queued_requests == 2 if first else device.held
+            )
+            victim.cancel()
+            await asyncio.sleep(0)
+            while not mate.done():
+                if device.held:
+                    device.release()
+                await asyncio.sleep(0)
+            assert victim.cancelled()
+            assert mate.result() == [4]
+            if first:
+                await first
+        assert engine.statistics().cancelled == 2
+
+
+async def test_who_finds_no_slab_waits_for_its_turn():
+    opening, device = latched()
+    async with opening as engine:
+        device.open()
+        order = []
+
+        async def caller(number):
+            async with engine.slot(rows=4) as slot:
+                slot["input"][...] = number
+                await slot.infer()
+                order.append(number)
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*[caller(number) for number in range(12)])
+        assert order == list(range(12))
+        assert engine._slots._waiting_rows == 0
+
+
+async def test_waiting_is_bounded_and_can_be_cancelled():
+    opening, _device = latched(max_queue_rows=4)
+    async with opening as engine, engine.slot(rows=4), engine.slot(rows=4):
+        waiting = asyncio.create_task(use(engine, 1, 1, 1))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="3 rows are waited for already"):
+            await use(engine, 1, 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert engine._slots._waiting_rows == 0
+
+
+async def test_a_turn_that_comes_as_its_waiter_is_cancelled_is_passed_on():
+    opening, device = latched()
+    async with opening as engine:
+        device.open()
+        async with engine.slot(rows=4):
+            leaving = engine.slot(rows=4)
+            await leaving.__aenter__()
+            victim, heir = (asyncio.create_task(use(engine, *[v] * 4)) for v in (1, 2))
+            await asyncio.sleep(0)
+            await leaving.__aexit__(None, None, None)
+            victim.cancel()
+            async with asyncio.timeout(WAIT_S):
+                assert await heir == [4] * 4
+            assert victim.cancelled()
+
+
+async def test_a_full_queue_leaves_the_slot_to_be_tried_again():
+    opening, device = latched(max_queue_rows=4)
+    async with opening as engine:
+        flying = asyncio.create_task(engine.infer(rows(0)))
+        await until(lambda: device.held)
+        queued = asyncio.create_task(engine.infer(rows(1, 1, 1)))
+        await asyncio.sleep(0)
+        async with engine.slot(rows=2) as slot:
+            slot["input"][...] = rows(5, 6)
+            with pytest.raises(QueueFullError):
+                await slot.infer()
+            device.open()
+            await asyncio.gather(flying, queued)
+            assert (await slot.infer())["output"][:, 0].tolist() == [10, 12]
+
+
+async def test_misuse():
+    async with asynctrt.open(double_model(), max_rows=4) as engine:
+        for count in (0, 5, -1):
+            with pytest.raises(InputError, match="a slot has 1 to 4 rows"):
+                engine.slot(rows=count)
+        slot = engine.slot(rows=1)
+        with pytest.raises(UsageError, match="enter the slot first"):
+            slot["input"]
+        async with slot:
+            with pytest.raises(InputError, match="'nonsense' is not an input"):
+                slot["nonsense"]
+            await slot.infer()
+            with pytest.raises(UsageError, match="used already"):
+                await slot.infer()
+            with pytest.raises(UsageError, match="used already"):
+                slot["input"]
+        with pytest.raises(UsageError, match="entered before"):
+            async with slot:
+                pass
+        assert repr(slot) == "<Slot rows=1 released>"
+
+
+async def test_several_inputs_and_dynamic_dimensions(tmp_path):
+    async with asynctrt.open(mixed_onnx(tmp_path / "mixed.onnx")) as engine, engine.slot(rows=2) as slot:
+        slot["ids"][...] = [[1, 2, 3], [4, 5, 6]]
+        slot["values"][...] = 0.5
+        result = await slot.infer()
+        assert result["sum"].tolist() == [[1.5, 2.5, 3.5], [4.5, 5.5, 6.5]]
+    async with asynctrt.open(sequence_onnx(tmp_path / "sequence.onnx")) as engine:
+        with pytest.raises(InputError, match=r"input 'tokens' has rows of shape \('length',\)"):
+            engine.slot()
+        for length in (5, 900, 5):
+            async with engine.slot(rows=1, dims={"tokens": (length,)}) as slot:
+                slot["tokens"][...] = 1
+                assert (await slot.infer())["total"].tolist() == [length]
+
+
+async def test_failing_batches():
+    async with asynctrt.open(failing_model(), max_rows=4) as engine:
+        for _ in range(10):
+            with pytest.raises(asynctrt.ExecutionError):
+                await use(engine, -1)
+            assert await use(engine, 1) == [2]
+
+
+async def test_closing_with_slots_open_queued_and_waited_for():
+    opening, device = latched()
+    engine = await opening
+    async with asyncio.timeout(WAIT_S), engine.slot(rows=4) as slot:
+        view = slot["input"]
+        flying = asyncio.create_task(engine.infer(rows(0)))
+        await until(lambda: device.held)
+        queued = asyncio.create_task(use(engine, 1, 1, 1, 1))
+        waiting = asyncio.create_task(use(engine, 2, 2, 2, 2))
+        await until(lambda: engine.statistics().queued_requests == 1)
+        closing = asyncio.create_task(engine.aclose())
+        outcomes = await asyncio.gather(queued, waiting, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [EngineClosedError] * 2
+        device.open()
+        await closing
+        await flying
+        view[...] = 1  # The memory is still the slot's, though nobody will read it.
+        with pytest.raises(EngineClosedError):
+            await slot.infer()

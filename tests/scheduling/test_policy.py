@@ -1,0 +1,117 @@
+"""What may launch, when, and how much of it: a table a rule."""
+
+import pytest
+
+from asynctrt.scheduling.latency import LatencyModel
+from asynctrt.scheduling.policy import NEVER_NS, PART_NS_MIN, Policy
+from asynctrt.scheduling.queues import BucketQueue
+from asynctrt.scheduling.request import Request
+
+
+def policy(rows_max=8, delay_ns_max=0, slots=2, is_parallel=False):
+    return Policy(rows_max, delay_ns_max, slots, is_parallel)
+
+
+def bucket(*arrivals_ns, key="bucket", rows=1, priority=0):
+    queue = BucketQueue(key, 3)
+    for arrival_ns in arrivals_ns:
+        queue.push(Request(rows, key, priority, arrival_ns))
+    return queue
+
+
+@pytest.mark.parametrize(
+    ("requests", "delay_ns", "in_flight", "ready_ns"),
+    [
+        (1, 0, 0, 0),  # Idle: at once.
+        (1, 500, 0, 0),  # Idle: at once, whatever the delay.
+        (1, 0, 1, 0),  # Work in flight and a slot to spare: at once.
+        (1, 500, 1, 600),  # The same with a delay: when the oldest has waited.
+        (8, 500, 1, 0),  # Full: at once.
+        (8, 0, 2, 0),  # Full, every slot taken: at once, it waits on the device.
+        (7, 0, 2, NEVER_NS),  # Not full, every slot taken: it may still grow.
+        (7, 500, 2, NEVER_NS),
+    ],
+)
+def test_when_a_bucket_may_launch(requests, delay_ns, in_flight, ready_ns):
+    waiting = bucket(*range(100, 100 + requests))
+    assert policy(delay_ns_max=delay_ns).ready_ns(waiting, in_flight) == ready_ns
+
+
+def test_the_wait_does_not_restart_with_each_arrival():
+    waiting = bucket(100)
+    rules = policy(delay_ns_max=500)
+    before = rules.ready_ns(waiting, 1)
+    waiting.push(Request(1, "bucket", 0, 550))
+    assert rules.ready_ns(waiting, 1) == before == 600
+
+
+def test_nothing_to_choose_from():
+    assert policy().choose([], 0, 0) is None
+
+
+def test_the_most_urgent_head_wins():
+    calm, urgent = bucket(1, key="calm"), bucket(2, key="urgent", priority=2)
+    assert policy().choose([calm, urgent], 0, 10) is urgent
+
+
+def test_equals_are_chosen_in_the_order_of_their_turns():
+    a, b = bucket(5, key="a"), bucket(1, key="b")
+    assert policy().choose([a, b], 0, 10) is a
+
+
+def test_a_bucket_that_may_not_launch_yet_does_not_block_one_that_may():
+    waiting, full = bucket(100, key="waiting"), bucket(*[100] * 8, key="full")
+    assert policy(delay_ns_max=500).choose([waiting, full], 1, 101) is full
+
+
+def test_after_its_delay_a_bucket_is_chosen():
+    waiting = bucket(100)
+    rules = policy(delay_ns_max=500)
+    assert rules.choose([waiting], 1, 599) is None
+    assert rules.choose([waiting], 1, 600) is waiting
+
+
+def latency_of(expected_ns):
+    model = LatencyModel()
+    if expected_ns is not None:
+        model.observe("bucket", 1, expected_ns)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("expected_ns", "in_flight", "buckets", "rows"),
+    [
+        (None, 0, 1, 8),  # Nothing was measured yet.
+        (PART_NS_MIN, 0, 1, 8),  # Too short to gain from being split.
+        (2 * PART_NS_MIN, 0, 1, 3),  # Two parts of the 6 rows that wait.
+        (100 * PART_NS_MIN, 0, 1, 2),  # No more parts than idle slots.
+        (100 * PART_NS_MIN, 1, 1, 3),
+        (100 * PART_NS_MIN, 2, 1, 8),  # One idle slot: nothing to share.
+        (100 * PART_NS_MIN, 0, 2, 3),  # A slot is left to the other bucket.
+    ],
+)
+def test_on_parallel_slots_rows_are_shared_out(expected_ns, in_flight, buckets, rows):
+    rules = policy(slots=3, is_parallel=True)
+    assert rules.rows_to_take(bucket(*range(6)), buckets, in_flight, latency_of(expected_ns)) == rows
+
+
+def test_rows_are_not_shared_out_on_a_device_that_does_one_thing_at_a_time():
+    rules = policy(slots=3, is_parallel=False)
+    assert rules.rows_to_take(bucket(*range(6)), 1, 0, latency_of(10**9)) == 8
+
+
+def test_who_configures_a_delay_gets_large_batches():
+    rules = policy(slots=3, is_parallel=True, delay_ns_max=1)
+    assert rules.rows_to_take(bucket(*range(6)), 1, 0, latency_of(10**9)) == 8
+
+
+def test_a_share_has_room_for_the_head():
+    waiting = bucket(1, rows=5)
+    waiting.push(Request(1, "bucket", 0, 2))
+    rules = policy(slots=3, is_parallel=True)
+    assert rules.rows_to_take(waiting, 1, 0, latency_of(10**9)) == 5
+
+
+def test_shares_of_a_long_queue_are_full_batches():
+    rules = policy(slots=2, is_parallel=True)
+    assert rules.rows_to_take(bucket(*range(100)), 1, 0, latency_of(10**9)) == 8

@@ -1,0 +1,50 @@
+"""The transition table, over every pair of state and change."""
+
+import itertools
+
+import pytest
+
+from asynctrt.errors import InternalError
+from asynctrt.scheduling.request import TRANSITIONS, Change, Request, State, change, change_all
+
+ALLOWED = {
+    (State.QUEUED, Change.LAUNCH): State.IN_FLIGHT,
+    (State.QUEUED, Change.FAIL): State.FAILED,
+    (State.QUEUED, Change.CANCEL): State.CANCELLED,
+    (State.QUEUED, Change.EXPIRE): State.EXPIRED,
+    (State.IN_FLIGHT, Change.COMPLETE): State.DONE,
+    (State.IN_FLIGHT, Change.FAIL): State.FAILED,
+    (State.IN_FLIGHT, Change.CANCEL): State.MASKED,
+    (State.MASKED, Change.COMPLETE): State.CANCELLED,
+    (State.MASKED, Change.FAIL): State.CANCELLED,
+}
+
+
+def request_in(state: State) -> Request:
+    request = Request(1, 0, 0, 0)
+    request.state = state
+    return request
+
+
+@pytest.mark.parametrize(("state", "what"), list(itertools.product(State, Change)))
+def test_every_pair(state, what):
+    single, batch = request_in(state), [request_in(state)]
+    if (state, what) in ALLOWED:
+        change(single, what)
+        change_all(batch, what)
+        assert single.state is batch[0].state is ALLOWED[state, what]
+    else:
+        with pytest.raises(InternalError, match=what.name):
+            change(single, what)
+        with pytest.raises(InternalError, match=what.name):
+            change_all(batch, what)
+        assert single.state is batch[0].state is state
+
+
+def test_the_table_has_a_row_for_every_change_and_a_column_for_every_state():
+    assert set(TRANSITIONS) == set(Change)
+    assert all(len(row) == len(State) for row in TRANSITIONS.values())
+
+
+def test_repr_shows_the_state():
+    assert repr(Request(3, 0, 1, 0)) == "<Request QUEUED rows=3 priority=1>"

@@ -1,0 +1,828 @@
+"""The engine as its users meet it: opening, inferring, overload, cancelling, closing, misuse."""
+
+import asyncio
+import gc
+import os
+import threading
+
+import anyio
+import numpy as np
+import pytest
+import trio
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import (
+    DeadlineError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    EngineClosedError,
+    ExecutionError,
+    InputError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    QueueFullError,
+    UsageError,
+)
+from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
+from tests.models import Gate, double_model, double_onnx, failing_model, rows
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+
+
+async def until(condition):
+    """Give the loop turns until the condition holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def latched(model=None, **settings):
+    """An engine whose batches end when the test releases them, and its device."""
+    device = LatchDevice(slots=settings.pop("slots", 2))
+    settings.setdefault("contexts", 2)
+    return asynctrt.open(model or double_model(), device=device, **settings), device
+
+
+def send(engine, *values, **kw):
+    return asyncio.create_task(engine.infer(rows(*values), **kw))
+
+
+def answer(task):
+    return task.result()["output"][:, 0].tolist()
+
+
+class TestOpening:
+    async def test_with_async_with(self):
+        async with asynctrt.open(double_model()) as engine:
+            assert (await engine.infer(rows(3)))["output"].tolist() == rows(6).tolist()
+        assert engine.statistics().state == "closed"
+
+    async def test_with_await(self):
+        engine = await asynctrt.open(double_model())
+        assert engine.statistics().state == "open"
+        await engine.aclose()
+        async with await asynctrt.open(double_model()) as engine:
+            await engine.infer(rows(1))
+
+    async def test_a_path(self, tmp_path):
+        for path in (double_onnx(tmp_path / "m.onnx"), str(tmp_path / "m.onnx")):
+            async with asynctrt.open(path) as engine:
+                assert [str(spec) for spec in engine.inputs] == ["input: float32[rows, 4]"]
+                assert [str(spec) for spec in engine.outputs] == ["output: float32[rows, 4]"]
+
+    @pytest.mark.parametrize(
+        ("model", "error", "says"),
+        [
+            ("missing.onnx", ModelNotFoundError, "no file 'missing.onnx'"),
+            (".", ModelNotFoundError, "is a folder"),
+            ("model.plan", ModelError, "TensorRT plan"),
+            (object(), ModelError, "neither a path nor a model"),
+            (None, ModelError, "neither a path nor a model"),
+        ],
+    )
+    async def test_a_model_that_is_none(self, model, error, says):
+        with pytest.raises(error, match=says):
+            await asynctrt.open(model)
+
+    @pytest.mark.parametrize(
+        ("device", "says"),
+        [("cuda:0", "does not run on CUDA yet"), ("cpu", "no device 'cpu'"), ("", "no device")],
+    )
+    async def test_a_device_that_is_none(self, device, says):
+        with pytest.raises(DeviceUnavailableError, match=says):
+            await asynctrt.open(double_model(), device=device)
+
+    async def test_a_fixed_batch_axis_is_refused_and_then_accepted(self, tmp_path):
+        path = double_onnx(tmp_path / "m.onnx", rows=8)
+        with pytest.raises(ModelError, match="batches of exactly 8 rows.*max_rows=8"):
+            await asynctrt.open(path)
+        async with asynctrt.open(path, max_rows=8) as engine:
+            results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(11)])
+            assert [result["output"][0, 0] for result in results] == [2 * value for value in range(11)]
+            assert (await engine.infer(rows(*range(20))))["output"][19, 0] == 38
+            async with engine.slot(rows=3) as slot:
+                slot["input"][...] = rows(1, 2, 3)
+                assert (await slot.infer())["output"][:, 0].tolist() == [2, 4, 6]
+
+    async def test_more_rows_than_the_model_takes(self):
+        with pytest.raises(OptionsError, match="max_rows is 32.*at most 16 rows"):
+            await asynctrt.open(double_model(rows_max=16), max_rows=32)
+        async with asynctrt.open(double_model(rows_max=16)) as engine:
+            assert engine.max_rows == 16
+
+    async def test_a_model_object_stays_the_callers(self):
+        closed = []
+        model = double_model()
+        model.close = lambda: closed.append(True)
+        async with asynctrt.open(model):
+            pass
+        assert not closed
+
+    async def test_what_is_not_open_says_so(self):
+        opening = asynctrt.open(double_model())
+        assert "not entered yet" in repr(opening)
+        with pytest.raises(UsageError, match="not open yet, so it has no 'infer'"):
+            opening.infer
+        with pytest.raises(AttributeError):
+            opening.nonsense
+        with pytest.raises(UsageError, match="'async with', not with 'with'"), opening:
+            pass
+
+    async def test_entering_twice(self):
+        opening = asynctrt.open(double_model())
+        async with opening:
+            with pytest.raises(UsageError, match="entered before"):
+                await opening.__aenter__()
+
+    async def test_being_cancelled_while_opening_leaves_nothing(self):
+        before = threading.active_count()
+        opening = asyncio.create_task(open_and_close())
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert threading.active_count() == before
+
+
+async def open_and_close():
+    async with asynctrt.open(double_model()):
+        await asyncio.sleep(WAIT_S)
+
+
+class TestInputs:
+    async def test_a_refused_request_changes_nothing_for_the_others(self):
+        opening, device = latched()
+        async with opening as engine:
+            good = send(engine, 1)
+            await asyncio.sleep(0)
+            for bad in (
+                {"wrong": rows(1)},
+                rows(1).astype("float64"),
+                rows(1, dims=(5,)),
+                rows(1)[:0],
+                [["a"] * 4],
+                {},
+                None,
+            ):
+                with pytest.raises(InputError):
+                    await engine.infer(bad)
+            await until(lambda: device.held)
+            device.release()
+            await good
+            assert answer(good) == [2]
+            assert engine.statistics().submitted == 1
+
+    async def test_nan_is_a_value_and_stays_in_its_row(self):
+        async with asynctrt.open(double_model()) as engine:
+            results = await asyncio.gather(*[engine.infer(rows(value)) for value in (1, np.nan, 3)])
+            assert [result["output"][0, 0] for result in results[::2]] == [2, 6]
+            assert np.isnan(results[1]["output"]).all()
+
+    async def test_nan_is_refused_on_demand(self):
+        async with asynctrt.open(double_model(), check_finite=True) as engine:
+            with pytest.raises(InputError, match="NaN or an infinity in row 1"):
+                await engine.infer(rows(1, np.nan))
+            await engine.infer(rows(1))
+
+    async def test_lists(self):
+        async with asynctrt.open(double_model()) as engine:
+            result = await engine.infer([[1, 2, 3, 4]])
+            assert result["output"].tolist() == [[2, 4, 6, 8]]
+            assert result["output"].dtype == np.float32
+
+    async def test_outputs_belong_to_the_caller(self):
+        async with asynctrt.open(double_model()) as engine:
+            first, second = await asyncio.gather(engine.infer(rows(1)), engine.infer(rows(2)))
+            first["output"][...] = -1
+            assert second["output"].tolist() == rows(4).tolist()
+            await engine.infer(rows(9))
+            assert (first["output"] == -1).all()
+            assert second["output"].tolist() == rows(4).tolist()
+
+    async def test_more_rows_than_the_queue_could_ever_hold(self):
+        async with asynctrt.open(double_model(), max_rows=4, max_queue_rows=8) as engine:
+            with pytest.raises(InputError, match="9 rows are more than the queue can ever hold"):
+                await engine.infer(rows(*range(9)))
+
+    @pytest.mark.parametrize("priority", [-1, 3, 1.5, "high"])
+    async def test_priorities_that_there_are_not(self, priority):
+        async with asynctrt.open(double_model()) as engine:
+            with pytest.raises(InputError, match="priority is 0 to 2"):
+                await engine.infer(rows(1), priority=priority)
+
+    @pytest.mark.parametrize("timeout", [-1, float("nan"), "1"])
+    async def test_timeouts_that_are_none(self, timeout):
+        async with asynctrt.open(double_model()) as engine:
+            with pytest.raises(InputError, match="timeout is in seconds"):
+                await engine.infer(rows(1), timeout=timeout)
+
+
+class TestBatching:
+    async def test_all_requests_of_a_tick_are_one_batch(self):
+        async with asynctrt.open(double_model()) as engine:
+            results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(10)])
+            assert [result.batch_rows for result in results] == [10] * 10
+
+    async def test_a_batch_grows_while_the_device_is_busy(self):
+        opening, device = latched(slots=1, contexts=1)
+        async with opening as engine:
+            first = send(engine, 1)
+            await until(lambda: device.held)
+            later = [send(engine, value) for value in range(5)]
+            await asyncio.sleep(0)
+            device.open()
+            await asyncio.gather(first, *later)
+            assert [task.result().batch_rows for task in (first, *later)] == [1] + [5] * 5
+
+    async def test_several_batches_are_in_flight(self):
+        opening, device = latched(contexts=3, slots=3, max_rows=2)
+        async with opening as engine:
+            tasks = [send(engine, value) for value in range(6)]
+            await until(lambda: device.held == 3)
+            assert engine.statistics().in_flight_batches == 3
+            device.release(last=True)
+            await tasks[4]
+            assert [task.done() for task in tasks] == [False] * 4 + [True] * 2
+            device.open()
+            await asyncio.gather(*tasks)
+
+    async def test_the_limit_on_batches_in_flight(self):
+        opening, device = latched(contexts=3, max_in_flight=1, max_rows=1)
+        async with opening as engine:
+            tasks = [send(engine, value) for value in range(3)]
+            await until(lambda: device.held)
+            assert engine.statistics().in_flight_batches == 1
+            device.open()
+            await asyncio.gather(*tasks)
+
+    async def test_a_more_urgent_request_is_served_first(self):
+        opening, device = latched(slots=1, contexts=1, max_rows=1)
+        async with opening as engine:
+            order = []
+
+            async def caller(name, priority):
+                await engine.infer(rows(1), priority=priority)
+                order.append(name)
+
+            tasks = [asyncio.create_task(caller("first", 0))]
+            await until(lambda: device.held)
+            tasks += [asyncio.create_task(caller(f"priority {level}", level)) for level in (0, 2, 1)]
+            await asyncio.sleep(0)
+            device.open()
+            await asyncio.gather(*tasks)
+            assert order == ["first", "priority 2", "priority 1", "priority 0"]
+
+    async def test_an_idle_engine_does_not_wait_for_its_delay(self):
+        opening, device = latched(max_delay=1.0)
+        async with opening as engine:
+            task = send(engine, 1)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert device.held == 1
+            device.open()
+            await task
+
+    async def test_a_delay_fills_a_batch_while_another_is_in_flight(self):
+        opening, device = latched(contexts=2, max_delay=1.0, max_rows=3)
+        async with opening as engine:
+            first = send(engine, 0)
+            await until(lambda: device.held)
+            rest = []
+            for value in range(1, 4):
+                assert device.held == 1
+                rest.append(send(engine, value))
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            await until(lambda: device.held == 2)
+            device.open()
+            await asyncio.gather(first, *rest)
+            assert [task.result().batch_rows for task in rest] == [3, 3, 3]
+
+    async def test_a_delay_ends_by_its_timer(self):
+        opening, device = latched(contexts=2, max_delay=0.0005)
+        async with opening as engine:
+            first = send(engine, 0)
+            await until(lambda: device.held)
+            second = send(engine, 1)
+            await until(lambda: device.held == 2)
+            device.open()
+            await asyncio.gather(first, second)
+            assert second.result().timing.queue_ns >= 500_000
+
+    async def test_the_delay_of_a_batch_does_not_slide_with_each_arrival(self):
+        """The trap: a wait that restarts with each item never ends under a steady trickle."""
+        opening, device = latched(contexts=2, max_delay=0.002, max_rows=10**4)
+        async with opening as engine:
+            tasks = [send(engine, 0)]
+            await until(lambda: device.held)
+            async with asyncio.timeout(WAIT_S):
+                while device.held == 1 and len(tasks) < 9000:
+                    tasks.append(send(engine, 1))
+                    await asyncio.sleep(0)
+            assert device.held == 2
+            device.open()
+            await asyncio.gather(*tasks)
+
+
+class TestOverload:
+    async def test_a_queue_filled_to_the_brim(self):
+        opening, device = latched(contexts=1, max_rows=2, max_queue_rows=4)
+        async with opening as engine:
+            flying = send(engine, 0, 0)
+            await until(lambda: device.held)
+            queued = [send(engine, value, value) for value in (1, 2)]
+            await asyncio.sleep(0)
+            for _ in range(3):
+                with pytest.raises(QueueFullError, match="4 of at most 4 rows"):
+                    await engine.infer(rows(9))
+            assert engine.statistics().refused == 3
+            device.open()
+            await asyncio.gather(flying, *queued)
+            assert [answer(task) for task in queued] == [[2, 2], [4, 4]]
+            await engine.infer(rows(1))
+
+    async def test_a_split_request_is_taken_whole_or_not_at_all(self):
+        opening, device = latched(contexts=1, max_rows=2, max_queue_rows=6)
+        async with opening as engine:
+            flying, queued = send(engine, 0, 0), None
+            await until(lambda: device.held)
+            queued = send(engine, 1, 2)
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError):
+                await engine.infer(rows(*range(5)))
+            assert engine.statistics().queued_rows == 2
+            device.open()
+            await asyncio.gather(flying, queued)
+
+    async def test_a_timeout_of_zero_always_passes(self):
+        async with asynctrt.open(double_model()) as engine:
+            with pytest.raises(DeadlineError, match="timeout of 0.000 ms passed.*did not reach the device"):
+                await engine.infer(rows(1), timeout=0)
+            assert engine.statistics().expired == 1
+            await engine.infer(rows(1))
+
+    @pytest.mark.parametrize("timeout", [3600, 1e30, float("inf")])
+    async def test_a_timeout_of_an_hour_and_of_for_ever(self, timeout):
+        async with asynctrt.open(double_model()) as engine:
+            await engine.infer(rows(1), timeout=timeout)
+
+    async def test_a_deadline_is_enforced_by_timer_while_queued_and_others_go_on(self):
+        opening, device = latched(contexts=1, slots=1)
+        async with opening as engine:
+            flying = send(engine, 0, timeout=0.001)
+            await until(lambda: device.held)
+            hurried, patient = send(engine, 1, timeout=0.001), send(engine, 2)
+            with pytest.raises(DeadlineError, match="1.000 ms"):
+                await asyncio.wait_for(hurried, WAIT_S)
+            device.open()
+            await asyncio.gather(flying, patient)
+            assert (answer(flying), answer(patient)) == ([0], [4])
+
+    async def test_the_engines_default_timeout(self):
+        opening, device = latched(contexts=1, slots=1, timeout=0.001)
+        async with opening as engine:
+            flying = send(engine, 0, timeout=WAIT_S)
+            await until(lambda: device.held)
+            with pytest.raises(DeadlineError):
+                await asyncio.wait_for(engine.infer(rows(1)), WAIT_S)
+            device.open()
+            await flying
+
+
+class TestCancelling:
+    @pytest.mark.parametrize("victims", [[1], [0, 2], [0, 1, 2, 3]])
+    @pytest.mark.parametrize("where", ["queued", "in flight"])
+    async def test_one_half_or_all_of_a_batch(self, where, victims):
+        opening, device = latched(contexts=1, slots=1)
+        async with opening as engine:
+            blocker = send(engine, 9)
+            await until(lambda: device.held)
+            if where == "in flight":
+                device.release()
+                await blocker
+            tasks = [send(engine, value) for value in range(4)]
+            await until(
+                lambda: device.held if where == "in flight" else engine.statistics().queued_requests == 4
+            )
+            for victim in victims:
+                tasks[victim].cancel()
+            await asyncio.sleep(0)
+            device.open()
+            async with asyncio.timeout(WAIT_S):
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            for number, outcome in enumerate(outcomes):
+                if number in victims:
+                    assert isinstance(outcome, asyncio.CancelledError)
+                else:
+                    assert outcome["output"].tolist() == rows(2 * number).tolist()
+            statistics = engine.statistics()
+            assert statistics.cancelled == len(victims)
+            queued_rows = 4 - len(victims) if where == "queued" else 4
+            assert statistics.rows == 1 + queued_rows, "what was cancelled in the queue must not be computed"
+
+    async def test_cancelling_in_the_tick_of_the_answer(self):
+        opening, device = latched()
+        async with opening as engine:
+            victim, mate = send(engine, 1), send(engine, 2)
+            await until(lambda: device.held)
+            device.open()
+            victim.cancel()
+            await asyncio.wait([victim, mate], timeout=WAIT_S)
+            assert victim.cancelled()
+            assert answer(mate) == [4]
+
+    async def test_cancelling_a_split_request_cancels_all_its_parts(self):
+        opening, device = latched(contexts=1, slots=1, max_rows=2)
+        async with opening as engine:
+            task = send(engine, *range(6))
+            await until(lambda: device.held)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert engine.statistics().queued_requests == 0
+            device.open()
+            await engine.infer(rows(1))
+            assert engine.statistics().cancelled == 3
+
+    async def test_a_cancel_scope_of_anyio(self):
+        opening, device = latched()
+        async with opening as engine:
+            with anyio.move_on_after(0.001) as scope:
+                await engine.infer(rows(1))
+            assert scope.cancelled_caught
+            device.open()
+            assert engine.statistics().cancelled == 1
+
+    async def test_a_task_group_of_anyio(self):
+        async with asynctrt.open(double_model()) as engine:
+            results = {}
+
+            async def caller(value):
+                results[value] = (await engine.infer(rows(value)))["output"][0, 0]
+
+            async with anyio.create_task_group() as group:
+                for value in range(20):
+                    group.start_soon(caller, value)
+            assert results == {value: 2 * value for value in range(20)}
+
+    async def test_a_timeout_of_asyncio(self):
+        opening, device = latched()
+        async with opening as engine:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.001):
+                    await engine.infer(rows(1))
+            device.open()
+            assert (await engine.infer(rows(2)))["output"][0, 0] == 4
+
+    async def test_a_coroutine_that_is_thrown_away_leaves_the_queue(self):
+        opening, device = latched(contexts=1, slots=1)
+        async with opening as engine:
+            blocker = send(engine, 1)
+            await until(lambda: device.held)
+            forgotten = engine.infer(rows(2))
+            forgotten.send(None)
+            assert engine.statistics().queued_requests == 1
+            forgotten.close()
+            assert engine.statistics().queued_requests == 0
+            device.open()
+            await blocker
+
+
+class TestFailing:
+    async def test_a_batch_that_fails_gets_the_error_and_the_next_one_works(self):
+        """The trap: an exception from the engine ends the batching task, and later callers hang."""
+        async with asynctrt.open(failing_model(), max_rows=2) as engine:
+            tasks = [send(engine, value) for value in (1, 2, -1, 3, 4, 5)]
+            async with asyncio.timeout(WAIT_S):
+                outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes[2:4]] == [ExecutionError] * 2
+            assert "ValueError: negative number" in str(outcomes[2])
+            assert isinstance(outcomes[2].__cause__, ValueError)
+            assert [answer(tasks[number]) for number in (0, 1, 4, 5)] == [[2], [4], [8], [10]]
+            assert answer(await settled(send(engine, 7))) == [14]
+            assert engine.statistics().failed == 2
+
+    async def test_each_caller_gets_an_error_of_its_own(self):
+        async with asynctrt.open(failing_model()) as engine:
+            outcomes = await asyncio.gather(
+                *[engine.infer(rows(-1)) for _ in range(3)], return_exceptions=True
+            )
+            assert len({id(outcome) for outcome in outcomes}) == 3
+
+    async def test_a_split_request_fails_as_a_whole(self):
+        async with asynctrt.open(failing_model(), max_rows=2) as engine:
+            with pytest.raises(ExecutionError):
+                await engine.infer(rows(1, 1, -1, 1, 1))
+            await engine.infer(rows(1))
+
+    @pytest.mark.parametrize("in_place", ["always", "never"])
+    async def test_a_model_that_fails_every_time(self, in_place):
+        def broken(inputs, outputs):
+            raise RuntimeError("broken")
+
+        device = HostDevice(in_place=in_place)
+        async with asynctrt.open(double_model(broken), device=device) as engine:
+            for _ in range(20):
+                with pytest.raises(ExecutionError):
+                    await engine.infer(rows(1))
+
+    async def test_a_context_that_refuses_to_enqueue(self):
+        class Refusing(FunctionModel):
+            def create_context(self, device):
+                context = super().create_context(device)
+                bind = context.bind
+                context.bind = lambda inputs, outputs: RefusingBinding(bind(inputs, outputs))
+                return context
+
+        class RefusingBinding:
+            def __init__(self, binding):
+                self.binding = binding
+                self.calls = 0
+
+            def enqueue(self, count, **kw):
+                self.calls += 1
+                if self.calls == 2:
+                    raise MemoryError("enqueue refused")
+                self.binding.enqueue(count, **kw)
+
+            def unbound_outputs(self, count):
+                return {}
+
+        spec = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (4,))
+        model = Refusing(double_model().function, inputs=spec[0], outputs=spec[1])
+        for unified in (True, False):
+            device = HostDevice(unified=unified)
+            async with asynctrt.open(model, device=device, contexts=1) as engine:
+                await engine.infer(rows(1))
+                with pytest.raises(ExecutionError, match="enqueue refused"):
+                    await engine.infer(rows(2))
+                assert (await engine.infer(rows(3)))["output"][0, 0] == 6
+
+    @pytest.mark.parametrize("shape", [(1, 3), (3, 2), ()])
+    async def test_an_output_that_turns_out_to_have_no_batch_axis(self, shape):
+        model = double_model()
+        model.outputs = (TensorSpec("output", "float32", ("found",)),)
+        context = model.create_context(HostDevice())
+        bind = context.bind
+
+        def bind_unbound(inputs, outputs):
+            assert outputs == (None,)
+            binding = bind(inputs, ())
+            binding.unbound_outputs = lambda count: {"output": np.zeros(shape, np.float32)}
+            binding._function = lambda inputs, outputs: None
+            return binding
+
+        context.bind = bind_unbound
+        model.create_context = lambda device: context
+        async with asynctrt.open(model, contexts=1) as engine:
+            with pytest.raises(ExecutionError, match="first axis does not count rows"):
+                await asyncio.gather(engine.infer(rows(1)), engine.infer(rows(1)))
+
+    async def test_an_onnx_model_whose_output_shape_is_not_what_it_says(self, tmp_path):
+        from onnx import TensorProto
+
+        from tests.models import node, save
+
+        path = save(
+            tmp_path / "m.onnx",
+            [node("Compress", "input first_only", "output", axis=0)],
+            [("input", TensorProto.FLOAT, ["n", 2])],
+            [("output", TensorProto.FLOAT, ["m", 2])],
+            [("first_only", np.array([True, False]))],
+        )
+        async with asynctrt.open(path) as engine:
+            with pytest.raises(ExecutionError, match="output 'output'"):
+                await engine.infer(rows(1, 2, dims=(2,)))
+            await engine.infer(rows(1, dims=(2,)))
+
+
+async def settled(task):
+    await asyncio.wait([task], timeout=WAIT_S)
+    return task
+
+
+class TestClosing:
+    async def test_twice_and_at_once(self):
+        engine = await asynctrt.open(double_model())
+        await asyncio.gather(engine.aclose(), engine.aclose())
+        await engine.aclose()
+        assert repr(engine) == "<Engine 'double' on host closed queued=0 in_flight=0>"
+
+    async def test_inferring_afterwards(self):
+        async with asynctrt.open(double_model()) as engine:
+            pass
+        with pytest.raises(EngineClosedError, match="'double' is closed"):
+            await engine.infer(rows(1))
+        with pytest.raises(EngineClosedError, match="'double' is closed"):
+            async with engine.slot():
+                pass
+        assert engine.statistics().refused == 1
+
+    async def test_what_is_queued_fails_and_what_is_in_flight_finishes(self):
+        opening, device = latched(contexts=1, slots=1)
+        engine = await opening
+        flying = send(engine, 1)
+        await until(lambda: device.held)
+        queued = [send(engine, value) for value in range(3)]
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(engine.aclose())
+        async with asyncio.timeout(WAIT_S):
+            outcomes = await asyncio.gather(*queued, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [EngineClosedError] * 3
+            assert not flying.done()
+            device.open()
+            await closing
+            await flying
+        assert answer(flying) == [2]
+
+    async def test_a_batch_that_never_ends_is_given_up(self, caplog):
+        gate = Gate()
+        async with asyncio.timeout(WAIT_S):
+            engine = await asynctrt.open(double_model(gate), close_timeout=0.01)
+            task = send(engine, 1)
+            await until(lambda: gate.entered.acquire(blocking=False))
+            await engine.aclose()
+            with pytest.raises(DeviceLostError, match="did not end within the close_timeout"):
+                await task
+        assert engine.statistics().contexts_quarantined == 1
+        assert "1 contexts were abandoned" in caplog.text
+        gate.go.release()
+
+    async def test_draining_answers_what_was_taken_and_refuses_the_rest(self):
+        opening, device = latched(contexts=1, slots=1, max_rows=1)
+        async with opening as engine:
+            tasks = [send(engine, value) for value in range(3)]
+            await until(lambda: device.held)
+            draining = asyncio.create_task(engine.drain())
+            await asyncio.sleep(0)
+            with pytest.raises(EngineClosedError, match="draining"):
+                await engine.infer(rows(1))
+            assert not draining.done()
+            device.open()
+            async with asyncio.timeout(WAIT_S):
+                await draining
+                await asyncio.gather(*tasks)
+            assert engine.statistics().state == "draining"
+            await engine.drain()
+
+    async def test_draining_an_engine_whose_last_request_is_cancelled(self):
+        opening, device = latched(contexts=1, slots=1)
+        async with opening as engine:
+            flying = send(engine, 1)
+            await until(lambda: device.held)
+            queued = send(engine, 2)
+            await asyncio.sleep(0)
+            draining = asyncio.create_task(engine.drain())
+            await asyncio.sleep(0)
+            queued.cancel()
+            await asyncio.sleep(0)
+            device.release()
+            async with asyncio.timeout(WAIT_S):
+                await draining
+                await flying
+
+    async def test_being_cancelled_while_closing_closes_all_the_same(self):
+        opening, device = latched()
+        engine = await opening
+        task = send(engine, 1)
+        await until(lambda: device.held)
+        closing = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.sleep(0)
+        device.open()
+        await task
+        async with asyncio.timeout(WAIT_S):
+            await engine.aclose()
+        assert engine.statistics().state == "closed"
+
+    async def test_closing_inside_a_cancelled_scope(self):
+        with anyio.CancelScope() as scope:
+            async with asynctrt.open(double_model()) as engine:
+                await engine.infer(rows(1))
+                scope.cancel()
+        assert engine.statistics().state == "closed"
+
+    async def test_an_engine_that_is_never_closed_warns_where_it_was_made(self):
+        engine = await asynctrt.open(double_model())
+        closing = engine._give_back, engine._driver.close
+        with pytest.warns(ResourceWarning, match=r"opened at .*test_engine\.py:\d+, was never closed"):
+            del engine
+            gc.collect()
+            await asyncio.sleep(0)
+            closing[1]()
+            closing[0]()
+            del closing
+            gc.collect()
+
+    async def test_nothing_is_left_of_engines_that_were_closed(self):
+        async def cycle():
+            async with asynctrt.open(double_model(), device=HostDevice(in_place="never")) as engine:
+                await asyncio.gather(*[engine.infer(rows(value)) for value in range(5)])
+
+        await cycle()
+        before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            await cycle()
+        assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+class TestLoops:
+    async def test_an_engine_from_another_loop_in_another_thread(self):
+        async with asynctrt.open(double_model()) as engine:
+            caught = []
+
+            def elsewhere():
+                for call in (lambda: engine.infer(rows(1)), engine.drain, engine.aclose):
+                    try:
+                        asyncio.run(call())
+                    except UsageError as error:
+                        caught.append(str(error))
+                try:
+                    engine.slot()
+                except UsageError as error:
+                    caught.append(str(error))
+
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            await until(lambda: not thread.is_alive())
+            assert len(caught) == 4
+            assert all("belongs to the event loop that it was opened on" in text for text in caught[:3])
+            assert "no event loop is running" in caught[3]
+            await engine.infer(rows(1))
+
+    async def test_two_engines_at_once(self):
+        device = HostDevice()
+        async with (
+            asynctrt.open(double_model(), device=device) as one,
+            asynctrt.open(failing_model(), device=device) as other,
+        ):
+            good = [one.infer(rows(value)) for value in range(20)]
+            bad = [other.infer(rows(-1)) for _ in range(20)]
+            outcomes = await asyncio.gather(*good, *bad, return_exceptions=True)
+            assert [outcome["output"][0, 0] for outcome in outcomes[:20]] == [2 * v for v in range(20)]
+            assert all(isinstance(outcome, ExecutionError) for outcome in outcomes[20:])
+
+
+def test_an_engine_whose_loop_has_ended():
+    engine = asyncio.run(opened())
+    for call in (lambda: engine.infer(rows(1)), engine.drain, engine.aclose):
+        with pytest.raises(UsageError, match="belongs to the event loop"):
+            asyncio.run(call())
+    with pytest.raises(UsageError, match="no event loop is running"):
+        engine.slot()
+    give_up(engine)
+
+
+def give_up(engine):
+    """What an application cannot do any more once its loop has ended, so that the test leaves nothing."""
+    engine._driver.close()
+    engine._give_back()
+    engine._state = "closed"
+
+
+async def opened():
+    return await asynctrt.open(double_model())
+
+
+def test_outside_a_loop():
+    coroutine = opened()
+    with pytest.raises(UsageError, match=r"no event loop is running.*asyncio.run\(main\(\)\)"):
+        coroutine.send(None)
+
+
+def test_on_trio():
+    with pytest.raises(UsageError, match="this is trio.*anyio.run"):
+        trio.run(opened)
+
+
+class TestStatistics:
+    async def test_a_snapshot(self):
+        opening, device = latched(contexts=1, slots=1, max_rows=2)
+        async with opening as engine:
+            tasks = [send(engine, value) for value in range(5)]
+            await until(lambda: device.held)
+            before = engine.statistics()
+            assert (before.queued_requests, before.queued_rows, before.in_flight_batches) == (3, 3, 1)
+            assert (before.contexts, before.arenas, before.mean_batch_rows) == (1, 0, 0)
+            assert before.memory_nbytes >= 2 * 2 * 16
+            device.open()
+            await asyncio.gather(*tasks)
+            after = engine.statistics()
+            assert (after.submitted, after.succeeded, after.rows, after.batches) == (5, 5, 5, 3)
+            assert after.mean_batch_rows == 5 / 3
+            assert {size: batches.count for size, batches in after.by_batch_rows.items()} == {1: 1, 2: 2}
+            assert all(batches.compute_ns > 0 for batches in after.by_batch_rows.values())
+            assert before.succeeded == 0
+
+    async def test_frozen(self):
+        async with asynctrt.open(double_model()) as engine:
+            with pytest.raises(AttributeError):
+                engine.statistics().rows = 5
+            with pytest.raises(TypeError):
+                engine.statistics().by_batch_rows[3] = None

@@ -1,0 +1,122 @@
+"""The import rule: who may see whom, and what importing asynctrt does not load."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "asynctrt"
+STANDARD = set(sys.stdlib_module_names)
+
+OPTIONAL = {
+    "onnxruntime": {"backends/onnxruntime.py"},
+    "typer": {"cli.py"},
+    "rich": {"cli.py"},
+    "magika": set(),  # The demo takes its data and never imports it.
+    "cuda": set(),
+    "tensorrt": set(),
+    "trio": set(),
+}
+
+
+def imports(path):
+    """Every module that a file imports, as dotted names; those of the package without its own name."""
+    for item in ast.walk(ast.parse(path.read_text())):
+        if isinstance(item, ast.Import):
+            for alias in item.names:
+                yield alias.name
+        elif isinstance(item, ast.ImportFrom):
+            assert not item.level, f"{path}: relative imports hide what is imported"
+            yield item.module
+            if item.module == "asynctrt":
+                for alias in item.names:
+                    yield f"asynctrt.{alias.name}"
+
+
+def files(folder):
+    return sorted((PACKAGE / folder).rglob("*.py"))
+
+
+def own(names):
+    return {name.removeprefix("asynctrt.").split(".")[0] for name in names if name.startswith("asynctrt.")}
+
+
+def foreign(names):
+    return {name.split(".")[0] for name in names} - STANDARD - {"asynctrt"}
+
+
+@pytest.mark.parametrize("path", files("scheduling"), ids=lambda path: path.name)
+def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
+    names = set(imports(path))
+    assert own(names) <= {"errors", "scheduling"}
+    assert not foreign(names)
+    assert not {name.split(".")[0] for name in names} & {"asyncio", "time", "threading", "random"}
+
+
+@pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
+def test_devices_and_backends_never_see_scheduling_or_runtime(path):
+    assert own(imports(path)) <= {"backends", "clock", "devices", "errors", "tensors"}
+
+
+@pytest.mark.parametrize("path", files("devices"), ids=lambda path: path.name)
+def test_devices_never_see_backends(path):
+    assert "backends" not in own(imports(path))
+
+
+@pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
+def test_runtime_never_sees_what_stands_above_it(path):
+    seen = {"backends", "clock", "devices", "errors", "runtime", "scheduling", "tensors"}
+    assert own(imports(path)) <= seen
+
+
+@pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
+def test_runtime_sees_no_single_backend(path):
+    assert not {name for name in imports(path) if name.startswith("asynctrt.backends.")} - {
+        "asynctrt.backends.base"
+    }
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_an_optional_dependency_lives_in_one_file(name):
+    users = {
+        str(path.relative_to(PACKAGE))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if name in {module.split(".")[0] for module in imports(path)}
+    }
+    assert users == OPTIONAL[name]
+
+
+def loaded_by(code):
+    program = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return {name.split(".")[0] for name in json.loads(done.stdout)}
+
+
+def test_importing_asynctrt_loads_no_runtime_of_a_model():
+    assert not loaded_by("import asynctrt") & {"cuda", "tensorrt", "onnxruntime", "magika", "typer", "rich"}
+
+
+def test_importing_the_doubles_loads_none_either():
+    assert not loaded_by("import asynctrt.testing") & {"cuda", "tensorrt", "onnxruntime"}
+
+
+@pytest.mark.parametrize(("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("onnxruntime", "cpu")])
+def test_a_missing_extra_is_named(missing, extra):
+    """The command line and its benchmarks, run where an extra is not installed."""
+    program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, "bench", __file__],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert f"pip install 'asynctrt[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,86 @@
+"""Options are frozen and checked as a whole; a refusal says what would be right."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.errors import OptionsError
+from asynctrt.options import Options, Settings
+
+
+def test_the_keywords_of_open_are_the_options():
+    assert set(Settings.__annotations__) == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().max_rows = 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("max_row", "max_rows"),
+        ("maxdelay", "max_delay"),
+        ("context", "contexts"),
+        ("time_out", "timeout"),
+        ("inflight", "max_in_flight"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
+    with pytest.raises(OptionsError, match=f"'{wrong}' is no option. Did you mean '{hint}'"):
+        asynctrt.open("model.onnx", **{wrong: 1})
+
+
+def test_an_unknown_option_that_is_like_none():
+    with pytest.raises(OptionsError, match="'zzz' is no option. There are: max_rows"):
+        asynctrt.open("model.onnx", zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_rows": 0}, "max_rows is a whole number of at least 1, not 0"),
+        ({"max_rows": -1}, "at least 1"),
+        ({"max_rows": 2.5}, "not 2.5"),
+        ({"max_rows": "8"}, "not '8'"),
+        ({"max_rows": True}, "not True"),
+        ({"max_queue_rows": None}, "max_queue_rows"),
+        ({"priorities": 0}, "priorities"),
+        ({"contexts": 0}, "contexts"),
+        ({"arenas": 0}, "arenas"),
+        ({"max_delay": -0.1}, "max_delay is in seconds and not negative"),
+        ({"max_delay": 2}, "at most 1, not 2. For milliseconds, divide by 1000"),
+        ({"max_delay": None}, "max_delay"),
+        ({"max_delay": float("nan")}, "max_delay"),
+        ({"max_delay": "1"}, "max_delay"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"close_timeout": None}, "close_timeout"),
+        ({"waiting": "busy"}, "'adaptive' or 'spin'"),
+        ({"check_finite": 1}, "True or False"),
+        ({"max_rows": 64, "max_queue_rows": 32}, "less than max_rows"),
+        ({"contexts": 2, "max_in_flight": 3}, "more than contexts"),
+        ({"contexts": 2, "arenas": 3}, "more than contexts"),
+    ],
+)
+def test_an_impossible_option_is_refused_with_the_fix(settings, says):
+    with pytest.raises(OptionsError) as caught:
+        Options(**settings)
+    assert says in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert Options(max_rows=np.int64(8)).max_rows == 8
+
+
+def test_single_settings_win_over_options():
+    base = Options(max_rows=8, contexts=2)
+    assert Options.from_settings(base, {"max_rows": 4}) == Options(max_rows=4, contexts=2)
+
+
+def test_options_of_another_type_are_refused():
+    with pytest.raises(OptionsError, match="options is an asynctrt.Options, not dict"):
+        asynctrt.open("model.onnx", options={"max_rows": 3})
