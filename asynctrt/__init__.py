@@ -7,6 +7,8 @@
         result["output"]
 """
 
+from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.host import HostDevice
 from asynctrt.engine import Engine, Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.errors import (
     AsynctrtError,
@@ -48,6 +50,8 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "ExecutionError",
+    "FunctionModel",
+    "HostDevice",
     "InferResult",
     "InputError",
     "InternalError",

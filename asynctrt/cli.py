@@ -244,32 +244,25 @@ def _show_overhead(report: benchmarks.Report) -> None:
 
 
 def _show_model(report: benchmarks.Report) -> None:
-    table = _table(
-        report, ("rows/s", "least to most", "over raw", "CPU µs a row", "mean batch", "p50 ms", "p99 ms")
-    )
     raw = {
         (case.labels["threads"], case.labels["rows"]): rate
         for case in report.cases
         if case.labels["kind"] == "raw" and (rate := case.median("rows_per_s"))
     }
+    threads = sorted({threads for threads, _ in raw})
+    over = tuple(f"over raw, {count} thread{'s' * (count > 1)}" for count in threads)
+    table = _table(
+        report, ("rows/s", "least to most", *over, "CPU µs a row", "mean batch", "p50 ms", "p99 ms")
+    )
     for case in report.cases:
         rate, spread = case.median("rows_per_s"), case.spread("rows_per_s")
         if rate is None or spread is None:
             continue
-        over = ""
-        if case.labels["kind"] == "engine" and raw:
-            # Against the raw batch that as many callers could fill, with few threads and with all.
-            rows = max(size for _, size in raw if size <= max(case.labels["callers"], min(raw)[1]))
-            over = ", ".join(
-                f"{rate / base:.2f} ({threads} thr., batch {size})"
-                for (threads, size), base in raw.items()
-                if size == rows
-            )
         table.add_row(
             case.name,
             f"{rate:,.0f}",
             f"{spread[0]:,.0f} to {spread[1]:,.0f}",
-            over,
+            *(_over_raw(case, rate, raw, count) for count in threads),
             _figure(case, "cpu_us_per_row"),
             _figure(case, "mean_batch_rows", 1),
             _figure(case, "p50_ms"),
@@ -278,13 +271,25 @@ def _show_model(report: benchmarks.Report) -> None:
     out.print(table)
 
 
+def _over_raw(case: benchmarks.Case, rate: float, raw: dict[tuple[int, int], float], threads: int) -> str:
+    """The engine's rate over that of the largest raw batch that its callers could have filled."""
+    if case.labels["kind"] != "engine":
+        return ""
+    sizes = [rows for count, rows in raw if count == threads]
+    rows = max((size for size in sizes if size <= case.labels["callers"]), default=min(sizes))
+    return f"{rate / raw[threads, rows]:.2f} of batch {rows}"
+
+
 def _table(report: benchmarks.Report, columns: tuple[str, ...]) -> Table:
     machine = benchmarks.describe_machine()
     settings = ", ".join(f"{key} {value}" for key, value in report.settings.items())
     runs = min(len(case.runs) for case in report.cases)
     table = Table(
         title=report.title,
-        caption=f"medians of {runs} runs; {settings}; {machine['cpu']}, {machine['cores']} cores",
+        caption=escape(
+            f"median of {runs}; {settings}; {machine['cpu']}, {machine['cores']} cores, "
+            f"Python {machine['versions']['python']}"
+        ),
     )
     table.add_column("")
     for column in columns:

@@ -200,10 +200,12 @@ async def run_together(
             done.elapsed_ns = now_ns - started_ns
             advance(1)
 
-    async with asyncio.TaskGroup() as callers:
-        for _ in range(min(CALLERS, len(rows))):
-            callers.create_task(caller())
-    done.mean_batch_rows = engine.statistics().mean_batch_rows
+    try:
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(min(CALLERS, len(rows))):
+                callers.create_task(caller())
+    finally:
+        done.mean_batch_rows = engine.statistics().mean_batch_rows
 
 
 async def run_one_by_one(

@@ -11,30 +11,19 @@ import os
 import sys
 import warnings
 from asyncio import _get_running_loop
-from collections.abc import Callable, Generator, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Generator, Hashable, Mapping
 from threading import get_ident
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, Self, Unpack
 
 import anyio
 
 from asynctrt import clock
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
-from asynctrt.devices.host import HostDevice
-from asynctrt.errors import (
-    DeviceUnavailableError,
-    EngineClosedError,
-    InputError,
-    ModelError,
-    ModelNotFoundError,
-    OptionsError,
-    UsageError,
-)
-from asynctrt.options import MAX_ROWS_DEFAULT, Options, Settings
+from asynctrt.errors import EngineClosedError, InputError, UsageError
+from asynctrt.loading import Shape, find_device, in_thread, load_model
+from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.pool import Pool
 from asynctrt.runtime.slots import Slot, SlotBoard
@@ -43,10 +32,6 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, Statistics
 from asynctrt.tensors import Dims, InferResult, InputCheck, Inputs, TensorSpec
-
-T = TypeVar("T")
-
-PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
 STREAM_END_S: Final = 0.1
 """How long a stream whose batches have ended may take to come to rest."""
@@ -127,10 +112,10 @@ class Opening:
         owns_device = isinstance(self._device, str)
         owns_model = isinstance(self._model, str | os.PathLike)
 
-        def build() -> tuple[Model, Pool, "_Shape"]:
+        def build() -> tuple[Model, Pool, Shape]:
             model = load_model(self._model)
             try:
-                shape = _Shape.of(model, device, self._options)
+                shape = Shape.of(model, device, self._options)
                 pool = Pool(
                     device,
                     model,
@@ -144,7 +129,13 @@ class Opening:
                 raise
             return model, pool, shape
 
-        model, pool, shape = await _in_thread(build)
+        def tear_down(built: tuple[Model, Pool, Shape]) -> None:
+            model, pool, _ = built
+            pool.close(0.0)
+            if owns_model:
+                model.close()
+
+        model, pool, shape = await in_thread(build, undo=tear_down)
         return Engine(
             loop,
             device,
@@ -157,40 +148,6 @@ class Opening:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What the options come to for this model on this device."""
-
-    rows_max: int
-    contexts: int
-    arenas: int
-    in_flight_max: int
-
-    @classmethod
-    def of(cls, model: Model, device: Device, options: Options) -> "_Shape":
-        contexts = options.contexts or max(
-            device.contexts_default, options.max_in_flight or 0, options.arenas or 0
-        )
-        arenas = min(options.arenas or contexts, contexts) if model.enqueue_nbytes else 0
-        in_flight_max = min(options.max_in_flight or contexts, contexts)
-        fixed = model.rows_fixed
-        if fixed is not None and options.max_rows != fixed:
-            raise ModelError(
-                f"{model.name!r} takes batches of exactly {fixed} rows. Export it with a dynamic first axis, "
-                f"or open it with max_rows={fixed}: every batch is then padded to that size"
-            )
-        limit = model.rows_max
-        if limit is not None and (options.max_rows or 0) > limit:
-            raise OptionsError(
-                f"max_rows is {options.max_rows}, but {model.name!r} takes at most {limit} rows. "
-                f"Open it with max_rows={limit} or less"
-            )
-        rows_max = options.max_rows or min(
-            MAX_ROWS_DEFAULT, limit or MAX_ROWS_DEFAULT, options.max_queue_rows
-        )
-        return cls(rows_max, contexts, arenas, in_flight_max)
-
-
 class Engine:
     """A model behind ``await``. Made by :func:`open`; belongs to the event loop that it was opened on."""
 
@@ -200,7 +157,7 @@ class Engine:
         device: Device,
         model: Model,
         pool: Pool,
-        shape: _Shape,
+        shape: Shape,
         options: Options,
         *,
         owns_model: bool,
@@ -223,7 +180,7 @@ class Engine:
         self._now_ns = clock.now_ns
         self._check = InputCheck(model.inputs, check_finite=options.check_finite)
         self._admit = self._check.admit
-        self._timeout_ns = None if options.timeout is None else int(options.timeout * 1e9)
+        self._timeout_ns = None if options.timeout is None else _timeout_ns(options.timeout)
         self._scheduler = Scheduler(
             policy=Policy(
                 rows_max=shape.rows_max,
@@ -409,7 +366,7 @@ class Engine:
         with anyio.move_on_after(self._options.close_timeout):
             await self._driver.wait_idle()
         self._driver.close()
-        await _in_thread(self._give_back)
+        await in_thread(self._give_back)
         self._state = "closed"
 
     def _give_back(self) -> None:
@@ -526,57 +483,12 @@ def running_loop() -> asyncio.AbstractEventLoop:
     raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
 
 
-def find_device(device: str | Device) -> Device:
-    """The device of that name, or the object that was given."""
-    if not isinstance(device, str):
-        return device
-    if device == "host":
-        return HostDevice()
-    if device.startswith("cuda"):
-        raise DeviceUnavailableError(
-            f"device {device!r}: this version of asynctrt does not run on CUDA yet. Use device='host'"
-        )
-    raise DeviceUnavailableError(f"there is no device {device!r}. Use device='host'")
-
-
-def load_model(model: str | os.PathLike[str] | Model) -> Model:
-    """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
-    if not isinstance(model, str | os.PathLike):
-        if not isinstance(model, Model):
-            raise ModelError(
-                f"{model!r} is neither a path nor a model: it lacks some of inputs, outputs, rows_fixed, "
-                "rows_max, enqueue_nbytes, create_context, close (asynctrt.backends.base.Model)"
-            )
-        return model
-    path = Path(model)
-    if path.suffix in PLAN_SUFFIXES:
-        raise ModelError(
-            f"{str(path)!r} is named like a TensorRT plan, which needs a CUDA device; this version of "
-            "asynctrt does not run on CUDA yet. Give the ONNX model that the plan was built from"
-        )
-    if path.is_dir():
-        raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
-    # Not before it is needed: it loads ONNX Runtime.
-    from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
-
-    return OnnxModel(path)
-
-
 def _caller() -> str:
     """File and line of the nearest frame outside this package."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asynctrt."):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run a blocking function in a thread that ends with it. Not cancelled half way: it may own things."""
-    with ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open") as executor:
-        future = asyncio.get_running_loop().run_in_executor(executor, function)
-        with anyio.CancelScope(shield=True):
-            done = await asyncio.shield(future)
-    return done
 
 
 def _timeout_ns(timeout: float) -> int:

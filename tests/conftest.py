@@ -10,8 +10,8 @@ def anyio_backend(request):
     return ("asyncio", {"use_uvloop": request.param})
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _no_engine_is_forgotten():
-    """A warning about an engine that was never closed belongs to the test that forgot it."""
+    """A warning about an engine that was never closed belongs to the module that forgot it."""
     yield
     gc.collect()

@@ -139,19 +139,55 @@ class TestOpening:
             with pytest.raises(UsageError, match="entered before"):
                 await opening.__aenter__()
 
-    async def test_being_cancelled_while_opening_leaves_nothing(self):
+    @pytest.mark.parametrize("fails", [False, True])
+    async def test_being_cancelled_while_opening_leaves_nothing(self, fails):
+        """Loading cannot be stopped half way: what it has made is given back when it is done."""
+        loading, go_on, contexts = threading.Event(), threading.Event(), []
+        model = double_model()
+        create_context = model.create_context
+
+        def create_slowly(device):
+            loading.set()
+            assert go_on.wait(WAIT_S)
+            if fails:
+                raise MemoryError("no room for a context")
+            context = create_context(device)
+            context.close = lambda: contexts.remove(context)
+            contexts.append(context)
+            return context
+
+        model.create_context = create_slowly
         before = threading.active_count()
-        opening = asyncio.create_task(open_and_close())
-        await asyncio.sleep(0)
-        opening.cancel()
+        opening = asyncio.ensure_future(asynctrt.open(model, contexts=3)._open())
+        await until(loading.is_set)
+        for _ in range(3):
+            opening.cancel()
+            await asyncio.sleep(0)
+        assert not opening.done()
+        go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await opening
+        assert not contexts
         assert threading.active_count() == before
 
+    async def test_being_cancelled_by_a_scope_while_opening(self):
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with asynctrt.open(double_model()) as engine:
+                await engine.infer(rows(1))
+        assert scope.cancelled_caught
 
-async def open_and_close():
-    async with asynctrt.open(double_model()):
-        await asyncio.sleep(WAIT_S)
+    @pytest.mark.parametrize("side", ["inputs", "outputs"])
+    async def test_a_model_whose_tensors_cannot_be_told_apart(self, side):
+        for specs in ((), (TensorSpec("x", "float32", (4,)),) * 2):
+            model = double_model()
+            setattr(model, side, specs)
+            with pytest.raises(ModelError, match=f"needs {side}, each with a name of its own"):
+                await asynctrt.open(model)
+
+    async def test_an_endless_timeout(self):
+        async with asynctrt.open(double_model(), timeout=float("inf")) as engine:
+            await engine.infer(rows(1))
 
 
 class TestInputs:

@@ -100,6 +100,7 @@ def test_the_top_level_is_what_it_should_be():
     assert top <= {
         ".ci",
         ".gitignore",
+        ".readme",
         "CHANGELOG.md",
         "LICENSE",
         "README.md",

@@ -173,6 +173,7 @@ class Scheduler:
         totals.succeeded += len(requests) - self._count_masked(requests)
         change_all(requests, Change.COMPLETE)
         self.ledger.release(launch)
+        self.latency.observe(launch.bucket, launch.rows, compute_ns)
         totals.rows += launch.rows
         totals.batches += 1
         totals.queue_ns += launch.launched_ns * len(requests) - sum(

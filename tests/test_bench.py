@@ -1,0 +1,97 @@
+"""The benchmarks' own machinery: what they measure, in which order, and what they say when cut short."""
+
+import json
+from functools import partial
+
+import anyio
+import pytest
+
+import asynctrt
+from asynctrt.bench import Case, Report, describe_machine, model_report, overhead_report, run_cases
+from asynctrt.errors import OptionsError
+from asynctrt.options import Options
+from tests.models import double_onnx, mixed_onnx, sequence_onnx
+
+SECONDS = 0.05
+
+
+def run(report):
+    done = []
+    anyio.run(partial(run_cases, report, SECONDS, lambda case: done.append(case.name)))
+    return done
+
+
+def test_cases_run_in_turn():
+    async def measure(seconds):
+        return {"figure": seconds}
+
+    report = Report("title", {}, [Case(name, {}, measure) for name in "ab"], repeats=3)
+    assert run(report) == ["a", "b"] * 3
+    assert report.is_complete
+
+
+def test_a_report_that_was_cut_short_has_what_there_is():
+    figures = iter([5.0, 1.0, 9.0])
+
+    async def measure(seconds):
+        try:
+            return {"figure": next(figures)}
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    report = Report("title", {}, [Case("a", {}, measure), Case("b", {}, measure)], repeats=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(report)
+    a, b = report.cases
+    assert (a.median("figure"), a.spread("figure")) == (7.0, (5.0, 9.0))
+    assert (b.median("figure"), b.median("other"), b.spread("other")) == (1.0, None, None)
+    content = report.as_json()
+    assert not content["complete"]
+    assert [case["runs"] for case in content["cases"]] == [
+        [{"figure": 5.0}, {"figure": 9.0}],
+        [{"figure": 1.0}],
+    ]
+
+
+def test_overhead():
+    report = overhead_report(Options(), repeats=1)
+    assert len(run(report)) == 7
+    for case in report.cases:
+        assert case.median("requests_per_s") > 0
+        assert case.median("cpu_us_per_request") > 0
+        assert case.median("mean_batch_rows") >= 1
+    assert report.cases[-1].labels == {"device": "host", "callers": 1, "max_delay": 0.002}
+    json.dumps(report.as_json())
+
+
+def test_a_model(tmp_path):
+    report = model_report(mixed_onnx(tmp_path / "m.onnx"), Options(max_rows=16), {}, 1, repeats=1)
+    run(report)
+    kinds = {case.labels["kind"] for case in report.cases}
+    assert kinds == {"raw", "engine"}
+    for case in report.cases:
+        assert case.median("rows_per_s") > 0
+        if case.labels["kind"] == "engine":
+            assert 0 < case.median("p50_ms") <= case.median("p99_ms")
+            assert case.median("mean_batch_rows") <= 16
+
+
+def test_a_model_with_dynamic_dimensions(tmp_path):
+    path = sequence_onnx(tmp_path / "m.onnx")
+    with pytest.raises(OptionsError, match="dynamic dimensions.*--dim length=..."):
+        model_report(path, Options(), {}, 1, repeats=1)
+    report = model_report(path, Options(), {"length": 9}, 1, repeats=1)
+    run(report)
+    assert report.is_complete
+
+
+def test_a_model_with_a_fixed_batch(tmp_path):
+    report = model_report(double_onnx(tmp_path / "m.onnx", rows=4), Options(max_rows=4), {}, 1, repeats=1)
+    run(report)
+    assert {case.labels.get("rows") for case in report.cases} == {4, None}
+
+
+def test_the_machine_is_described():
+    machine = describe_machine()
+    assert machine["cores"] >= 1
+    assert machine["versions"]["asynctrt"] == asynctrt.__version__

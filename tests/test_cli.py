@@ -1,0 +1,175 @@
+"""The command as a user types it: real processes, a real terminal, Ctrl-C."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import asynctrt
+from tests.models import double_onnx, sequence_onnx
+
+WAIT_S = 50
+QUICK = ["--seconds", "0.05", "--repeats", "1"]
+
+
+def asynctrt_command(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "asynctrt", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def in_a_terminal(*arguments, interrupt_at):
+    """Run the command in a terminal, press Ctrl-C when the screen shows ``interrupt_at``."""
+    main, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "asynctrt", *map(str, arguments)],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        env={**os.environ, "COLUMNS": "160", "TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(end)
+    screen, pressed = "", False
+    with contextlib.suppress(OSError):  # The terminal is gone when the process has ended.
+        while chunk := os.read(main, 65536):
+            screen += chunk.decode()
+            if not pressed and re.search(interrupt_at, screen):
+                os.kill(process.pid, signal.SIGINT)
+                pressed = True
+    os.close(main)
+    assert pressed, screen
+    return process.wait(WAIT_S), screen
+
+
+def test_version_and_help():
+    assert asynctrt_command("--version") == (0, f"asynctrt {asynctrt.__version__}\n", "")
+    code, out, _ = asynctrt_command("--help")
+    assert code == 0
+    assert "demo" in out
+    assert "bench" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["nonsense"], 2, "No such command"),
+        (["bench"], 2, "Missing argument"),
+        (["bench", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
+        (["bench", __file__], 1, "ModelError"),
+        (["bench", "overhead", "--max-delay", "5"], 1, "OptionsError: max_delay is in seconds"),
+        (["bench", "overhead", "--seconds", "0"], 2, "Invalid value"),
+        (["bench", "overhead", "--dim", "x"], 2, "NAME=SIZE"),
+        (["bench", "overhead", "--loop", "twisted"], 2, "Invalid value"),
+        (["demo", "/no/such/folder"], 2, "does not exist"),
+        (["demo", "--limit", "0"], 2, "Invalid value"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, tmp_path):
+    if "x" in arguments:
+        arguments = ["bench", sequence_onnx(tmp_path / "m.onnx"), "--dim", "x"]
+    returned, out, err = asynctrt_command(*arguments)
+    assert returned == code
+    assert says in re.sub(r"\s+", " ", err)
+    assert "Traceback" not in out + err
+
+
+def test_bench_overhead_as_a_table():
+    code, out, _ = asynctrt_command("bench", "overhead", *QUICK)
+    assert code == 0
+    for part in ("immediate, 256 callers", "host, a lone caller, max_delay=2 ms", "CPU µs a request"):
+        assert part in out
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_bench_overhead_as_json(loop):
+    code, out, _ = asynctrt_command("bench", "overhead", *QUICK, "--json", "--loop", loop)
+    assert code == 0
+    report = json.loads(out)
+    assert report["complete"]
+    assert report["settings"]["loop"] == loop
+    assert {case["callers"] for case in report["cases"]} == {1, 32, 256}
+
+
+def test_bench_of_a_model(tmp_path):
+    code, out, _ = asynctrt_command("bench", double_onnx(tmp_path / "double.onnx"), *QUICK)
+    assert code == 0
+    for part in ("raw, 1 thread, batch 64", "engine, 256 callers", "of batch 64", "input: float32[rows, 4]"):
+        assert part in out
+
+
+def test_bench_of_a_model_with_dynamic_dimensions(tmp_path):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    code, _, err = asynctrt_command("bench", path, *QUICK)
+    assert code == 1
+    assert "--dim length=..." in err
+    code, out, _ = asynctrt_command("bench", path, *QUICK, "--dim", "length=7", "--json")
+    assert code == 0
+    assert json.loads(out)["complete"]
+
+
+def test_demo(tmp_path):
+    for number in range(30):
+        (tmp_path / f"{number}.py").write_text(
+            f"import os\n\n\ndef function_{number}():\n    return os.getcwd()\n"
+        )
+    (tmp_path / "tiny.py").write_text("a")
+    code, out, _ = asynctrt_command("demo", tmp_path)
+    assert code == 0
+    assert re.search(r"python .* 30 .* 100%", out)
+    assert "30 of 30 files" in out
+    assert "1 were too small" in out
+    assert "one at a time" in out
+    assert "To try next" in out
+
+
+def test_demo_of_an_empty_folder(tmp_path):
+    code, out, _ = asynctrt_command("demo", tmp_path)
+    assert code == 0
+    assert "No file was identified" in out
+
+
+def test_ctrl_c_in_bench_overhead_shows_what_was_measured():
+    code, screen = in_a_terminal(
+        "bench", "overhead", "--seconds", "0.05", "--repeats", "10000", interrupt_at="[89]/70000"
+    )
+    assert code == 130
+    assert "immediate, 256 callers" in screen
+    assert "Interrupted" in screen
+    assert "Traceback" not in screen
+
+
+def test_ctrl_c_in_bench_of_a_model_shows_what_was_measured(tmp_path):
+    code, screen = in_a_terminal(
+        "bench",
+        double_onnx(tmp_path / "m.onnx"),
+        "--seconds",
+        "0.05",
+        "--repeats",
+        "10000",
+        interrupt_at=r"[3-9]/\d{5}",
+    )
+    assert code == 130
+    assert "raw, 1 thread, batch 1" in screen
+    assert "Interrupted" in screen
+    assert "Traceback" not in screen
+
+
+def test_ctrl_c_in_the_demo_shows_what_was_found():
+    code, screen = in_a_terminal("demo", "--limit", "5000", interrupt_at=r"[1-9]\d\d/\d{4}.*\n?.*the same")
+    assert code == 130
+    assert "Interrupted" in screen
+    assert "Traceback" not in screen
+    assert "How fast it was" in screen or "No file was identified" in screen

@@ -1,0 +1,37 @@
+"""Each example runs, and says what it should."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import double_onnx
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXPECTED = {
+    "quickstart.py": r"1000 answers of \(1, 4\)\n[\d.]+ rows a batch; the first: Timing\(queue_ns=\d+",
+    "overload.py": r"(?s)ordinary: DeadlineError.*ordinary: QueueFullError.*urgent: answered.*refused=\d+",
+    "slots.py": r"\[0\.0, 16\.0, 32\.0, .*, 240\.0\]",
+    "testing_an_application.py": r"^sorry\n-2\.0\n$",
+}
+
+
+def test_every_example_is_expected_to_say_something():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_example(name, tmp_path):
+    arguments = [str(double_onnx(tmp_path / "model.onnx"))] if name == "quickstart.py" else []
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert re.search(EXPECTED[name], done.stdout), done.stdout
