@@ -19,6 +19,7 @@ from asynctrt.errors import (
     MissingExtraError,
     ModelError,
     ModelNotFoundError,
+    UsageError,
 )
 from asynctrt.tensors import Array, TensorSpec
 
@@ -69,18 +70,29 @@ class OnnxModel:
         options.inter_op_num_threads = 1
         options.log_severity_level = LOG_NOTHING_BUT_FATAL
         try:
-            self.session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise ModelError(
                 f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__}: "
                 f"{_first_line(error)}. Check it with onnx.checker.check_model"
             ) from error
+        self._session: ort.InferenceSession | None = session
         self.inputs, self.outputs, self.rows_fixed = read_specs(
-            self.name, self.session.get_inputs(), self.session.get_outputs()
+            self.name, session.get_inputs(), session.get_outputs()
         )
         self.rows_max: int | None = None
         # ONNX Runtime has an allocator of its own for what a batch needs on the way.
         self.enqueue_nbytes = 0
+
+    @property
+    def session(self) -> ort.InferenceSession:
+        """ONNX Runtime's own object.
+
+        :raises UsageError: after :meth:`close`.
+        """
+        if self._session is None:
+            raise UsageError(f"{self!r} is closed. Load it again: OnnxModel({str(self.path)!r})")
+        return self._session
 
     def __repr__(self) -> str:
         return f"<OnnxModel {self.name} intra_op_threads={self.intra_op_threads}>"
@@ -94,22 +106,25 @@ class OnnxModel:
         return OnnxContext(self.session)
 
     def close(self) -> None:
-        """The session goes with its last reference, once its contexts have gone."""
+        """Let go of the session and so of the weights; idempotent."""
+        self._session = None
 
 
 class OnnxContext:
     """A context over the model's one session."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
-        self._session = session
+        self._session: ort.InferenceSession | None = session
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "OnnxBinding":
+        assert self._session is not None, "a closed context is bound to nothing"
         return OnnxBinding(self._session, inputs, outputs)
 
     def close(self) -> None:
-        """The bindings go with their leases."""
+        """Let go of the session. The bindings go with their bay."""
+        self._session = None
 
 
 class OnnxBinding:

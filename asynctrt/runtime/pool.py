@@ -309,4 +309,5 @@ class Pool:
         if not abandoned:
             for arena in self._arenas:
                 arena.buffer.close()
+            self._bays.clear()
         return abandoned

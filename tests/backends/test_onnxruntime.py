@@ -1,14 +1,18 @@
 """ONNX models: what can be read, and what is refused with which fix."""
 
+import gc
 import sys
+import weakref
 
 import numpy as np
 import onnxruntime
 import pytest
 from onnx import TensorProto
 
+import asynctrt
 from asynctrt.backends.onnxruntime import OnnxModel
-from asynctrt.errors import MissingExtraError, ModelError, ModelNotFoundError
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import MissingExtraError, ModelError, ModelNotFoundError, UsageError
 from tests.models import double_onnx, node, save, sequence_onnx, unnamed_output_onnx
 
 FLOAT = TensorProto.FLOAT
@@ -141,6 +145,29 @@ def test_rows_that_would_see_each_other(tmp_path):
 def test_an_output_whose_shape_no_input_determines(tmp_path):
     model = OnnxModel(unnamed_output_onnx(tmp_path / "m.onnx"))
     assert model.outputs[0].dims == ("joined_length",)
+
+
+def test_a_closed_model_says_so(tmp_path):
+    model = OnnxModel(double_onnx(tmp_path / "m.onnx"))
+    model.close()
+    with pytest.raises(UsageError, match="is closed. Load it again"):
+        model.create_context(HostDevice())
+
+
+@pytest.mark.anyio
+async def test_closing_an_engine_lets_go_of_the_weights_at_once(tmp_path):
+    """Not when the garbage collector comes by: weights are large."""
+    gc.disable()
+    try:
+        async with asynctrt.open(double_onnx(tmp_path / "m.onnx")) as engine:
+            session = weakref.ref(engine._model.session)
+            await engine.infer(np.ones((1, 4), np.float32))
+            async with engine.slot() as slot:
+                await slot.infer()
+            assert session() is not None
+        assert session() is None
+    finally:
+        gc.enable()
 
 
 def test_without_onnxruntime_the_message_names_the_extra(monkeypatch):
