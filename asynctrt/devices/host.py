@@ -31,13 +31,14 @@ HAND_OVER_NS: Final = 50_000
 """What giving work to a thread and hearing back from it costs (measured: 44 µs p50 on an idle loop)."""
 
 LEND_S: Final = 200e-6
-"""How long a loop may stand still to hand the GIL over. Seen to suffice in all but a few in a thousand."""
+"""How long a loop may stand still to hand the GIL over."""
 
 LEND_PAUSE_NS_MIN: Final = 100_000
 LEND_PAUSE_NS_MAX: Final = 10_000_000
 """The pause after a hand-over that turned out to be in vain; it doubles each time."""
 
 LABELS_MAX: Final = 1024
+"""How many labels a stream remembers the pace of."""
 
 GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -203,6 +204,7 @@ class _Worker:
 
     def __init__(self, crew: "Crew", name: str) -> None:
         self._crew = crew
+        self._ready = crew.ready
         self.is_running = False
         self._cpu_ns: Callable[[], int] | None = None
         self._seen: tuple[int, int] | None = None
@@ -220,14 +222,14 @@ class _Worker:
 
     def _serve(self) -> None:
         self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
-        crew = self._crew
-        while (stream := crew.ready.get()) is not None:
+        while (stream := self._ready.get()) is not None:
             self._seen = None
             self.is_running = True
             stream.serve()
             self.is_running = False
+            self._crew.served()
             del stream
-        crew.pass_on_the_end()
+        self._ready.put(None)  # The next one ends too.
 
 
 class Crew:
@@ -237,9 +239,12 @@ class Crew:
         self._threads_max = threads_max
         self._name = name
         self._now_ns = now_ns
-        self._workers: list[_Worker] = []
+        # Guards what engines on several threads may change at once: streams, workers, tickets.
         self._lock = threading.Lock()
         self._streams = 0
+        self._workers: list[_Worker] = []
+        # Streams that were scheduled and not served yet: each could keep a thread busy.
+        self._tickets = 0
         self.ready: SimpleQueue[HostStream | None] = SimpleQueue()
         # The hand-over of the GIL: a thread frees the baton whenever it gets anywhere.
         self._baton = threading.Lock()
@@ -249,37 +254,43 @@ class Crew:
 
     def join(self) -> None:
         """One more stream."""
-        self._streams += 1
+        with self._lock:
+            self._streams += 1
 
     def leave(self, timeout_s: float) -> bool:
         """One stream less; with the last, the threads end. False if they do not within ``timeout_s``."""
-        self._streams -= 1
-        if self._streams or not self._workers:
-            return True
-        workers, self._workers = self._workers, []
-        self.ready.put(None)
+        with self._lock:
+            self._streams -= 1
+            if self._streams:
+                return True
+            # Who opens the next stream begins with threads and a queue of its own.
+            workers, self._workers = self._workers, []
+            ready, self.ready = self.ready, SimpleQueue()
+        ready.put(None)
         for worker in workers:
             worker.thread.join(timeout_s)
-        self.ready = SimpleQueue()
         return not any(worker.thread.is_alive() for worker in workers)
 
     def schedule(self, stream: "HostStream") -> None:
         """Let a thread serve this stream, which has work."""
-        self.ready.put(stream)
-        workers = self._workers
-        if len(workers) < self._threads_max and all(worker.is_running for worker in workers):
-            with self._lock:
-                if len(workers) < self._threads_max:
-                    workers.append(_Worker(self, f"{self._name}-{len(workers)}"))
+        with self._lock:
+            self._tickets += 1
+            if len(self._workers) < min(self._tickets, self._threads_max):
+                self._workers.append(_Worker(self, f"{self._name}-{len(self._workers)}"))
+            self.ready.put(stream)
+
+    def served(self) -> None:
+        """From a worker: a stream that was scheduled has been served."""
+        with self._lock:
+            self._tickets -= 1
 
     def hand_back(self) -> None:
         """From a worker, whenever it gets anywhere: who lent it the GIL may have it back."""
         if self._baton.locked():
-            self._baton.release()
-
-    def pass_on_the_end(self) -> None:
-        """From a worker that ends: the next one ends too."""
-        self.ready.put(None)
+            try:  # noqa: SIM105  (a context manager costs more than the rest)
+                self._baton.release()
+            except RuntimeError:
+                pass  # Another worker was quicker.
 
     def lend_gil(self) -> bool:
         """Let a thread that waits for the GIL have it; False, at once, if none seems to."""

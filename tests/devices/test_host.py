@@ -196,6 +196,41 @@ def test_threads_end_with_the_last_stream_and_begin_again():
         assert threading.active_count() == before
 
 
+def test_work_that_comes_at_once_gets_a_thread_each():
+    device = HostDevice(threads=4, in_place="never")
+    together = threading.Barrier(4)
+    streams = [device.create_stream() for _ in range(4)]
+    for stream in streams:
+        stream.launch(partial(together.wait, WAIT_S), label="together")
+    for stream in streams:
+        assert finish(stream, device).error is None
+        assert stream.close(WAIT_S)
+
+
+def test_a_device_is_shared_by_threads_that_open_and_close():
+    """Engines on several loops may share one device: its threads end with the last stream and not before."""
+    device = HostDevice(threads=2, in_place="never")
+    failures = []
+
+    def come_and_go():
+        try:
+            for _ in range(50):
+                stream = device.create_stream()
+                finish_behind_work(stream, device)
+                assert stream.close(WAIT_S)
+        except BaseException as error:
+            failures.append(error)
+
+    before = threading.active_count()
+    users = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for user in users:
+        user.start()
+    for user in users:
+        user.join(WAIT_S)
+    assert not failures
+    assert threading.active_count() == before
+
+
 def finish_behind_work(stream, device):
     stream.launch(lambda: None, label="work")
     finish(stream, device)
