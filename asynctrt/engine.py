@@ -185,7 +185,8 @@ class Engine:
             policy=Policy(
                 rows_max=shape.rows_max,
                 delay_ns_max=int(options.max_delay * 1e9),
-                slots=device.slots,
+                # A slot without a context to fill it is none.
+                slots=min(device.slots, shape.in_flight_max),
                 is_parallel=device.is_parallel and model.rows_fixed is None,
             ),
             queue_rows_max=options.max_queue_rows,

@@ -56,8 +56,8 @@ class Options:
     urgent. A more urgent request is always launched first."""
 
     contexts: int | None = None
-    """Execution contexts, each with a stream and a slab. Default: what the device advises (host: one a core
-    of the process, four at the most)."""
+    """Execution contexts, each with a stream and a slab. Default: what the device advises (host: two a core
+    of the process, 32 at the most)."""
 
     arenas: int | None = None
     """Blocks of enqueue memory that the contexts share. Default: one a context. A model that brings its own

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import threading
+import time
 
 import anyio
 import numpy as np
@@ -295,6 +296,24 @@ class TestBatching:
             assert engine.statistics().in_flight_batches == 1
             device.open()
             await asyncio.gather(*tasks)
+
+    @pytest.mark.parametrize(("contexts", "sizes"), [(1, {8: 1}), (2, {4: 2})])
+    async def test_rows_are_shared_out_over_as_many_cores_as_there_are_contexts_for(self, contexts, sizes):
+        def slowly(inputs, outputs):
+            time.sleep(0.002)  # What the model takes, so that sharing it out pays.
+            double_model().function(inputs, outputs)
+
+        device = HostDevice(threads=2)
+        async with asynctrt.open(double_model(slowly), device=device, contexts=contexts) as engine:
+            for count in (8, 8):
+                before = dict(engine.statistics().by_batch_rows)
+                await asyncio.gather(*[engine.infer(rows(value)) for value in range(count)])
+                after = engine.statistics().by_batch_rows
+            last = {
+                size: batches.count - (before[size].count if size in before else 0)
+                for size, batches in after.items()
+            }
+            assert {size: count for size, count in last.items() if count} == sizes
 
     async def test_a_more_urgent_request_is_served_first(self):
         opening, device = latched(slots=1, contexts=1, max_rows=1)

@@ -37,6 +37,9 @@ LEND_PAUSE_NS_MIN: Final = 100_000
 LEND_PAUSE_NS_MAX: Final = 10_000_000
 """The pause after a hand-over that turned out to be in vain; it doubles each time."""
 
+CONTEXTS_MAX: Final = 32
+"""Contexts of an engine whose options do not say, at the most."""
+
 LABELS_MAX: Final = 1024
 """How many labels a stream remembers the pace of."""
 
@@ -484,8 +487,9 @@ class HostDevice:
 
     @property
     def contexts_default(self) -> int:
-        # Twice as many as can compute, so that a thread which is done finds the next batch waiting.
-        return 2 * self._threads
+        # Twice as many as can compute, so that a thread which is done finds the next batch waiting; but each
+        # has a slab, and on a machine with many cores those would come to a lot of memory.
+        return min(2 * self._threads, CONTEXTS_MAX)
 
     def create_stream(self) -> HostStream:
         return HostStream(crew=self._crew, in_place=self._in_place, now_ns=self._now_ns)
