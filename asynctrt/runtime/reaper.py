@@ -31,7 +31,8 @@ HELP_NS: Final = 100_000
 HELP_EVENTS: Final = 32
 
 BUSY: Final = 0.5
-"""A loop whose thread used more than this share of the time for itself may keep the GIL from others."""
+BUSY_WINDOW_NS: Final = 2_000_000
+"""A loop whose thread used more than this share of at least so much time may keep the GIL from others."""
 
 LATE_NS: Final = 5_000_000
 LATE_PAUSE_NS: Final = 1_000_000
@@ -81,7 +82,8 @@ class Reaper:
         self._tick_is_scheduled = False
         self._woken = False
         self._help_events = 0
-        self._busy_since = (now_ns(), clock.own_cpu_ns())
+        self._is_busy = False
+        self._judged = (now_ns(), clock.own_cpu_ns())
         self._alarm = create_alarm(loop, self._ring, now_ns)
 
     def __repr__(self) -> str:
@@ -92,8 +94,7 @@ class Reaper:
         """Call ``on_done`` when ``event`` is done. ``expected_ns``: how long that takes, if known."""
         now_ns = self._now_ns()
         expected = expected_ns or 0
-        if not self._watches:
-            self._busy_since = (now_ns, clock.own_cpu_ns())
+        self._judge(now_ns)
         calls = event.on_done(self._wake)
         if calls:
             look_ns = now_ns + (HELP_NS if self._help_events else GUARD_NS)
@@ -126,20 +127,21 @@ class Reaper:
     def _ring(self) -> None:
         """The alarm: the guard's time, or a batch may be done soon."""
         now_ns = self._now_ns()
-        is_busy = self._is_busy(now_ns)
+        self._judge(now_ns)
         for watch in self._watches:
             if watch.calls and watch.look_ns <= now_ns:
-                if is_busy and watch.event.nudge():
+                if self._is_busy and watch.event.nudge():
                     self._help_events = HELP_EVENTS
                 watch.look_ns = now_ns + self._guard_pause_ns(watch, now_ns)
         self._look()
 
-    def _is_busy(self, now_ns: int) -> bool:
-        """Whether the loop was mostly busy since the last look, so that others may have missed the GIL."""
-        cpu_ns = clock.own_cpu_ns()
-        since_ns, since_cpu_ns = self._busy_since
-        self._busy_since = (now_ns, cpu_ns)
-        return cpu_ns - since_cpu_ns > BUSY * (now_ns - since_ns)
+    def _judge(self, now_ns: int) -> None:
+        """Whether the loop was mostly busy of late, so that other threads may have missed the GIL."""
+        since_ns, since_cpu_ns = self._judged
+        if now_ns - since_ns >= BUSY_WINDOW_NS:
+            cpu_ns = clock.own_cpu_ns()
+            self._is_busy = cpu_ns - since_cpu_ns > BUSY * (now_ns - since_ns)
+            self._judged = (now_ns, cpu_ns)
 
     def _guard_pause_ns(self, watch: _Watch, now_ns: int) -> int:
         """How long the guard may leave a pending event alone."""
