@@ -109,7 +109,12 @@ def describe_machine() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"cpu": cpu, "cores": cores(), "system": platform.platform(), "versions": versions}
+    return {
+        "cpu": cpu,
+        "cores": cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions,
+    }
 
 
 # The overhead of the engine itself.
@@ -246,7 +251,7 @@ def model_report(
         for callers in CALLERS
     ]
     settings = {
-        "model": str(path),
+        "model": path.name,
         "inputs": [str(spec) for spec in model.inputs],
         "max_rows": options.max_rows or 64,
         "intra_op_threads": intra_op_threads,

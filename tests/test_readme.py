@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import json
 import re
+import statistics
 import tomllib
 from pathlib import Path
 
@@ -74,6 +76,94 @@ def test_the_table_of_options_is_complete_and_right():
     for name, default in defaults.items():
         if default is not None:
             assert table[name].strip("`").replace('"', "'") == repr(default)
+
+
+def results(name):
+    return json.loads((ROOT / "tests" / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def thousands(value):
+    return f"{round(value, -3):,.0f}"
+
+
+def middle(runs, figure):
+    return statistics.median(run[figure] for run in runs)
+
+
+def test_the_figures_of_overhead_are_those_measured():
+    measured = {
+        (case["device"], case["callers"], case["max_delay"]): case["median"]
+        for case in results("overhead")["cases"]
+    }
+    for name, device in (("events done at once", "immediate"), ("host device", "host")):
+        many, some, lone = (measured[device, callers, 0.0] for callers in (256, 32, 1))
+        cells = [
+            f"asynctrt, {name}",
+            *(
+                f(run)
+                for run in (many, some)
+                for f in (
+                    lambda run: thousands(run["requests_per_s"]),
+                    lambda run: f"{run['cpu_us_per_request']:.1f}",
+                )
+            ),
+            f"{lone['round_trip_us']:.0f}",
+        ]
+        assert f"| {' | '.join(cells)} |" in README
+    delayed = measured["host", 1, 0.002]["round_trip_us"]
+    assert f"configured, the lone caller's round trip is {delayed:.0f} µs" in README
+
+
+def test_the_figures_of_the_peers_are_those_measured():
+    measured = results("peers")["figures"]
+    for name, label in (
+        ("async-batcher", "async-batcher 0.2.2"),
+        ("bare loop", "a bare loop without features"),
+    ):
+        many, some, lone = (measured[callers][name] for callers in ("256", "32", "1"))
+        cells = [label]
+        for runs in (many, some):
+            cells += [thousands(middle(runs, "requests_per_s")), f"{middle(runs, 'cpu_us_per_request'):.1f}"]
+        round_trip = middle(lone, "round_trip_us")
+        cells.append(f"{round(round_trip, -1 if round_trip > 100 else 0):,.0f}")
+        assert f"| {' | '.join(cells)} |" in README
+
+
+def test_the_figures_of_the_perceptron_are_those_measured():
+    rate = {}
+    for case in results("mlp")["figures"]["cases"]:
+        key = ("engine", case["callers"]) if case["kind"] == "engine" else (case["threads"], case["rows"])
+        rate[key] = case["median"]["rows_per_s"]
+    for label, size, callers in (
+        ("batches of 64; 256 callers", 64, 256),
+        ("batches of 32; 32 callers", 32, 32),
+        ("batches of 1; a lone caller", 1, 1),
+    ):
+        figures = [rate[1, size], rate[2, size], rate["engine", callers]]
+        assert f"| {label} | {' | '.join(f'{round(figure, -2):,.0f}' for figure in figures)} |" in README
+    assert f"it has {rate['engine', 256] / rate[1, 64]:.2f} times as much" in README
+    assert f"out of both cores, {rate['engine', 256] / rate[2, 64]:.2f}." in README
+    few = {
+        case["callers"]: case["median"]["rows_per_s"]
+        for case in results("mlp-2-threads")["figures"]["cases"]
+        if case["kind"] == "engine"
+    }
+    assert f"gives {thousands(few[32])} rows/s for 32 callers" in README
+
+
+def test_the_figures_of_the_busy_loop_are_those_measured():
+    measured = results("busy_loop")["figures"]
+    helped, left = measured["busy loop"], measured["busy loop, GIL not handed over"]
+    text = README.replace("\n", " ")
+    assert f"{helped['p50_us'] / 1000:.1f} ms after its compute time" in text
+    assert f"(p50; p99 {helped['p99_us'] / 1000:.1f} ms)" in text
+    assert f"it is {left['p50_us'] / 1000:.1f} ms, and {left['p99_us'] / 1000:.1f} (" in text
+
+
+def test_nothing_is_left_behind_as_measured():
+    for before, after in results("memory")["figures"].values():
+        assert (before["threads"], before["descriptors"]) == (after["threads"], after["descriptors"])
+        assert after["resident_kib"] - before["resident_kib"] < 1024
 
 
 def test_the_picture_is_there():
