@@ -21,7 +21,7 @@ import anyio
 from asynctrt import clock
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
-from asynctrt.errors import EngineClosedError, InputError, UsageError
+from asynctrt.errors import AsynctrtError, EngineClosedError, InputError, ModelError, UsageError
 from asynctrt.loading import Shape, find_device, in_thread, load_model
 from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
@@ -123,10 +123,14 @@ class Opening:
                     arenas=shape.arenas,
                     rows_max=shape.rows_max,
                 )
-            except BaseException:
+            except BaseException as error:
                 if owns_model:
                     model.close()
-                raise
+                if isinstance(error, AsynctrtError) or not isinstance(error, Exception):
+                    raise
+                raise ModelError(
+                    f"{model.name!r} could not be set up on {device.name!r}: {type(error).__name__}: {error}"
+                ) from error
             return model, pool, shape
 
         def tear_down(built: tuple[Model, Pool, Shape]) -> None:
@@ -206,7 +210,7 @@ class Engine:
         )
         self._slots = SlotBoard(
             loop=loop,
-            create_slab=pool.create_slab,
+            pool=pool,
             slabs_max=shape.contexts + 1,
             rows_max=shape.rows_max,
             waiting_rows_max=options.max_queue_rows,
@@ -302,8 +306,8 @@ class Engine:
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """
         self._check_loop()
-        if not 1 <= rows <= self._rows_max:
-            raise InputError(f"a slot has 1 to {self._rows_max} rows, not {rows}")
+        if not (isinstance(rows, int) and 1 <= rows <= self._rows_max):
+            raise InputError(f"a slot has 1 to {self._rows_max} rows, not {rows!r}")
         return Slot(self._slots, self._slot_bucket(dims or {}), rows, self._infer_placed)
 
     def statistics(self) -> Statistics:

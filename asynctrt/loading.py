@@ -24,8 +24,12 @@ PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
 def find_device(device: str | Device) -> Device:
     """The device of that name, or the object that was given."""
-    if not isinstance(device, str):
+    if isinstance(device, Device):
         return device
+    if not isinstance(device, str):
+        raise DeviceUnavailableError(
+            f"{device!r} is neither the name of a device nor a device (asynctrt.devices.base.Device)"
+        )
     if device == "host":
         return HostDevice()
     if device.startswith("cuda"):

@@ -19,7 +19,7 @@ class Statistics:
     """A snapshot of an engine. Counts and sums are since it was opened."""
 
     state: str
-    """``open``, ``draining`` or ``closed``."""
+    """``open``, ``draining``, ``closing`` or ``closed``."""
     submitted: int
     """Requests taken; a call that was split counts once for each part."""
     succeeded: int

@@ -92,7 +92,13 @@ class TestOpening:
 
     @pytest.mark.parametrize(
         ("device", "says"),
-        [("cuda:0", "does not run on CUDA yet"), ("cpu", "no device 'cpu'"), ("", "no device")],
+        [
+            ("cuda:0", "does not run on CUDA yet"),
+            ("cpu", "no device 'cpu'"),
+            ("", "no device"),
+            (0, "0 is neither the name of a device nor a device"),
+            (None, "None is neither"),
+        ],
     )
     async def test_a_device_that_is_none(self, device, says):
         with pytest.raises(DeviceUnavailableError, match=says):
@@ -169,6 +175,19 @@ class TestOpening:
         with pytest.raises(asyncio.CancelledError):
             await opening
         assert not contexts
+        assert threading.active_count() == before
+
+    async def test_a_refused_engine_does_not_keep_the_threads_of_its_device(self):
+        device = HostDevice(in_place="never")
+        model = double_model()
+        model.create_context = lambda device: 1 / 0
+        before = threading.active_count()
+        for _ in range(3):
+            with pytest.raises(ModelError, match="could not be set up on 'host': ZeroDivisionError"):
+                await asynctrt.open(model, device=device)
+        async with asynctrt.open(double_model(), device=device) as engine:
+            await engine.infer(rows(1))
+            assert threading.active_count() > before
         assert threading.active_count() == before
 
     async def test_being_cancelled_by_a_scope_while_opening(self):

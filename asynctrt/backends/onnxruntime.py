@@ -19,6 +19,7 @@ from asynctrt.errors import (
     MissingExtraError,
     ModelError,
     ModelNotFoundError,
+    OptionsError,
     UsageError,
 )
 from asynctrt.tensors import Array, TensorSpec
@@ -52,12 +53,15 @@ class OnnxModel:
         a few callers (32: 42,000 rows/s against 35,000; a lone one: 6,500 against 3,800) at twice the CPU,
         for ONNX Runtime's threads spin while they wait: ``OnnxModel(path, intra_op_threads=2)`` on
         ``HostDevice(threads=1)``.
+    :raises OptionsError: for an impossible number of threads.
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is no ONNX model, or one whose rows cannot be batched.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, intra_op_threads: int = 1) -> None:
         self.path = Path(path)
+        if intra_op_threads < 1:
+            raise OptionsError(f"intra_op_threads is at least 1, not {intra_op_threads}")
         if not self.path.exists():
             raise ModelNotFoundError(
                 f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "

@@ -6,7 +6,7 @@ any order, an event is done when its stream has reached it, and nothing here wai
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -87,6 +87,7 @@ class Stream(Protocol):
         """End the stream; False when its work did not end within ``timeout_s``. Idempotent."""
 
 
+@runtime_checkable
 class Device(Protocol):
     """Where models run."""
 

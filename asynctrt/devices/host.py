@@ -25,7 +25,7 @@ import numpy as np
 
 from asynctrt import clock
 from asynctrt.devices.base import ALIGNMENT, Buffer, Event
-from asynctrt.errors import DeviceError, DeviceMemoryError
+from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
 
 HAND_OVER_NS: Final = 50_000
 """What giving work to a thread and hearing back from it costs (measured: 44 µs p50 on an idle loop)."""
@@ -449,6 +449,7 @@ class HostDevice:
     :param in_place: ``auto`` runs short work in the launching thread; ``always`` and ``never`` force it.
     :param unified: ``False`` gives the device memory of its own, so that every batch is copied in and out
         as on a GPU. For tests of what runs on one.
+    :raises OptionsError: for an impossible number of threads.
     """
 
     def __init__(
@@ -460,6 +461,8 @@ class HostDevice:
         name: str = "asynctrt-host",
         now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
+        if threads is not None and threads < 1:
+            raise OptionsError(f"a host device has at least one thread, not {threads}")
         self._threads = threads or cores()
         self._in_place: InPlace = in_place
         self._unified = unified

@@ -91,8 +91,11 @@ class Bay:
         self.copied_in = device.create_event()
         self.computed = device.create_event()
         self.copied_out = device.create_event()
-        # The last to be made, so that a refusal leaves nothing that has to be given back.
-        self.context = model.create_context(device)
+        try:
+            self.context = model.create_context(device)
+        except BaseException:
+            self.stream.close(0.0)
+            raise
         self._memory: Memory | None = None
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._bindings: OrderedDict[Slab, Binding] = OrderedDict()
@@ -125,6 +128,10 @@ class Bay:
             if len(self._bindings) > SLABS_MAX:
                 self._bindings.popitem(last=False)
         return binding
+
+    def forget(self, slab: Slab) -> None:
+        """A slab that callers filled is no more."""
+        self._bindings.pop(slab, None)
 
     def close(self, timeout_s: float) -> bool:
         """Give everything back; False, and keep it, if the stream's work does not end in time."""
@@ -284,9 +291,18 @@ class Pool:
         return layout
 
     def create_slab(self, bucket: Hashable) -> Slab:
-        """A slab that belongs to no bay, for callers to fill. Its memory is theirs to close."""
+        """A slab that belongs to no bay, for callers to fill.
+
+        :raises DeviceMemoryError: when there is no room for it.
+        """
         layout = self.layout(bucket)
         return Slab(layout, Memory(self._device, layout.nbytes))
+
+    def close_slab(self, slab: Slab) -> None:
+        """Give back a slab that callers filled, which no batch uses any more."""
+        for bay in self._bays:
+            bay.forget(slab)
+        slab.memory.close()
 
     def lease(self, launch: Launch, slab: Slab | None) -> Lease:
         """What the ledger took for ``launch``; with ``slab``, the batch lies there already.

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
-from asynctrt.runtime.pool import Slab
+from asynctrt.runtime.pool import Pool, Slab
 from asynctrt.tensors import Array, InferResult
 
 
@@ -70,13 +70,13 @@ class SlotBoard:
         self,
         *,
         loop: asyncio.AbstractEventLoop,
-        create_slab: Callable[[Hashable], Slab],
+        pool: Pool,
         slabs_max: int,
         rows_max: int,
         waiting_rows_max: int,
     ) -> None:
         self._loop = loop
-        self._create_slab = create_slab
+        self._pool = pool
         self._slabs_max = slabs_max
         self._rows_max = rows_max
         self._waiting_rows_max = waiting_rows_max
@@ -141,7 +141,7 @@ class SlotBoard:
         self._open.clear()
         for owner in self._slabs.values():
             owner.on_unused = None
-            owner.slab.memory.close()
+            self._pool.close_slab(owner.slab)
         self._slabs.clear()
 
     def _try(self, bucket: Hashable, rows: int) -> tuple[SlotSlab, slice] | None:
@@ -166,7 +166,7 @@ class SlotBoard:
                 return None
             self._drop(unused[0])
         number = min(set(range(self._slabs_max)) - set(self._slabs))
-        owner = SlotSlab(number, bucket, self._create_slab(bucket))
+        owner = SlotSlab(number, bucket, self._pool.create_slab(bucket))
         owner.on_unused = self._became_unused
         self._slabs[number] = owner
         return owner
@@ -180,7 +180,7 @@ class SlotBoard:
         del self._slabs[owner.number]
         if self._open.get(owner.bucket) is owner:
             del self._open[owner.bucket]
-        owner.slab.memory.close()
+        self._pool.close_slab(owner.slab)
 
     def _became_unused(self, owner: SlotSlab) -> None:
         if not self._waiters and self._open.get(owner.bucket) is owner:

@@ -12,7 +12,7 @@ from onnx import TensorProto
 import asynctrt
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import MissingExtraError, ModelError, ModelNotFoundError, UsageError
+from asynctrt.errors import MissingExtraError, ModelError, ModelNotFoundError, OptionsError, UsageError
 from tests.models import double_onnx, node, save, sequence_onnx, unnamed_output_onnx
 
 FLOAT = TensorProto.FLOAT
@@ -145,6 +145,11 @@ def test_rows_that_would_see_each_other(tmp_path):
 def test_an_output_whose_shape_no_input_determines(tmp_path):
     model = OnnxModel(unnamed_output_onnx(tmp_path / "m.onnx"))
     assert model.outputs[0].dims == ("joined_length",)
+
+
+def test_a_model_without_threads(tmp_path):
+    with pytest.raises(OptionsError, match="intra_op_threads is at least 1, not 0"):
+        OnnxModel(double_onnx(tmp_path / "m.onnx"), intra_op_threads=0)
 
 
 def test_a_closed_model_says_so(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asynctrt.devices.host import HAND_OVER_NS, LABELS_MAX, HostBuffer, HostDevice, cores
-from asynctrt.errors import DeviceError, DeviceMemoryError
+from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
 
 WAIT_S = 20
 
@@ -336,6 +336,12 @@ def test_a_thread_that_computes_is_left_alone():
     assert event.synchronize(WAIT_S)
     assert not event.nudge()
     assert stream.close(WAIT_S)
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_a_device_without_threads(threads):
+    with pytest.raises(OptionsError, match="at least one thread"):
+        HostDevice(threads=threads)
 
 
 def test_cores():

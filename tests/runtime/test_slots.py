@@ -207,7 +207,7 @@ async def test_a_full_queue_leaves_the_slot_to_be_tried_again():
 
 async def test_misuse():
     async with asynctrt.open(double_model(), max_rows=4) as engine:
-        for count in (0, 5, -1):
+        for count in (0, 5, -1, 1.5, None):
             with pytest.raises(InputError, match="a slot has 1 to 4 rows"):
                 engine.slot(rows=count)
         slot = engine.slot(rows=1)
@@ -240,6 +240,19 @@ async def test_several_inputs_and_dynamic_dimensions(tmp_path):
             async with engine.slot(rows=1, dims={"tokens": (length,)}) as slot:
                 slot["tokens"][...] = 1
                 assert (await slot.infer())["total"].tolist() == [length]
+
+
+async def test_slabs_of_shapes_that_have_gone_are_given_back(tmp_path):
+    async with asynctrt.open(sequence_onnx(tmp_path / "sequence.onnx"), contexts=2) as engine:
+        for length in range(1, 200):
+            async with engine.slot(dims={"tokens": (length,)}) as slot:
+                slot["tokens"][...] = 1
+                await slot.infer()
+        live = [owner.slab for owner in engine._slots._slabs.values()]
+        assert len(live) <= 3
+        for bay in engine._pool._bays:
+            own = list(bay._slabs.values())
+            assert all(slab in own or slab in live for slab in bay._bindings)
 
 
 async def test_failing_batches():
