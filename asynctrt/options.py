@@ -11,6 +11,23 @@ from asynctrt.errors import OptionsError
 
 MAX_ROWS_DEFAULT: Final = 64
 
+ELSEWHERE: Final = {
+    "batch_size": "max_rows",
+    "max_batch_size": "max_rows",
+    "batch_timeout": "max_delay",
+    "batch_wait_timeout_s": "max_delay",
+    "max_latency_ms": "max_delay",
+    "max_queue_delay": "max_delay",
+    "max_queue_delay_microseconds": "max_delay",
+    "max_wait_time": "max_delay",
+    "max_queue_size": "max_queue_rows",
+    "default_timeout_microseconds": "timeout",
+    "priority_levels": "priorities",
+    "num_instances": "contexts",
+    "workers": "contexts",
+}
+"""What other servers call what is an option here, for the message to someone who comes from one."""
+
 
 class Settings(TypedDict, total=False):
     """The keywords that :func:`asynctrt.open` takes besides model and device; see :class:`Options`."""
@@ -93,8 +110,8 @@ class Options:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in settings:
             if name not in names:
-                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-                hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
+                nearest = difflib.get_close_matches(name, [*names, *ELSEWHERE], n=1, cutoff=0.4)
+                hint = f"Did you mean {ELSEWHERE.get(nearest[0], nearest[0])!r}? " if nearest else ""
                 raise OptionsError(f"{name!r} is no option. {hint}There are: {', '.join(names)}")
         if base is not None and not isinstance(base, cls):
             raise OptionsError(f"options is an asynctrt.Options, not {type(base).__name__}")

@@ -7,11 +7,17 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import OptionsError
-from asynctrt.options import Options, Settings
+from asynctrt.options import ELSEWHERE, Options, Settings
 
 
 def test_the_keywords_of_open_are_the_options():
     assert set(Settings.__annotations__) == {field.name for field in dataclasses.fields(Options)}
+
+
+def test_what_others_call_an_option_is_one_here():
+    names = {field.name for field in dataclasses.fields(Options)}
+    assert set(ELSEWHERE.values()) <= names
+    assert not set(ELSEWHERE) & names
 
 
 def test_frozen():
@@ -27,6 +33,11 @@ def test_frozen():
         ("context", "contexts"),
         ("time_out", "timeout"),
         ("inflight", "max_in_flight"),
+        ("batch_size", "max_rows"),
+        ("max_batchsize", "max_rows"),
+        ("max_queue_delay", "max_delay"),
+        ("max_queue_size", "max_queue_rows"),
+        ("workers", "contexts"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
