@@ -149,6 +149,12 @@ def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = Tru
         anyio.run(job, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
     except KeyboardInterrupt:
         return True
+    except ExceptionGroup as group:
+        # Many callers met the same error: one of them says what it is.
+        error: Exception | None = group.subgroup(AsynctrtError)
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        raise error or group from group
     return False
 
 

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from onnx import TensorProto
 
 import asynctrt
-from tests.models import double_onnx, sequence_onnx
+from tests.models import double_onnx, node, save, sequence_onnx
 
 WAIT_S = 50
 QUICK = ["--seconds", "0.05", "--repeats", "1"]
@@ -108,6 +110,28 @@ def test_bench_of_a_model(tmp_path):
     assert code == 0
     for part in ("raw, 1 thread, batch 64", "engine, 256 callers", "of batch 64", "input: float32[rows, 4]"):
         assert part in out
+
+
+def test_bench_of_a_model_that_fails_while_it_runs(tmp_path):
+    path = save(
+        tmp_path / "m.onnx",
+        [node("Compress", "input first_only", "output", axis=0)],
+        [("input", TensorProto.FLOAT, ["n", 2])],
+        [("output", TensorProto.FLOAT, ["m", 2])],
+        [("first_only", np.array([True, False]))],
+    )
+    code, out, err = asynctrt_command("bench", path, *QUICK)
+    assert code == 1
+    assert err.strip().startswith("ExecutionError: 'm' failed while it ran a batch")
+    assert "Traceback" not in out + err
+
+
+def test_bench_of_a_model_with_a_fixed_batch(tmp_path):
+    path = double_onnx(tmp_path / "m.onnx", rows=4)
+    code, _, err = asynctrt_command("bench", path, *QUICK)
+    assert code == 1
+    assert "batches of exactly 4 rows" in err
+    assert asynctrt_command("bench", path, *QUICK, "--max-rows", "4")[0] == 0
 
 
 def test_bench_of_a_model_with_dynamic_dimensions(tmp_path):
