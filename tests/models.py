@@ -84,6 +84,17 @@ def unnamed_output_onnx(path):
     )
 
 
+def lying_onnx(path):
+    """Says that it gives a row for each that it takes, and gives the first of two."""
+    return save(
+        path,
+        [node("Compress", "input first_only", "output", axis=0)],
+        [("input", TensorProto.FLOAT, ["n", 2])],
+        [("output", TensorProto.FLOAT, ["m", 2])],
+        [("first_only", np.array([True, False]))],
+    )
+
+
 def double(inputs, outputs):
     outputs["output"][...] = 2 * inputs["input"]
 

@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from onnx import TensorProto
 
 import asynctrt
-from tests.models import double_onnx, node, save, sequence_onnx
+from tests.models import double_onnx, lying_onnx, sequence_onnx
 
 WAIT_S = 50
 QUICK = ["--seconds", "0.05", "--repeats", "1"]
@@ -113,13 +111,7 @@ def test_bench_of_a_model(tmp_path):
 
 
 def test_bench_of_a_model_that_fails_while_it_runs(tmp_path):
-    path = save(
-        tmp_path / "m.onnx",
-        [node("Compress", "input first_only", "output", axis=0)],
-        [("input", TensorProto.FLOAT, ["n", 2])],
-        [("output", TensorProto.FLOAT, ["m", 2])],
-        [("first_only", np.array([True, False]))],
-    )
+    path = lying_onnx(tmp_path / "m.onnx")
     code, out, err = asynctrt_command("bench", path, *QUICK)
     assert code == 1
     assert err.strip().startswith("ExecutionError: 'm' failed while it ran a batch")

@@ -29,7 +29,7 @@ from asynctrt.errors import (
 )
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
-from tests.models import Gate, double_model, double_onnx, failing_model, rows
+from tests.models import Gate, double_model, double_onnx, failing_model, lying_onnx, rows
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -658,17 +658,7 @@ class TestFailing:
                 await asyncio.gather(engine.infer(rows(1)), engine.infer(rows(1)))
 
     async def test_an_onnx_model_whose_output_shape_is_not_what_it_says(self, tmp_path):
-        from onnx import TensorProto
-
-        from tests.models import node, save
-
-        path = save(
-            tmp_path / "m.onnx",
-            [node("Compress", "input first_only", "output", axis=0)],
-            [("input", TensorProto.FLOAT, ["n", 2])],
-            [("output", TensorProto.FLOAT, ["m", 2])],
-            [("first_only", np.array([True, False]))],
-        )
+        path = lying_onnx(tmp_path / "m.onnx")
         async with asynctrt.open(path) as engine:
             with pytest.raises(ExecutionError, match="output 'output'"):
                 await engine.infer(rows(1, 2, dims=(2,)))

@@ -67,6 +67,10 @@ def test_every_public_name_is_documented():
     assert silent == ["asynctrt/testing/latch.py:schedule"]
 
 
+def test_the_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
 def test_only_the_clock_reads_the_time():
     readers = [
         str(module.relative_to(ROOT))
