@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
 from asynctrt.runtime.pool import Pool, Slab
+from asynctrt.scheduling.request import WholeBucket
 from asynctrt.tensors import Array, InferResult
 
 
@@ -34,9 +35,9 @@ class SlotSlab:
         return f"<SlotSlab {self.number} {state} rows={self.rows_given} slots={self.slots}>"
 
     @property
-    def batch_bucket(self) -> Hashable:
+    def batch_bucket(self) -> WholeBucket:
         """The bucket of the batch that is launched from here."""
-        return (self.bucket, self.number)
+        return WholeBucket(self.bucket, self.number)
 
     def launched(self) -> None:
         """Its batch is under way: no further slot may join, and nobody may write over it."""
@@ -261,7 +262,7 @@ class Slot:
         """
         owner = self._entered()
         payload: Any = SlabRows(owner, self._span)
-        bucket = owner.batch_bucket
+        bucket: Hashable = owner.batch_bucket
         if owner.is_sealed:
             # Left behind: the slab was launched while this slot was being written.
             payload = tuple(array[self._span] for array in owner.slab.inputs)

@@ -19,6 +19,7 @@ from typing import Final
 
 from asynctrt.scheduling.latency import LatencyModel
 from asynctrt.scheduling.queues import BucketQueue
+from asynctrt.scheduling.request import WholeBucket
 
 NEVER_NS: Final = 2**63 - 1
 
@@ -66,9 +67,12 @@ class Policy:
     def rows_to_take(self, bucket: BucketQueue, buckets: int, in_flight: int, latency: LatencyModel) -> int:
         """Rows for the batch: all that fit or, on a device with cores of their own, an even share.
 
+        A whole bucket is never shared out: its rows lie in one slab, which one batch runs from.
         Two cores compute 16 rows each in about half the time in which one computes 32. Who configured a
         delay asked for large batches, and gets them.
         """
+        if isinstance(bucket.key, WholeBucket):
+            return self.rows_max
         idle_slots = self.slots - in_flight - (buckets - 1)
         rows = min(bucket.rows, self.rows_max)
         if not self.is_parallel or self.delay_ns_max or idle_slots < 2 or rows < 2:

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from asynctrt.errors import InternalError
 
@@ -45,6 +45,16 @@ TRANSITIONS: Final[dict[Change, tuple[State | None, ...]]] = {
     Change.EXPIRE: (State.EXPIRED, None, None, None, None, None, None),
 }
 """The state after each change, by the state before it. ``None``: the change is not allowed."""
+
+
+class WholeBucket(NamedTuple):
+    """The key of a bucket whose requests lie together already, and are launched together.
+
+    There are never more rows in it than a batch holds.
+    """
+
+    bucket: Hashable
+    number: int
 
 
 class Request:

@@ -5,12 +5,13 @@ The scheduler is pure, so there is nothing to mock: time is a number that the si
 
 import random
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from asynctrt.errors import EngineClosedError, InternalError, QueueFullError
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State, WholeBucket
 from asynctrt.scheduling.scheduler import Scheduler
 
 FINAL = (State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED)
@@ -78,9 +79,14 @@ class _Run:
     def submit(self) -> None:
         rng = self.random
         timeout_ns = rng.choice([None, None, 0, 100_000, 20_000_000])
+        rows = rng.randint(1, self.rows_max)
+        bucket: Hashable = rng.randrange(self.buckets)
+        whole = WholeBucket(bucket, 0)
+        if rng.random() < 0.2 and self.scheduler.buckets().get(whole, 0) + rows <= self.rows_max:
+            bucket = whole
         request = Request(
-            rng.randint(1, self.rows_max),
-            rng.randrange(self.buckets),
+            rows,
+            bucket,
             rng.randrange(self.priorities),
             self.now_ns,
             NO_DEADLINE_NS if timeout_ns is None else self.now_ns + timeout_ns,
@@ -146,6 +152,9 @@ class _Run:
         _hold(all(r.bucket == launch.bucket for r in launch.requests), "buckets were mixed")
         _hold(all(r.state is State.IN_FLIGHT for r in launch.requests), "not in flight")
         _hold(all(r.deadline_ns > self.now_ns for r in launch.requests), "launched after its deadline")
+        if isinstance(launch.bucket, WholeBucket):
+            left = launch.bucket in self.scheduler.buckets()
+            _hold(not left, "a whole bucket was launched in parts")
         contexts = [other.context for other, _ in self.in_flight.values()]
         _hold(launch.context not in contexts, "a context was leased twice")
         urgent = max((r.priority for r in self.queued if r.bucket == launch.bucket), default=0)

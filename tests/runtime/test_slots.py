@@ -1,11 +1,13 @@
 """Slots: written in place, batched with each other, left behind, given up, bounded."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.devices.host import HostDevice
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
 from asynctrt.testing import LatchDevice
 from tests.models import double_model, failing_model, mixed_onnx, rows, sequence_onnx
@@ -253,6 +255,27 @@ async def test_slabs_of_shapes_that_have_gone_are_given_back(tmp_path):
         for bay in engine._pool._bays:
             own = list(bay._slabs.values())
             assert all(slab in own or slab in live for slab in bay._bindings)
+
+
+async def test_the_rows_of_a_slab_are_launched_together():
+    """However many cores are idle: two batches out of one slab would write over each other."""
+    running, together = 0, 0
+
+    def slowly(inputs, outputs):
+        nonlocal running, together
+        running += 1
+        together = max(together, running)
+        time.sleep(0.002)  # What the model takes, so that sharing rows out would pay.
+        outputs["output"][...] = 2 * inputs["input"]
+        running -= 1
+
+    device = HostDevice(threads=2)
+    async with asynctrt.open(double_model(slowly), device=device, max_rows=8) as engine:
+        for _ in range(3):
+            answers = await asyncio.gather(*[use(engine, value) for value in range(8)])
+            assert answers == [[2 * value] for value in range(8)]
+        assert {size: batch.count for size, batch in engine.statistics().by_batch_rows.items()} == {8: 3}
+    assert together == 1
 
 
 async def test_failing_batches():

@@ -5,7 +5,7 @@ import pytest
 from asynctrt.scheduling.latency import LatencyModel
 from asynctrt.scheduling.policy import NEVER_NS, PART_NS_MIN, Policy
 from asynctrt.scheduling.queues import BucketQueue
-from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.request import Request, WholeBucket
 
 
 def policy(rows_max=8, delay_ns_max=0, slots=2, is_parallel=False):
@@ -103,6 +103,14 @@ def test_rows_are_not_shared_out_on_a_device_that_does_one_thing_at_a_time():
 def test_who_configures_a_delay_gets_large_batches():
     rules = policy(slots=3, is_parallel=True, delay_ns_max=1)
     assert rules.rows_to_take(bucket(*range(6)), 1, 0, latency_of(10**9)) == 8
+
+
+def test_a_whole_bucket_is_never_shared_out():
+    rules = policy(slots=3, is_parallel=True)
+    key = WholeBucket("bucket", 0)
+    latency = LatencyModel()
+    latency.observe(key, 1, 10**9)
+    assert rules.rows_to_take(bucket(*range(6), key=key), 1, 0, latency) == 8
 
 
 def test_a_share_has_room_for_the_head():

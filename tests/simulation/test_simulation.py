@@ -3,6 +3,7 @@
 import pytest
 
 from asynctrt.errors import InternalError
+from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -31,6 +32,10 @@ def broken_take(self, rows_max):
     return original_take(self, rows_max + 1)
 
 
+def broken_share(self, bucket, buckets, in_flight, latency):
+    return max(bucket.head().rows, bucket.rows // 2)
+
+
 def broken_cancel(self, request):
     return False
 
@@ -42,6 +47,7 @@ original_take = BucketQueue.take
     ("owner", "name", "broken"),
     [
         (BucketQueue, "take", broken_take),
+        (Policy, "rows_to_take", broken_share),
         (Scheduler, "cancel", broken_cancel),
         (Scheduler, "expire", lambda self, now_ns: []),
         (BucketQueue, "discard", lambda self, request: None),
