@@ -152,9 +152,11 @@ def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = Tru
     except ExceptionGroup as group:
         # Many callers met the same error: one of them says what it is.
         error: Exception | None = group.subgroup(AsynctrtError)
+        if error is None:
+            raise
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        raise error or group from group
+        raise error from group
     return False
 
 

@@ -22,7 +22,7 @@ from asynctrt import clock
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, EngineClosedError, InputError, ModelError, UsageError
-from asynctrt.loading import Shape, find_device, in_thread, load_model
+from asynctrt.loading import Sizes, find_device, in_thread, load_model
 from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.pool import Pool
@@ -112,16 +112,16 @@ class Opening:
         owns_device = isinstance(self._device, str)
         owns_model = isinstance(self._model, str | os.PathLike)
 
-        def build() -> tuple[Model, Pool, Shape]:
+        def build() -> tuple[Model, Pool, Sizes]:
             model = load_model(self._model)
             try:
-                shape = Shape.of(model, device, self._options)
+                sizes = Sizes.of(model, device, self._options)
                 pool = Pool(
                     device,
                     model,
-                    contexts=shape.contexts,
-                    arenas=shape.arenas,
-                    rows_max=shape.rows_max,
+                    contexts=sizes.contexts,
+                    arenas=sizes.arenas,
+                    rows_max=sizes.rows_max,
                 )
             except BaseException as error:
                 if owns_model:
@@ -131,21 +131,21 @@ class Opening:
                 raise ModelError(
                     f"{model.name!r} could not be set up on {device.name!r}: {type(error).__name__}: {error}"
                 ) from error
-            return model, pool, shape
+            return model, pool, sizes
 
-        def tear_down(built: tuple[Model, Pool, Shape]) -> None:
+        def tear_down(built: tuple[Model, Pool, Sizes]) -> None:
             model, pool, _ = built
             pool.close(0.0)
             if owns_model:
                 model.close()
 
-        model, pool, shape = await in_thread(build, undo=tear_down)
+        model, pool, sizes = await in_thread(build, undo=tear_down)
         return Engine(
             loop,
             device,
             model,
             pool,
-            shape,
+            sizes,
             self._options,
             owns_model=owns_model,
             owns_device=owns_device,
@@ -161,7 +161,7 @@ class Engine:
         device: Device,
         model: Model,
         pool: Pool,
-        shape: Shape,
+        sizes: Sizes,
         options: Options,
         *,
         owns_model: bool,
@@ -178,26 +178,26 @@ class Engine:
         self._options = options
         self._owns_model = owns_model
         self._owns_device = owns_device
-        self._rows_max = shape.rows_max
-        self._contexts = shape.contexts
-        self._arenas = shape.arenas
+        self._rows_max = sizes.rows_max
+        self._contexts = sizes.contexts
+        self._arenas = sizes.arenas
         self._now_ns = clock.now_ns
-        self._check = InputCheck(model.inputs, check_finite=options.check_finite)
-        self._admit = self._check.admit
+        self._input_check = InputCheck(model.inputs, check_finite=options.check_finite)
+        self._admit = self._input_check.admit
         self._timeout_ns = None if options.timeout is None else _timeout_ns(options.timeout)
         self._scheduler = Scheduler(
             policy=Policy(
-                rows_max=shape.rows_max,
+                rows_max=sizes.rows_max,
                 delay_ns_max=int(options.max_delay * 1e9),
                 # A slot without a context to fill it is none.
-                slots=min(device.slots, shape.in_flight_max),
+                slots=min(device.slots, sizes.in_flight_max),
                 is_parallel=device.is_parallel and model.rows_fixed is None,
             ),
             queue_rows_max=options.max_queue_rows,
             priorities=options.priorities,
-            contexts=shape.contexts,
-            arenas=shape.arenas,
-            in_flight_max=shape.in_flight_max,
+            contexts=sizes.contexts,
+            arenas=sizes.arenas,
+            in_flight_max=sizes.in_flight_max,
         )
         self._driver = Driver(
             loop=loop,
@@ -211,8 +211,8 @@ class Engine:
         self._slots = SlotBoard(
             loop=loop,
             pool=pool,
-            slabs_max=shape.contexts + 1,
-            rows_max=shape.rows_max,
+            slabs_max=sizes.contexts + 1,
+            rows_max=sizes.rows_max,
             waiting_rows_max=options.max_queue_rows,
         )
         self._state = "open"
@@ -287,7 +287,7 @@ class Engine:
         if timeout is None and not priority:
             timeout_ns = self._timeout_ns
         else:
-            timeout_ns = self._check_order(timeout, priority)
+            timeout_ns = self._checked_timeout_ns(timeout, priority)
         if rows > self._rows_max:
             return await self._infer_split(arrays, rows, bucket, timeout_ns, priority)
         request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns)
@@ -376,7 +376,8 @@ class Engine:
 
     def _give_back(self) -> None:
         """Blocks: joins threads, frees memory, unloads the model."""
-        abandoned = self._pool.close(timeout_s=STREAM_END_S)
+        self._driver.end_copies(STREAM_END_S)
+        abandoned = self._pool.close(STREAM_END_S)
         if abandoned:
             # What runs still uses the weights, so they stay too.
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
@@ -426,7 +427,7 @@ class Engine:
     ) -> InferResult:
         """For slots: rows that lie in a slab already, so there is nothing to check or to split."""
         self._check_loop()
-        timeout_ns = self._check_order(timeout, priority)
+        timeout_ns = self._checked_timeout_ns(timeout, priority)
         request = self._driver.submit(payload, rows, bucket, priority, timeout_ns)
         try:
             result: InferResult = await request.future
@@ -435,8 +436,8 @@ class Engine:
             raise
         return result
 
-    def _check_order(self, timeout: float | None, priority: int) -> int | None:
-        """The timeout in ns, both checked."""
+    def _checked_timeout_ns(self, timeout: float | None, priority: int) -> int | None:
+        """The timeout in ns, with the priority checked on the way."""
         if not (isinstance(priority, int) and 0 <= priority < self._options.priorities):
             raise InputError(
                 f"priority is 0 to {self._options.priorities - 1} on this engine, not {priority!r}"
@@ -461,7 +462,7 @@ class Engine:
                     f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
                 )
             shapes.append(tuple(int(dim) for dim in shape))
-        return tuple(self._check.symbols(shapes).items())
+        return tuple(self._input_check.symbols(shapes).items())
 
     def _wrong_loop(self) -> UsageError:
         running_loop()

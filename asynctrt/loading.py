@@ -73,7 +73,7 @@ def _checked(model: Model) -> Model:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Sizes:
     """What the options come to for this model on this device."""
 
     rows_max: int
@@ -82,7 +82,7 @@ class Shape:
     in_flight_max: int
 
     @classmethod
-    def of(cls, model: Model, device: Device, options: Options) -> "Shape":
+    def of(cls, model: Model, device: Device, options: Options) -> "Sizes":
         """The numbers, or an error that says which option the model cannot be opened with."""
         contexts = options.contexts or max(
             device.contexts_default, options.max_in_flight or 0, options.arenas or 0

@@ -16,8 +16,8 @@ class FunctionModel:
     """Calls ``function(inputs, outputs)`` once a batch.
 
     Both are mappings from tensor name to an array ``(rows, *dims)`` that lies in the batch's slab: the
-    function reads the one and writes the other in place, and keeps neither. It runs in a thread of its own,
-    or in the event loop's if it was measured to be shorter than a hand-over (50 µs).
+    function reads the one and writes the other in place, and keeps neither. It runs in a thread of the
+    device, or in the event loop's if it was measured to be shorter than a hand-over (50 µs).
 
     :param function: called with the batch's inputs and outputs; what it raises fails this batch alone.
     :param inputs: one spec or several; the same for ``outputs``.

@@ -48,9 +48,9 @@ class OnnxModel:
 
     :param path: the ``.onnx`` file.
     :param intra_op_threads: threads that one batch computes on. The default is 1, since the host device
-        computes as many batches at once as there are cores. Measured with an MLP on 2 cores: 48,000 rows/s
-        under 256 callers, against 44,000 with 2 threads a batch and one batch at a time. Those are better for
-        a few callers (32: 42,000 rows/s against 35,000; a lone one: 6,500 against 3,800) at twice the CPU,
+        computes as many batches at once as there are cores. Measured with an MLP on 2 cores: 50,000 rows/s
+        under 256 callers, against 45,000 with 2 threads a batch and one batch at a time. Those are better for
+        a few callers (32: 41,000 rows/s against 35,000; a lone one: 6,500 against 3,900) at twice the CPU,
         for ONNX Runtime's threads spin while they wait: ``OnnxModel(path, intra_op_threads=2)`` on
         ``HostDevice(threads=1)``.
     :raises OptionsError: for an impossible number of threads.

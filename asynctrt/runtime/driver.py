@@ -34,9 +34,6 @@ COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out. Measured: 4 MiB hold the loop for
 100 µs, 16 MiB for 530; a thread holds it for 40 and adds 200 to the batch's latency."""
 
-COPIER_END_S: Final = 0.1
-"""How long closing waits for a copy that is under way, which nobody waits for any more."""
-
 PUMP_NS_MAX: Final = 1_000_000
 """A pump that runs batches in place gives the loop back after this long."""
 
@@ -162,7 +159,10 @@ class Driver:
                 "helps"
             )
             self._fail(flight.launch, error, quarantine=True)
-        self._copier.close(COPIER_END_S)
+
+    def end_copies(self, timeout_s: float) -> None:
+        """After :meth:`close`: end the thread that copied off the loop. Blocks, up to ``timeout_s``."""
+        self._copier.close(timeout_s)
 
     def _request(
         self, payload: Any, rows: int, bucket: Hashable, priority: int, timeout_ns: int | None
