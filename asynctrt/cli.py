@@ -291,7 +291,8 @@ def _over_raw(case: benchmarks.Case, rate: float, raw: dict[tuple[int, int], flo
 def _table(report: benchmarks.Report, columns: tuple[str, ...]) -> Table:
     machine = benchmarks.describe_machine()
     settings = ", ".join(f"{key} {value}" for key, value in report.settings.items())
-    runs = min(len(case.runs) for case in report.cases)
+    # Interrupted, some cases have run once more than others, and some perhaps not at all.
+    runs = " or ".join(str(count) for count in sorted({len(case.runs) for case in report.cases} - {0}))
     table = Table(
         title=report.title,
         caption=escape(

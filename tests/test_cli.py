@@ -163,6 +163,7 @@ def test_ctrl_c_in_bench_overhead_shows_what_was_measured():
     )
     assert code == 130
     assert "immediate, 256 callers" in screen
+    assert re.search(r"median of 1( or 2)?;", screen)
     assert "Interrupted" in screen
     assert "Traceback" not in screen
 
