@@ -28,7 +28,7 @@ from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.pool import Pool
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, Statistics
 from asynctrt.tensors import Dims, InferResult, InputCheck, Inputs, TensorSpec
@@ -248,6 +248,21 @@ class Engine:
         await self.aclose()
 
     @property
+    def name(self) -> str:
+        """The model's name."""
+        return self._model.name
+
+    @property
+    def platform(self) -> str:
+        """What runs the model, by the name that KServe's clients know it: ``onnxruntime_onnx``, ``python``."""
+        return str(getattr(self._model, "platform", "custom"))
+
+    @property
+    def device_name(self) -> str:
+        """The device's name: ``host``."""
+        return self._device.name
+
+    @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """What the model takes."""
         return self._model.inputs
@@ -298,6 +313,28 @@ class Engine:
             raise
         return result
 
+    def submit(
+        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0
+    ) -> "asyncio.Future[InferResult]":
+        """What :meth:`infer` does, for callers that are no coroutines: a protocol's callbacks, for one.
+
+        Arguments and errors are those of :meth:`infer`; what is wrong with the call is raised here, and the
+        rest by the future. To cancel the future is to cancel the request.
+        """
+        if not self._is_running() or get_ident() != self._thread:
+            raise self._wrong_loop()
+        arrays, rows, bucket = self._admit(inputs)
+        if timeout is None and not priority:
+            timeout_ns = self._timeout_ns
+        else:
+            timeout_ns = self._checked_timeout_ns(timeout, priority)
+        if rows > self._rows_max:
+            return self._loop.create_task(self._infer_split(arrays, rows, bucket, timeout_ns, priority))
+        future = _Answer(loop=self._loop)
+        future.driver = self._driver
+        future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future)
+        return future
+
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.
 
@@ -325,6 +362,10 @@ class Engine:
             rows=totals.rows,
             batches=totals.batches,
             queue_ns=totals.queue_ns,
+            copy_in_ns=totals.copy_in_ns,
+            compute_ns=totals.compute_ns,
+            copy_out_ns=totals.copy_out_ns,
+            total_ns=totals.total_ns,
             queued_requests=self._scheduler.queued_requests,
             queued_rows=self._scheduler.queued_rows,
             in_flight_batches=len(ledger.in_flight),
@@ -412,12 +453,13 @@ class Engine:
             priority,
             timeout_ns,
         )
+        futures = [request.future for request in requests]
         try:
-            parts = await asyncio.gather(*[request.future for request in requests])
+            parts = await asyncio.gather(*futures)
         except BaseException:
             # One part failed or the caller went away: nobody waits for the others any more.
-            for request in requests:
-                request.future.cancel()
+            for request, future in zip(requests, futures, strict=True):
+                future.cancel()
                 self._driver.cancel(request)
             raise
         return InferResult.join(parts)
@@ -470,6 +512,21 @@ class Engine:
             f"{self!r} belongs to the event loop that it was opened on, and this is another one. Open an "
             "engine on each loop, or hand the call over: asyncio.run_coroutine_threadsafe(coroutine, loop)"
         )
+
+
+class _Answer(asyncio.Future[InferResult]):
+    """The future of :meth:`Engine.submit`: to cancel it takes its request out of the queue at once."""
+
+    driver: Driver
+    request: Request | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if not super().cancel(msg):
+            return False
+        if self.request is not None:
+            self.driver.cancel(self.request)
+            self.request = None
+        return True
 
 
 def running_loop() -> asyncio.AbstractEventLoop:

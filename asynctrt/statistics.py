@@ -34,6 +34,12 @@ class Statistics:
     batches: int
     queue_ns: int
     """Time in the queue, summed over the answered requests."""
+    copy_in_ns: int
+    """Of the batch that each answered request was part of; so too the next two."""
+    compute_ns: int
+    copy_out_ns: int
+    total_ns: int
+    """From arrival to answer, summed over the answered requests."""
     queued_requests: int
     queued_rows: int
     in_flight_batches: int

@@ -890,3 +890,64 @@ class TestStatistics:
                 engine.statistics().rows = 5
             with pytest.raises(TypeError):
                 engine.statistics().by_batch_rows[3] = None
+
+
+class TestSubmit:
+    async def test_its_future_is_answered(self):
+        async with asynctrt.open(double_model()) as engine:
+            future = engine.submit(rows(1, 2), priority=1, timeout=5)
+            assert (await future)["output"][:, 0].tolist() == [2, 4]
+
+    async def test_more_rows_than_a_batch(self):
+        async with asynctrt.open(double_model(), max_rows=2) as engine:
+            assert len((await engine.submit(rows(*range(7))))["output"]) == 7
+
+    async def test_what_is_wrong_with_the_call_is_raised_at_once(self):
+        opening, device = latched(max_rows=1, max_queue_rows=1)
+        async with opening as engine:
+            with pytest.raises(InputError, match="float32"):
+                engine.submit(np.zeros((1, 4)))
+            futures = [engine.submit(rows(number)) for number in range(1)]
+            with pytest.raises(QueueFullError):
+                engine.submit(rows(9))
+            device.open()
+            await asyncio.gather(*futures)
+
+    async def test_to_cancel_it_is_to_cancel_the_request(self):
+        opening, device = latched(max_rows=1, slots=1, contexts=1)
+        async with opening as engine:
+            flying, queued, last = [engine.submit(rows(value)) for value in (1, 2, 3)]
+            await until(lambda: device.held == 1)
+            assert queued.cancel()
+            assert engine.statistics().queued_requests == 1, "it has left the queue at once"
+            assert flying.cancel()
+            assert not flying.cancel(), "once is enough"
+            device.open()
+            assert (await last)["output"][0, 0] == 6
+            statistics = engine.statistics()
+            assert (statistics.cancelled, statistics.succeeded, statistics.rows) == (2, 1, 2)
+            with pytest.raises(asyncio.CancelledError):
+                await queued
+
+    async def test_it_leaves_no_cycle_behind(self):
+        """A request and its future know each other until it ends; the collector must not be needed."""
+        async with asynctrt.open(double_model()) as engine:
+            await engine.infer(rows(0))
+            gc.collect()
+            gc.disable()
+            try:
+                await asyncio.gather(*[engine.submit(rows(value)) for value in range(50)])
+                engine.submit(rows(1)).cancel()
+                await engine.infer(rows(0))  # A queue forgets who has left it when it is next looked at.
+                left = [item for item in gc.get_objects() if type(item).__name__ == "Request"]
+                assert not left
+            finally:
+                gc.enable()
+
+    async def test_from_another_loop(self):
+        async with asynctrt.open(double_model()) as engine:
+            with pytest.raises(UsageError, match="another one"):
+                await asyncio.to_thread(asyncio.run, self._submit(engine))
+
+    async def _submit(self, engine):
+        engine.submit(rows(1))

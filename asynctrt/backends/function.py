@@ -43,6 +43,7 @@ class FunctionModel:
         self.rows_fixed = rows_fixed
         self.rows_max = rows_max
         self.enqueue_nbytes = 0
+        self.platform = "python"
         known = {dim for spec in self.inputs for dim in spec.dims}
         for spec in self.outputs:
             for dim in spec.dims:

@@ -68,6 +68,7 @@ class OnnxModel:
                 f"directory is {str(Path.cwd())!r}"
             )
         self.name = self.path.stem
+        self.platform = "onnxruntime_onnx"
         self.intra_op_threads = intra_op_threads
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.intra_op_threads

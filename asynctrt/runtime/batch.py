@@ -122,9 +122,10 @@ def copy_out(
 
 
 def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Array]], record: BatchRecord) -> None:
-    """Answer every caller that still waits."""
+    """Answer every caller that still waits. A request and its future may know each other: no longer."""
     batches = (record,)
     for request, values in zip(requests, outputs, strict=True):
         future = request.future
+        request.future = None
         if not future.done():
             future.set_result(InferResult(values, batches, request.arrival_ns))

@@ -28,7 +28,7 @@ from asynctrt.runtime.slots import SlabRows, SlotSlab
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.tensors import Array
+from asynctrt.tensors import Array, InferResult
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out. Measured: 4 MiB hold the loop for
@@ -99,13 +99,20 @@ class Driver:
         return f"<Driver {self._name} {self._scheduler!r}>"
 
     def submit(
-        self, payload: Any, rows: int, bucket: Hashable, priority: int, timeout_ns: int | None
+        self,
+        payload: Any,
+        rows: int,
+        bucket: Hashable,
+        priority: int,
+        timeout_ns: int | None,
+        future: asyncio.Future[InferResult] | None = None,
     ) -> Request:
         """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed."""
         # The hottest lines there are: what `_request` and `_schedule_pump` do, without the two calls.
         now_ns = self._now_ns()
         deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
-        future = self._create_future()
+        if future is None:
+            future = self._create_future()
         request = Request(rows, bucket, priority, now_ns, deadline_ns, payload, future)
         self._scheduler.submit(request)
         if not self._pump_is_scheduled:
@@ -307,11 +314,13 @@ class Driver:
         """Free the lease, answer the callers, and let the next batch go before any of them runs on."""
         lease, launch = flight.lease, flight.launch
         record = lease.record
-        record.copy_out_ns += self._now_ns() - landed_ns
+        now_ns = self._now_ns()
+        record.copy_out_ns += now_ns - landed_ns
         del self._flights[launch.number]
         flight.end()
         self._scheduler.complete(
             launch,
+            now_ns,
             copy_in_ns=record.copy_in_ns,
             compute_ns=record.compute_ns,
             copy_out_ns=record.copy_out_ns,
@@ -347,6 +356,7 @@ class Driver:
     @staticmethod
     def _answer_error(request: Request, error: AsynctrtError) -> None:
         future = request.future
+        request.future = None
         if not future.done():
             future.set_exception(error)
 

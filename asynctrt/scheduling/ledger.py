@@ -59,6 +59,10 @@ class Totals:
     rows: int = 0
     batches: int = 0
     queue_ns: int = 0
+    copy_in_ns: int = 0
+    compute_ns: int = 0
+    copy_out_ns: int = 0
+    total_ns: int = 0
     by_size: dict[int, BatchTotals] = field(default_factory=dict)
 
 

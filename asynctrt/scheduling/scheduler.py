@@ -166,19 +166,29 @@ class Scheduler:
                     wakeup_ns = ready_ns
         return wakeup_ns
 
-    def complete(self, launch: Launch, *, copy_in_ns: int, compute_ns: int, copy_out_ns: int) -> None:
+    def complete(
+        self, launch: Launch, now_ns: int, *, copy_in_ns: int, compute_ns: int, copy_out_ns: int
+    ) -> None:
         """The batch has been answered; its context is free again."""
         requests = launch.requests
         totals = self.ledger.totals
-        totals.succeeded += len(requests) - self._count_masked(requests)
+        arrivals_ns = [request.arrival_ns for request in requests]
+        if self._masked:
+            arrivals_ns = [request.arrival_ns for request in requests if request.state is not MASKED]
+            self._masked -= len(requests) - len(arrivals_ns)
+        answered = len(arrivals_ns)
+        totals.succeeded += answered
         change_all(requests, Change.COMPLETE)
         self.ledger.release(launch)
         self.latency.observe(launch.bucket, launch.rows, compute_ns)
         totals.rows += launch.rows
         totals.batches += 1
-        totals.queue_ns += launch.launched_ns * len(requests) - sum(
-            [request.arrival_ns for request in requests]
-        )
+        queue_ns = launch.launched_ns * answered - sum(arrivals_ns)
+        totals.queue_ns += queue_ns
+        totals.copy_in_ns += copy_in_ns * answered
+        totals.compute_ns += compute_ns * answered
+        totals.copy_out_ns += copy_out_ns * answered
+        totals.total_ns += queue_ns + (now_ns - launch.launched_ns) * answered
         size = totals.by_size.get(launch.rows)
         if size is None:
             size = totals.by_size[launch.rows] = BatchTotals()
@@ -190,7 +200,9 @@ class Scheduler:
     def fail(self, launch: Launch, *, quarantine: bool = False) -> None:
         """The batch failed. With ``quarantine``, its context is never used again."""
         requests = launch.requests
-        self.ledger.totals.failed += len(requests) - self._count_masked(requests)
+        masked = sum(request.state is MASKED for request in requests) if self._masked else 0
+        self._masked -= masked
+        self.ledger.totals.failed += len(requests) - masked
         change_all(requests, Change.FAIL)
         if quarantine:
             self.ledger.quarantine(launch)
@@ -219,14 +231,6 @@ class Scheduler:
         self.queued_rows -= request.rows
         if not bucket.requests:
             self._drop_bucket(bucket)
-
-    def _count_masked(self, requests: Sequence[Request]) -> int:
-        """How many requests of an ending batch were cancelled in flight. Mostly none, and then no loop."""
-        if not self._masked:
-            return 0
-        masked = sum(request.state is MASKED for request in requests)
-        self._masked -= masked
-        return masked
 
     def _add_bucket(self, key: Hashable) -> BucketQueue:
         bucket, self._spare = self._spare, None

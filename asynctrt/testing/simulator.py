@@ -120,7 +120,7 @@ class _Run:
             self.scheduler.fail(launch)
         else:
             took_ns = self.now_ns - start_ns
-            self.scheduler.complete(launch, copy_in_ns=1, compute_ns=took_ns, copy_out_ns=3)
+            self.scheduler.complete(launch, self.now_ns, copy_in_ns=1, compute_ns=took_ns, copy_out_ns=3)
             self.result.rows += launch.rows
         self.result.batches += 1
         for request in launch.requests:

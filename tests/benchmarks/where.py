@@ -40,7 +40,7 @@ async def steps(seconds):
                 request.state = QUEUED
                 scheduler.submit(request)
             launch = scheduler.next_launch(0)
-            scheduler.complete(launch, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
+            scheduler.complete(launch, 0, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
 
         def deliver():
             for request in requests:
@@ -83,7 +83,7 @@ def _launch(scheduler, requests):
         request.state = QUEUED
         scheduler.submit(request)
     launch = scheduler.next_launch(0)
-    scheduler.complete(launch, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
+    scheduler.complete(launch, 0, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
     return launch
 
 

@@ -25,8 +25,8 @@ def submit(plan, rows=1, bucket="b", priority=0, now_ns=0, **kw):
     return request
 
 
-def complete(plan, launch):
-    plan.complete(launch, copy_in_ns=1, compute_ns=20, copy_out_ns=300)
+def complete(plan, launch, now_ns=0):
+    plan.complete(launch, now_ns, copy_in_ns=1, compute_ns=20, copy_out_ns=300)
 
 
 def test_an_idle_device_launches_at_once_and_everything_that_is_there():
@@ -220,11 +220,25 @@ def test_totals_by_batch_size():
     plan = scheduler()
     for now_ns in (10, 20):
         submit(plan, now_ns=now_ns)
-    complete(plan, plan.next_launch(100))
+    complete(plan, plan.next_launch(100), now_ns=1000)
     totals = plan.ledger.totals
     assert (totals.batches, totals.rows, totals.queue_ns) == (1, 2, 90 + 80)
+    assert (totals.copy_in_ns, totals.compute_ns, totals.copy_out_ns) == (2, 40, 600)
+    assert totals.total_ns == 990 + 980
     size = totals.by_size[2]
     assert (size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns) == (1, 1, 20, 300)
+
+
+def test_a_masked_request_is_in_no_sum_of_times():
+    plan = scheduler()
+    gone, there = [submit(plan, now_ns=now_ns) for now_ns in (10, 20)]
+    launch = plan.next_launch(100)
+    plan.cancel(gone)
+    complete(plan, launch, now_ns=1000)
+    totals = plan.ledger.totals
+    assert (totals.succeeded, totals.cancelled, totals.rows) == (1, 1, 2)
+    assert (totals.queue_ns, totals.compute_ns, totals.total_ns) == (80, 20, 980)
+    assert there.state is State.DONE
 
 
 def test_repr_shows_the_state():
