@@ -24,3 +24,8 @@ def cpu_clock_of_thread(ident: int) -> Callable[[], int] | None:
         return None
     clock_id = time.pthread_getcpuclockid(ident)
     return lambda: time.clock_gettime_ns(clock_id)
+
+
+def wall_ms(at_ns: int) -> int:
+    """What the wall clock said, in ms since 1970, when :func:`now_ns` said ``at_ns``."""
+    return (time.time_ns() - time.monotonic_ns() + at_ns) // 1_000_000

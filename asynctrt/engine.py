@@ -254,7 +254,7 @@ class Engine:
 
     @property
     def platform(self) -> str:
-        """What runs the model, by the name that KServe's clients know it: ``onnxruntime_onnx``, ``python``."""
+        """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``python``."""
         return str(getattr(self._model, "platform", "custom"))
 
     @property

@@ -7,14 +7,21 @@
     │   ├── OptionsError        (ValueError)           an unknown or impossible option
     │   ├── InputError          (ValueError)           inputs that the model cannot take
     │   ├── UsageError          (RuntimeError)         wrong event loop, a slot used twice, ...
-    │   └── ModelError                                 a model that cannot be served as it is
-    │       └── ModelNotFoundError (FileNotFoundError)  404 NOT_FOUND
+    │   ├── ModelError                                 a model that cannot be served as it is
+    │   │   └── ModelNotFoundError (FileNotFoundError)  404 NOT_FOUND
+    │   └── RequestError                               a message to a server that breaks its protocol
+    │       ├── UnauthorizedError   401 UNAUTHENTICATED     the token is missing or wrong
+    │       ├── UnknownModelError   404 NOT_FOUND           the server has no such model, version or page
+    │       ├── TooLargeError       413 RESOURCE_EXHAUSTED  more bytes or tensors than the server takes
+    │       └── UnsupportedError    501 UNIMPLEMENTED       a part of the protocol that is not there
     ├── MissingExtraError       (ImportError)          install the extra that it names
     ├── OverloadError           503 UNAVAILABLE        try again later, or shed load
     │   ├── QueueFullError                             the bounded queue had no room
     │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
     ├── LifecycleError          503 UNAVAILABLE
-    │   └── EngineClosedError                          the engine is draining or closed
+    │   ├── EngineClosedError                          the engine is draining or closed
+    │   └── ModelNotReadyError                         a server's model is not loaded
+    ├── ConnectionLostError     (ConnectionError)      a client lost its server: connect again
     ├── DeviceError             500 INTERNAL           look at the device or the model
     │   ├── DeviceUnavailableError                     no such device here
     │   ├── DeviceMemoryError   (MemoryError)          an allocation was refused
@@ -67,6 +74,38 @@ class ModelNotFoundError(ModelError, FileNotFoundError):
     grpc_code = "NOT_FOUND"
 
 
+class RequestError(CallerError):
+    """A message to a server breaks the protocol. It names the field, and what it should be."""
+
+
+class UnauthorizedError(RequestError):
+    """The server asks for a token, and there was none or a wrong one."""
+
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+
+
+class UnknownModelError(RequestError):
+    """The server has no such model, no such version of it, or no such page."""
+
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+
+
+class TooLargeError(RequestError):
+    """A message has more bytes, headers or tensors than the server takes."""
+
+    http_status = 413
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
+class UnsupportedError(RequestError):
+    """A part of the protocol that this server does not have."""
+
+    http_status = 501
+    grpc_code = "UNIMPLEMENTED"
+
+
 class MissingExtraError(AsynctrtError, ImportError):
     """An optional package is not installed. The message names the extra that brings it."""
 
@@ -95,6 +134,17 @@ class LifecycleError(AsynctrtError):
 
 class EngineClosedError(LifecycleError):
     """The engine is draining, closing or closed."""
+
+
+class ModelNotReadyError(LifecycleError):
+    """The server knows the model, but has not loaded it, or has unloaded it."""
+
+
+class ConnectionLostError(AsynctrtError, ConnectionError):
+    """A client's connection to its server is gone. Whether the request was computed is not known."""
+
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
 
 
 class DeviceError(AsynctrtError):

@@ -1,0 +1,134 @@
+"""KServe's datatypes and NumPy's, and the wire form of the one that is not a number: BYTES."""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import InputError, ModelError, RequestError
+from asynctrt.tensors import Array, TensorSpec, convert
+
+DATATYPES: Final = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "bfloat16": "BF16",
+}
+"""KServe's names by NumPy's; ``bfloat16`` is that of ``ml_dtypes``. Byte strings (``S32``) are BYTES."""
+
+LENGTH_NBYTES: Final = 4
+"""An element of a BYTES tensor has its length before it, little-endian."""
+
+
+def datatype_of(spec: TensorSpec) -> str:
+    """KServe's name of a tensor's dtype.
+
+    :raises ModelError: for one that has none.
+    """
+    dtype = spec.dtype
+    if dtype.kind == "S" and dtype.itemsize:
+        return "BYTES"
+    name = DATATYPES.get(dtype.name)
+    if name is None or not dtype.isnative:
+        raise ModelError(
+            f"tensor {spec.name!r} is {dtype}, which KServe's protocol has no name for. It has "
+            f"{sorted(DATATYPES)} and byte strings of a fixed size, such as 'S32'"
+        )
+    return name
+
+
+def read_bytes(spec: TensorSpec, raw: memoryview, count: int) -> Array:
+    """``count`` elements of a BYTES tensor, from their wire form.
+
+    :raises InputError: when lengths and bytes do not come out even, or an element does not fit the model.
+    """
+    elements: list[bytes] = []
+    position = 0
+    for _ in range(count):
+        start = position + LENGTH_NBYTES
+        length = int.from_bytes(raw[position:start], "little")
+        position = start + length
+        if position > len(raw):
+            raise InputError(
+                f"input {spec.name!r}: element {len(elements)} of {count} ends at byte {position}, but "
+                f"there are {len(raw)}. Each element is its length in 4 bytes, little-endian, and its bytes"
+            )
+        elements.append(bytes(raw[start:position]))
+    if position != len(raw):
+        raise InputError(
+            f"input {spec.name!r}: {len(raw) - position} bytes are left after its {count} elements"
+        )
+    return _strings(spec, elements)
+
+
+def write_bytes(array: Array) -> bytes:
+    """The wire form of a BYTES tensor."""
+    elements = [bytes(element) for element in array.ravel().tolist()]
+    return b"".join([part for item in elements for part in (len(item).to_bytes(4, "little"), item)])
+
+
+def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
+    """A tensor given as JSON, nested or flat, as an array of ``shape``.
+
+    :raises InputError: for values or a number of values that do not fit.
+    """
+    if not isinstance(data, list):
+        raise InputError(f"input {spec.name!r}: data is a list, not {type(data).__name__}")
+    if spec.dtype.kind == "S":
+        array = _strings(spec, [_encoded(spec, item) for item in _flat(data)])
+    elif spec.dtype.name == "bfloat16":
+        array = convert(TensorSpec(spec.name, np.dtype("float32"), spec.dims), data).astype(spec.dtype)
+    else:
+        array = convert(spec, data)
+    if array.size != int(np.prod(shape, dtype=object)):
+        raise InputError(f"input {spec.name!r} has {array.size} values, but shape {list(shape)}")
+    return array.reshape(shape)
+
+
+def to_json(array: Array) -> Any:
+    """The values of a tensor, flat, as something that JSON can hold."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "S":
+        try:
+            return [item.decode() for item in flat.tolist()]
+        except UnicodeDecodeError as error:
+            raise RequestError("an output holds bytes that are no text: ask for binary_data") from error
+    return flat.astype(np.float32) if flat.dtype.name == "bfloat16" else flat
+
+
+def _flat(data: Iterable[Any]) -> Iterable[Any]:
+    for item in data:
+        if isinstance(item, list):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _encoded(spec: TensorSpec, item: Any) -> bytes:
+    if not isinstance(item, str):
+        raise InputError(f"input {spec.name!r} is BYTES: in JSON its elements are strings, not {item!r:.40}")
+    return item.encode()
+
+
+def _strings(spec: TensorSpec, elements: list[bytes]) -> Array:
+    """Elements as an array of the model's dtype, which is of a fixed size and ends at the first NUL."""
+    longest = spec.dtype.itemsize
+    for number, element in enumerate(elements):
+        if len(element) > longest:
+            raise InputError(
+                f"input {spec.name!r}: element {number} has {len(element)} bytes; the model takes {longest}"
+            )
+        if element.endswith(b"\0"):
+            raise InputError(
+                f"input {spec.name!r}: element {number} ends in a NUL byte, which the model could not see"
+            )
+    return np.array(elements, spec.dtype)
