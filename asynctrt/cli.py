@@ -1,10 +1,12 @@
 """The command line: ``asynctrt demo`` and ``asynctrt bench``. The only importer of ``typer`` and ``rich``."""
 
+import dataclasses
+import inspect
 import json
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_origin, get_type_hints
 
 import anyio
 
@@ -13,6 +15,7 @@ from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
 from asynctrt.errors import AsynctrtError, MissingExtraError
 from asynctrt.options import Options
+from asynctrt.serving.settings import ServerSettings, attribute_docs
 
 try:
     import typer
@@ -141,6 +144,71 @@ async def _bench(report: benchmarks.Report, seconds: float) -> None:
             progress.update(task, advance=1, description=case.name)
 
         await benchmarks.run_cases(report, seconds, advance)
+
+
+def _serve(ctx: typer.Context, **given: Any) -> None:
+    """Serve models over KServe's HTTP and gRPC, over websockets, with metrics and a dashboard.
+
+    MODEL is PATH, NAME=PATH or NAME:VERSION=PATH, where PATH is an .onnx file or module:attribute.
+
+    Every setting can be given as a flag, in the environment (--http-port is ASYNCTRT_SERVE_HTTP_PORT), and
+    in a TOML file (http_port); the first of these that says it wins. Models with options of their own are
+    tables of that file, \\[[models]], each with a path.
+    """
+    # They need the extra `serve`, which the other commands do not.
+    from asynctrt.serving import command  # noqa: PLC0415
+
+    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
+    path = said.pop("config", None)
+    planned = command.plan(said, command.read_config(path) if path else {})
+    anyio.run(
+        command.serve,
+        planned,
+        lambda line: err.print(line, highlight=False, soft_wrap=True),
+        backend="asyncio",
+        backend_options={"use_uvloop": True},
+    )
+
+
+def _is_said(ctx: typer.Context, name: str) -> bool:
+    """Whether the user has given it, in the environment or as a flag."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def _serve_signature() -> inspect.Signature:
+    """The flags of ``serve``: what a server and an engine can be told, under the same names."""
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [
+        context,
+        _parameter(
+            "models", list[str] | None, None, typer.Argument(metavar="MODEL...", help="What to serve.")
+        ),
+        _parameter("config", Path | None, None, typer.Option(help="A TOML file with the same names.")),
+        _parameter("device", str, "host", typer.Option(help="The device that models run on.")),
+    ]
+    for cls, panel in ((ServerSettings, "The server"), (Options, "Engines, unless a model says otherwise")):
+        kinds, texts = get_type_hints(cls), attribute_docs(cls)
+        for item in dataclasses.fields(cls):
+            kind, default = kinds[item.name], item.default
+            if get_origin(kind) is tuple:
+                kind, default = list[str] | None, None
+            shown = default is not None and default is not False
+            info = typer.Option(
+                help=texts[item.name], rich_help_panel=panel, show_envvar=False, show_default=shown
+            )
+            parameters.append(_parameter(item.name, kind, default, info))
+    return inspect.Signature(parameters)
+
+
+def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+_serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
+app.command("serve", context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
 
 
 def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:

@@ -26,6 +26,11 @@ def cpu_clock_of_thread(ident: int) -> Callable[[], int] | None:
     return lambda: time.clock_gettime_ns(clock_id)
 
 
+def wall_ns(at_ns: int) -> int:
+    """What the wall clock said, in ns since 1970, when :func:`now_ns` said ``at_ns``."""
+    return time.time_ns() - time.monotonic_ns() + at_ns
+
+
 def wall_ms(at_ns: int) -> int:
-    """What the wall clock said, in ms since 1970, when :func:`now_ns` said ``at_ns``."""
-    return (time.time_ns() - time.monotonic_ns() + at_ns) // 1_000_000
+    """As :func:`wall_ns`, in ms."""
+    return wall_ns(at_ns) // 1_000_000

@@ -51,7 +51,8 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
     Use it as ``async with asynctrt.open(...) as engine:``, or ``engine = await asynctrt.open(...)`` and
     ``await engine.aclose()`` in the end. Loading is done in a thread; the engine belongs to the running loop.
 
-    :param model: a path to an ``.onnx`` file, or a model object, which stays the caller's to close.
+    :param model: a path to an ``.onnx`` file; ``"module:attribute"``, a model in a Python module or a
+        function there that makes one; or a model object, which stays the caller's to close.
     :param device: ``"host"``, or a device object.
     :param options: an :class:`Options`; ``settings`` are single options, and win over it.
     :raises OptionsError: at once, for an option that is unknown or impossible.

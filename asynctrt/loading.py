@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import anyio
 
@@ -18,6 +21,9 @@ from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundErr
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 
 T = TypeVar("T")
+
+ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""How a model in a Python module is written: ``package.module:attribute``."""
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
@@ -48,6 +54,8 @@ def load_model(model: str | os.PathLike[str] | Model) -> Model:
                 "rows_max, enqueue_nbytes, create_context, close (asynctrt.backends.base.Model)"
             )
         return _checked(model)
+    if isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists():
+        return _checked(_attribute(model))
     path = Path(model)
     if path.suffix in PLAN_SUFFIXES:
         raise ModelError(
@@ -60,6 +68,35 @@ def load_model(model: str | os.PathLike[str] | Model) -> Model:
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     return OnnxModel(path)
+
+
+def name_of(model: str) -> str:
+    """What a model that is given as a path, or as ``module:attribute``, is called."""
+    return model.partition(":")[2] if ATTRIBUTE.fullmatch(model) else Path(model).stem
+
+
+def _attribute(where: str) -> Model:
+    """The model that a module has, or that a function in it makes."""
+    module_name, _, attribute = where.partition(":")
+    try:
+        # A program is started in its folder, as with `python -m`, but not every command has it on its path.
+        if "" not in sys.path and str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        found: Any = import_module(module_name)
+    except ImportError as error:
+        raise ModelNotFoundError(
+            f"{where!r}: the module {module_name!r} cannot be imported: {error}. It is looked for in the "
+            "working directory and among the installed packages"
+        ) from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            raise ModelNotFoundError(f"{where!r}: {found!r} has no {name!r}")
+        found = getattr(found, name)
+    if not isinstance(found, Model) and callable(found):
+        found = found()
+    if not isinstance(found, Model):
+        raise ModelError(f"{where!r} is neither a model nor a function that makes one, but {found!r}")
+    return found
 
 
 def _checked(model: Model) -> Model:

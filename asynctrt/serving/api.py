@@ -71,7 +71,7 @@ class Target(NamedTuple):
 class Inference:
     """One inference on its way."""
 
-    __slots__ = ("began_ns", "call", "future", "headers", "served")
+    __slots__ = ("began_ns", "call", "future", "headers", "key", "served")
 
     def __init__(
         self,
@@ -86,6 +86,8 @@ class Inference:
         self.future = future
         self.began_ns = began_ns
         self.headers = headers
+        self.key = 0
+        """For a caller that has to tell requests without an id apart."""
 
 
 Then = Callable[[Inference], None]
@@ -217,7 +219,7 @@ class Api:
             answer = await self._respond(method, path, headers, body)
         except Exception as error:
             answer = error_answer(error)
-        return await self._compressed(headers, answer)
+        return await self.compressed(headers, answer)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
         """Whether a request may come in.
@@ -345,7 +347,8 @@ class Api:
         work = partial(decompress, body, self.settings.max_body)
         return await asyncio.to_thread(work) if len(body) > OFF_LOOP_NBYTES_MIN // 8 else work()
 
-    async def _compressed(self, headers: Headers, answer: Answer) -> Answer:
+    async def compressed(self, headers: Headers, answer: Answer) -> Answer:
+        """The answer, compressed if its client asks for it and it is worth it."""
         nbytes = sum(len(piece) for piece in answer.body)
         coding = (
             accepted_coding(headers.get(b"accept-encoding", b"")) if nbytes >= COMPRESS_NBYTES_MIN else None

@@ -1,7 +1,11 @@
 """What a server can be told: addresses, limits, times. The command's flags have the same names."""
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import operator
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,10 +23,12 @@ class ServerSettings:
     """The address to listen on. The default is reached from this machine alone; ``0.0.0.0`` from anywhere."""
     http_port: int = 8000
     """KServe over HTTP, websocket, metrics and the dashboard. 0: one that is free."""
-    grpc_port: int | None = 8001
-    """KServe over gRPC. ``None``: no gRPC; 0: one that is free."""
+    grpc: bool = True
+    """Whether to serve gRPC."""
+    grpc_port: int = 8001
+    """KServe over gRPC. 0: one that is free."""
     metrics_port: int | None = None
-    """A port that has nothing but ``/metrics``, without a token. Triton's is 8002. ``None``: no such port."""
+    """A port that has nothing but ``/metrics``, without a token. Triton's is 8002. Default: no such port."""
 
     tokens: tuple[str, ...] = field(default=(), repr=False)
     """Bearer tokens, one of which every request needs, but for health and the dashboard's page. None: open
@@ -30,6 +36,7 @@ class ServerSettings:
     tls_certificate: Path | None = None
     """A PEM file with the certificate chain; with ``tls_key``, HTTP and gRPC speak TLS."""
     tls_key: Path | None = None
+    """A PEM file with the certificate's key, without a passphrase."""
     allow_origins: tuple[str, ...] = ()
     """Origins whose pages may open websockets, besides the server's own; ``*``: all."""
     model_control: bool = False
@@ -98,3 +105,22 @@ def _is_whole(value: object) -> bool:
 
 def _is_word(item: object) -> bool:
     return isinstance(item, str) and item != "" and item.isascii() and item.isprintable() and " " not in item
+
+
+def attribute_docs(cls: type) -> dict[str, str]:
+    """What stands below each field of a class: the help of the flag of that name.
+
+    A field that has nothing below it belongs to the one above.
+    """
+    texts = {}
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(definition, ast.ClassDef)
+    for item, below in itertools.pairwise(definition.body):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and isinstance(below, ast.Expr)
+        ):
+            text = ast.literal_eval(below.value)
+            texts[item.target.id] = " ".join(text.replace("``", "'").split())
+    return texts

@@ -6,6 +6,7 @@ A client says the same again and again: its next request's header is that of its
 what a header means (:class:`Plan`) is remembered by its bytes, and so is the header of the answer.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -30,7 +31,7 @@ DIMS_MAX: Final = 32
 SIZE_MAX: Final = 2**40
 """Elements of one tensor: so many that no shape overflows, and more than any body can hold."""
 
-ID_START: Final = b'{"id":"'
+ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
 
 Buffer = bytes | memoryview
 
@@ -112,28 +113,35 @@ class Codec:
         self._outputs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._plans: dict[bytes, Plan] = {}
 
-    def decode(self, body: bytes, head_nbytes: int, start: int = 0) -> Call:
-        """A request: ``head_nbytes`` of JSON from ``start`` on, and raw tensors after it.
+    def decode(self, body: bytes, head_nbytes: int) -> Call:
+        """A request: ``head_nbytes`` of JSON, and raw tensors after it.
 
         :raises RequestError: naming the field that breaks the protocol.
         :raises InputError: for a tensor that the model cannot take.
         """
-        stop = start + head_nbytes
-        if not 0 <= head_nbytes <= len(body) - start:
+        if head_nbytes > len(body):
             raise RequestError(
-                f"the header's length is given as {head_nbytes} bytes; the message has {len(body) - start}"
+                f"the header's length is given as {head_nbytes} bytes; the message has {len(body)}"
             )
-        head = body[start:stop]
-        request_id, rest = _split_id(head)
+        head = body[:head_nbytes]
+        request_id, rest = split_id(head)
+        return self.decode_split(head, request_id, rest, body, head_nbytes)
+
+    def decode_split(self, head: bytes, request_id: str, rest: bytes, body: bytes, start: int) -> Call:
+        """As :meth:`decode`, of a header that was split already; the tensors begin at ``start``."""
         plan = self._plans.get(rest)
         if plan is None:
             request_id, plan = self._parse(head, rest)
-        if plan.binary_nbytes != len(body) - stop:
+        if plan.binary_nbytes != len(body) - start:
             raise RequestError(
                 f"the inputs say that {plan.binary_nbytes} bytes of tensors follow the header, and "
-                f"{len(body) - stop} do"
+                f"{len(body) - start} do"
             )
-        return Call(plan, request_id, self._arrays(plan, body, stop))
+        return Call(plan, request_id, self._arrays(plan, body, start))
+
+    def knows(self, rest: bytes) -> bool:
+        """Whether a header is remembered, given as :func:`split_id` gives it."""
+        return rest in self._plans
 
     def decode_raw(self, body: bytes) -> Call:
         """A body that is one row of the model's only input, and nothing else.
@@ -390,23 +398,15 @@ def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
     return priority, timeout_us / 1e6 if timeout_us else None
 
 
-def _split_id(head: bytes) -> tuple[str, bytes]:
+def split_id(head: bytes) -> tuple[str, bytes]:
     """An id at the very beginning of a header, and the header without it; ``rest is head`` if there is none.
 
     The rest is only ever looked up among headers that were parsed whole, so it need not be JSON.
     """
-    if head.startswith(ID_START):
-        stop = head.find(b'"', len(ID_START))
-        raw = head[len(ID_START) : stop]
-        if (
-            stop > 0
-            and head[stop + 1 : stop + 2] == b","
-            and b"\\" not in raw
-            and raw.isascii()
-            and raw.isalnum()
-        ):
-            return raw.decode(), head[stop + 1 :]
-    return "", head
+    found = ID_START.match(head)
+    if found is None:
+        return "", head
+    return found[1].decode(), head[found.end() :]
 
 
 def _raw(array: Array) -> Buffer:

@@ -1,0 +1,394 @@
+"""A client for the websocket of a server: many requests in flight on one connection.
+
+::
+
+    async with asynctrt.client.connect("ws://127.0.0.1:8000/v2/ws") as client:
+        outputs = await client.infer("resnet", {"input": rows}, timeout=0.5)
+        outputs["output"]
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+
+from asynctrt import errors
+from asynctrt.errors import (
+    AsynctrtError,
+    ConnectionLostError,
+    InputError,
+    MissingExtraError,
+    RequestError,
+    UsageError,
+)
+from asynctrt.serving.datatypes import DATATYPES, read_bytes, write_bytes
+from asynctrt.serving.frames import (
+    ClientConnection,
+    ConnectionClosed,
+    InvalidHandshake,
+    InvalidStatus,
+    InvalidURI,
+)
+from asynctrt.serving.frames import (
+    connect as open_websocket,
+)
+from asynctrt.serving.wire import dump, parse_object, size_of, split_id
+from asynctrt.tensors import Array, TensorSpec
+
+PREFIX_NBYTES: Final = 4
+HEADS_MAX: Final = 256
+DTYPES: Final = {name: dtype for dtype, name in DATATYPES.items()}
+
+
+class RemoteError(AsynctrtError):
+    """The server answered with an error that asynctrt has no class for; ``status`` is its HTTP status."""
+
+    status: int = 500
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    max_in_flight: int = 256,
+    attempts: int = 1,
+    reconnect_timeout: float = 30.0,
+    max_size: int | None = None,
+    **settings: Any,
+) -> "Client":
+    """A client of the websocket at ``url``: enter it with ``async with``.
+
+    :param url: ``ws://HOST:PORT/v2/ws`` for every model, ``.../v2/models/NAME/ws`` for one; ``wss://`` with
+        TLS.
+    :param token: the server's bearer token, if it asks for one.
+    :param max_in_flight: requests on the way at once; further calls wait their turn. More than the server
+        takes (its ``max_requests_per_connection``) wait on the way.
+    :param attempts: how often a request is sent, should the connection be lost under it. More than 1 is for
+        models without side effects: nobody knows whether the lost request was computed.
+    :param reconnect_timeout: seconds to try to connect again after a connection was lost.
+    :param max_size: bytes of the largest answer; ``None``: any.
+    :param settings: for ``websockets.asyncio.client.connect``: ``ssl``, ``proxy``, ``open_timeout``, ...
+    :raises ConnectionLostError: when it is entered, if there is no server.
+    :raises UnauthorizedError: when it is entered, if the server takes no such token.
+    """
+    if max_in_flight < 1 or attempts < 1:
+        raise UsageError(f"max_in_flight and attempts are at least 1, not {max_in_flight} and {attempts}")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
+    return Client(url, settings, max_in_flight, attempts, reconnect_timeout)
+
+
+class Client:
+    """Made by :func:`connect`. Any number of tasks may call it at once."""
+
+    def __init__(
+        self,
+        url: str,
+        settings: Mapping[str, Any],
+        max_in_flight: int,
+        attempts: int,
+        reconnect_timeout: float,
+    ) -> None:
+        self.url = url
+        self._settings = settings
+        self._attempts = attempts
+        self._reconnect_timeout = reconnect_timeout
+        self._room = asyncio.Semaphore(max_in_flight)
+        self._socket: ClientConnection | None = None
+        self._connected = asyncio.Event()
+        self._lost: AsynctrtError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._waiting: dict[str, asyncio.Future[dict[str, Array]]] = {}
+        self._number = 0
+        # Headers repeat, but for the id: those of requests by what they say, those of answers by their bytes.
+        self._heads: dict[Any, bytes] = {}
+        self._answers: dict[bytes, list[tuple[TensorSpec, tuple[int, ...], int]]] = {}
+
+    def __repr__(self) -> str:
+        state = "connected" if self._socket is not None else "not connected"
+        return f"<asynctrt.client.Client {self.url} {state} in_flight={len(self._waiting)}>"
+
+    async def __aenter__(self) -> Self:
+        if self._task is not None:
+            raise UsageError("this client was entered before: call connect(...) again for another")
+        self._socket = await self._open()
+        self._connected.set()
+        self._task = asyncio.create_task(self._run(self._socket))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connection; requests in flight fail with ``ConnectionLostError``. Idempotent."""
+        self._lost = self._lost or ConnectionLostError("this client is closed")
+        socket, self._socket = self._socket, None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._fail_all()
+        if socket is not None:
+            await socket.close()
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Mapping[str, Any],
+        *,
+        version: str = "",
+        outputs: Sequence[str] | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> dict[str, Array]:
+        """Run rows through a model of the server.
+
+        :param model: its name; not looked at on a websocket that is one model's.
+        :param inputs: arrays by tensor name, each ``(rows, *dims)`` of the tensor's dtype; for BYTES, byte
+            strings or text.
+        :param outputs: which outputs are wanted; all, if it is not given.
+        :param timeout: seconds that the request may be queued on the server.
+        :param priority: 1 is the most urgent; 0 the model's default.
+        :raises AsynctrtError: what the server says went wrong, as :meth:`asynctrt.Engine.infer` raises it.
+        :raises ConnectionLostError: if the connection is lost before the answer is there.
+        """
+        arrays = {name: _array(name, value) for name, value in inputs.items()}
+        rest = self._head(model, version, arrays, outputs, timeout, priority)
+        tensors = [
+            write_bytes(array) if array.dtype.kind == "S" else np.ascontiguousarray(array).tobytes()
+            for array in arrays.values()
+        ]
+        async with self._room:
+            for attempt in range(1, self._attempts + 1):
+                try:
+                    return await self._call(rest, tensors)
+                except ConnectionLostError:
+                    if attempt == self._attempts or self._lost is not None:
+                        raise
+        raise AssertionError("the last attempt answers or raises")
+
+    async def _call(self, rest: bytes, tensors: list[bytes]) -> dict[str, Array]:
+        if not self._connected.is_set():
+            await self._connected.wait()  # Which ends when it is connected again, or given up.
+        if self._lost is not None:
+            raise type(self._lost)(*self._lost.args)
+        socket = self._socket
+        assert socket is not None
+        self._number += 1
+        number = str(self._number)
+        head = b'{"id":"' + number.encode() + b'"' + rest
+        future: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            await socket.send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
+            return await future
+        except ConnectionClosed as error:
+            raise ConnectionLostError(f"the connection to {self.url} was lost: {error}") from error
+        except asyncio.CancelledError:
+            if socket is self._socket and number in self._waiting:
+                self._cancel(socket, number)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    @staticmethod
+    def _cancel(socket: ClientConnection, number: str) -> None:
+        """Tell the server, without waiting for anything: the caller is being cancelled."""
+        task = asyncio.get_running_loop().create_task(socket.send(dump({"cancel": number}).decode()))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _head(
+        self,
+        model: str,
+        version: str,
+        arrays: Mapping[str, Array],
+        outputs: Sequence[str] | None,
+        timeout: float | None,
+        priority: int,
+    ) -> bytes:
+        """A request's header from behind the id on."""
+        wanted = tuple(outputs) if outputs is not None else None
+        has_bytes = any(array.dtype.kind == "S" for array in arrays.values())
+        shapes = tuple((name, array.dtype, array.shape) for name, array in arrays.items())
+        key = (model, version, shapes, wanted, timeout, priority)
+        known = self._heads.get(key)
+        if known is not None:
+            return known
+        parameters: dict[str, Any] = {"binary_data_output": True}
+        if timeout is not None:
+            parameters["timeout"] = max(1, round(timeout * 1e6))
+        if priority:
+            parameters["priority"] = priority
+        content: dict[str, Any] = {"model_name": model, "parameters": parameters}
+        if version:
+            content["model_version"] = version
+        content["inputs"] = [
+            {
+                "name": name,
+                "datatype": "BYTES" if array.dtype.kind == "S" else DATATYPES[array.dtype.name],
+                "shape": list(array.shape),
+                "parameters": {
+                    "binary_data_size": len(write_bytes(array)) if array.dtype.kind == "S" else array.nbytes
+                },
+            }
+            for name, array in arrays.items()
+        ]
+        if wanted is not None:
+            content["outputs"] = [{"name": name} for name in wanted]
+        rest = b"," + dump(content)[1:]
+        if not has_bytes:  # Their sizes differ from one request to the next.
+            if len(self._heads) >= HEADS_MAX:
+                self._heads.clear()
+            self._heads[key] = rest
+        return rest
+
+    async def _open(self) -> ClientConnection:
+        try:
+            return await open_websocket(self.url, **self._settings)
+        except InvalidStatus as error:
+            raise _refused(self.url, error) from error
+        except InvalidURI as error:
+            raise UsageError(f"{self.url!r} is no websocket's address: ws://HOST:PORT/v2/ws") from error
+        except (OSError, InvalidHandshake, TimeoutError) as error:
+            raise ConnectionLostError(f"cannot connect to {self.url}: {_said(error)}") from error
+
+    async def _run(self, socket: ClientConnection) -> None:
+        """Take answers, and connect again whenever the connection is lost."""
+        while True:
+            try:
+                async for message in socket:
+                    self._take(message)
+            except ConnectionClosed:
+                pass  # Said by what is raised for those that wait.
+            except Exception as error:
+                self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_said(error)}")
+            self._socket = None
+            self._connected.clear()
+            self._fail_all()
+            if self._lost is not None:
+                self._connected.set()
+                await socket.close()
+                return
+            try:
+                async with asyncio.timeout(self._reconnect_timeout):
+                    # It waits longer after each failure, and goes on after those that may pass.
+                    async for again in open_websocket(self.url, **self._settings):
+                        socket = again
+                        break
+            except Exception as error:
+                self._lost = ConnectionLostError(
+                    f"the connection to {self.url} was lost and could not be made again within "
+                    f"{self._reconnect_timeout:g} s: {_said(error)}"
+                )
+                self._connected.set()
+                return
+            self._socket = socket
+            self._connected.set()
+
+    def _fail_all(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionLostError(f"the connection to {self.url} was lost"))
+
+    def _take(self, message: bytes | str) -> None:
+        if isinstance(message, str):
+            head, stop = message.encode(), 0
+        else:
+            stop = PREFIX_NBYTES + int.from_bytes(message[:PREFIX_NBYTES], "little")
+            head = message[PREFIX_NBYTES:stop]
+        request_id, rest = split_id(head)
+        known = self._answers.get(rest)
+        if known is None:
+            content = parse_object(head, "the answer")
+            request_id = content.get("id", request_id)
+            if "error" in content:
+                self._settle(request_id, error=_error(content))
+                return
+            known = _described(content)
+            if len(self._answers) >= HEADS_MAX:
+                self._answers.clear()
+            self._answers[rest] = known
+        outputs = {}
+        for spec, shape, nbytes in known:
+            raw = memoryview(message)[stop : stop + nbytes]  # type: ignore[arg-type]  # Tensors: it is bytes.
+            if spec.dtype.kind == "S":
+                outputs[spec.name] = read_bytes(spec, raw, size_of(shape)).reshape(shape)
+            else:
+                # A copy, for the caller may write to it.
+                outputs[spec.name] = np.frombuffer(raw, spec.dtype).reshape(shape).copy()
+            stop += nbytes
+        self._settle(request_id, outputs)
+
+    def _settle(
+        self,
+        request_id: str,
+        outputs: dict[str, Array] | None = None,
+        error: AsynctrtError | None = None,
+    ) -> None:
+        future = self._waiting.pop(request_id, None)
+        if future is None or future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        elif outputs is not None:
+            future.set_result(outputs)
+
+
+def _array(name: str, value: Any) -> Array:
+    array = np.asarray(value)
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    if array.dtype.kind != "S" and array.dtype.name not in DATATYPES:
+        raise InputError(
+            f"input {name!r} is {array.dtype}; the protocol has {', '.join(DATATYPES)} and bytes"
+        )
+    return array
+
+
+def _described(content: Mapping[str, Any]) -> list[tuple[TensorSpec, tuple[int, ...], int]]:
+    try:
+        described = []
+        for output in content["outputs"]:
+            nbytes = output["parameters"]["binary_data_size"]
+            datatype = output["datatype"]
+            name = f"S{max(1, nbytes)}" if datatype == "BYTES" else DTYPES[datatype]
+            described.append((TensorSpec(output["name"], _dtype(name)), tuple(output["shape"]), nbytes))
+    except (KeyError, TypeError) as error:
+        raise RequestError(f"the server's answer is not what the protocol says: {content!r:.200}") from error
+    return described
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        raise MissingExtraError("an answer is bfloat16, which NumPy learns by: import ml_dtypes") from None
+
+
+def _error(content: Mapping[str, Any]) -> AsynctrtError:
+    """What the server says went wrong, as the class that it was there."""
+    kind = getattr(errors, str(content.get("type")), None)
+    if isinstance(kind, type) and issubclass(kind, AsynctrtError):
+        return kind(content["error"])
+    remote = RemoteError(content["error"])
+    status = content.get("status")
+    remote.status = status if isinstance(status, int) else 500
+    return remote
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _refused(url: str, error: InvalidStatus) -> AsynctrtError:
+    status = error.response.status_code
+    said = bytes(error.response.body or b"").decode(errors="replace")
+    kinds = {401: errors.UnauthorizedError, 404: errors.UnknownModelError}
+    return kinds.get(status, ConnectionLostError)(f"{url} answered with status {status}: {said:.300}")

@@ -1,0 +1,107 @@
+"""The dashboard's pages: a page, its script and style, and the figures that it draws."""
+
+import hashlib
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import asynctrt
+from asynctrt.serving.api import Answer, Headers, Page
+from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.sampler import Sampler, batch_bounds, key_of
+from asynctrt.serving.wire import dump
+
+STATIC: Final = Path(__file__).parent / "static"
+
+FILES: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/dashboard/dashboard.js": ("dashboard.js", "text/javascript; charset=utf-8"),
+    "/dashboard/dashboard.css": ("dashboard.css", "text/css; charset=utf-8"),
+    "/dashboard/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "/dashboard/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
+    "/dashboard/uPlot.LICENSE": ("uPlot.LICENSE", "text/plain; charset=utf-8"),
+}
+
+ICON: Final = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16">'
+    b'<rect width="16" height="16" rx="3" fill="#2563a8"/>'
+    b'<path d="M3 12V8h2v4zm4 0V4h2v8zm4 0V6h2v6z" fill="#fff"/></svg>'
+)
+
+SAFE: Final = (
+    (
+        "Content-Security-Policy",
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+)
+"""Nothing from elsewhere, nothing inline, and in nobody's frame."""
+
+RECENT: Final = 10
+"""Samples that a page asks for again and again; one that has missed more asks for all."""
+
+
+def dashboard_pages(repository: Repository, sampler: Sampler) -> dict[str, Page]:
+    """The pages of a server's dashboard, by path.
+
+    The page itself and what it is made of are open, for a browser brings no token before there is a page to
+    ask for it. ``/dashboard/data`` has all samples, ``/dashboard/recent`` the newest; both need the token.
+    """
+    pages = {
+        path: _static((STATIC / name).read_bytes(), content_type)
+        for path, (name, content_type) in FILES.items()
+    }
+    pages["/dashboard/icon.svg"] = _static(ICON, "image/svg+xml")
+    pages["/dashboard/data"] = Page(partial(_figures, repository, sampler, None))
+    pages["/dashboard/recent"] = Page(partial(_figures, repository, sampler, RECENT))
+    return pages
+
+
+def _static(content: bytes, content_type: str) -> Page:
+    # A browser asks each time whether it is still the same, so that a new version is seen at once.
+    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = (("Content-Type", content_type), *SAFE, ("Cache-Control", "no-cache"), ("ETag", tag))
+
+    def respond(asked: Headers) -> Answer:
+        if asked.get(b"if-none-match") == tag.encode():
+            return Answer(304, headers[1:], ())
+        return Answer(200, headers, (content,))
+
+    return Page(respond, is_open=True)
+
+
+def _figures(repository: Repository, sampler: Sampler, count: int | None, _: Headers) -> Answer:
+    content = {
+        "version": asynctrt.__version__,
+        "is_draining": repository.is_draining,
+        "index": repository.index(),
+        "models": [_described(served) for served in repository],
+        **(sampler.history() if count is None else sampler.recent(count)),
+    }
+    headers = (
+        ("Content-Type", "application/json"),
+        ("X-Content-Type-Options", "nosniff"),
+        ("Cache-Control", "no-store"),
+    )
+    return Answer(200, headers, (dump(content),))
+
+
+def _described(served: ServedModel) -> dict[str, Any]:
+    """What a model is, and what it has done since it was loaded."""
+    done = served.engine.statistics()
+    return {
+        "key": key_of(served),
+        "name": served.name,
+        "version": served.version,
+        "platform": served.engine.platform,
+        "device": served.engine.device_name,
+        "state": done.state,
+        "max_rows": served.engine.max_rows,
+        "batch_bounds": batch_bounds(served.engine.max_rows),
+        "answered": done.succeeded,
+        "rows": done.rows,
+        "batches": done.batches,
+        "failures": served.failures,
+        "contexts_quarantined": done.contexts_quarantined,
+    }

@@ -1,0 +1,505 @@
+"""KServe over gRPC, on ``grpc.aio``: Triton's service, and health. The only importer of ``grpc``.
+
+Handlers take and give bytes: what does not parse is then answered like everything else that is wrong. A call
+that its client cancels, or whose deadline passes, is a task that is cancelled; its request leaves the queue.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NoReturn
+from weakref import WeakKeyDictionary
+
+from asynctrt import clock
+from asynctrt.errors import (
+    AsynctrtError,
+    EngineClosedError,
+    MissingExtraError,
+    UnknownModelError,
+    UnsupportedError,
+    UsageError,
+)
+from asynctrt.serving.api import Api, Headers, Inference, Then
+from asynctrt.serving.messages import InferCodec, message_classes, parse, streamed, streamed_error
+from asynctrt.serving.repository import ServedModel
+from asynctrt.serving.settings import ServerSettings
+
+try:
+    import grpc
+except ImportError as error:
+    raise MissingExtraError("gRPC needs grpcio: pip install 'asynctrt[serve]'") from error
+
+SERVICE: Final = "inference.GRPCInferenceService"
+HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+HEALTH_S: Final = 1.0
+"""How often somebody who watches health is looked after, besides when this server changes it."""
+
+OPEN: Final = frozenset({"ServerLive", "ServerReady"})
+"""The methods that need no token."""
+
+UNSUPPORTED: Final = (
+    "SystemSharedMemoryStatus",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryStatus",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+    "TraceSetting",
+    "LogSettings",
+)
+"""The rest of Triton's service."""
+
+NBYTES_MAX: Final = 2**31 - 1
+"""gRPC's own limit."""
+DETAILS_LENGTH_MAX: Final = 2000
+"""Characters of an error's message; clients refuse trailers of more than 8 KiB."""
+
+logger = logging.getLogger("asynctrt.serving")
+
+
+class GrpcServer:
+    """Serves an :class:`Api` over gRPC.
+
+    :param settings: of which it takes the address, the certificate, and the limits.
+    """
+
+    def __init__(self, api: Api, settings: ServerSettings) -> None:
+        self._api = api
+        self._settings = settings
+        self._kinds = message_classes()
+        self._request = self._kinds["ModelInferRequest"]
+        self._has_tokens = bool(settings.tokens)
+        self._codecs: WeakKeyDictionary[ServedModel, InferCodec] = WeakKeyDictionary()
+        self._streams: set[_Stream] = set()
+        self._server: Any = None
+        self._is_draining = False
+        self._is_stopping = False
+        self._changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        state = "stopping" if self._is_stopping else "draining" if self._is_draining else "serving"
+        return f"<GrpcServer {state if self._server else 'down'} streams={len(self._streams)}>"
+
+    async def start(self) -> int:
+        """Listen, and return the port.
+
+        :raises UsageError: if the address cannot be listened on, or the certificate cannot be used.
+        """
+        host, port = self._settings.host, self._settings.grpc_port
+        if port is None:
+            raise UsageError("grpc_port is None, which says that there is to be no gRPC")
+        credentials = await self._credentials()
+        await _check_address(host, port)
+        server = grpc.aio.server(
+            options=self._options(),
+            maximum_concurrent_rpcs=self._settings.max_requests + self._settings.max_connections,
+        )
+        server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(SERVICE, self._methods()),
+                grpc.method_handlers_generic_handler(HEALTH_SERVICE, self._health_methods()),
+            )
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if credentials is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, credentials)
+            await server.start()
+        except BaseException as error:
+            await server.stop(None)
+            if isinstance(error, RuntimeError):
+                raise _cannot_listen(host, port, str(error)) from error
+            raise
+        self._server = server
+        return int(bound)
+
+    async def drain(self) -> None:
+        """Say that this server is not to be sent to any more. Requests are still answered."""
+        self._is_draining = True
+        self._health_changed()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing more; return when what was taken is answered, or was cancelled after ``grace_s``."""
+        await self.drain()
+        self._is_stopping = True
+        for stream in list(self._streams):
+            stream.finish()
+        if self._server is not None:
+            await self._server.stop(grace_s)
+
+    def _options(self) -> list[tuple[str, int]]:
+        settings = self._settings
+        idle_ms = max(1000, int(settings.idle_timeout * 1000))
+        return [
+            # Otherwise a second server on the same port would take half of the connections.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", min(settings.max_body, NBYTES_MAX)),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
+            ("grpc.max_connection_idle_ms", idle_ms),
+            # A client whose machine went away says nothing; its requests are cancelled when a ping fails.
+            ("grpc.keepalive_time_ms", idle_ms),
+        ]
+
+    async def _credentials(self) -> Any:
+        certificate, key = self._settings.tls_certificate, self._settings.tls_key
+        if certificate is None or key is None:
+            return None
+        try:
+            chain, secret = [await asyncio.to_thread(path.read_bytes) for path in (certificate, key)]
+        except OSError as error:
+            raise UsageError(f"the TLS certificate or its key cannot be read: {error}") from error
+        return grpc.ssl_server_credentials([(secret, chain)])
+
+    # ---- requests of all kinds
+
+    def _methods(self) -> dict[str, Any]:
+        answers: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "ServerLive": self._server_live,
+            "ServerReady": self._server_ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server_metadata,
+            "ModelMetadata": self._model_metadata,
+            "ModelConfig": self._model_config,
+            "ModelStatistics": self._model_statistics,
+            "RepositoryIndex": self._index,
+            "RepositoryModelLoad": self._load,
+            "RepositoryModelUnload": self._unload,
+        }
+        methods = {name: self._unary(name, answer) for name, answer in answers.items()}
+        methods |= {name: self._unsupported(name) for name in UNSUPPORTED}
+        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
+        methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        return methods
+
+    def _unary(self, name: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
+        """A handler that parses the request, asks ``answer``, and has an error for whatever goes wrong."""
+        kind, answer_kind = self._kinds[name + "Request"], self._kinds[name + "Response"]
+
+        async def handle(body: bytes, context: Any) -> bytes:
+            try:
+                if name not in OPEN:
+                    self._authorize(name, context)
+                fields = await answer(parse(kind, body))
+                return bytes(answer_kind(**fields).SerializeToString())
+            except Exception as error:
+                failure = error
+            return await _abort(context, failure)
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _unsupported(self, name: str) -> Any:
+        async def handle(_: bytes, context: Any) -> bytes:
+            await _abort(
+                context, UnsupportedError(f"{name} is a part of the protocol that this server does not have")
+            )
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _authorize(self, name: str, context: Any) -> None:
+        if self._has_tokens:
+            self._api.authorize(f"/{SERVICE}/{name}".encode(), _headers(context))
+
+    async def _server_live(self, _: Any) -> dict[str, Any]:
+        return {"live": True}
+
+    async def _server_ready(self, _: Any) -> dict[str, Any]:
+        return {"ready": self._is_ready}
+
+    async def _model_ready(self, request: Any) -> dict[str, Any]:
+        try:
+            self._api.repository.find(request.name, request.version)
+        except AsynctrtError:
+            return {"ready": False}
+        return {"ready": True}
+
+    async def _server_metadata(self, _: Any) -> dict[str, Any]:
+        return self._api.server_metadata()
+
+    async def _model_metadata(self, request: Any) -> dict[str, Any]:
+        return self._api.describe("", request.name, request.version)
+
+    async def _model_config(self, request: Any) -> dict[str, Any]:
+        return {"config": self._api.describe("config", request.name, request.version)}
+
+    async def _model_statistics(self, request: Any) -> dict[str, Any]:
+        return {"model_stats": self._api.statistics(request.name, request.version)}
+
+    async def _index(self, request: Any) -> dict[str, Any]:
+        items = self._api.repository.index()
+        return {"models": [item for item in items if not request.ready or item["state"] == "READY"]}
+
+    async def _load(self, request: Any) -> dict[str, Any]:
+        if request.parameters:
+            raise UnsupportedError(
+                f"a model is loaded as it is, without {', '.join(sorted(request.parameters))!r:.200}"
+            )
+        return await self._control(request, "load")
+
+    async def _unload(self, request: Any) -> dict[str, Any]:
+        return await self._control(request, "unload")
+
+    async def _control(self, request: Any, verb: str) -> dict[str, Any]:
+        try:
+            await self._api.control(request.model_name, verb)
+        finally:
+            self._health_changed()
+        return {}
+
+    # ---- inference
+
+    async def _infer(self, body: bytes, context: Any) -> bytes:
+        try:
+            headers = self._inference_headers("ModelInfer", context)
+            inference = self._begin(parse(self._request, body), headers)
+            # To cancel this task is to cancel the future that it waits for, and so the request.
+            result = await inference.future
+            return self._codec(inference.served).encode(inference.call, result)
+        except Exception as error:
+            failure = error
+        return await _abort(context, failure)
+
+    async def _stream(self, _: Any, context: Any) -> None:
+        try:
+            stream = _Stream(self, context, self._inference_headers("ModelStreamInfer", context))
+        except AsynctrtError as error:
+            failure = error
+        else:
+            self._streams.add(stream)
+            try:
+                await stream.run()
+            finally:
+                self._streams.discard(stream)
+            if not self._is_stopping:
+                return
+            failure = _stopping()
+        await _abort(context, failure)
+
+    def _inference_headers(self, name: str, context: Any) -> Headers:
+        """The headers, if anybody wants them, of a client that may come in."""
+        if not self._has_tokens and self._api.observe is None:
+            return {}
+        headers = _headers(context)
+        if self._has_tokens:
+            self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
+        return headers
+
+    def _begin(self, request: Any, headers: Headers, then: Then | None = None) -> Inference:
+        """Decode a request and hand it to its engine.
+
+        :raises AsynctrtError: what is wrong with it, counted already.
+        """
+        began_ns = clock.now_ns()
+        served = self._api.repository.find(request.model_name, request.model_version)
+        try:
+            call = self._codec(served).decode(request)
+            return self._api.submit(served, call, began_ns, headers, then)
+        except AsynctrtError as error:
+            served.count_failure(error, clock.now_ns() - began_ns)
+            raise
+
+    def _codec(self, served: ServedModel) -> InferCodec:
+        codec = self._codecs.get(served)
+        if codec is None:
+            engine = served.engine
+            codec = self._codecs[served] = InferCodec(
+                served.name,
+                served.version,
+                engine.inputs,
+                engine.outputs,
+                tensors_max=self._settings.max_tensors,
+            )
+        return codec
+
+    # ---- health
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._api.repository.is_ready and not self._is_draining
+
+    def _health_methods(self) -> dict[str, Any]:
+        return {
+            "Check": grpc.unary_unary_rpc_method_handler(self._check_health),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._watch_health),
+        }
+
+    def _health(self, service: str) -> str:
+        """The status of the server, by no name or by that of its service, or of a model."""
+        is_draining = self._is_draining or self._api.repository.is_draining
+        if service in ("", SERVICE):
+            return "SERVING" if self._is_ready else "NOT_SERVING"
+        states = [item["state"] for item in self._api.repository.index() if item["name"] == service]
+        if not states:
+            return "SERVICE_UNKNOWN"
+        return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
+
+    async def _check_health(self, body: bytes, context: Any) -> bytes:
+        try:
+            service = parse(self._kinds["HealthCheckRequest"], body).service
+            status = self._health(service)
+            if status == "SERVICE_UNKNOWN":
+                raise UnknownModelError(f"there is no model {service!r:.200}")
+            return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
+        except Exception as error:
+            failure = error
+        return await _abort(context, failure)
+
+    async def _watch_health(self, body: bytes, context: Any) -> None:
+        try:
+            service = parse(self._kinds["HealthCheckRequest"], body).service
+            await self._tell_health(service, context.write)
+            failure: Exception = _stopping()
+        except AsynctrtError as error:
+            failure = error
+        await _abort(context, failure)
+
+    async def _tell_health(self, service: str, tell: Callable[[bytes], Awaitable[None]]) -> None:
+        """Tell a status, and each change of it, until the server stops."""
+        told = ""
+        while not self._is_stopping:
+            changed, status = self._changed, self._health(service)
+            if status != told:
+                told = status
+                await tell(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
+            # Models come and go over HTTP too, which does not say so here.
+            try:
+                async with asyncio.timeout(HEALTH_S):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    def _health_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Stream:
+    """One ``ModelStreamInfer``: while requests are read, answers are written in the order of their ends."""
+
+    def __init__(self, server: GrpcServer, context: Any, headers: Headers) -> None:
+        self._server = server
+        self._context = context
+        self._headers = headers
+        self._taken_max = server._settings.max_requests_per_connection
+        self._taken = 0
+        """Requests that were read and whose answers were not yet written."""
+        self._in_flight: set[Inference] = set()
+        self._answers: deque[Inference | bytes] = deque()
+        self._may_read = asyncio.Event()
+        self._may_write = asyncio.Event()
+        self._reader = asyncio.create_task(self._read())
+        self._reader.add_done_callback(lambda _: self._may_write.set())
+
+    async def run(self) -> None:
+        """Until the client has said all and was answered."""
+        try:
+            await self._write()
+        finally:
+            self._reader.cancel()
+            for inference in self._in_flight:
+                inference.future.cancel()
+            await asyncio.wait([self._reader])
+        if not self._reader.cancelled():
+            self._reader.result()
+
+    def finish(self) -> None:
+        """Read no further, answer what was read, and end."""
+        self._reader.cancel()
+
+    async def _read(self) -> None:
+        while True:
+            while self._taken >= self._taken_max:
+                self._may_read.clear()
+                await self._may_read.wait()
+            body = await self._context.read()
+            if body is grpc.aio.EOF:
+                return
+            self._taken += 1
+            self._begin(body)
+
+    def _begin(self, body: bytes) -> None:
+        server, request_id = self._server, ""
+        try:
+            request = parse(server._request, body)
+            request_id = request.id
+            self._in_flight.add(server._begin(request, self._headers, self._ended))
+        except Exception as error:
+            self._answers.append(streamed_error(request_id, _explained(error)[1]))
+            self._may_write.set()
+
+    def _ended(self, inference: Inference) -> None:
+        self._in_flight.discard(inference)
+        self._answers.append(inference)
+        self._may_write.set()
+
+    async def _write(self) -> None:
+        while True:
+            while self._answers:
+                answer = self._answers.popleft()
+                if isinstance(answer, Inference):
+                    answer = self._encoded(answer)
+                await self._context.write(answer)
+                self._taken -= 1
+                self._may_read.set()
+            if self._reader.done() and not self._taken:
+                return
+            self._may_write.clear()
+            await self._may_write.wait()
+
+    def _encoded(self, inference: Inference) -> bytes:
+        try:
+            result = inference.future.result()
+            return streamed(self._server._codec(inference.served).encode(inference.call, result))
+        except (Exception, asyncio.CancelledError) as error:
+            return streamed_error(inference.call.id, _explained(error)[1])
+
+
+def _headers(context: Any) -> dict[bytes, bytes]:
+    """A call's metadata as HTTP has it."""
+    return {
+        name.encode(): value.encode() if isinstance(value, str) else value
+        for name, value in context.invocation_metadata() or ()
+    }
+
+
+def _explained(error: BaseException) -> tuple[str, str]:
+    """The name of the status code for an error, and what the client is told."""
+    if isinstance(error, AsynctrtError):
+        return error.grpc_code, str(error)[:DETAILS_LENGTH_MAX]
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELLED", "the request was cancelled"
+    logger.error("a request failed for a reason that is no caller's", exc_info=error)
+    return "INTERNAL", "internal error; the server's log has it"
+
+
+def _stopping() -> EngineClosedError:
+    return EngineClosedError("this server is stopping: send to another one")
+
+
+async def _abort(context: Any, error: BaseException) -> NoReturn:
+    code, details = _explained(error)
+    await context.abort(grpc.StatusCode[code], details)
+    raise AssertionError("abort raises")
+
+
+async def _check_address(host: str, port: int) -> None:
+    """Listen for a moment: gRPC would say that it failed, but not why.
+
+    :raises UsageError: if it is not possible.
+    """
+    try:
+        probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except OSError as error:
+        raise _cannot_listen(host, port, error.strerror or str(error)) from error
+    probe.close()
+    await probe.wait_closed()
+
+
+def _cannot_listen(host: str, port: int, why: str) -> UsageError:
+    return UsageError(
+        f"gRPC cannot listen on {host} port {port}: {why}. Stop what listens there, or choose another "
+        "address: --host, --grpc-port"
+    )

@@ -1,0 +1,261 @@
+"""A server: its ports, its models, its end. ``asynctrt serve`` is this with signals.
+
+::
+
+    repository = Repository()
+    repository.add("resnet", engine)
+    async with Server(repository, ServerSettings(http_port=0)) as server:
+        print(server.http_url)
+        await server.wait_stopped()
+"""
+
+import asyncio
+import errno
+import logging
+import signal
+import ssl
+from functools import partial
+from types import TracebackType
+from typing import Final, Self
+
+import anyio
+
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.serving.api import Api
+from asynctrt.serving.dashboard import dashboard_pages
+from asynctrt.serving.frames import upgrade
+from asynctrt.serving.grpc_server import GrpcServer
+from asynctrt.serving.http import SWEEP_S, Hub
+from asynctrt.serving.log import AccessLog
+from asynctrt.serving.metrics import Metrics
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.sampler import Sampler
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.telemetry import find_tracing
+
+SAMPLE_S: Final = 1.0
+BACKLOG: Final = 1024
+logger = logging.getLogger("asynctrt.serving")
+
+
+class Server:
+    """Serves a repository over HTTP, websocket and gRPC. It belongs to the running event loop.
+
+    :param repository: the models; the server closes those that it loaded.
+    :param settings: ports, limits and times.
+    """
+
+    def __init__(self, repository: Repository, settings: ServerSettings | None = None) -> None:
+        self.repository = repository
+        self.settings = settings or ServerSettings()
+        self.api = Api(repository, self.settings)
+        self._hub: Hub | None = None
+        self._metrics_hub: Hub | None = None
+        self._listeners: list[asyncio.Server] = []
+        self._grpc: GrpcServer | None = None
+        self._grpc_port = 0
+        self._log: AccessLog | None = None
+        self._timers: list[asyncio.Task[None]] = []
+        self._stopping: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+        self._stopped = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.repository!r}>"
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def http_url(self) -> str:
+        """Where HTTP is served, with the port that was bound."""
+        scheme = "https" if self.settings.tls_certificate else "http"
+        return f"{scheme}://{_address(self._listeners[0])}"
+
+    @property
+    def metrics_url(self) -> str | None:
+        """Where the metrics are served apart, if they are."""
+        return f"http://{_address(self._listeners[1])}/metrics" if len(self._listeners) > 1 else None
+
+    @property
+    def grpc_target(self) -> str | None:
+        """Where gRPC is served, as ``host:port``."""
+        if self._grpc is None:
+            return None
+        host = self.settings.host
+        return f"{f'[{host}]' if ':' in host else host}:{self._grpc_port}"
+
+    async def start(self) -> None:
+        """Listen. Models are loaded by ``repository.load_all()``, before or after.
+
+        :raises UsageError: for a port that cannot be had.
+        :raises OptionsError: for a certificate that cannot be used.
+        """
+        settings = self.settings
+        try:
+            self._log = AccessLog(settings.access_log) if settings.access_log is not None else None
+            self._hub = Hub(self.api, upgrade, self._log)
+            sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
+            metrics = Metrics(
+                self.repository,
+                connections=self._connections,
+                in_flight=self._in_flight,
+                loop_lag_ns=lambda: sampler.loop_lag_ns,
+            )
+            self.api.pages.update(dashboard_pages(self.repository, sampler))
+            self.api.pages["/metrics"] = metrics.page()
+            self.api.observe = find_tracing()
+            await self._listen(self._hub, settings.http_port, _tls(settings))
+            if settings.metrics_port is not None:
+                bare = Api(Repository(), settings=ServerSettings())
+                bare.pages["/metrics"] = metrics.page(is_open=True)
+                self._metrics_hub = Hub(bare)
+                await self._listen(self._metrics_hub, settings.metrics_port, None)
+            if settings.grpc:
+                self._grpc = GrpcServer(self.api, settings)
+                self._grpc_port = await self._grpc.start()
+            self._timers.append(asyncio.create_task(self._sample(sampler)))
+        except BaseException:
+            await self._close()
+            raise
+
+    async def stop(self) -> None:
+        """Drain and close, within ``drain_timeout``. Idempotent; a second call does not wait for clients."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        with anyio.CancelScope(shield=True):
+            await asyncio.shield(self._stopping)
+
+    def hurry(self) -> None:
+        """Stop at once: what is still being answered is given up."""
+        self._hurry.set()
+
+    async def wait_stopped(self) -> None:
+        """Return when the server has stopped."""
+        await self._stopped.wait()
+
+    async def serve(self) -> None:
+        """Serve until SIGTERM or SIGINT, then stop; a second signal does not wait any longer."""
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+
+        def on_signal(number: int) -> None:
+            logger.info("%s: stopping", signal.Signals(number).name)
+            if asked.is_set():
+                self.hurry()
+            asked.set()
+
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            loop.add_signal_handler(number, partial(on_signal, number))
+        try:
+            await asked.wait()
+            await self.stop()
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None) -> None:
+        host = self.settings.host
+        try:
+            listener = await hub.loop.create_server(hub, host, port, ssl=tls, backlog=BACKLOG)
+        except OSError as error:
+            fix = "choose another port, or 0 for one that is free"
+            if error.errno == errno.EACCES:
+                fix = "ports below 1024 need a right that this user does not have; choose a higher one"
+            elif error.errno not in (errno.EADDRINUSE, None):
+                fix = "give an address that this machine has, such as 127.0.0.1 or 0.0.0.0"
+            raise UsageError(
+                f"cannot listen on {host} port {port}: {error.strerror or error}. {fix}"
+            ) from error
+        self._listeners.append(listener)
+
+    def _connections(self) -> int:
+        return len(self._hub.connections) if self._hub is not None else 0
+
+    def _in_flight(self) -> int:
+        return self.api.in_flight
+
+    async def _sample(self, sampler: Sampler) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            sampler.sample()
+            if self._log is not None:
+                self._log.flush()
+
+    async def _stop(self) -> None:
+        hurry = asyncio.create_task(self._hurry.wait())
+        try:
+            # Not ready, and going on as before: a balancer has so long to send elsewhere.
+            self.repository.is_draining = True
+            if self._grpc is not None:
+                await self._grpc.drain()
+            await asyncio.wait([hurry], timeout=self.settings.drain_delay)
+            for listener in self._listeners:
+                listener.close()
+            draining = asyncio.create_task(self._drain())
+            await asyncio.wait(
+                [hurry, draining], timeout=self.settings.drain_timeout, return_when="FIRST_COMPLETED"
+            )
+            if not draining.done():
+                logger.warning("%r: %d requests are given up", self, self.api.in_flight)
+            draining.cancel()
+            await asyncio.wait([draining])
+        finally:
+            hurry.cancel()
+            await self._close()
+            self._stopped.set()
+
+    async def _drain(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.repository.drain())
+            if self._hub is not None:
+                self._hub.drain()
+                tasks.create_task(self._hub.wait_empty())
+            if self._grpc is not None:
+                tasks.create_task(self._grpc.stop(self.settings.drain_timeout))
+
+    async def _close(self) -> None:
+        """Give everything back, whatever there is of it."""
+        for timer in self._timers:
+            timer.cancel()
+        for listener in self._listeners:
+            listener.close()
+        for hub in (self._hub, self._metrics_hub):
+            if hub is not None:
+                hub.close()
+        if self._grpc is not None:
+            await self._grpc.stop(0)
+        await self.repository.aclose()
+        if self._log is not None:
+            # Connections that were cut write their last lines in the next tick.
+            await asyncio.sleep(SWEEP_S if self._hub and self._hub.connections else 0)
+            self._log.close()
+
+
+def _address(listener: asyncio.Server) -> str:
+    host, port, *_ = listener.sockets[0].getsockname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
+    if settings.tls_certificate is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise OptionsError(
+            f"tls_certificate {str(settings.tls_certificate)!r} with tls_key {str(settings.tls_key)!r} "
+            f"cannot be used: {error}. Both are PEM files, the key without a passphrase"
+        ) from error
+    return context

@@ -1,0 +1,83 @@
+"""Spans for requests, where OpenTelemetry is set up. The only importer of ``opentelemetry``.
+
+Where it is not installed, or has no provider of its own, nothing is done and nothing is paid for.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
+
+from asynctrt import clock
+from asynctrt.serving.api import Inference
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+SCOPE: Final = "asynctrt.serving"
+
+
+def find_tracing() -> Callable[[Inference], None] | None:
+    """A function that makes the spans of a request that has ended; ``None`` if nobody wants them."""
+    if find_spec("opentelemetry") is None:
+        return None
+    from opentelemetry import trace  # noqa: PLC0415  (it is optional, and may stay unloaded)
+
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return None
+    return Tracing(trace.get_tracer(SCOPE))
+
+
+class Tracing:
+    """Makes a span for each request, with spans in it for the queue, the copies and the compute.
+
+    A request whose headers have a ``traceparent`` becomes part of that trace.
+    """
+
+    def __init__(self, tracer: "Tracer") -> None:
+        from opentelemetry import propagate, trace  # noqa: PLC0415
+
+        self._tracer = tracer
+        self._extract = propagate.extract
+        self._in_span = trace.set_span_in_context
+        self._kind = trace.SpanKind.SERVER
+        self._error = trace.StatusCode.ERROR
+
+    def __call__(self, inference: Inference) -> None:
+        now_ns = clock.now_ns()
+        offset_ns = clock.wall_ns(now_ns) - now_ns
+        served, future = inference.served, inference.future
+        carrier = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in inference.headers.items()
+            if name in (b"traceparent", b"tracestate", b"baggage")
+        }
+        span = self._tracer.start_span(
+            f"infer {served.name}",
+            context=self._extract(carrier),
+            kind=self._kind,
+            start_time=inference.began_ns + offset_ns,
+            attributes={
+                "asynctrt.model": served.name,
+                "asynctrt.version": served.version,
+                "asynctrt.request_id": inference.call.id,
+            },
+        )
+        if future.cancelled():
+            span.set_status(self._error, "cancelled")
+        elif (error := future.exception()) is not None:
+            span.record_exception(error)
+            span.set_status(self._error, f"{type(error).__name__}: {error}")
+        else:
+            result = future.result()
+            span.set_attribute("asynctrt.batch_rows", result.batch_rows)
+            self._parts(span, result.timing, inference.began_ns + offset_ns)
+        span.end(now_ns + offset_ns)
+
+    def _parts(self, span: Any, timing: Any, start_ns: int) -> None:
+        """One after the other: their lengths are measured, and the gaps between them left out."""
+        context = self._in_span(span)
+        for name in ("queue", "copy_in", "compute", "copy_out"):
+            end_ns = start_ns + getattr(timing, f"{name}_ns")
+            part = self._tracer.start_span(name, context=context, start_time=start_ns)
+            part.end(end_ns)
+            start_ns = end_ns

@@ -1,0 +1,358 @@
+"""The websocket protocol: many requests in flight on one connection, answered as they finish.
+
+:class:`Session` is the protocol without a socket: messages in, messages out. :func:`websocket_endpoint` puts
+it behind ASGI (Starlette, FastAPI, uvicorn, ...), and the server behind its own sockets.
+
+A **text** message is JSON. A **binary** message is the length of its JSON header in 4 bytes, little-endian,
+the header, and raw tensors in the order of the inputs: KServe's binary extension, with the length in front
+instead of in an HTTP header. What is asked in one form is answered in it.
+
+* ``{"id": "7", "model_name": "m", "inputs": [...], "outputs": [...], "parameters": {...}}`` is KServe's
+  inference request; ``model_name`` and ``model_version`` are needed where the path does not name the model.
+  It is answered by KServe's response with the same id, or by
+  ``{"id": "7", "error": "...", "status": 503, "type": "QueueFullError"}``. ``parameters`` may have
+  ``priority`` (1 is the most urgent) and ``timeout`` (µs in the queue).
+* ``{"cancel": "7"}`` drops a request. It is answered with status 499, or, if it was too late, as if nothing
+  had been said.
+* ``{"ping": anything}`` is answered ``{"pong": anything}``.
+
+When the client hangs up, what it has asked for is cancelled. When the server drains, new requests are
+answered with status 503, and the connection is closed with code 1001 once everything before is answered.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from asynctrt import clock
+from asynctrt.engine import Engine
+from asynctrt.errors import AsynctrtError, EngineClosedError, RequestError, UsageError
+from asynctrt.serving.api import Api, Headers, Inference, Target, logger
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.wire import PLANS_MAX, dump, parse_object, split_id
+
+PREFIX_NBYTES: Final = 4
+ID_CHARS_MAX: Final = 256
+CANCELLED_STATUS: Final = 499
+"""What a cancelled request is answered: nginx's code for a client that went away."""
+
+GOING_AWAY: Final = 1001
+MESSAGE_TOO_BIG: Final = 1009
+POLICY_VIOLATION: Final = 1008
+
+Message = bytes | str
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class Session:
+    """One connection's protocol. It belongs to the event loop, and its methods neither wait nor raise.
+
+    :param send: takes each message to send, ``bytes`` for a binary and ``str`` for a text message.
+    :param room: called when requests have ended and :attr:`is_full` holds no more, or none is in flight.
+    :param target: the model that every request is for; ``None``: each says it.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        send: Callable[[Message], None],
+        *,
+        room: Callable[[], None] = lambda: None,
+        target: Target | None = None,
+        headers: Headers | None = None,
+    ) -> None:
+        self._api = api
+        self._send = send
+        self._room = room
+        self._target = target
+        self._headers = headers or {}
+        self._in_flight_max = api.settings.max_requests_per_connection
+        self._flights: dict[str | int, Inference] = {}
+        self._number = 0
+        # Which model a header is for that was seen before: headers repeat, but for the id.
+        self._targets: dict[bytes, Target] = {}
+        self.is_draining = False
+
+    def __repr__(self) -> str:
+        return f"<Session in_flight={len(self._flights)}{' draining' if self.is_draining else ''}>"
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._flights)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many requests are in flight that nothing more should be read."""
+        return len(self._flights) >= self._in_flight_max
+
+    def receive(self, message: Message) -> None:
+        """Take one message, and do what it says."""
+        request_id = ""
+        try:
+            if isinstance(message, str):
+                raw = message.encode("utf-8", "surrogatepass")
+                head, start = raw, 0
+            else:
+                raw = message
+                head, start = _head_of(message), PREFIX_NBYTES
+            request_id, rest = split_id(head)
+            target = self._targets.get(rest)
+            if target is None:
+                content = parse_object(head, "the message")
+                given = content.get("id", "")
+                if not isinstance(given, str) or len(given) > ID_CHARS_MAX:
+                    raise RequestError(
+                        f"id is a string of at most {ID_CHARS_MAX} characters, not {given!r:.60}"
+                    )
+                request_id = given
+                if self._control(content, binary=start != 0):
+                    return
+                target = self._target or _target_of(content)
+            self._infer(target, raw, head, start, request_id, rest)
+        except AsynctrtError as error:
+            self._fail(request_id, error, binary=not isinstance(message, str))
+        except Exception as error:
+            logger.error("a message could not be taken", exc_info=error)
+            internal = AsynctrtError("internal error; the server's log has it")
+            self._fail(request_id, internal, binary=not isinstance(message, str))
+
+    def cancel_all(self) -> None:
+        """The client has gone away: nobody waits for what it has asked."""
+        self._send = _nowhere
+        for inference in list(self._flights.values()):
+            inference.future.cancel()
+
+    def _infer(
+        self, target: Target, raw: bytes, head: bytes, start: int, request_id: str, rest: bytes
+    ) -> None:
+        began_ns = clock.now_ns()
+        served = self._api.repository.find(target.name, target.version)
+        try:
+            if self.is_draining:
+                raise EngineClosedError("the server is draining: send to another one")
+            call = served.codec.decode_split(head, request_id, rest, raw, start + len(head))
+            if not start and any(binary for _, binary in call.plan.outputs):
+                raise RequestError(
+                    "the answer to a text message is text: ask for raw tensors in a binary one"
+                )
+            if call.id in self._flights:
+                raise RequestError(f"a request {call.id!r} is in flight already: give each an id of its own")
+            then = self._ended if start else self._ended_text
+            inference = self._api.submit(served, call, began_ns, self._headers, then)
+        except AsynctrtError as error:
+            served.count_failure(error, clock.now_ns() - began_ns)
+            raise
+        if call.id:
+            self._flights[call.id] = inference
+        else:
+            self._number += 1
+            self._flights[self._number] = inference
+            inference.key = self._number
+        if served.codec.knows(rest) and rest not in self._targets:
+            if len(self._targets) >= PLANS_MAX:
+                self._targets.clear()
+            self._targets[rest] = target
+
+    def _ended_text(self, inference: Inference) -> None:
+        self._ended(inference, binary=False)
+
+    def _ended(self, inference: Inference, *, binary: bool = True) -> None:
+        call = inference.call
+        was_full = self.is_full
+        del self._flights[call.id or inference.key]
+        future = inference.future
+        if future.cancelled():
+            content = {"error": "cancelled", "status": CANCELLED_STATUS, "type": "CancelledError"}
+            self._say({"id": call.id, **content} if call.id else content, binary=binary)
+        else:
+            try:
+                head, tensors = inference.served.codec.encode(call, future.result())
+            except AsynctrtError as error:
+                self._fail(call.id, error, binary=binary)
+            else:
+                if binary:
+                    self._send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
+                else:
+                    self._send(head.decode())
+        if was_full or not self._flights:
+            self._room()
+
+    def _control(self, content: Mapping[str, Any], *, binary: bool) -> bool:
+        """Do what a message says that is no request; False if it is one."""
+        if "ping" in content:
+            self._say({"pong": content["ping"]}, binary=binary)
+            return True
+        if "cancel" in content:
+            cancel = content["cancel"]
+            if not isinstance(cancel, str):
+                raise RequestError(f"cancel takes the id of a request, a string, not {cancel!r:.60}")
+            inference = self._flights.get(cancel)
+            if inference is not None:
+                inference.future.cancel()
+            return True
+        return False
+
+    def _fail(self, request_id: str, error: AsynctrtError, *, binary: bool) -> None:
+        content = {"error": str(error), "status": error.http_status, "type": type(error).__name__}
+        self._say({"id": request_id, **content} if request_id else content, binary=binary)
+
+    def _say(self, content: dict[str, Any], *, binary: bool) -> None:
+        raw = dump(content)
+        if binary:
+            self._send(len(raw).to_bytes(PREFIX_NBYTES, "little") + raw)
+        else:
+            self._send(raw.decode())
+
+
+def _nowhere(message: Message) -> None:
+    """Where the answers go of a client that has gone away."""
+
+
+def _head_of(message: bytes) -> bytes:
+    length = int.from_bytes(message[:PREFIX_NBYTES], "little")
+    if len(message) < PREFIX_NBYTES + length:
+        raise RequestError(
+            f"a binary message begins with the length of its JSON header in 4 bytes, little-endian: {length} "
+            f"is more than the {max(0, len(message) - PREFIX_NBYTES)} bytes that follow"
+        )
+    return message[PREFIX_NBYTES : PREFIX_NBYTES + length]
+
+
+def _target_of(content: Mapping[str, Any]) -> Target:
+    name, version = content.get("model_name"), content.get("model_version", "")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"model_name is the name of a model, a string, not {name!r:.60}")
+    if not isinstance(version, str):
+        raise RequestError(f"model_version is a string, not {version!r:.60}")
+    return Target(name, version, "infer")
+
+
+def origin_is_allowed(headers: Headers, allowed: tuple[str, ...]) -> bool:
+    """Whether a page of this origin may open a websocket: browsers let every page try.
+
+    A client that is no browser sends no origin, and may.
+    """
+    origin = headers.get(b"origin")
+    if origin is None or "*" in allowed:
+        return True
+    text = origin.decode("latin-1")
+    return text in allowed or urlsplit(text).netloc.encode("latin-1") == headers.get(b"host")
+
+
+class WebSocketEndpoint:
+    """An ASGI application for websocket connections; made by :func:`websocket_endpoint`."""
+
+    def __init__(
+        self,
+        engine: Engine | Callable[[], Engine],
+        *,
+        name: str,
+        settings: ServerSettings,
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._settings = settings
+        self._api: Api | None = None
+
+    def _find_api(self) -> Api:
+        engine = self._engine if isinstance(self._engine, Engine) else self._engine()
+        if not isinstance(engine, Engine):
+            raise UsageError(
+                f"websocket_endpoint takes an open engine, or a function that gives it, not {engine!r}"
+            )
+        if self._api is None or self._api.repository.find(self._name).engine is not engine:
+            repository = Repository(tensors_max=self._settings.max_tensors)
+            repository.add(self._name, engine)
+            self._api = Api(repository, self._settings)
+        return self._api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection, as ASGI has it."""
+        if scope["type"] != "websocket":
+            await send(
+                {"type": "http.response.start", "status": 426, "headers": [(b"upgrade", b"websocket")]}
+            )
+            await send({"type": "http.response.body", "body": b"this is a websocket"})
+            return
+        await receive()  # It says that the client wants to connect.
+        headers = dict(scope["headers"])
+        if not origin_is_allowed(headers, self._settings.allow_origins):
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            return
+        api = self._find_api()
+        await send({"type": "websocket.accept"})
+        await _AsgiConnection(api, Target(self._name, "", "infer"), headers, receive, send).run()
+
+
+class _AsgiConnection:
+    """One connection behind ASGI: a task reads, and one writes."""
+
+    def __init__(self, api: Api, target: Target, headers: Headers, receive: Receive, send: Send) -> None:
+        self._api = api
+        self._receive = receive
+        self._send = send
+        self._out: asyncio.Queue[Message] = asyncio.Queue()
+        self._has_room = asyncio.Event()
+        self._session = Session(
+            api, self._out.put_nowait, room=self._has_room.set, target=target, headers=headers
+        )
+
+    async def run(self) -> None:
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                # An answer that is not taken counts as a request that is not answered.
+                while (
+                    self._session.is_full
+                    or self._out.qsize() >= self._api.settings.max_requests_per_connection
+                ):
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                event = await self._receive()
+                if event["type"] != "websocket.receive":
+                    return
+                message = event.get("bytes")
+                if message is None:
+                    message = event["text"]
+                if len(message) > self._api.settings.max_body:
+                    await self._send({"type": "websocket.close", "code": MESSAGE_TOO_BIG})
+                    return
+                self._session.receive(message)
+        finally:
+            self._session.cancel_all()
+            writer.cancel()
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._out.get()
+            kind = "text" if isinstance(message, str) else "bytes"
+            try:
+                await self._send({"type": "websocket.send", kind: message})
+            except Exception:
+                return  # The client has gone away, which the reading side is told.
+            self._has_room.set()
+
+
+def websocket_endpoint(
+    engine: Engine | Callable[[], Engine],
+    *,
+    name: str = "model",
+    settings: ServerSettings | None = None,
+) -> WebSocketEndpoint:
+    """A websocket for an application of one's own, as an ASGI application.
+
+    ``WebSocketRoute("/ws", websocket_endpoint(engine))`` in Starlette,
+    ``app.add_websocket_route("/ws", websocket_endpoint(engine))`` in FastAPI. See this module's
+    docstring for the messages.
+
+    :param engine: an open engine, or a function that gives it when a client connects.
+    :param name: what answers call the model.
+    :param settings: ``max_body``, ``max_tensors``, ``max_requests``, ``max_requests_per_connection`` and
+        ``allow_origins`` are looked at.
+    """
+    return WebSocketEndpoint(engine, name=name, settings=settings or ServerSettings())
