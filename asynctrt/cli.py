@@ -164,7 +164,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     anyio.run(
         command.serve,
         planned,
-        lambda line: err.print(line, highlight=False, soft_wrap=True),
+        lambda line: err.print(line, highlight=False, markup=False, soft_wrap=True),
         backend="asyncio",
         backend_options={"use_uvloop": True},
     )

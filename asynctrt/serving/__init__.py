@@ -1,8 +1,40 @@
 """Engines behind sockets: KServe V2 over HTTP and gRPC, websocket, metrics, a dashboard. Thin over Engine.
 
-::
+A server of its own::
 
-    from asynctrt.serving import websocket_endpoint
+    async with Server(repository, ServerSettings(http_port=8000)) as server:
+        await server.serve()
 
-    app = Starlette(routes=[WebSocketRoute("/ws", websocket_endpoint(engine))])
+Or parts of it in an application of one's own::
+
+    routes = [WebSocketRoute("/ws", websocket_endpoint(engine)), Mount("/", kserve_app(engine))]
+    app = Starlette(routes=routes)
 """
+
+from typing import TYPE_CHECKING, Any
+
+from asynctrt.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from asynctrt.serving.asgi import kserve_app, websocket_endpoint
+    from asynctrt.serving.repository import Repository
+    from asynctrt.serving.server import Server
+
+__all__ = ["Repository", "Server", "ServerSettings", "kserve_app", "websocket_endpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    """Each part loads what it needs, and not more: an application without gRPC needs no ``grpcio``."""
+    if name in ("kserve_app", "websocket_endpoint"):
+        from asynctrt.serving import asgi  # noqa: PLC0415
+
+        return getattr(asgi, name)
+    if name == "Repository":
+        from asynctrt.serving.repository import Repository  # noqa: PLC0415
+
+        return Repository
+    if name == "Server":
+        from asynctrt.serving.server import Server  # noqa: PLC0415
+
+        return Server
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -90,12 +90,12 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
         await repository.load_all()
         for served in repository:
             inputs = ", ".join(str(spec) for spec in served.engine.inputs)
-            say(f"[bold]{served.name}[/] version {served.version} on {served.engine.device_name}: {inputs}")
+            say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")
         say(f"HTTP, websocket, dashboard  {server.http_url}")
         if server.grpc_target:
             say(f"gRPC                        {server.grpc_target}")
         say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
         if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.tokens:
-            say("[yellow]open to everybody who reaches this address: set tokens to change that[/]")
+            say("warning: open to everybody who reaches this address; set tokens to change that")
         await server.serve()
         say("stopped")

@@ -1,6 +1,7 @@
 """KServe's datatypes and NumPy's, and the wire form of the one that is not a number: BYTES."""
 
-from collections.abc import Iterable
+import reprlib
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,9 @@ DATATYPES: Final = {
 
 LENGTH_NBYTES: Final = 4
 """An element of a BYTES tensor has its length before it, little-endian."""
+
+DIMS_MAX: Final = 32
+"""Dimensions of a tensor, and lists within lists of one that is given as JSON."""
 
 
 def datatype_of(spec: TensorSpec) -> str:
@@ -83,10 +87,14 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
     """
     if not isinstance(data, list):
         raise InputError(f"input {spec.name!r}: data is a list, not {type(data).__name__}")
+    values = _flat(spec, data)
     if spec.dtype.kind == "S":
-        array = _strings(spec, [_encoded(spec, item) for item in _flat(data)])
+        array = _strings(spec, [_encoded(spec, item) for item in values])
+    elif str in set(map(type, values)):
+        # NumPy would make room for the longest of them in every element before anybody could refuse it.
+        raise InputError(f"input {spec.name!r} is {spec.dtype.name}: in JSON its elements are no strings")
     elif spec.dtype.name == "bfloat16":
-        array = convert(TensorSpec(spec.name, np.dtype("float32"), spec.dims), data).astype(spec.dtype)
+        array = _bfloats(spec, data)
     else:
         array = convert(spec, data)
     if array.size != int(np.prod(shape, dtype=object)):
@@ -105,17 +113,35 @@ def to_json(array: Array) -> Any:
     return flat.astype(np.float32) if flat.dtype.name == "bfloat16" else flat
 
 
-def _flat(data: Iterable[Any]) -> Iterable[Any]:
-    for item in data:
-        if isinstance(item, list):
-            yield from _flat(item)
-        else:
-            yield item
+def brief(value: object) -> str:
+    """The beginning of a value's ``repr``, without going through all that a client may have nested in it."""
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    return short.repr(value)[:80]
+
+
+def _flat(spec: TensorSpec, data: list[Any]) -> list[Any]:
+    """The values of nested lists, in order."""
+    values = data
+    for _ in range(DIMS_MAX):
+        if list not in set(map(type, values)):
+            return values
+        values = list(chain.from_iterable([item if type(item) is list else (item,) for item in values]))
+    raise InputError(f"input {spec.name!r}: data has lists within lists, {DIMS_MAX} of them at the most")
+
+
+def _bfloats(spec: TensorSpec, data: list[Any]) -> Array:
+    """NumPy converts to ``bfloat16`` without a word of what has become infinite."""
+    wide = convert(TensorSpec(spec.name, np.dtype("float32"), spec.dims), data)
+    array = wide.astype(spec.dtype)
+    if not np.array_equal(np.isinf(array), np.isinf(wide)):
+        raise InputError(f"input {spec.name!r} is bfloat16; a value given is beyond its largest, 3.39e38")
+    return array
 
 
 def _encoded(spec: TensorSpec, item: Any) -> bytes:
     if not isinstance(item, str):
-        raise InputError(f"input {spec.name!r} is BYTES: in JSON its elements are strings, not {item!r:.40}")
+        raise InputError(f"input {spec.name!r} is BYTES: in JSON its elements are strings, not {brief(item)}")
     return item.encode()
 
 

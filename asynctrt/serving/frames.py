@@ -5,18 +5,12 @@ Measured on 2 cores, echoing 120 bytes: 104,000 messages/s with one in flight on
 
 import asyncio
 import logging
-from typing import Any, Final
+from typing import Any
 
-from asynctrt.errors import (
-    AsynctrtError,
-    CallerError,
-    MissingExtraError,
-    UnauthorizedError,
-    UnknownModelError,
-)
-from asynctrt.serving.api import Api, Target, error_answer
+from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
+from asynctrt.serving.api import Target, error_answer
 from asynctrt.serving.http import HttpConnection, HttpRequest, Hub
-from asynctrt.serving.websocket import GOING_AWAY, Message, Session, origin_is_allowed
+from asynctrt.serving.websocket import GOING_AWAY, SUBPROTOCOL, Message, Session, admit
 
 try:
     from websockets.asyncio.client import ClientConnection, connect
@@ -39,13 +33,6 @@ __all__ = [
     "upgrade",
 ]
 
-PATH: Final = b"/v2/ws"
-"""The websocket for every model; one for a single model is at ``/v2/models/NAME/ws``."""
-
-SUBPROTOCOL: Final = "asynctrt"
-BEARER: Final = "bearer."
-"""How a browser sends a token, which cannot send headers: as one more subprotocol, ``bearer.TOKEN``."""
-
 # The library logs what every peer does wrong; the access log and the close codes say it as well.
 quiet = logging.getLogger("asynctrt.serving.frames")
 
@@ -56,7 +43,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     :param rest: what was read after the request.
     """
     try:
-        target = admit(hub.api, request)
+        target = admit(hub.api, request.path, request.headers)
         protocol = ServerProtocol(
             subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]  # It is a NewType of str.
             select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
@@ -83,32 +70,6 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     socket.connection_made(transport)
     if rest:
         socket.data_received(rest)
-
-
-def admit(api: Api, request: HttpRequest) -> Target | None:
-    """Which model a websocket is for; ``None``: each message says it.
-
-    :raises AsynctrtError: if its client may not come in, or there is no websocket at the path.
-    """
-    headers = request.headers
-    if not origin_is_allowed(headers, api.settings.allow_origins):
-        raise UnauthorizedError(
-            f"pages of {headers[b'origin'].decode('latin-1'):.200} may not open websockets here: start "
-            "the server with --allow-origin"
-        )
-    if b"authorization" not in headers:
-        for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):
-            if offered.strip().startswith(BEARER.encode()):
-                token = offered.strip()[len(BEARER) :]
-                headers = headers | {b"authorization": b"Bearer " + token}
-    api.authorize(request.path, headers)
-    if request.path == PATH:
-        return None
-    target = api.target(request.path)
-    if target is None or target.verb != "ws":
-        raise UnknownModelError(f"websockets are at {PATH.decode()} and at /v2/models/NAME/ws")
-    api.repository.find(target.name, target.version)
-    return target
 
 
 class SocketConnection(asyncio.Protocol):

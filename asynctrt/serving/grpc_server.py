@@ -16,6 +16,7 @@ from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,
     MissingExtraError,
+    OptionsError,
     UnknownModelError,
     UnsupportedError,
     UsageError,
@@ -84,11 +85,10 @@ class GrpcServer:
     async def start(self) -> int:
         """Listen, and return the port.
 
-        :raises UsageError: if the address cannot be listened on, or the certificate cannot be used.
+        :raises UsageError: for a port that cannot be had.
+        :raises OptionsError: for a certificate that cannot be read.
         """
         host, port = self._settings.host, self._settings.grpc_port
-        if port is None:
-            raise UsageError("grpc_port is None, which says that there is to be no gRPC")
         credentials = await self._credentials()
         await _check_address(host, port)
         server = grpc.aio.server(
@@ -151,7 +151,7 @@ class GrpcServer:
         try:
             chain, secret = [await asyncio.to_thread(path.read_bytes) for path in (certificate, key)]
         except OSError as error:
-            raise UsageError(f"the TLS certificate or its key cannot be read: {error}") from error
+            raise OptionsError(f"the certificate or its key cannot be read: {error}") from error
         return grpc.ssl_server_credentials([(secret, chain)])
 
     # ---- requests of all kinds
@@ -500,6 +500,6 @@ async def _check_address(host: str, port: int) -> None:
 
 def _cannot_listen(host: str, port: int, why: str) -> UsageError:
     return UsageError(
-        f"gRPC cannot listen on {host} port {port}: {why}. Stop what listens there, or choose another "
-        "address: --host, --grpc-port"
+        f"gRPC cannot listen on {host} port {port}: {why}. Choose another grpc_port, or 0 for one that is "
+        "free; or another host"
     )

@@ -155,7 +155,7 @@ def _end_of_head() -> bytes:
 class HttpRequest:
     """One request, read whole."""
 
-    __slots__ = ("began_ns", "body", "headers", "keep_alive", "method", "path", "version")
+    __slots__ = ("began_ns", "body", "headers", "is_broken", "keep_alive", "method", "path", "version")
 
     def __init__(
         self, method: bytes, path: bytes, version: str, headers: dict[bytes, bytes], *, keep_alive: bool
@@ -167,6 +167,8 @@ class HttpRequest:
         self.body = b""
         self.keep_alive = keep_alive
         self.began_ns = 0
+        self.is_broken = False
+        """It was not read to its end."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -431,7 +433,12 @@ class HttpConnection(asyncio.Protocol):
         if self._hub.log is not None:
             peer = self._transport.get_extra_info("peername")
             self._hub.log.write(peer, request, status, nbytes, inference)
-        if not request.keep_alive:
+        if request.is_broken and self._transport.can_write_eof():
+            # Its client may be sending still. To close now would take the answer back, so what comes is read
+            # and forgotten, until the client has seen the end or the sweep finds that it takes too long.
+            self._is_ending = True
+            self._transport.write_eof()
+        elif not request.keep_alive:
             self._close()
         elif self._waiting:
             self._hub.loop.call_soon(self._next)
@@ -462,6 +469,7 @@ class HttpConnection(asyncio.Protocol):
             kinds = {413: TooLargeError, 431: TooLargeError, 503: OverloadError}
             answer = error_answer(kinds.get(status, RequestError)(why))._replace(status=status)
             self._current = HttpRequest(b"", self._url, "1.1", self._headers, keep_alive=False)
+            self._current.is_broken = True
             self._send(answer)
         # An answer is on its way for an earlier request: it is the last.
         elif self._current is not None:

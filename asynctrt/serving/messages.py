@@ -130,20 +130,20 @@ ENUMS: Final = {
 """The values of each enumeration, numbered from 0."""
 
 CONTENTS: Final = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
+    "BOOL": ("bool_contents", "bool"),
+    "INT8": ("int_contents", "int32"),
+    "INT16": ("int_contents", "int32"),
+    "INT32": ("int_contents", "int32"),
+    "INT64": ("int64_contents", "int64"),
+    "UINT8": ("uint_contents", "uint32"),
+    "UINT16": ("uint_contents", "uint32"),
+    "UINT32": ("uint_contents", "uint32"),
+    "UINT64": ("uint64_contents", "uint64"),
+    "FP32": ("fp32_contents", "float32"),
+    "FP64": ("fp64_contents", "float64"),
+    "BYTES": ("bytes_contents", "object"),
 }
-"""The field of ``InferTensorContents`` for each datatype; what is not here has raw bytes only."""
+"""The field of ``InferTensorContents`` for each datatype, and what it holds. The others come raw only."""
 
 # What stands before a field of bytes or text: its number and the kind "a length, then as many bytes".
 ID_TAG: Final = 3 << 3 | 2
@@ -377,9 +377,9 @@ class InferCodec:
 
 def _typed(spec: TensorSpec, datatype: str, shape: tuple[int, ...], given: list[str], contents: Any) -> Array:
     """A tensor that is given as a list of values."""
-    field = CONTENTS.get(datatype)
-    if field is None:
+    if datatype not in CONTENTS:
         raise InputError(f"input {spec.name!r} is {datatype}, which has raw_input_contents only")
+    field, dtype = CONTENTS[datatype]
     count = size_of(shape)
     if not given and count:
         raise RequestError(f"input {spec.name!r} has neither raw_input_contents nor contents.{field}")
@@ -392,7 +392,7 @@ def _typed(spec: TensorSpec, datatype: str, shape: tuple[int, ...], given: list[
         lengths = [len(value).to_bytes(LENGTH_NBYTES, "little") for value in values]
         raw = b"".join([part for pair in zip(lengths, values, strict=True) for part in pair])
         return _strings(spec, shape, raw)
-    return convert(spec, values).reshape(shape)
+    return convert(spec, np.array(values, dtype)).reshape(shape)
 
 
 def _strings(spec: TensorSpec, shape: tuple[int, ...], raw: bytes) -> Array:

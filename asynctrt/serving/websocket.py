@@ -1,7 +1,7 @@
 """The websocket protocol: many requests in flight on one connection, answered as they finish.
 
-:class:`Session` is the protocol without a socket: messages in, messages out. :func:`websocket_endpoint` puts
-it behind ASGI (Starlette, FastAPI, uvicorn, ...), and the server behind its own sockets.
+:class:`Session` is the protocol without a socket: messages in, messages out. It fits any websocket library;
+``asgi.py`` puts it behind ASGI, and ``frames.py`` behind the server's own sockets.
 
 A **text** message is JSON. A **binary** message is the length of its JSON header in 4 bytes, little-endian,
 the header, and raw tensors in the order of the inputs: KServe's binary extension, with the length in front
@@ -20,17 +20,19 @@ When the client hangs up, what it has asked for is cancelled. When the server dr
 answered with status 503, and the connection is closed with code 1001 once everything before is answered.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from asynctrt import clock
-from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, EngineClosedError, RequestError, UsageError
+from asynctrt.errors import (
+    AsynctrtError,
+    EngineClosedError,
+    RequestError,
+    UnauthorizedError,
+    UnknownModelError,
+)
 from asynctrt.serving.api import Api, Headers, Inference, Target, logger
-from asynctrt.serving.repository import Repository
-from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.wire import PLANS_MAX, dump, parse_object, split_id
 
 PREFIX_NBYTES: Final = 4
@@ -42,10 +44,14 @@ GOING_AWAY: Final = 1001
 MESSAGE_TOO_BIG: Final = 1009
 POLICY_VIOLATION: Final = 1008
 
+PATH: Final = b"/v2/ws"
+"""The websocket for every model; one for a single model is at ``/v2/models/NAME/ws``."""
+
+SUBPROTOCOL: Final = "asynctrt"
+BEARER: Final = b"bearer."
+"""How a browser sends a token, which cannot send headers: as one more subprotocol, ``bearer.TOKEN``."""
+
 Message = bytes | str
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Session:
@@ -217,8 +223,8 @@ def _head_of(message: bytes) -> bytes:
     length = int.from_bytes(message[:PREFIX_NBYTES], "little")
     if len(message) < PREFIX_NBYTES + length:
         raise RequestError(
-            f"a binary message begins with the length of its JSON header in 4 bytes, little-endian: {length} "
-            f"is more than the {max(0, len(message) - PREFIX_NBYTES)} bytes that follow"
+            "a binary message begins with the length of its JSON header in 4 bytes, little-endian; it has "
+            f"{len(message)} bytes in all and says that its header has {length}"
         )
     return message[PREFIX_NBYTES : PREFIX_NBYTES + length]
 
@@ -232,127 +238,39 @@ def _target_of(content: Mapping[str, Any]) -> Target:
     return Target(name, version, "infer")
 
 
-def origin_is_allowed(headers: Headers, allowed: tuple[str, ...]) -> bool:
-    """Whether a page of this origin may open a websocket: browsers let every page try.
+def admit(api: Api, path: bytes, headers: Headers) -> Target | None:
+    """Which model a websocket is for; ``None``: each message says it.
 
-    A client that is no browser sends no origin, and may.
+    :raises AsynctrtError: if its client may not come in, or there is no websocket at the path.
     """
+    authorize(api, path, headers)
+    if path == PATH:
+        return None
+    target = api.target(path)
+    if target is None or target.verb != "ws":
+        raise UnknownModelError(f"websockets are at {PATH.decode()} and at /v2/models/NAME/ws")
+    api.repository.find(target.name, target.version)
+    return target
+
+
+def authorize(api: Api, path: bytes, headers: Headers) -> None:
+    """Whether a client may open a websocket: by its origin, if it is a browser, and by its token.
+
+    Browsers let every page try to connect to everywhere. A client that is no browser sends no origin.
+
+    :raises UnauthorizedError: if not.
+    """
+    allowed = api.settings.allow_origins
     origin = headers.get(b"origin")
-    if origin is None or "*" in allowed:
-        return True
-    text = origin.decode("latin-1")
-    return text in allowed or urlsplit(text).netloc.encode("latin-1") == headers.get(b"host")
-
-
-class WebSocketEndpoint:
-    """An ASGI application for websocket connections; made by :func:`websocket_endpoint`."""
-
-    def __init__(
-        self,
-        engine: Engine | Callable[[], Engine],
-        *,
-        name: str,
-        settings: ServerSettings,
-    ) -> None:
-        self._engine = engine
-        self._name = name
-        self._settings = settings
-        self._api: Api | None = None
-
-    def _find_api(self) -> Api:
-        engine = self._engine if isinstance(self._engine, Engine) else self._engine()
-        if not isinstance(engine, Engine):
-            raise UsageError(
-                f"websocket_endpoint takes an open engine, or a function that gives it, not {engine!r}"
+    if origin is not None and "*" not in allowed:
+        text = origin.decode("latin-1")
+        if text not in allowed and urlsplit(text).netloc.encode("latin-1") != headers.get(b"host"):
+            raise UnauthorizedError(
+                f"pages of {text:.200} may not open websockets here: start the server with --allow-origins"
             )
-        if self._api is None or self._api.repository.find(self._name).engine is not engine:
-            repository = Repository(tensors_max=self._settings.max_tensors)
-            repository.add(self._name, engine)
-            self._api = Api(repository, self._settings)
-        return self._api
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection, as ASGI has it."""
-        if scope["type"] != "websocket":
-            await send(
-                {"type": "http.response.start", "status": 426, "headers": [(b"upgrade", b"websocket")]}
-            )
-            await send({"type": "http.response.body", "body": b"this is a websocket"})
-            return
-        await receive()  # It says that the client wants to connect.
-        headers = dict(scope["headers"])
-        if not origin_is_allowed(headers, self._settings.allow_origins):
-            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
-            return
-        api = self._find_api()
-        await send({"type": "websocket.accept"})
-        await _AsgiConnection(api, Target(self._name, "", "infer"), headers, receive, send).run()
-
-
-class _AsgiConnection:
-    """One connection behind ASGI: a task reads, and one writes."""
-
-    def __init__(self, api: Api, target: Target, headers: Headers, receive: Receive, send: Send) -> None:
-        self._api = api
-        self._receive = receive
-        self._send = send
-        self._out: asyncio.Queue[Message] = asyncio.Queue()
-        self._has_room = asyncio.Event()
-        self._session = Session(
-            api, self._out.put_nowait, room=self._has_room.set, target=target, headers=headers
-        )
-
-    async def run(self) -> None:
-        writer = asyncio.create_task(self._write())
-        try:
-            while True:
-                # An answer that is not taken counts as a request that is not answered.
-                while (
-                    self._session.is_full
-                    or self._out.qsize() >= self._api.settings.max_requests_per_connection
-                ):
-                    self._has_room.clear()
-                    await self._has_room.wait()
-                event = await self._receive()
-                if event["type"] != "websocket.receive":
-                    return
-                message = event.get("bytes")
-                if message is None:
-                    message = event["text"]
-                if len(message) > self._api.settings.max_body:
-                    await self._send({"type": "websocket.close", "code": MESSAGE_TOO_BIG})
-                    return
-                self._session.receive(message)
-        finally:
-            self._session.cancel_all()
-            writer.cancel()
-
-    async def _write(self) -> None:
-        while True:
-            message = await self._out.get()
-            kind = "text" if isinstance(message, str) else "bytes"
-            try:
-                await self._send({"type": "websocket.send", kind: message})
-            except Exception:
-                return  # The client has gone away, which the reading side is told.
-            self._has_room.set()
-
-
-def websocket_endpoint(
-    engine: Engine | Callable[[], Engine],
-    *,
-    name: str = "model",
-    settings: ServerSettings | None = None,
-) -> WebSocketEndpoint:
-    """A websocket for an application of one's own, as an ASGI application.
-
-    ``WebSocketRoute("/ws", websocket_endpoint(engine))`` in Starlette,
-    ``app.add_websocket_route("/ws", websocket_endpoint(engine))`` in FastAPI. See this module's
-    docstring for the messages.
-
-    :param engine: an open engine, or a function that gives it when a client connects.
-    :param name: what answers call the model.
-    :param settings: ``max_body``, ``max_tensors``, ``max_requests``, ``max_requests_per_connection`` and
-        ``allow_origins`` are looked at.
-    """
-    return WebSocketEndpoint(engine, name=name, settings=settings or ServerSettings())
+    if b"authorization" not in headers:
+        for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):
+            if offered.strip().startswith(BEARER):
+                token = offered.strip()[len(BEARER) :]
+                headers = {**headers, b"authorization": b"Bearer " + token}
+    api.authorize(path, headers)

@@ -13,7 +13,15 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
-from asynctrt.serving.datatypes import datatype_of, from_json, read_bytes, to_json, write_bytes
+from asynctrt.serving.datatypes import (
+    DIMS_MAX,
+    brief,
+    datatype_of,
+    from_json,
+    read_bytes,
+    to_json,
+    write_bytes,
+)
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
 try:
@@ -27,7 +35,6 @@ PLANS_MAX: Final = 256
 PLAN_NBYTES_MAX: Final = 4096
 """A longer header is not remembered."""
 
-DIMS_MAX: Final = 32
 SIZE_MAX: Final = 2**40
 """Elements of one tensor: so many that no shape overflows, and more than any body can hold."""
 
@@ -197,7 +204,7 @@ class Codec:
         content = parse_object(head, "the request")
         request_id = content.get("id", "")
         if not isinstance(request_id, str):
-            raise RequestError(f"id is a string, not {request_id!r:.40}")
+            raise RequestError(f"id is a string, not {brief(request_id)}")
         plan = self._plan(content)
         # `rest` stands for this plan only if it was the id, and the whole id, that was cut off.
         is_same = rest is head or (b'"id"' not in rest and b"\\" not in rest)
@@ -216,7 +223,7 @@ class Codec:
         parameters = mapping(content, "parameters", "the request")
         binary_default = parameters.get("binary_data_output", False)
         if not isinstance(binary_default, bool):
-            raise RequestError(f"binary_data_output is true or false, not {binary_default!r:.40}")
+            raise RequestError(f"binary_data_output is true or false, not {brief(binary_default)}")
         inputs = self._items(content, "inputs", self._inputs)
         if "inputs" not in content:
             raise RequestError("the request has no inputs: a list of tensors")
@@ -245,10 +252,10 @@ class Codec:
         found = {}
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-                raise RequestError(f"each of the {side} is an object with a name, not {item!r:.60}")
+                raise RequestError(f"each of the {side} is an object with a name, not {brief(item)}")
             name = item["name"]
             if name not in specs:
-                raise InputError(f"{name!r} is none of the model's {side}: {', '.join(specs)}")
+                raise InputError(f"{brief(name)} is none of the model's {side}: {', '.join(specs)}")
             if name in found:
                 raise RequestError(f"{name!r} is twice among the {side}")
             parameters = mapping(item, "parameters", repr(name))
@@ -261,7 +268,7 @@ class Codec:
         self, spec: TensorSpec, datatype: str, item: dict[str, Any], parameters: dict[str, Any]
     ) -> tuple[TensorSpec, tuple[int, ...], int, Array | None]:
         if item.get("datatype") != datatype:
-            raise InputError(f"input {spec.name!r} is {datatype}, not {item.get('datatype')!r:.40}")
+            raise InputError(f"input {spec.name!r} is {datatype}, not {brief(item.get('datatype'))}")
         shape = read_shape(spec.name, item.get("shape"))
         nbytes = parameters.get("binary_data_size")
         if nbytes is None:
@@ -271,7 +278,7 @@ class Codec:
         if "data" in item:
             raise RequestError(f"input {spec.name!r} has both data and a binary_data_size: give one")
         if type(nbytes) is not int or nbytes < 0:
-            raise RequestError(f"binary_data_size of {spec.name!r} is a number of bytes, not {nbytes!r:.40}")
+            raise RequestError(f"binary_data_size of {spec.name!r} is a number of bytes, not {brief(nbytes)}")
         check_nbytes(spec, shape, nbytes)
         return spec, shape, nbytes, None
 
@@ -313,7 +320,7 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
         raise UnsupportedError(f"output {name!r}: classification is not implemented; take the scores")
     binary = parameters.get("binary_data", binary_default)
     if not isinstance(binary, bool):
-        raise RequestError(f"binary_data of {name!r} is true or false, not {binary!r:.40}")
+        raise RequestError(f"binary_data of {name!r} is true or false, not {brief(binary)}")
     return binary
 
 
@@ -357,10 +364,11 @@ def read_shape(name: str, shape: Any) -> tuple[int, ...]:
         or not all(type(size) is int and size >= 0 for size in shape)
     ):
         raise RequestError(
-            f"shape of {name!r} is a list of 1 to {DIMS_MAX} sizes, none negative, not {shape!r:.80}"
+            f"shape of {name!r} is a list of 1 to {DIMS_MAX} sizes, none negative, not {brief(shape)}"
         )
-    if size_of(shape) > SIZE_MAX:
-        raise RequestError(f"shape of {name!r} has more elements than any message: {shape!r:.80}")
+    # A size of 0 makes the others no smaller: NumPy refuses shapes that would overflow without it.
+    if size_of([size for size in shape if size]) > SIZE_MAX:
+        raise RequestError(f"shape of {name!r} has more elements than any message: {brief(shape)}")
     return tuple(shape)
 
 
@@ -391,10 +399,10 @@ def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
     """Priority as on the wire, and the timeout in seconds, from a request's parameters."""
     priority = parameters.get("priority", 0)
     if type(priority) is not int or priority < 0:
-        raise RequestError(f"priority is a whole number, 0 or more, not {priority!r:.40}")
+        raise RequestError(f"priority is a whole number, 0 or more, not {brief(priority)}")
     timeout_us = parameters.get("timeout", 0)
     if type(timeout_us) is not int or timeout_us < 0:
-        raise RequestError(f"timeout is in whole microseconds and not negative, not {timeout_us!r:.40}")
+        raise RequestError(f"timeout is in whole microseconds and not negative, not {brief(timeout_us)}")
     return priority, timeout_us / 1e6 if timeout_us else None
 
 
@@ -405,7 +413,8 @@ def split_id(head: bytes) -> tuple[str, bytes]:
     """
     found = ID_START.match(head)
     if found is None:
-        return "", head
+        # What begins like the rest of another header is no JSON, and must not be taken for that rest.
+        return "", b"" if head.startswith(b",") else head
     return found[1].decode(), head[found.end() :]
 
 

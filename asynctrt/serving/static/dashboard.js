@@ -4,6 +4,7 @@
   const POLL_MS = 1000;
   const PATIENCE_MS = 5000;
   const SAMPLES_MAX = 300;
+  const NEAR_S = 2;
   const TOKEN = "asynctrt-token";
   const DASHES = [[], [9, 5], [2, 4], [12, 3, 2, 3]];
   const NONE = "\u2013";
@@ -98,7 +99,8 @@
       this.spec = spec;
       this.card = element("figure");
       const caption = element("figcaption");
-      caption.append(element("h3", "", spec.title));
+      this.when = element("span", "quiet");
+      caption.append(element("h3", "", spec.title), this.when);
       this.plot = element("div", "plot");
       this.plot.setAttribute("role", "img");
       this.idle = element("div", "idle");
@@ -205,13 +207,23 @@
       this.idle.hidden = rows.slice(1).some((row) => row.some((value) => value !== null && (value !== 0 || !this.spec.isBars)));
       this.follow();
       const newest = this.values.map((value, index) => `${this.spec.series[index].label} ${value.textContent}`);
-      this.plot.setAttribute("aria-label", `Chart: ${this.spec.title}, in ${this.spec.unit}. Now: ${newest.join(", ")}.`);
+      this.plot.setAttribute("aria-label", `Chart: ${this.spec.title} (${this.spec.unit}). Now: ${newest.join(", ")}.`);
     }
 
     follow() {
       if (this.raw === null || this.draw === null) return;
       const isBars = this.spec.isBars;
-      const at = this.draw.cursor.left >= 0 && !isBars ? this.draw.cursor.idx : this.raw[0].length - 1;
+      const { left, idx } = this.draw.cursor;
+      const isPointed = left >= 0 && !isBars;
+      let at = this.raw[0].length - 1;
+      if (isPointed) {
+        // The library's nearest sample may be minutes away: then there is none where the cursor is.
+        const time = this.draw.posToVal(left, "x");
+        at = Math.abs(this.raw[0][idx] - time) <= NEAR_S ? idx : -1;
+        this.when.textContent = clock(at < 0 ? time : this.raw[0][at], true);
+      } else {
+        this.when.textContent = "";
+      }
       this.values.forEach((value, index) => {
         const row = this.raw[index + 1];
         const said = isBars ? short(row.reduce((sum, part) => sum + part, 0)) : figure(row[at]);

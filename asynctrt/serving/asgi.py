@@ -1,0 +1,257 @@
+"""The protocols behind ASGI, for an application of one's own: Starlette, FastAPI, uvicorn, hypercorn, ...
+
+An engine belongs to the event loop, and an application is made before there is one: so both functions take an
+engine, or a function that gives it when a client comes.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from asynctrt.engine import Engine
+from asynctrt.errors import AsynctrtError, RequestError, TooLargeError, UsageError
+from asynctrt.serving.api import Api, Headers, Target, error_answer
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.websocket import (
+    MESSAGE_TOO_BIG,
+    PATH,
+    POLICY_VIOLATION,
+    SUBPROTOCOL,
+    Message,
+    Session,
+    admit,
+    authorize,
+)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Source = Engine | Repository | Callable[[], Engine | Repository]
+
+
+def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings | None = None) -> "KServeApp":
+    """KServe V2 over HTTP, and the websockets, in one ASGI application to mount.
+
+    :param engine: an open engine, a :class:`Repository` with several, or a function that gives either.
+    :param name: what a single engine's model is called.
+    :param settings: limits and tokens; addresses and times are the ASGI server's to know.
+    """
+    return KServeApp(engine, name, settings or ServerSettings())
+
+
+def websocket_endpoint(
+    engine: Source, *, name: str = "model", settings: ServerSettings | None = None
+) -> "WebSocketEndpoint":
+    """A websocket for one engine, as an ASGI application.
+
+    ``WebSocketRoute("/ws", websocket_endpoint(engine))`` in Starlette,
+    ``app.add_websocket_route("/ws", websocket_endpoint(engine))`` in FastAPI. The messages are described in
+    ``asynctrt/serving/websocket.py``.
+
+    :param engine: an open engine, or a function that gives it. With a :class:`Repository`, each message says
+        which model it is for.
+    :param name: what answers call the model.
+    :param settings: ``max_body``, ``max_tensors``, ``max_requests``, ``max_requests_per_connection`` and
+        ``allow_origins`` are looked at.
+    """
+    return WebSocketEndpoint(engine, name, settings or ServerSettings())
+
+
+class _Found:
+    """The API over what the application has given, made when it is first asked for."""
+
+    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
+        self._source = source
+        self._name = name
+        self.settings = settings
+        self._api: Api | None = None
+        self._engine: Engine | Repository | None = None
+
+    def api(self) -> Api:
+        source = self._source
+        engine = source if isinstance(source, Engine | Repository) else source()
+        if self._api is None or engine is not self._engine:
+            self._api = Api(self._repository(engine), self.settings)
+            self._engine = engine
+        return self._api
+
+    def target(self) -> Target | None:
+        """The model of a websocket that is one engine's."""
+        return None if isinstance(self._engine, Repository) else Target(self._name, "", "ws")
+
+    def _repository(self, engine: Engine | Repository) -> Repository:
+        if isinstance(engine, Repository):
+            return engine
+        if not isinstance(engine, Engine):
+            raise UsageError(f"this takes an open engine, or a function that gives one, not {engine!r}")
+        repository = Repository(tensors_max=self.settings.max_tensors)
+        repository.add(self._name, engine)
+        return repository
+
+
+class WebSocketEndpoint:
+    """Made by :func:`websocket_endpoint`."""
+
+    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
+        self._found = _Found(source, name, settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "websocket":
+            lines = [(b"upgrade", b"websocket"), (b"content-type", b"text/plain")]
+            await send({"type": "http.response.start", "status": 426, "headers": lines})
+            await send({"type": "http.response.body", "body": b"this is a websocket: connect with ws://"})
+            return
+        api = self._found.api()
+        headers = {name.lower(): value for name, value in scope["headers"]}
+
+        def enter() -> Target | None:
+            authorize(api, PATH, headers)
+            return self._found.target()
+
+        await _serve_websocket(api, enter, headers, receive, send)
+
+
+class KServeApp:
+    """Made by :func:`kserve_app`."""
+
+    def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
+        self._found = _Found(source, name, settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, or one connection."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        api = self._found.api()
+        path = _path(scope)
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        if scope["type"] == "websocket":
+            await _serve_websocket(api, lambda: admit(api, path, headers), headers, receive, send)
+            return
+        try:
+            body = await _read_body(receive, api.settings.max_body)
+        except RequestError as error:
+            answer = error_answer(error)
+        else:
+            responding = asyncio.ensure_future(api.respond(scope["method"], path, headers, body))
+            leaving = asyncio.ensure_future(_disconnected(receive))
+            try:
+                await asyncio.wait([responding, leaving], return_when="FIRST_COMPLETED")
+                if not responding.done():
+                    return  # Nobody waits for it any more; to cancel it drops what is queued.
+                answer = responding.result()
+            finally:
+                responding.cancel()
+                leaving.cancel()
+        raw = b"".join(answer.body)
+        lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer.headers]
+        lines.append((b"content-length", str(len(raw)).encode()))
+        await send({"type": "http.response.start", "status": answer.status, "headers": lines})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else raw})
+
+
+def _path(scope: Scope) -> bytes:
+    """The path as it was sent, from where the application is mounted on: names may hold quoted slashes."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    root = scope.get("root_path", "").encode()
+    return raw[len(root) :] if root and raw.startswith(root) else raw
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        event = await receive()
+        await send({"type": f"{event['type']}.complete"})
+        if event["type"] == "lifespan.shutdown":
+            return
+
+
+async def _read_body(receive: Receive, nbytes_max: int) -> bytes:
+    pieces = []
+    nbytes = 0
+    while True:
+        event = await receive()
+        if event["type"] != "http.request":
+            raise RequestError("the client went away before its request was whole")
+        pieces.append(event.get("body", b""))
+        nbytes += len(pieces[-1])
+        if nbytes > nbytes_max:
+            raise TooLargeError(f"the body is more than the {nbytes_max} bytes that this server takes")
+        if not event.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _serve_websocket(
+    api: Api,
+    enter: Callable[[], Target | None],
+    headers: Headers,
+    receive: Receive,
+    send: Send,
+) -> None:
+    await receive()  # It says that the client wants to connect.
+    try:
+        target = enter()
+    except AsynctrtError:
+        # Before it is accepted, to close it is to answer with status 403.
+        await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        return
+    offered = [item.strip() for item in headers.get(b"sec-websocket-protocol", b"").split(b",")]
+    chosen = SUBPROTOCOL if SUBPROTOCOL.encode() in offered else None
+    await send({"type": "websocket.accept", "subprotocol": chosen})
+    await _AsgiConnection(api, target, headers, receive, send).run()
+
+
+class _AsgiConnection:
+    """One websocket: a task reads, and one writes."""
+
+    def __init__(
+        self, api: Api, target: Target | None, headers: Headers, receive: Receive, send: Send
+    ) -> None:
+        self._settings = api.settings
+        self._receive = receive
+        self._send = send
+        self._out: asyncio.Queue[Message] = asyncio.Queue()
+        self._room = asyncio.Event()
+        self._session = Session(
+            api, self._out.put_nowait, room=self._room.set, target=target, headers=headers
+        )
+
+    async def run(self) -> None:
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                # An answer that is not taken counts as a request that is not answered.
+                while (
+                    self._session.is_full or self._out.qsize() >= self._settings.max_requests_per_connection
+                ):
+                    self._room.clear()
+                    await self._room.wait()
+                event = await self._receive()
+                if event["type"] != "websocket.receive":
+                    return
+                message = event.get("bytes")
+                if message is None:
+                    message = event["text"]
+                if len(message) > self._settings.max_body:
+                    await self._send({"type": "websocket.close", "code": MESSAGE_TOO_BIG})
+                    return
+                self._session.receive(message)
+        finally:
+            self._session.cancel_all()
+            writer.cancel()
+
+    async def _write(self) -> None:
+        while True:
+            message = await self._out.get()
+            kind = "text" if isinstance(message, str) else "bytes"
+            try:
+                await self._send({"type": "websocket.send", kind: message})
+            except Exception:
+                return  # The client has gone away, which the reading side is told.
+            self._room.set()

@@ -1,0 +1,116 @@
+"""What the tests of serving share: a real server on free ports, and HTTP by hand."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import asynctrt
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.server import Server
+from asynctrt.serving.settings import ServerSettings
+from tests.models import double_model
+
+WAIT_S = 30
+
+
+@asynccontextmanager
+async def serving(models=None, *, engine=None, **settings):
+    """A server with these models, ``double`` if there are none: by name, or by (name, version).
+
+    ``engine`` are the options of their engines, ``settings`` those of the server.
+    """
+    settings = {"http_port": 0, "grpc_port": 0, "grpc": False} | settings
+    repository = Repository(tensors_max=settings.get("max_tensors", 64))
+    for key, model in (models or {"double": double_model()}).items():
+        name, version = key if isinstance(key, tuple) else (key, "1")
+        options = {} if engine is None else dict(engine)
+        repository.add(name, version=version, opener=_opener(model, options))
+    async with Server(repository, ServerSettings(**settings)) as server:
+        await repository.load_all()
+        yield server
+
+
+def _opener(model, options):
+    async def opened():
+        return await asynctrt.open(model, **options)
+
+    return opened
+
+
+def engine_of(server, name="double", version=""):
+    return server.repository.find(name, version).engine
+
+
+def address(server):
+    """Host and port of a server's HTTP."""
+    host, _, port = server.http_url.partition("://")[2].rpartition(":")
+    return host, int(port)
+
+
+class Raw:
+    """A connection that is written to and read from byte by byte."""
+
+    def __init__(self, reader, writer):
+        self.reader = reader
+        self.writer = writer
+
+    def send(self, raw):
+        self.writer.write(raw)
+
+    async def answer(self, *, to_head=False):
+        """Status, headers (lower case) and body of the next answer."""
+        async with asyncio.timeout(WAIT_S):
+            head = await self.reader.readuntil(b"\r\n\r\n")
+            lines = head.decode("latin-1").split("\r\n")
+            headers = {}
+            for line in lines[1:-2]:
+                name, _, value = line.partition(":")
+                headers[name.lower()] = value.strip()
+            length = 0 if to_head else int(headers.get("content-length", 0))
+            body = await self.reader.readexactly(length)
+            return int(lines[0].split()[1]), headers, body
+
+    async def ended(self):
+        """What is left until the server closes."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+    def close(self):
+        self.writer.close()
+
+
+@asynccontextmanager
+async def connected(server, **kw):
+    host, port = address(server)
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 26, **kw)
+    raw = Raw(reader, writer)
+    try:
+        yield raw
+    finally:
+        writer.transport.abort()
+
+
+def request(path, body=b"", *, method=None, **headers):
+    """An HTTP request; ``_`` in header names stands for ``-``."""
+    method = method or ("POST" if body else "GET")
+    lines = [f"{method} {path} HTTP/1.1", "Host: test"]
+    if body or method == "POST":
+        headers.setdefault("Content_Length", len(body))
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+async def ask(server, path, body=b"", **kw):
+    """One request on a connection of its own."""
+    async with connected(server) as raw:
+        raw.send(request(path, body, **kw))
+        return await raw.answer(to_head=kw.get("method") == "HEAD")
+
+
+async def until(condition):
+    """Give the loop turns until the condition holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)

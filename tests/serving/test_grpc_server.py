@@ -1,0 +1,750 @@
+"""gRPC as its clients use it: Triton's client, plain stubs, and messages that are wrong."""
+
+import asyncio
+import logging
+import threading
+from contextlib import asynccontextmanager
+
+import grpc
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+import tritonclient.grpc.service_pb2 as pb
+from tritonclient.utils import InferenceServerException
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.serving.api import Api
+from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer
+from asynctrt.serving.messages import message_classes
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, failing_model, rows
+from tests.serving.tls import certificate
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+LONG = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+class Served:
+    """A server, its engines by name and version, and the ways to it."""
+
+    def __init__(self, server, api, port, engines):
+        self.server = server
+        self.api = api
+        self.port = port
+        self.address = f"127.0.0.1:{port}"
+        self.engines = engines
+        self.channel = grpc.aio.insecure_channel(self.address, options=LONG)
+
+    @property
+    def engine(self):
+        return next(iter(self.engines.values()))
+
+    def unary(self, name, service=SERVICE):
+        """A method that takes bytes and gives bytes."""
+        return self.channel.unary_unary(f"/{service}/{name}")
+
+    def stream(self):
+        return self.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")()
+
+    async def ask(self, name, request=None, **kw):
+        """A call with the messages of Triton's own client."""
+        request = request or getattr(pb, f"{name}Request")()
+        answer = await self.unary(name)(request.SerializeToString(), **kw)
+        return getattr(pb, f"{name}Response").FromString(answer)
+
+    async def health(self, service=""):
+        kinds = message_classes()
+        body = kinds["HealthCheckRequest"](service=service).SerializeToString()
+        return status_of(await self.unary("Check", "grpc.health.v1.Health")(body))
+
+
+def status_of(body):
+    kind = message_classes()["HealthCheckResponse"]
+    return kind.ServingStatus.Name(kind.FromString(body).status)
+
+
+@asynccontextmanager
+async def serving(models=None, *, engine=None, **settings):
+    """A server on a free port, with these models by name, or by name and version."""
+    settings = ServerSettings(**{"grpc_port": 0} | settings)
+    repository = Repository()
+    engines = {}
+    async with asyncio.timeout(WAIT_S):
+        try:
+            for key, model in (models or {"double": double_model()}).items():
+                name, version = key if isinstance(key, tuple) else (key, "1")
+                engines[key] = await asynctrt.open(model, **(engine or {}))
+                repository.add(name, engines[key], version=version)
+            api = Api(repository, settings)
+            server = GrpcServer(api, settings)
+            served = Served(server, api, await server.start(), engines)
+            try:
+                yield served
+            finally:
+                await served.channel.close()
+                await server.stop(0)
+        finally:
+            for engine in engines.values():
+                await engine.aclose()
+
+
+@asynccontextmanager
+async def latched(slots=1, **settings):
+    """A server whose batches are held until the test lets them go, and their device."""
+    device = LatchDevice(slots=slots)
+    async with serving(engine={"device": device, "contexts": 2}, **settings) as served:
+        try:
+            yield served, device
+        finally:
+            device.open()
+
+
+async def until(condition):
+    """Give the loop turns until the condition holds."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def request(value=1.0, *, name="double", request_id="", shape=(1, 4), **parameters):
+    message = pb.ModelInferRequest(model_name=name, id=request_id)
+    message.inputs.add(name="input", datatype="FP32", shape=shape)
+    message.raw_input_contents.append(np.full(shape, value, np.float32).tobytes())
+    for key, parameter in parameters.items():
+        message.parameters[key].int64_param = parameter
+    return message
+
+
+def values(answer):
+    return np.frombuffer(answer.raw_output_contents[0], np.float32).tolist()
+
+
+def triton_input(array, datatype, name="input", kind=triton):
+    tensor = kind.InferInput(name, array.shape, datatype)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+async def fails(call):
+    """The status code and the message of a call."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code().name, caught.value.details()
+
+
+class TestTritonsClients:
+    async def test_everything_that_the_sync_client_asks(self):
+        def ask(address):
+            with triton.InferenceServerClient(address) as client:
+                assert client.is_server_live()
+                assert client.is_server_ready()
+                assert client.is_model_ready("double")
+                assert not client.is_model_ready("missing")
+                assert client.get_server_metadata().name == "asynctrt"
+                metadata = client.get_model_metadata("double")
+                assert list(metadata.versions) == ["1"]
+                assert metadata.platform == "python"
+                assert (metadata.inputs[0].name, metadata.inputs[0].datatype) == ("input", "FP32")
+                assert list(metadata.inputs[0].shape) == [-1, 4]
+                config = client.get_model_config("double").config
+                assert config.max_batch_size == 64
+                assert config.input[0].data_type == 11
+                assert list(config.output[0].dims) == [4]
+                assert config.HasField("dynamic_batching")
+                assert config.version_policy.HasField("all")
+                assert client.get_model_config("double", as_json=True)["config"]["name"] == "double"
+                array = np.arange(8, dtype=np.float32).reshape(2, 4)
+                answer = client.infer("double", [triton_input(array, "FP32")], request_id="7")
+                assert answer.as_numpy("output").tolist() == (2 * array).tolist()
+                assert answer.get_response().id == "7"
+                assert answer.get_response().model_version == "1"
+                statistics = client.get_inference_statistics("double").model_stats[0]
+                assert statistics.inference_stats.queue.count == 1
+                assert statistics.inference_count == 2
+                assert len(client.get_inference_statistics().model_stats) == 1
+                assert [model.name for model in client.get_model_repository_index().models] == ["double"]
+
+        async with serving() as served:
+            await asyncio.to_thread(ask, served.address)
+
+    async def test_the_aio_client(self):
+        async with serving() as served, triton_aio.InferenceServerClient(served.address) as client:
+            assert await client.is_server_live()
+            for compression in (None, "gzip", "deflate"):
+                wanted = triton_aio.InferRequestedOutput("output")
+                answer = await client.infer(
+                    "double",
+                    [triton_input(rows(3), "FP32", kind=triton_aio)],
+                    outputs=[wanted],
+                    priority=1,
+                    timeout=10_000_000,
+                    compression_algorithm=compression,
+                )
+                assert answer.as_numpy("output").tolist() == rows(6).tolist()
+
+    async def test_the_sync_clients_stream(self):
+        def stream(address):
+            answers, done = {}, threading.Semaphore(0)
+
+            def on_answer(result, error):
+                response = result.get_response() if error is None else None
+                answers[response.id if response else "error"] = result or error
+                done.release()
+
+            with triton.InferenceServerClient(address) as client:
+                client.start_stream(on_answer)
+                for number in range(10):
+                    client.async_stream_infer(
+                        "double",
+                        [triton_input(rows(number), "FP32")],
+                        request_id=str(number),
+                        enable_empty_final_response=True,
+                    )
+                client.async_stream_infer("missing", [triton_input(rows(1), "FP32")], request_id="bad")
+                for _ in range(11):
+                    assert done.acquire(timeout=WAIT_S)
+                client.stop_stream()
+            return answers
+
+        async with serving() as served:
+            answers = await asyncio.to_thread(stream, served.address)
+        assert "no model 'missing'" in str(answers.pop("error"))
+        assert set(answers) == set(map(str, range(10)))
+        for number, answer in answers.items():
+            assert answer.as_numpy("output").tolist() == rows(2 * int(number)).tolist()
+            assert answer.get_response().parameters["triton_final_response"].bool_param
+
+    async def test_the_aio_clients_stream(self):
+        async def requests():
+            for number in range(5):
+                tensor = triton_input(rows(number), "FP32", kind=triton_aio)
+                yield {"model_name": "double", "inputs": [tensor], "request_id": str(number)}
+
+        async with serving() as served, triton_aio.InferenceServerClient(served.address) as client:
+            answers = {}
+            async for result, error in client.stream_infer(requests()):
+                assert error is None
+                answers[result.get_response().id] = result.as_numpy("output")[0, 0]
+        assert answers == {str(number): 2 * number for number in range(5)}
+
+    @pytest.mark.parametrize(
+        ("dtype", "datatype", "given"),
+        [
+            ("S16", "BYTES", np.array([[b"", b"a\0b"], [b"0123456789abcdef", "ü".encode()]], object)),
+            (np.bool_, "BOOL", np.array([[True, False]])),
+            (np.float16, "FP16", np.array([[0.5, -2]], np.float16)),
+            (ml_dtypes.bfloat16, "BF16", np.array([[0.5, -2]], ml_dtypes.bfloat16)),
+            (np.int64, "INT64", np.array([[2**62, -1]])),
+        ],
+        ids=["BYTES", "BOOL", "FP16", "BF16", "INT64"],
+    )
+    async def test_datatypes(self, dtype, datatype, given):
+        def copy(inputs, outputs):
+            outputs["output"][...] = inputs["input"]
+
+        model = FunctionModel(
+            copy, inputs=TensorSpec("input", dtype, (2,)), outputs=TensorSpec("output", dtype, (2,))
+        )
+
+        def infer(address):
+            with triton.InferenceServerClient(address) as client:
+                return client.infer("copy", [triton_input(given, datatype)]).as_numpy("output")
+
+        async with serving({"copy": model}) as served:
+            assert (await asyncio.to_thread(infer, served.address)).tolist() == given.tolist()
+            config = await served.ask("ModelConfig", pb.ModelConfigRequest(name="copy"))
+            assert config.config.input[0].data_type != 0
+
+    async def test_typed_contents(self):
+        message = pb.ModelInferRequest(model_name="double")
+        tensor = message.inputs.add(name="input", datatype="FP32", shape=(1, 4))
+        tensor.contents.fp32_contents.extend([1, 2, 3, 4])
+        async with serving() as served:
+            assert values(await served.ask("ModelInfer", message)) == [2, 4, 6, 8]
+
+    async def test_names_and_versions(self):
+        def times(factor):
+            def function(inputs, outputs):
+                outputs["output"][...] = factor * inputs["input"]
+
+            return double_model(function)
+
+        names = ["a/b", "a b", "a.b", "a/versions/2", "größe"]
+        models = {(name, str(version)): times(version) for name in names for version in (2, 10)}
+        async with serving(models) as served:
+            for name in names:
+                for version, factor in (("", 10), ("2", 2), ("10", 10)):
+                    message = request(name=name)
+                    message.model_version = version
+                    answer = await served.ask("ModelInfer", message)
+                    assert values(answer) == [factor] * 4
+                    assert (answer.model_name, answer.model_version) == (name, str(factor))
+                assert await served.health(name) == "SERVING"
+            metadata = await served.ask("ModelMetadata", pb.ModelMetadataRequest(name="a/b"))
+            assert list(metadata.versions) == ["2", "10"]
+            ready = await served.ask("ModelReady", pb.ModelReadyRequest(name="a/b", version="3"))
+            assert not ready.ready
+
+    async def test_large_tensors(self):
+        model = double_model(dims=(1 << 20,))
+        async with serving({"double": model}, engine={"max_rows": 4}, max_body=32 << 20) as served:
+            answer = await served.ask("ModelInfer", request(1.5, shape=(6, 1 << 20)))
+            array = np.frombuffer(answer.raw_output_contents[0], np.float32)
+            assert array.shape == (6 << 20,)
+            assert (array == 3).all()
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("method", "body", "code", "says"),
+        [
+            ("ModelInfer", b"\xff", "INVALID_ARGUMENT", "no ModelInferRequest"),
+            ("ModelInfer", b"\x0a\xff\x01a", "INVALID_ARGUMENT", "no ModelInferRequest"),
+            ("ModelInfer", b"\x0a\x01\xff", "INVALID_ARGUMENT", "no ModelInferRequest"),
+            ("ModelInfer", b"", "NOT_FOUND", "no model ''"),
+            ("ModelInfer", request(name="missing"), "NOT_FOUND", "no model 'missing'; there are: 'double'"),
+            (
+                "ModelInfer",
+                pb.ModelInferRequest(model_name="double"),
+                "INVALID_ARGUMENT",
+                "missing: ['input']",
+            ),
+            (
+                "ModelInfer",
+                pb.ModelInferRequest(model_name="double", model_version="7"),
+                "NOT_FOUND",
+                "no version '7'",
+            ),
+            ("ModelInfer", request(shape=(1, 3)), "INVALID_ARGUMENT", "takes shape (rows, 4)"),
+            ("ModelInfer", request(shape=(0, 4)), "INVALID_ARGUMENT", "no rows"),
+            ("ModelInfer", request(timeout=-1), "INVALID_ARGUMENT", "timeout"),
+            ("ModelMetadata", pb.ModelMetadataRequest(name="x"), "NOT_FOUND", "no model 'x'"),
+            ("ModelConfig", pb.ModelConfigRequest(name="x"), "NOT_FOUND", "no model 'x'"),
+            ("ModelStatistics", pb.ModelStatisticsRequest(name="x"), "NOT_FOUND", "no model 'x'"),
+            ("ServerReady", b"\x07", "INVALID_ARGUMENT", "no ServerReadyRequest"),
+            ("RepositoryModelLoad", b"", "INVALID_ARGUMENT", "--model-control"),
+            ("NoSuchMethod", b"", "UNIMPLEMENTED", ""),
+            *((name, b"", "UNIMPLEMENTED", name) for name in UNSUPPORTED),
+        ],
+    )
+    async def test_a_bad_message_has_its_code(self, method, body, code, says):
+        async with serving() as served:
+            body = body if isinstance(body, bytes) else body.SerializeToString()
+            found, details = await fails(served.unary(method)(body))
+            assert found == code
+            assert says in details
+            # And the next one is answered as if nothing had been.
+            assert values(await served.ask("ModelInfer", request())) == [2] * 4
+
+    async def test_a_bad_message_on_a_stream_ends_nothing(self):
+        bad = [b"\xff", request(name="missing", request_id="a"), request(shape=(1, 3), request_id="b")]
+        async with serving() as served:
+            stream = served.stream()
+            for message in [*bad, request(request_id="c")]:
+                await stream.write(message if isinstance(message, bytes) else message.SerializeToString())
+            await stream.done_writing()
+            answers = [pb.ModelStreamInferResponse.FromString(body) async for body in stream]
+            assert (await stream.code()).name == "OK"
+        errors = {answer.infer_response.id: answer.error_message for answer in answers}
+        assert "no ModelInferRequest" in errors[""]
+        assert "no model 'missing'" in errors["a"]
+        assert "takes shape" in errors["b"]
+        assert errors["c"] == ""
+        assert len(answers) == 4
+
+    async def test_a_model_that_fails(self):
+        async with serving({"double": failing_model()}) as served:
+            code, details = await fails(served.ask("ModelInfer", request(-1)))
+            assert code == "INTERNAL"
+            assert "negative number" in details
+            failed = await served.ask("ModelStatistics", pb.ModelStatisticsRequest(name="double"))
+            assert failed.model_stats[0].inference_stats.fail.count == 1
+
+    async def test_a_failure_of_our_own_is_logged_and_not_told(self, monkeypatch, caplog):
+        async with serving() as served:
+            model = served.api.repository.find("double")
+
+            def broken(call):
+                raise RuntimeError("the secret")
+
+            monkeypatch.setattr(model, "submit", broken)
+            with caplog.at_level(logging.ERROR, "asynctrt.serving"):
+                code, details = await fails(served.ask("ModelInfer", request()))
+            assert (code, details) == ("INTERNAL", "internal error; the server's log has it")
+            assert "the secret" in caplog.text
+
+    async def test_failures_are_counted(self):
+        async with serving(max_requests=1) as served:
+            model = served.api.repository.find("double")
+            await fails(served.ask("ModelInfer", request(shape=(1, 3))))
+            assert model.failures["OTHER"] == 1
+            served.api.in_flight = 1
+            code, _ = await fails(served.ask("ModelInfer", request()))
+            served.api.in_flight = 0
+            assert code == "UNAVAILABLE"
+            assert model.failures["REJECTED"] == 1
+
+    async def test_what_waited_too_long_is_unavailable(self):
+        async with latched() as (served, device):
+            first = asyncio.create_task(served.ask("ModelInfer", request(1)))
+            await until(lambda: device.held == 1)
+            code, details = await fails(served.ask("ModelInfer", request(2, timeout=1000)))
+            assert code == "UNAVAILABLE"
+            assert "timeout of 1.000 ms passed" in details
+            device.open()
+            assert values(await first) == [2] * 4
+
+    async def test_a_full_queue_is_unavailable(self):
+        async with serving(engine={"max_queue_rows": 4, "max_rows": 2}) as served:
+            code, details = await fails(served.ask("ModelInfer", request(shape=(5, 4))))
+            assert code == "INVALID_ARGUMENT"
+            assert "more than the queue can ever hold" in details
+
+    async def test_a_message_that_is_too_large(self):
+        async with serving({"double": double_model(dims=("n",))}, max_body=4096) as served:
+            code, _ = await fails(served.ask("ModelInfer", request(shape=(1, 1024))))
+            assert code == "RESOURCE_EXHAUSTED"
+            assert len(values(await served.ask("ModelInfer", request(shape=(1, 900))))) == 900
+
+    async def test_too_many_tensors(self):
+        message = request()
+        message.outputs.add(name="output")
+        message.outputs.add(name="output")
+        async with serving(max_tensors=1) as served:
+            assert (await fails(served.ask("ModelInfer", message)))[0] == "RESOURCE_EXHAUSTED"
+
+
+class TestGoingAway:
+    async def test_a_cancelled_call_leaves_the_queue(self):
+        async with latched() as (served, device):
+            first = asyncio.create_task(served.ask("ModelInfer", request(1)))
+            await until(lambda: device.held == 1)
+            call = served.unary("ModelInfer")(request(2).SerializeToString())
+            await until(lambda: served.engine.statistics().queued_requests == 1)
+            call.cancel()
+            await until(lambda: served.engine.statistics().queued_requests == 0)
+            assert served.engine.statistics().cancelled == 1
+            await until(lambda: served.api.in_flight == 1)
+            assert served.api.repository.find("double").failures["CANCELED"] == 1
+            device.open()
+            assert values(await first) == [2] * 4
+
+    async def test_a_call_whose_deadline_passes_leaves_the_queue(self):
+        async with latched() as (served, device):
+            first = asyncio.create_task(served.ask("ModelInfer", request(1)))
+            await until(lambda: device.held == 1)
+            call = asyncio.create_task(fails(served.ask("ModelInfer", request(2), timeout=1)))
+            await until(lambda: served.engine.statistics().queued_requests == 1)
+            assert (await call)[0] == "DEADLINE_EXCEEDED"
+            await until(lambda: served.engine.statistics().queued_requests == 0)
+            assert served.engine.statistics().cancelled == 1
+            device.open()
+            await first
+
+    async def test_a_connection_that_ends(self):
+        async with latched() as (served, _):
+            async with grpc.aio.insecure_channel(served.address) as other:
+                method = other.unary_unary(f"/{SERVICE}/ModelInfer")
+                calls = [method(request(value).SerializeToString()) for value in range(3)]
+                await until(lambda: served.engine.statistics().submitted == 3)
+            await until(lambda: served.api.in_flight == 0)
+            assert served.engine.statistics().cancelled == 3
+            assert all(call.cancelled() or call.done() for call in calls)
+
+    async def test_a_cancelled_stream_cancels_its_requests(self):
+        async with latched() as (served, _):
+            stream = served.stream()
+            for number in range(5):
+                await stream.write(request(number).SerializeToString())
+            await until(lambda: served.engine.statistics().submitted == 5)
+            stream.cancel()
+            await until(lambda: served.api.in_flight == 0)
+            assert served.engine.statistics().cancelled == 5
+            assert served.engine.statistics().queued_requests == 0
+            await until(lambda: "streams=0" in repr(served.server))
+
+
+class TestStreams:
+    async def test_answers_come_as_they_are_ready(self):
+        async with latched(slots=2) as (served, device):
+            stream = served.stream()
+            for number in (1, 2):
+                await stream.write(request(number, request_id=str(number)).SerializeToString())
+                await until(lambda number=number: device.held == number)
+            found = []
+            for last in (True, False):
+                device.release(last=last)
+                found.append(pb.ModelStreamInferResponse.FromString(await stream.read()).infer_response.id)
+            assert found == ["2", "1"]
+            await stream.done_writing()
+            assert await stream.read() is grpc.aio.EOF
+
+    async def test_the_end_of_the_stream_waits_for_its_answers(self):
+        async with latched() as (served, device):
+            stream = served.stream()
+            for number in range(3):
+                await stream.write(request(number, request_id=str(number)).SerializeToString())
+            await stream.done_writing()
+            await until(lambda: served.engine.statistics().submitted == 3)
+            device.open()
+            answers = [pb.ModelStreamInferResponse.FromString(body).infer_response async for body in stream]
+            assert {answer.id: values(answer)[0] for answer in answers} == {"0": 0, "1": 2, "2": 4}
+            assert (await stream.code()).name == "OK"
+
+    async def test_no_more_than_its_share_is_taken(self):
+        async with latched(max_requests_per_connection=4) as (served, device):
+            stream = served.stream()
+            for number in range(10):
+                await stream.write(request(number).SerializeToString())
+            await stream.done_writing()
+            await until(lambda: served.engine.statistics().submitted == 4)
+            for _ in range(10):
+                await served.ask("ServerLive")
+            assert served.engine.statistics().submitted == 4
+            device.open()
+            assert len([body async for body in stream]) == 10
+
+    async def test_an_empty_stream(self):
+        async with serving() as served:
+            stream = served.stream()
+            await stream.done_writing()
+            assert [body async for body in stream] == []
+            assert (await stream.code()).name == "OK"
+
+
+class TestHealth:
+    async def test_check(self):
+        async with serving() as served:
+            assert await served.health() == "SERVING"
+            assert await served.health(SERVICE) == "SERVING"
+            assert await served.health("double") == "SERVING"
+            code, details = await fails(served.health("missing"))
+            assert code == "NOT_FOUND"
+            assert "'missing'" in details
+            method = served.unary("Check", "grpc.health.v1.Health")
+            assert (await fails(method(b"\xff")))[0] == "INVALID_ARGUMENT"
+
+    async def test_draining(self):
+        async with serving() as served:
+            await served.server.drain()
+            for name in ("", SERVICE, "double"):
+                assert await served.health(name) == "NOT_SERVING"
+            assert not (await served.ask("ServerReady")).ready
+            assert (await served.ask("ServerLive")).live
+            # Whoever comes all the same is answered.
+            assert values(await served.ask("ModelInfer", request())) == [2] * 4
+
+    async def test_watching(self):
+        async with serving(model_control=True) as served:
+            kind = message_classes()["HealthCheckRequest"]
+            method = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
+            watches = {
+                name: method(kind(service=name).SerializeToString()) for name in ("", "double", "missing")
+            }
+            found = {name: status_of(await watch.read()) for name, watch in watches.items()}
+            assert found == {"": "SERVING", "double": "SERVING", "missing": "SERVICE_UNKNOWN"}
+            await served.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="double"))
+            assert status_of(await watches[""].read()) == "NOT_SERVING"
+            assert status_of(await watches["double"].read()) == "NOT_SERVING"
+            watches[""].cancel()
+            await served.server.stop(WAIT_S)
+            for name in ("double", "missing"):
+                assert (await watches[name].code()).name == "UNAVAILABLE"
+
+    async def test_a_model_that_goes_elsewhere_is_seen(self, monkeypatch):
+        monkeypatch.setattr("asynctrt.serving.grpc_server.HEALTH_S", 0.01)
+        async with serving() as served:
+            body = message_classes()["HealthCheckRequest"](service="double").SerializeToString()
+            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")(body)
+            assert status_of(await watch.read()) == "SERVING"
+            await served.api.repository.unload("double")
+            assert status_of(await watch.read()) == "NOT_SERVING"
+
+
+class TestRepository:
+    async def test_loading_and_unloading(self):
+        repository = Repository()
+
+        async def opened():
+            return await asynctrt.open(double_model())
+
+        repository.add("double", opener=opened)
+        settings = ServerSettings(grpc_port=0, model_control=True)
+        server = GrpcServer(Api(repository, settings), settings)
+
+        def ask(address):
+            with triton.InferenceServerClient(address) as client:
+                assert not client.is_server_ready()
+                with pytest.raises(InferenceServerException, match="UNAVAILABLE.*not loaded yet"):
+                    client.infer("double", [triton_input(rows(1), "FP32")])
+                client.load_model("double")
+                assert client.is_server_ready()
+                assert client.is_model_ready("double")
+                client.infer("double", [triton_input(rows(1), "FP32")])
+                client.unload_model("double")
+                (item,) = client.get_model_repository_index().models
+                assert (item.name, item.version, item.state) == ("double", "1", "UNAVAILABLE")
+                with pytest.raises(InferenceServerException, match="NOT_FOUND"):
+                    client.load_model("missing")
+                with pytest.raises(InferenceServerException, match="UNIMPLEMENTED.*config"):
+                    client.load_model("double", config="{}")
+
+        async with asyncio.timeout(WAIT_S):
+            port = await server.start()
+            try:
+                await asyncio.to_thread(ask, f"127.0.0.1:{port}")
+            finally:
+                await server.stop(0)
+                await repository.aclose()
+
+    async def test_the_index_of_what_is_ready(self):
+        async with serving({"a": double_model(), "b": double_model()}, model_control=True) as served:
+            await served.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="a"))
+            index = await served.ask("RepositoryIndex", pb.RepositoryIndexRequest(ready=True))
+            assert [model.name for model in index.models] == ["b"]
+            index = await served.ask("RepositoryIndex")
+            assert [model.state for model in index.models] == ["UNAVAILABLE", "READY"]
+
+
+class TestTokens:
+    async def test_a_token_is_asked_for(self):
+        async with serving(tokens=("one", "two")) as served:
+            for method in ("ModelInfer", "ModelReady", "ServerMetadata", "ModelStatistics"):
+                code, details = await fails(served.unary(method)(b""))
+                assert code == "UNAUTHENTICATED"
+                assert "Bearer TOKEN" in details
+            stream = served.stream()
+            assert (await stream.code()).name == "UNAUTHENTICATED"
+            for given in ("Bearer three", "Basic one", "one", "Bearer "):
+                metadata = (("authorization", given),)
+                code, _ = await fails(served.ask("ModelInfer", request(), metadata=metadata))
+                assert code == "UNAUTHENTICATED"
+            for token in ("Bearer one", "bearer two"):
+                metadata = (("authorization", token), ("trace-bin", b"\xff\0"))
+                assert values(await served.ask("ModelInfer", request(), metadata=metadata)) == [2] * 4
+
+    async def test_health_is_open(self):
+        async with serving(tokens=("one",)) as served:
+            assert (await served.ask("ServerLive")).live
+            assert (await served.ask("ServerReady")).ready
+            assert await served.health("double") == "SERVING"
+
+    async def test_a_stream_with_a_token(self):
+        async with serving(tokens=("one",)) as served:
+            method = served.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+            stream = method(metadata=(("authorization", "Bearer one"),))
+            await stream.write(request().SerializeToString())
+            await stream.done_writing()
+            answers = [pb.ModelStreamInferResponse.FromString(body) async for body in stream]
+            assert values(answers[0].infer_response) == [2] * 4
+
+    async def test_who_observes_has_the_headers(self):
+        seen = []
+        async with serving() as served:
+            served.api.observe = lambda inference: seen.append(inference.headers[b"traceparent"])
+            await served.ask("ModelInfer", request(), metadata=(("traceparent", "00-1"),))
+        assert seen == [b"00-1"]
+
+
+class TestListening:
+    async def test_tls(self, tmp_path):
+        chain, key = certificate(tmp_path)
+
+        def infer(address):
+            with triton.InferenceServerClient(address, ssl=True, root_certificates=str(chain)) as client:
+                return client.infer("double", [triton_input(rows(1), "FP32")]).as_numpy("output")
+
+        async with serving(tls_certificate=chain, tls_key=key) as served:
+            answer = await asyncio.to_thread(infer, f"localhost:{served.port}")
+            assert answer.tolist() == rows(2).tolist()
+            code, _ = await fails(served.ask("ServerLive", timeout=WAIT_S))
+            assert code == "UNAVAILABLE"
+
+    async def test_a_certificate_that_is_not_there(self, tmp_path):
+        with pytest.raises(OptionsError, match="cannot be read.*nowhere"):
+            async with serving(tls_certificate=tmp_path / "nowhere", tls_key=tmp_path / "nowhere"):
+                pass
+
+    async def test_a_port_in_use(self):
+        async with serving() as served:
+            with pytest.raises(UsageError, match=rf"127.0.0.1 port {served.port}: .*in use.*grpc_port"):
+                async with serving(grpc_port=served.port):
+                    pass
+            assert values(await served.ask("ModelInfer", request())) == [2] * 4
+
+    async def test_a_host_that_is_not_here(self):
+        with pytest.raises(UsageError, match="gRPC cannot listen on 192.0.2.1"):
+            async with serving(host="192.0.2.1"):
+                pass
+
+    async def test_ipv6(self):
+        try:
+            async with serving(host="::1") as served:
+                channel = grpc.aio.insecure_channel(f"[::1]:{served.port}")
+                answer = await channel.unary_unary(f"/{SERVICE}/ServerLive")(b"")
+                await channel.close()
+                assert answer == b"\x08\x01"
+        except UsageError as error:
+            pytest.skip(f"there is no IPv6 here: {error}")
+
+
+class TestStopping:
+    async def test_what_was_taken_is_answered(self):
+        async with latched() as (served, device):
+            call = asyncio.create_task(served.ask("ModelInfer", request(1)))
+            stream = served.stream()
+            await stream.write(request(2, request_id="s").SerializeToString())
+            await until(lambda: served.engine.statistics().submitted == 2)
+            stopping = asyncio.create_task(served.server.stop(WAIT_S))
+            await until(lambda: "stopping" in repr(served.server))
+            device.open()
+            assert values(await call) == [2] * 4
+            answer = pb.ModelStreamInferResponse.FromString(await stream.read())
+            assert values(answer.infer_response) == [4] * 4
+            assert (await stream.code()).name == "UNAVAILABLE"
+            await stopping
+            assert served.api.in_flight == 0
+
+    async def test_an_idle_stream_does_not_hold_it_up(self):
+        async with serving() as served:
+            stream = served.stream()
+            await stream.write(request().SerializeToString())
+            await stream.read()
+            await served.server.stop(WAIT_S)
+            assert (await stream.code()).name == "UNAVAILABLE"
+            assert (await fails(served.ask("ServerLive")))[0] == "UNAVAILABLE"
+
+    async def test_what_takes_too_long_is_cancelled(self):
+        async with latched() as (served, _):
+            call = asyncio.create_task(fails(served.ask("ModelInfer", request(1))))
+            await until(lambda: served.engine.statistics().submitted == 1)
+            await served.server.stop(0.01)
+            await call
+            await until(lambda: served.api.in_flight == 0)
+            assert served.engine.statistics().cancelled == 1
+
+    async def test_a_second_stop_does_not_wait(self):
+        async with latched() as (served, _):
+            call = asyncio.create_task(fails(served.ask("ModelInfer", request(1))))
+            await until(lambda: served.engine.statistics().submitted == 1)
+            first = asyncio.create_task(served.server.stop(WAIT_S))
+            await until(lambda: "stopping" in repr(served.server))
+            first.cancel()
+            await asyncio.wait([first])
+            await served.server.stop(0)
+            await call
+            await until(lambda: served.api.in_flight == 0)
+
+    async def test_stopping_what_never_started(self):
+        settings = ServerSettings(grpc_port=0)
+        server = GrpcServer(Api(Repository(), settings), settings)
+        assert "down" in repr(server)
+        await server.stop(0)

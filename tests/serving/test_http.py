@@ -1,0 +1,482 @@
+"""HTTP by hand: framing, limits, times, hang-ups. Real sockets, no client library between."""
+
+import asyncio
+import gzip
+import json
+import socket
+import struct
+import zlib
+
+import numpy as np
+import pytest
+
+from asynctrt.backends.function import FunctionModel
+from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
+from tests.models import failing_model, rows
+from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving, until
+
+pytestmark = pytest.mark.anyio
+INFER = "/v2/models/double/infer"
+
+
+def json_body(*values, **extra):
+    data = rows(*values).ravel().tolist()
+    tensor = {"name": "input", "datatype": "FP32", "shape": [len(values), 4], "data": data}
+    return json.dumps({"inputs": [tensor], **extra}).encode()
+
+
+def binary_body(*values, head_extra=None):
+    """Header and raw tensor, and the header's length."""
+    raw = rows(*values).tobytes()
+    tensor = {
+        "name": "input",
+        "datatype": "FP32",
+        "shape": [len(values), 4],
+        "parameters": {"binary_data_size": len(raw)},
+    }
+    content = {"inputs": [tensor], "parameters": {"binary_data_output": True}, **(head_extra or {})}
+    head = json.dumps(content, separators=(",", ":")).encode()
+    return head + raw, len(head)
+
+
+def infer(*values, path=INFER, **headers):
+    body, length = binary_body(*values)
+    return request(path, body, Inference_Header_Content_Length=length, **headers)
+
+
+def outputs(answer):
+    status, headers, body = answer
+    assert status == 200, body
+    length = int(headers["inference-header-content-length"])
+    assert json.loads(body[:length])["outputs"][0]["parameters"]["binary_data_size"] == len(body) - length
+    return np.frombuffer(body[length:], np.float32).reshape(-1, 4)[:, 0].tolist()
+
+
+class TestFraming:
+    async def test_many_requests_on_one_connection(self):
+        async with serving() as server, connected(server) as raw:
+            for value in range(20):
+                raw.send(infer(value, value + 1))
+                assert outputs(await raw.answer()) == [2 * value, 2 * value + 2]
+
+    async def test_byte_by_byte(self):
+        async with serving() as server, connected(server) as raw:
+            for byte in infer(3):
+                raw.send(bytes([byte]))
+                await asyncio.sleep(0)
+            assert outputs(await raw.answer()) == [6]
+
+    async def test_pipelined_requests_are_answered_in_order(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(b"".join(infer(value) for value in range(500)))
+            for value in range(500):
+                assert outputs(await raw.answer()) == [2 * value]
+
+    async def test_pipelined_requests_of_all_kinds(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(request("/v2") + infer(1) + request("/nothing") + infer(2) + request("/v2/health/live"))
+            statuses = [(await raw.answer())[0] for _ in range(5)]
+            assert statuses == [200, 200, 404, 200, 200]
+
+    async def test_chunked_bodies_and_their_trailers(self):
+        body, length = binary_body(5)
+        head = (
+            f"POST {INFER} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n"
+            f"Inference-Header-Content-Length: {length}\r\n\r\n"
+        ).encode()
+        chunks = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (body[:7], body[7:90], body[90:])]
+        async with serving() as server, connected(server) as raw:
+            raw.send(head + b"".join(chunks) + b"0\r\nInference-Header-Content-Length: 1\r\n\r\n")
+            assert outputs(await raw.answer()) == [10]
+
+    async def test_expect_100_continue(self):
+        async with serving() as server, connected(server) as raw:
+            whole = infer(4, Expect="100-continue")
+            stop = whole.index(b"\r\n\r\n") + 4
+            raw.send(whole[:stop])
+            assert await raw.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            raw.send(whole[stop:])
+            assert outputs(await raw.answer()) == [8]
+
+    async def test_http_1_0_and_connection_close(self):
+        async with serving() as server:
+            async with connected(server) as raw:
+                raw.send(b"GET /v2 HTTP/1.0\r\n\r\n")
+                status, headers, _ = await raw.answer()
+                assert (status, headers["connection"]) == (200, "close")
+                assert await raw.ended() == b""
+            async with connected(server) as raw:
+                raw.send(b"GET /v2 HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+                assert (await raw.answer())[1]["connection"] == "keep-alive"
+                raw.send(infer(1, Connection="close"))
+                assert outputs(await raw.answer()) == [2]
+                assert await raw.ended() == b""
+
+    async def test_head_has_no_body(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(request("/v2", method="HEAD") + request("/v2/health/live"))
+            status, headers, _ = await raw.answer(to_head=True)
+            assert status == 200
+            assert int(headers["content-length"]) > 0
+            assert (await raw.answer())[0] == 200
+
+    async def test_an_absolute_target_and_a_query(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(request("http://elsewhere/v2/models/double?x=1"))
+            assert json.loads((await raw.answer())[2])["name"] == "double"
+
+    async def test_the_wish_for_http_2_is_passed_over(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(request("/v2", Connection="Upgrade", Upgrade="h2c") + request("/v2/health/live"))
+            assert (await raw.answer())[0] == 200
+            assert (await raw.answer())[0] == 200
+
+    async def test_answers_have_a_date_and_say_who(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(infer(1) + request("/v2"))
+            for _ in range(2):
+                headers = (await raw.answer())[1]
+                assert headers["server"] == "asynctrt"
+                assert headers["date"].endswith(" GMT")
+
+    @pytest.mark.parametrize(
+        "broken",
+        [
+            b"\x16\x03\x01\x02\x00\x01\x00",
+            b"GET / HTTP/9.9\r\n\r\n",
+            b"NONSENSE\r\n\r\n",
+            b"GET /v2 HTTP/1.1\r\n\r\n",  # No Host.
+            b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: -1\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+            b"GET /v2 HTTP/1.1\r\nHost: t\r\nBad Header: x\r\n\r\n",
+        ],
+    )
+    async def test_what_is_no_http_is_answered_400_and_closed(self, broken):
+        async with serving() as server, connected(server) as raw:
+            raw.send(broken)
+            status, headers, body = await raw.answer()
+            assert (status, headers["connection"]) == (400, "close")
+            assert json.loads(body)["error"]
+            assert await raw.ended() == b""
+
+    async def test_a_broken_request_behind_a_good_one(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(infer(1) + b"NONSENSE\r\n\r\n")
+            assert outputs(await raw.answer()) == [2]
+            assert await raw.ended() == b""
+
+
+class TestLimits:
+    async def test_an_announced_body_of_10_gb_is_refused_at_once(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(request(INFER, method="POST", Content_Length=10 << 30, Expect="100-continue"))
+            status, headers, body = await raw.answer()
+            assert (status, headers["connection"]) == (413, "close")
+            assert "10737418240 bytes" in json.loads(body)["error"]
+            assert await raw.ended() == b""
+
+    async def test_a_chunked_body_that_grows_too_large(self):
+        async with serving(max_body=1000) as server, connected(server) as raw:
+            raw.send(
+                request(INFER, method="POST", Content_Length="0").replace(
+                    b"Content-Length: 0", b"Transfer-Encoding: chunked"
+                )
+            )
+            raw.send(b"3e8\r\n" + b"x" * 1000 + b"\r\n1\r\nx\r\n")
+            assert (await raw.answer())[0] == 413
+
+    @pytest.mark.parametrize("coding", ["gzip", "deflate"])
+    async def test_a_body_that_decompresses_too_large(self, coding):
+        bomb = {"gzip": gzip.compress, "deflate": zlib.compress}[coding](b" " * (20 << 20))
+        async with serving(max_body=1 << 20) as server:
+            status, _, body = await ask(server, INFER, bomb, Content_Encoding=coding)
+            assert (status, "1048576" in json.loads(body)["error"]) == (413, True)
+
+    @pytest.mark.parametrize("body", [b"no gzip at all", gzip.compress(b"{}" * 99)[:-9], b"\x1f\x8b"])
+    async def test_a_body_that_is_not_compressed_as_it_says(self, body):
+        async with serving() as server:
+            assert (await ask(server, INFER, body, Content_Encoding="gzip"))[0] == 400
+            assert (await ask(server, INFER, body, Content_Encoding="br"))[0] == 400
+
+    async def test_headers_without_end(self):
+        async with serving(max_headers=2000) as server:
+            async with connected(server) as raw:
+                raw.send(b"GET /v2 HTTP/1.1\r\nHost: t\r\n")
+                for number in range(100):
+                    raw.send(b"x-%d: %s\r\n" % (number, b"y" * 100))
+                    await asyncio.sleep(0)
+                assert (await raw.answer())[0] == 431
+            status, _, _ = await ask(server, "/v2", X="y" * 3000)
+            assert status == 431
+            assert (await ask(server, "/v2", X="y" * 1000))[0] == 200
+
+    async def test_a_target_without_end(self):
+        async with serving() as server, connected(server) as raw:
+            raw.send(request("/" + "x" * 20_000))
+            assert (await raw.answer())[0] == 414
+
+    async def test_connections(self):
+        async with serving(max_connections=2) as server, connected(server) as one, connected(server) as two:
+            for raw in (one, two):
+                raw.send(infer(1))
+                await raw.answer()
+            async with connected(server) as third:
+                assert (await third.answer())[0] == 503
+                assert await third.ended() == b""
+            one.close()
+            await until(lambda: len(server._hub.connections) == 1)
+            async with connected(server) as fourth:
+                fourth.send(infer(1))
+                assert outputs(await fourth.answer()) == [2]
+
+    async def test_requests_in_flight(self):
+        device = LatchDevice()
+        async with (
+            serving(max_requests=1, engine={"device": device}) as server,
+            connected(server) as first,
+            connected(server) as second,
+        ):
+            first.send(infer(1))
+            await until(lambda: server.api.in_flight == 1)
+            second.send(infer(2))
+            assert (await second.answer())[0] == 503
+            device.open()
+            assert outputs(await first.answer()) == [2]
+            second.send(infer(2))
+            assert outputs(await second.answer()) == [4]
+
+    async def test_a_request_that_never_ends(self):
+        async with serving(request_timeout=0.25) as server, connected(server) as raw:
+            raw.send(infer(1)[:-1])
+            status, headers, _ = await raw.answer()
+            assert (status, headers["connection"]) == (408, "close")
+
+    async def test_a_request_that_is_sent_slowly_has_only_so_long(self):
+        """The trap: a time that begins anew with every byte."""
+        async with serving(request_timeout=0.5) as server, connected(server) as raw:
+            whole = infer(1)
+            answer = asyncio.create_task(raw.answer())
+            for byte in whole:
+                if answer.done():
+                    break
+                raw.send(bytes([byte]))
+                await asyncio.wait([answer], timeout=0.02)
+            assert answer.done(), "it was taken byte by byte"
+            assert answer.result()[0] == 408
+
+    async def test_an_idle_connection_is_closed(self):
+        async with serving(idle_timeout=0.25) as server, connected(server) as raw:
+            raw.send(infer(1))
+            assert outputs(await raw.answer()) == [2]
+            assert await raw.ended() == b""
+
+    async def test_a_request_in_flight_is_not_idle(self):
+        device = LatchDevice()
+        settings = {"idle_timeout": 0.25, "request_timeout": 0.25, "engine": {"device": device}}
+        async with serving(**settings) as server, connected(server) as raw:
+            raw.send(infer(1))
+            ticks = server._hub.tick
+            await until(lambda: server._hub.tick > ticks + 4)
+            device.open()
+            assert outputs(await raw.answer()) == [2]
+
+    async def test_a_client_that_takes_no_answer(self):
+        """It is read no further, and cut when it has taken nothing for long enough."""
+
+        def large(inputs, outputs):
+            outputs["output"][...] = 1
+
+        model = FunctionModel(
+            large,
+            inputs=TensorSpec("input", "float32", (4,)),
+            outputs=TensorSpec("output", "float32", (1 << 20,)),
+        )
+        async with serving({"double": model}, write_timeout=0.25, engine={"max_rows": 1}) as server:
+            host, port = address(server)
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_connect(slow, (host, port))
+                await loop.sock_sendall(slow, infer(1) * 20)
+                await until(lambda: server.repository.find("double").engine.statistics().succeeded > 0)
+                await until(lambda: not server._hub.connections)
+            assert server.repository.find("double").engine.statistics().succeeded < 20
+            assert (await ask(server, "/v2"))[0] == 200
+
+
+class TestHangUps:
+    async def test_a_client_that_hangs_up_cancels_its_request(self):
+        device = LatchDevice(slots=1)
+        async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
+            engine = engine_of(server)
+            async with connected(server) as first, connected(server) as second:
+                first.send(infer(1))
+                await until(lambda: device.held == 1)
+                second.send(infer(2))
+                await until(lambda: engine.statistics().queued_requests == 1)
+                second.close()
+                await until(lambda: engine.statistics().cancelled == 1)
+                assert engine.statistics().queued_requests == 0
+                device.open()
+                assert outputs(await first.answer()) == [2]
+            assert engine.statistics().rows == 1, "what was cancelled in the queue was computed"
+
+    async def test_a_thousand_hang_ups_at_once(self):
+        """Their queued work is dropped; everybody else is answered."""
+        device = LatchDevice(slots=1)
+        async with serving(engine={"device": device, "contexts": 1, "max_rows": 8}) as server:
+            engine = engine_of(server)
+            host, port = address(server)
+            async with connected(server) as first, connected(server) as patient:
+                first.send(infer(1))
+                await until(lambda: device.held == 1)
+                patient.send(infer(7))
+                sockets = []
+                loop = asyncio.get_running_loop()
+                for _ in range(400):
+                    one = socket.socket()
+                    one.setblocking(False)
+                    await loop.sock_connect(one, (host, port))
+                    await loop.sock_sendall(one, infer(2) + infer(3))
+                    sockets.append(one)
+                await until(lambda: engine.statistics().queued_requests == 401)
+                for one in sockets:
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    one.close()
+                await until(lambda: engine.statistics().cancelled == 400)
+                assert engine.statistics().queued_requests == 1
+                await until(lambda: len(server._hub.connections) == 2)
+                device.open()
+                assert outputs(await first.answer()) == [2]
+                assert outputs(await patient.answer()) == [14]
+            assert engine.statistics().rows == 2
+            assert server.api.in_flight == 0
+
+
+class TestAnswers:
+    async def test_json_in_json_out(self):
+        async with serving() as server:
+            status, headers, body = await ask(server, INFER, json_body(1, 2, id="seven"))
+            assert (status, headers["content-type"]) == (200, "application/json")
+            assert "inference-header-content-length" not in headers
+            assert json.loads(body) == {
+                "id": "seven",
+                "model_name": "double",
+                "model_version": "1",
+                "outputs": [
+                    {"name": "output", "datatype": "FP32", "shape": [2, 4], "data": [2.0] * 4 + [4.0] * 4}
+                ],
+            }
+
+    @pytest.mark.parametrize("coding", ["gzip", "deflate", "gzip;q=0.5, br", "*, deflate"])
+    async def test_compressed_answers(self, coding):
+        async with serving() as server, connected(server) as raw:
+            raw.send(infer(*range(100), Accept_Encoding=coding))
+            status, headers, body = await raw.answer()
+            assert headers["content-encoding"] in ("gzip", "deflate")
+            assert outputs((status, headers, zlib.decompress(body, 47))) == [
+                2 * value for value in range(100)
+            ]
+            raw.send(infer(1, Accept_Encoding=coding))
+            assert "content-encoding" not in (await raw.answer())[1], "a small answer is not worth it"
+
+    @pytest.mark.parametrize("refused", ["identity", "br", "gzip;q=0", "", "gzip;q=0.0, deflate ; q=0"])
+    async def test_answers_that_are_not_to_be_compressed(self, refused):
+        async with serving() as server, connected(server) as raw:
+            raw.send(infer(*range(100), Accept_Encoding=refused))
+            assert outputs(await raw.answer()) == [2 * value for value in range(100)]
+
+    async def test_a_large_answer(self):
+        async with serving(engine={"max_queue_rows": 100_000}) as server, connected(server) as raw:
+            for coding in ("identity", "gzip"):
+                raw.send(infer(*range(30_000), Accept_Encoding=coding))
+                status, headers, body = await raw.answer()
+                body = zlib.decompress(body, 47) if coding == "gzip" else body
+                assert outputs((status, headers, body)) == [2 * value for value in range(30_000)]
+
+    async def test_a_failing_batch_and_the_next(self):
+        async with serving({"double": failing_model()}) as server, connected(server) as raw:
+            raw.send(infer(-1) + infer(3))
+            status, _, body = await raw.answer()
+            assert status == 500
+            assert "negative number" in json.loads(body)["error"]
+            assert outputs(await raw.answer()) == [6]
+            failures = server.repository.find("double").failures
+            assert failures["BACKEND"] == 1
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status", "allow"),
+        [
+            ("GET", INFER, 405, "POST"),
+            ("POST", "/v2/models/double", 405, "GET"),
+            ("DELETE", "/v2", 405, "GET"),
+            ("POST", "/", 405, "GET"),
+            ("GET", "/v2/repository/index", 405, "POST"),
+            ("GET", "/nothing", 404, None),
+            ("GET", "/v2/models/", 404, None),
+            ("GET", "/v2/models/unknown", 404, None),
+            ("GET", "/v2/models/double/versions/2", 404, None),
+            ("GET", "/v2/models/double/versions/x/ready", 400, None),
+            ("GET", "/v2/models/unknown/ready", 400, None),
+            ("GET", "/v2/models/double/ws", 400, None),
+            ("POST", "/v2/systemsharedmemory/status", 501, None),
+            ("POST", "/v2/repository/models/double/load", 400, None),
+        ],
+    )
+    async def test_statuses(self, method, path, status, allow):
+        async with serving() as server:
+            given, headers, body = await ask(server, path, method=method)
+            assert (given, headers.get("allow")) == (status, allow)
+            assert json.loads(body)["error"]
+
+    async def test_a_bug_is_answered_500_and_logged(self, caplog):
+        def broken(headers):
+            raise ZeroDivisionError("secret")
+
+        async with serving() as server:
+            server.api.pages["/broken"] = type(server.api.pages["/metrics"])(broken)
+            status, _, body = await ask(server, "/broken")
+            assert status == 500
+            assert b"secret" not in body
+            assert "secret" in caplog.text
+
+
+class TestTokens:
+    async def test_every_request_needs_one_but_health(self):
+        async with serving(tokens=("s3cret", "other")) as server:
+            for path in ("/v2", "/metrics", "/v2/models/double", "/dashboard/data", "/nothing"):
+                status, headers, _ = await ask(server, path)
+                assert (status, headers["www-authenticate"]) == (401, "Bearer")
+            for path in ("/v2/health/live", "/v2/health/ready", "/"):
+                assert (await ask(server, path))[0] == 200
+            async with connected(server) as raw:
+                for given in (None, "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret", "s3cret"):
+                    raw.send(infer(1) if given is None else infer(1, Authorization=given))
+                    assert (await raw.answer())[0] == 401
+                for given in ("Bearer s3cret", "bearer other"):
+                    raw.send(infer(1, Authorization=given))
+                    assert outputs(await raw.answer()) == [2]
+            assert engine_of(server).statistics().submitted == 2
+
+    async def test_a_token_in_a_trailer_is_none(self):
+        async with serving(tokens=("s3cret",)) as server, connected(server) as raw:
+            raw.send(b"POST /v2/repository/index HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+            raw.send(b"2\r\n{}\r\n0\r\nAuthorization: Bearer s3cret\r\n\r\n")
+            assert (await raw.answer())[0] == 401
+
+
+async def test_nothing_is_left_of_many_connections():
+    async with serving() as server:
+        for _ in range(50):
+            async with connected(server) as raw:
+                raw.send(infer(1))
+                await raw.answer()
+        await until(lambda: not server._hub.connections)
+        assert server.api.in_flight == 0
+        assert server.repository.find("double").pending == 0
+        async with asyncio.timeout(WAIT_S):
+            await server.stop()

@@ -1,0 +1,313 @@
+"""The metrics, read by Prometheus's own parsers, against what was sent."""
+
+import asyncio
+import builtins
+import importlib
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_classic
+
+import asynctrt
+from asynctrt.errors import MissingExtraError
+from asynctrt.serving.api import Api
+from asynctrt.serving.metrics import Metrics
+from asynctrt.serving.repository import REASONS, Repository
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, failing_model
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+
+TRITON = {
+    "nv_inference_request_success",
+    "nv_inference_request_failure",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_request_duration_us",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_input_duration_us",
+    "nv_inference_compute_infer_duration_us",
+    "nv_inference_compute_output_duration_us",
+}
+NV_TOTAL = re.compile(r"^(nv_\w+)_total$")
+OPENMETRICS = b"application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def body(rows, value=1.0):
+    data = np.full((rows, 4), value).tolist()
+    return json.dumps(
+        {"inputs": [{"name": "input", "datatype": "FP32", "shape": [rows, 4], "data": data}]}
+    ).encode()
+
+
+async def infer(api, rows=1, name="double", value=1.0):
+    path = f"/v2/models/{name}/infer".encode()
+    return (await api.respond("POST", path, {}, body(rows, value))).status
+
+
+def served(*models, **settings):
+    """An API whose models are given as ``(name, engine)``, with the metrics among its pages."""
+    repository = Repository()
+    for name, engine in models:
+        repository.add(name, engine)
+    metrics = Metrics(repository, connections=lambda: 3, in_flight=lambda: 2, loop_lag_ns=lambda: 1_500_000)
+    return Api(repository, ServerSettings(**settings), pages={"/metrics": metrics.page()})
+
+
+async def scrape(api, accept=b""):
+    """The families by name, and all samples by name and labels; both formats are checked on the way."""
+    answer = await api.respond("GET", b"/metrics", {b"accept": accept}, b"")
+    assert answer.status == 200
+    text = b"".join(answer.body).decode()
+    kind = dict(answer.headers)["Content-Type"]
+    parse = parse_openmetrics if kind.startswith("application/openmetrics-text") else parse_classic
+    families = {family.name: family for family in parse(text)}
+    samples = {
+        # The classic parser gives every counter a _total; that the text has none is a test of its own.
+        (NV_TOTAL.sub(r"\1", sample.name), *sorted(sample.labels.items())): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert len(samples) == sum(len(family.samples) for family in families.values()), "one is there twice"
+    return families, samples, kind, text
+
+
+def of(samples, name, model="double", **labels):
+    return samples[(name, *sorted({"model": model, "version": "1", **labels}.items()))]
+
+
+class TestValues:
+    async def test_they_are_what_was_sent_and_advance_truthfully(self):
+        async with asynctrt.open(double_model(), max_rows=8) as engine:
+            api = served(("double", engine))
+            _, samples, _, _ = await scrape(api)
+            assert {of(samples, name) for name in TRITON - {"nv_inference_request_failure"}} == {0}
+            for round_number in (1, 2):
+                for rows in (1, 3, 8):
+                    assert await infer(api, rows) == 200
+                assert (await api.respond("POST", b"/v2/models/double/infer", {}, b"{}")).status == 400
+                before, samples = samples, (await scrape(api))[1]
+                assert of(samples, "nv_inference_request_success") == 3 * round_number
+                assert of(samples, "nv_inference_count") == 12 * round_number
+                assert of(samples, "nv_inference_exec_count") == 3 * round_number
+                assert of(samples, "nv_inference_request_failure", reason="OTHER") == round_number
+                assert of(samples, "asynctrt_requests_total", state="succeeded") == 3 * round_number
+                for name in TRITON:
+                    if name.endswith("_us"):
+                        assert of(samples, name) > of(before, name), name
+                parts = ("queue", "compute_input", "compute_infer", "compute_output")
+                assert of(samples, "nv_inference_request_duration_us") >= sum(
+                    of(samples, f"nv_inference_{part}_duration_us") for part in parts
+                )
+
+    async def test_they_agree_with_the_statistics(self):
+        async with asynctrt.open(double_model(), max_rows=8) as engine:
+            api = served(("double", engine))
+            for rows in (1, 2, 20):
+                assert await infer(api, rows) == 200
+            samples, done = (await scrape(api))[1], engine.statistics()
+            assert of(samples, "nv_inference_request_success") == done.succeeded == 5, "20 rows are 3 parts"
+            assert of(samples, "nv_inference_request_duration_us") == done.total_ns / 1e3
+            assert of(samples, "nv_inference_queue_duration_us") == done.queue_ns / 1e3
+            assert of(samples, "nv_inference_compute_input_duration_us") == done.copy_in_ns / 1e3
+            assert of(samples, "nv_inference_compute_infer_duration_us") == done.compute_ns / 1e3
+            assert of(samples, "nv_inference_compute_output_duration_us") == done.copy_out_ns / 1e3
+            assert of(samples, "asynctrt_contexts") == done.contexts
+            assert of(samples, "asynctrt_contexts_quarantined") == 0
+            assert of(samples, "asynctrt_arenas") == done.arenas
+            assert of(samples, "asynctrt_memory_bytes") == done.memory_nbytes > 0
+
+    @pytest.mark.parametrize(("rows_max", "bounds"), [(1, [1]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+    async def test_batches_are_counted_by_their_rows(self, rows_max, bounds):
+        async with asynctrt.open(double_model(), max_rows=rows_max) as engine:
+            api = served(("double", engine))
+            sent = [rows for rows in (1, 1, 2, 3, 4, 5, 6) if rows <= rows_max]
+            for rows in sent:
+                assert await infer(api, rows) == 200
+            families, samples, _, _ = await scrape(api)
+            assert families["asynctrt_batch_rows"].type == "histogram"
+            for bound in bounds:
+                count = sum(rows <= bound for rows in sent)
+                assert of(samples, "asynctrt_batch_rows_bucket", le=str(float(bound))) == count
+            assert of(samples, "asynctrt_batch_rows_bucket", le="+Inf") == len(sent)
+            assert of(samples, "asynctrt_batch_rows_count") == len(sent)
+            assert of(samples, "asynctrt_batch_rows_sum") == sum(sent)
+            assert sum(key[0] == "asynctrt_batch_rows_bucket" for key in samples) == len(bounds) + 1
+
+    async def test_what_waits_and_what_runs(self):
+        device = LatchDevice(slots=1)
+        opening = asynctrt.open(double_model(), device=device, max_rows=2, contexts=1, max_queue_rows=4)
+        async with opening as engine:
+            api = served(("double", engine))
+            tasks = [asyncio.create_task(infer(api, 2))]
+            await until(lambda: engine.statistics().in_flight_batches == 1)
+            tasks += [asyncio.create_task(infer(api, 2)) for _ in range(2)]
+            await until(lambda: engine.statistics().queued_requests == 2)
+            assert await infer(api, 2) == 503
+            samples = (await scrape(api))[1]
+            assert of(samples, "asynctrt_in_flight_batches") == 1
+            assert of(samples, "nv_inference_pending_request_count") == 2
+            assert of(samples, "asynctrt_queued_requests") == 2
+            assert of(samples, "asynctrt_queued_rows") == 4
+            assert of(samples, "asynctrt_pending_requests") == 3
+            assert of(samples, "asynctrt_requests_total", state="refused") == 1
+            assert of(samples, "nv_inference_request_failure", reason="REJECTED") == 1
+            tasks[-1].cancel()
+            await until(lambda: tasks[-1].done())
+            samples = (await scrape(api))[1]
+            assert of(samples, "asynctrt_requests_total", state="cancelled") == 1
+            assert of(samples, "nv_inference_request_failure", reason="CANCELED") == 1
+            assert of(samples, "asynctrt_queued_requests") == 1
+            device.open()
+            assert await asyncio.gather(*tasks[:2]) == [200, 200]
+            samples = (await scrape(api))[1]
+            assert of(samples, "asynctrt_pending_requests") == 0
+            assert of(samples, "nv_inference_request_success") == 2
+
+    async def test_a_model_that_fails(self):
+        async with asynctrt.open(failing_model()) as engine:
+            api = served(("double", engine))
+            assert await infer(api, value=-1.0) == 500
+            samples = (await scrape(api))[1]
+            assert of(samples, "asynctrt_requests_total", state="failed") == 1
+            assert of(samples, "nv_inference_request_failure", reason="BACKEND") == 1
+            assert of(samples, "nv_inference_request_success") == 0
+
+    async def test_the_server_and_the_process(self):
+        api = served()
+        samples = (await scrape(api))[1]
+        assert samples["asynctrt_server_connections",] == 3
+        assert samples["asynctrt_server_requests_in_flight",] == 2
+        assert samples["asynctrt_loop_lag_seconds",] == 0.0015
+        assert samples["asynctrt_process_cpu_seconds_total",] > 0
+        assert samples["asynctrt_build_info", ("version", asynctrt.__version__)] == 1
+        if sys.platform == "linux":
+            assert samples["asynctrt_process_resident_memory_bytes",] > 1 << 20
+
+    async def test_what_nobody_says_is_left_out(self):
+        metrics = Metrics(Repository(), loop_lag_ns=lambda: None)
+        samples = (await scrape(Api(Repository(), pages={"/metrics": metrics.page()})))[1]
+        assert not [key for key in samples if key[0].startswith(("asynctrt_server", "asynctrt_loop"))]
+
+
+class TestFormats:
+    async def test_triton_s_names_are_counters_without_a_suffix(self):
+        async with asynctrt.open(double_model()) as engine:
+            families, _, kind, text = await scrape(served(("double", engine)))
+            assert kind == "text/plain; version=0.0.4; charset=utf-8"
+            for name in TRITON:
+                assert f"\n# TYPE {name} counter\n" in f"\n{text}"
+                assert families[name].type == "counter"
+                assert f"\n{name}{{" in text
+                assert f"{name}_total" not in text
+            assert families["nv_inference_pending_request_count"].type == "gauge"
+            assert " untyped\n" not in text
+
+    async def test_openmetrics_for_those_who_ask_for_it(self):
+        async with asynctrt.open(double_model()) as engine:
+            api = served(("double", engine))
+            assert await infer(api, 2) == 200
+            classic = (await scrape(api))[1]
+            families, samples, kind, text = await scrape(api, OPENMETRICS)
+            assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+            assert text.endswith("# EOF\n")
+            changing = "asynctrt_process"
+            assert {key: value for key, value in samples.items() if not key[0].startswith(changing)} == {
+                key: value for key, value in classic.items() if not key[0].startswith(changing)
+            }
+            assert families["asynctrt_requests"].type == "counter"
+            for family in families.values():
+                assert family.documentation.endswith(".") or "version" in family.documentation
+
+    @pytest.mark.parametrize("accept", [b"", b"*/*", b"text/html", b"application/openmetrics", b";;,,\xff"])
+    async def test_the_classic_format_for_everybody_else(self, accept):
+        assert (await scrape(served(), accept))[2].startswith("text/plain; version=0.0.4")
+
+    async def test_a_name_with_everything_in_it(self):
+        name = 'a "quoted" \\ name/with ünïcode'
+        async with asynctrt.open(double_model()) as engine:
+            for accept in (b"", OPENMETRICS):
+                samples = (await scrape(served((name, engine)), accept))[1]
+                assert of(samples, "nv_inference_count", model=name) == 0
+
+
+class TestBounds:
+    async def test_labels_are_those_of_the_models_there_are(self):
+        async with asynctrt.open(double_model()) as one, asynctrt.open(double_model()) as two:
+            api = served(("one", one), ("two", two))
+            before = (await scrape(api))[1]
+            for number in range(50):
+                assert await infer(api, name=f"made-up-{number}") == 404
+                assert (
+                    await api.respond("GET", f"/v2/models/one/versions/{number}".encode(), {}, b"")
+                ).status
+                assert await infer(api, rows=number % 3, name="one") in (200, 400)
+            families, samples, _, _ = await scrape(api)
+            assert samples.keys() == before.keys()
+            labels = {
+                label for family in families.values() for sample in family.samples for label in sample.labels
+            }
+            assert labels <= {"model", "version", "reason", "le", "state"}
+            for family in families.values():
+                for sample in family.samples:
+                    assert sample.labels.get("model", "one") in ("one", "two")
+                    assert sample.labels.get("reason", "OTHER") in REASONS
+
+    async def test_a_model_that_is_unloaded_has_no_figures_but_is_not_forgotten(self):
+        async def opener():
+            return await asynctrt.open(double_model())
+
+        api = served()
+        api.repository.add("double", opener=opener)
+        assert of((await scrape(api))[1], "asynctrt_model_ready") == 0
+        await api.repository.load("double")
+        assert await infer(api) == 200
+        samples = (await scrape(api))[1]
+        assert of(samples, "asynctrt_model_ready") == 1
+        assert of(samples, "nv_inference_count") == 1
+        await api.repository.unload("double")
+        samples = (await scrape(api))[1]
+        assert of(samples, "asynctrt_model_ready") == 0
+        assert {key[0] for key in samples if len(key) > 1} == {"asynctrt_build_info", "asynctrt_model_ready"}
+
+    async def test_two_of_them_in_one_process(self):
+        async with asynctrt.open(double_model()) as one, asynctrt.open(double_model()) as two:
+            first, second = served(("double", one)), served(("double", two))
+            assert await infer(first) == 200
+            assert of((await scrape(first))[1], "nv_inference_count") == 1
+            assert of((await scrape(second))[1], "nv_inference_count") == 0
+
+    async def test_it_needs_the_token_unless_it_is_open(self):
+        api = served(tokens=("secret",))
+        assert (await api.respond("GET", b"/metrics", {}, b"")).status == 401
+        assert (
+            await api.respond("POST", b"/metrics", {b"authorization": b"Bearer secret"}, b"")
+        ).status == 405
+        api.pages["/metrics"] = Metrics(api.repository).page(is_open=True)
+        assert (await scrape(api))[1]
+
+
+async def test_the_extra_is_named_where_it_is_missing(monkeypatch):
+    real = builtins.__import__
+
+    def no_prometheus(name, *rest, **kw):
+        if name.startswith("prometheus_client"):
+            raise ImportError(name)
+        return real(name, *rest, **kw)
+
+    monkeypatch.delitem(sys.modules, "asynctrt.serving.metrics")
+    monkeypatch.setattr(builtins, "__import__", no_prometheus)
+    with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[serve\]'"):
+        importlib.import_module("asynctrt.serving.metrics")

@@ -1,0 +1,315 @@
+"""The websocket protocol without a socket: messages in, messages out."""
+
+import json
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.serving.api import Api, Target
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.websocket import Session
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, failing_model, rows
+from tests.serving.support import until
+
+pytestmark = pytest.mark.anyio
+
+
+def tensor(values, *, binary):
+    described = {"name": "input", "datatype": "FP32", "shape": [len(values), 4]}
+    if binary:
+        return described | {"parameters": {"binary_data_size": 16 * len(values)}}
+    return described | {"data": rows(*values).ravel().tolist()}
+
+
+def text(*values, **extra):
+    return json.dumps({**extra, "model_name": "double", "inputs": [tensor(values, binary=False)]})
+
+
+def binary(*values, **extra):
+    parameters = {"binary_data_output": True, **extra.pop("parameters", {})}
+    content = {
+        **extra,
+        "model_name": "double",
+        "inputs": [tensor(values, binary=True)],
+        "parameters": parameters,
+    }
+    head = json.dumps(content, separators=(",", ":")).encode()
+    return len(head).to_bytes(4, "little") + head + rows(*values).tobytes()
+
+
+def read(message):
+    """Header and tensor of an answer."""
+    if isinstance(message, str):
+        content = json.loads(message)
+        return content, content["outputs"][0]["data"][::4] if "outputs" in content else None
+    stop = 4 + int.from_bytes(message[:4], "little")
+    return json.loads(message[4:stop]), np.frombuffer(message[stop:], np.float32)[::4].tolist()
+
+
+class Talk:
+    """A session, and what it has said."""
+
+    def __init__(self, api, **kw):
+        self.said = []
+        self.rooms = 0
+        self.session = Session(api, self.said.append, room=self._room, **kw)
+
+    def _room(self):
+        self.rooms += 1
+
+    async def ask(self, message):
+        count = len(self.said)
+        self.session.receive(message)
+        await until(lambda: len(self.said) > count)
+        return read(self.said[-1])
+
+
+@pytest.fixture
+async def make():
+    engines = []
+
+    async def made(model=None, settings=None, **options):
+        engine = await asynctrt.open(model or double_model(), **options)
+        engines.append(engine)
+        repository = Repository()
+        repository.add("double", engine)
+        return Api(repository, ServerSettings(**(settings or {}))), engine
+
+    yield made
+    for engine in engines:
+        await engine.aclose()
+
+
+async def test_text_is_answered_with_text_and_binary_with_binary(make):
+    api, _ = await make()
+    talk = Talk(api)
+    for message in (text(1, 2, id="a"), binary(1, 2, id="a")):
+        content, values = await talk.ask(message)
+        assert (content["id"], values) == ("a", [2, 4])
+        assert type(talk.said[-1]) is type(message)
+    assert talk.session.in_flight == 0
+
+
+async def test_without_an_id(make):
+    api, _ = await make()
+    talk = Talk(api)
+    for _ in range(3):
+        content, values = await talk.ask(binary(3))
+        assert ("id" in content, values) == (False, [6])
+
+
+async def test_a_path_that_names_the_model(make):
+    api, _ = await make()
+    talk = Talk(api, target=Target("double", "", "ws"))
+    message = json.dumps({"inputs": [tensor([5], binary=False)]})
+    assert (await talk.ask(message))[1] == [10]
+
+
+async def test_headers_that_repeat_with_other_ids_and_other_values(make):
+    """What a header means is remembered without its id: the ids and the tensors must not be."""
+    api, _ = await make()
+    talk = Talk(api)
+    for number in range(50):
+        content, values = await talk.ask(binary(number, id=f"id-{number}_x"))
+        assert (content["id"], values) == (f"id-{number}_x", [2 * number])
+    # The same but for an id where the header is not looked for one, or an id within something else.
+    odd = {"model_name": "double", "inputs": [tensor([1], binary=True)], "id": "behind"}
+    head = json.dumps(odd).encode()
+    content, _ = await talk.ask(len(head).to_bytes(4, "little") + head + rows(1).tobytes())
+    assert content["id"] == "behind"
+
+
+async def test_answers_come_as_they_finish(make):
+    device = LatchDevice(slots=2)
+    api, _ = await make(device=device, max_rows=1, contexts=2)
+    talk = Talk(api)
+    for name in "ab":
+        talk.session.receive(binary(ord(name), id=name))
+    await until(lambda: device.held == 2)
+    assert talk.session.in_flight == 2
+    device._latch.held.rotate(1)
+    device.release()
+    await until(lambda: talk.said)
+    device.open()
+    await until(lambda: len(talk.said) == 2)
+    assert [read(message)[0]["id"] for message in talk.said] == ["b", "a"]
+
+
+async def test_cancel_by_id(make):
+    device = LatchDevice(slots=1)
+    api, engine = await make(device=device, max_rows=1, contexts=1)
+    talk = Talk(api)
+    for name in ("1", "2", "3"):
+        talk.session.receive(binary(int(name), id=name))
+    await until(lambda: device.held == 1)
+    talk.session.receive('{"cancel": "2"}')
+    await until(lambda: talk.said)
+    assert read(talk.said[0])[0] == {
+        "id": "2",
+        "error": "cancelled",
+        "status": 499,
+        "type": "CancelledError",
+    }
+    assert engine.statistics().queued_requests == 1
+    talk.session.receive('{"cancel": "unknown"}')
+    device.open()
+    await until(lambda: len(talk.said) == 3)
+    assert [read(message)[0]["id"] for message in talk.said[1:]] == ["1", "3"]
+    assert api.in_flight == 0
+
+
+async def test_a_client_that_goes_away(make):
+    device = LatchDevice(slots=1)
+    api, engine = await make(device=device, max_rows=1, contexts=1)
+    talk = Talk(api)
+    for name in ("1", "2", "3"):
+        talk.session.receive(binary(int(name), id=name))
+    await until(lambda: device.held == 1)
+    talk.session.cancel_all()
+    await until(lambda: talk.session.in_flight == 0)
+    assert engine.statistics().cancelled == 3
+    assert not talk.said
+    device.open()
+
+
+async def test_it_is_full_and_has_room_again(make):
+    device = LatchDevice()
+    api, _ = await make(device=device, settings={"max_requests_per_connection": 2})
+    talk = Talk(api)
+    talk.session.receive(binary(1, id="1"))
+    assert not talk.session.is_full
+    talk.session.receive(binary(2, id="2"))
+    assert talk.session.is_full
+    device.open()
+    await until(lambda: len(talk.said) == 2)
+    assert talk.rooms
+    assert not talk.session.is_full
+
+
+async def test_draining(make):
+    device = LatchDevice()
+    api, _ = await make(device=device)
+    talk = Talk(api)
+    talk.session.receive(binary(1, id="1"))
+    talk.session.is_draining = True
+    content, _ = await talk.ask(binary(2, id="2"))
+    assert (content["id"], content["status"], content["type"]) == ("2", 503, "EngineClosedError")
+    device.open()
+    await until(lambda: len(talk.said) == 2)
+    assert read(talk.said[1])[1] == [2]
+
+
+async def test_priority_and_timeout(make):
+    device = LatchDevice(slots=1)
+    api, _ = await make(device=device, max_rows=1, contexts=1)
+    talk = Talk(api)
+    talk.session.receive(binary(0, id="first"))
+    await until(lambda: device.held == 1)
+    talk.session.receive(binary(1, id="default"))
+    talk.session.receive(binary(3, id="last", parameters={"priority": 99}))
+    talk.session.receive(binary(2, id="urgent", parameters={"priority": 1}))
+    talk.session.receive(binary(4, id="late", parameters={"timeout": 1}))
+    await until(lambda: talk.said)
+    content, _ = read(talk.said[0])
+    assert (content["id"], content["status"], content["type"]) == ("late", 503, "DeadlineError")
+    device.open()
+    await until(lambda: len(talk.said) == 5)
+    assert [read(message)[0]["id"] for message in talk.said[1:]] == ["first", "urgent", "default", "last"]
+
+
+async def test_ping(make):
+    api, _ = await make()
+    talk = Talk(api)
+    assert (await talk.ask('{"ping": [1, "x"]}'))[0] == {"pong": [1, "x"]}
+    head = b'{"ping": null}'
+    assert (await talk.ask(len(head).to_bytes(4, "little") + head))[0] == {"pong": None}
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "says"),
+    [
+        ("", 400, "no JSON"),
+        ("[]", 400, "object"),
+        ("{}", 400, "model_name"),
+        ('{"id": 7, "model_name": "double"}', 400, "id is a string"),
+        ('{"id": "' + "x" * 300 + '", "model_name": "double"}', 400, "256 characters"),
+        ('{"cancel": 7}', 400, "cancel takes the id"),
+        ('{"model_name": "double"}', 400, "no inputs"),
+        ('{"model_name": ["double"], "inputs": []}', 400, "model_name is"),
+        ('{"model_name": "double", "model_version": 1, "inputs": []}', 400, "model_version is a string"),
+        ('{"model_name": "other", "inputs": []}', 404, "no model 'other'"),
+        ('{"model_name": "double", "inputs": []}', 400, "missing: ['input']"),
+        (text(1, parameters={"binary_data_output": True}), 400, "answer to a text message is text"),
+        (text(1, parameters={"timeout": -1}), 400, "timeout"),
+        (text(1, parameters={"priority": "high"}), 400, "priority"),
+        ("\ud800", 400, "no JSON"),
+        (b"", 400, "0 bytes in all"),
+        (bytes(4), 400, "no JSON"),
+        (b"\xff\xff\xff\xff{}", 400, "4 bytes"),
+        (b"\x02\x00\x00\x00{}x", 400, "model_name"),
+        (binary(1)[:-1], 400, "16 bytes of tensors"),
+        (binary(1) + b"x", 400, "17 do"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_answered_in_its_own_form(make, message, status, says):
+    api, _ = await make()
+    talk = Talk(api)
+    content, _ = await talk.ask(message)
+    assert type(talk.said[0]) is type(message)
+    assert content["status"] == status
+    assert says in content["error"]
+    assert (await talk.ask(binary(1, id="good")))[1] == [2]
+
+
+async def test_an_id_that_is_in_flight_already(make):
+    device = LatchDevice()
+    api, _ = await make(device=device)
+    talk = Talk(api)
+    talk.session.receive(binary(1, id="same"))
+    content, _ = await talk.ask(binary(2, id="same"))
+    assert (content["id"], content["status"]) == ("same", 400)
+    assert "in flight already" in content["error"]
+    device.open()
+    await until(lambda: len(talk.said) == 2)
+    assert read(talk.said[1])[1] == [2]
+    assert (await talk.ask(binary(3, id="same")))[1] == [6], "an id that was answered is free again"
+
+
+async def test_a_failing_batch(make):
+    api, _ = await make(failing_model())
+    talk = Talk(api)
+    content, _ = await talk.ask(binary(-1, id="x"))
+    assert (content["id"], content["status"], content["type"]) == ("x", 500, "ExecutionError")
+
+
+async def test_a_model_that_is_loaded_again_is_found(make):
+    """Which model a header is for is remembered, and not what served it then."""
+    repository = Repository()
+
+    async def opened():
+        return await asynctrt.open(double_model())
+
+    repository.add("double", opener=opened)
+    await repository.load_all()
+    talk = Talk(Api(repository))
+    assert (await talk.ask(binary(1, id="1")))[1] == [2]
+    await repository.unload("double")
+    content, _ = await talk.ask(binary(1, id="2"))
+    assert (content["id"], content["status"], content["type"]) == ("2", 503, "ModelNotReadyError")
+    await repository.load("double")
+    assert (await talk.ask(binary(1, id="3")))[1] == [2]
+    await repository.aclose()
+
+
+async def test_many_at_once(make):
+    api, engine = await make()
+    talk = Talk(api)
+    for number in range(200):
+        talk.session.receive(binary(number, id=str(number)))
+    await until(lambda: len(talk.said) == 200)
+    answers = {content["id"]: values for content, values in map(read, talk.said)}
+    assert answers == {str(number): [2 * number] for number in range(200)}
+    assert engine.statistics().mean_batch_rows > 2

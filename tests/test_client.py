@@ -1,0 +1,293 @@
+"""The websocket client against a real server: answers, errors, cancelling, connections that are lost."""
+
+import asyncio
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from asynctrt.backends.function import FunctionModel
+from asynctrt.client import RemoteError, connect
+from asynctrt.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    ExecutionError,
+    InputError,
+    RequestError,
+    UnauthorizedError,
+    UnknownModelError,
+    UsageError,
+)
+from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, failing_model, rows
+from tests.serving.support import WAIT_S, address, engine_of, serving, until
+
+pytestmark = pytest.mark.anyio
+
+
+def client_of(server, path="/v2/ws", **kw):
+    return connect(server.http_url.replace("http", "ws", 1) + path, proxy=None, **kw)
+
+
+def copy_model(**specs):
+    """Gives what it gets, for tensors of any dtype."""
+
+    def function(inputs, outputs):
+        for name in specs:
+            outputs[f"{name}_out"][...] = inputs[name]
+
+    return FunctionModel(
+        function,
+        inputs=[TensorSpec(name, dtype, (3,)) for name, dtype in specs.items()],
+        outputs=[TensorSpec(f"{name}_out", dtype, (3,)) for name, dtype in specs.items()],
+    )
+
+
+async def test_many_at_once():
+    async with serving() as server, client_of(server) as client:
+        calls = [client.infer("double", {"input": rows(value)}) for value in range(500)]
+        async with asyncio.timeout(WAIT_S):
+            answers = await asyncio.gather(*calls)
+        assert [answer["output"][0, 0] for answer in answers] == [2 * value for value in range(500)]
+        assert engine_of(server).statistics().mean_batch_rows > 2
+        answers[0]["output"][...] = 0  # It is the caller's.
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "int64", "float16", "float64", ml_dtypes.bfloat16]
+)
+async def test_every_dtype(dtype):
+    sent = np.array([[0, 1, 3]]).astype(dtype)
+    async with serving({"copy": copy_model(x=dtype)}) as server, client_of(server) as client:
+        for _ in range(2):
+            answer = (await client.infer("copy", {"x": sent}))["x_out"]
+            assert answer.dtype == sent.dtype
+            np.testing.assert_array_equal(answer, sent)
+
+
+async def test_bytes_and_text_and_several_tensors():
+    model = copy_model(words="S8", ids="int32")
+    async with serving({"copy": model}) as server, client_of(server) as client:
+        for words in ([["a", "", "bär"]], [[b"longer", b"x", b"\x00y"]], np.array([["q", "w", "e"]])):
+            answer = await client.infer("copy", {"words": words, "ids": np.arange(3, dtype=np.int32)[None]})
+            expected = [word.encode() if isinstance(word, str) else bytes(word) for word in words[0]]
+            assert answer["words_out"].tolist() == [expected]
+            assert answer["ids_out"].tolist() == [[0, 1, 2]]
+        only = await client.infer(
+            "copy", {"words": [["a"] * 3], "ids": np.ones((1, 3), np.int32)}, outputs=["ids_out"]
+        )
+        assert list(only) == ["ids_out"]
+
+
+async def test_versions_and_one_models_socket():
+    def triple(inputs, outputs):
+        outputs["output"][...] = 3 * inputs["input"]
+
+    models = {("double", "1"): double_model(), ("double", "2"): double_model(triple)}
+    async with serving(models) as server:
+        async with client_of(server) as client:
+            for version, factor in (("", 3), ("1", 2), ("2", 3)):
+                answer = await client.infer("double", {"input": rows(1)}, version=version)
+                assert answer["output"][0, 0] == factor
+        async with client_of(server, "/v2/models/double/versions/1/ws") as client:
+            assert (await client.infer("", {"input": rows(1)}))["output"][0, 0] == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (("other", {"input": rows(1)}), UnknownModelError, "no model 'other'"),
+        (("double", {"input": np.zeros((1, 4))}), InputError, "FP32"),
+        (("double", {"input": np.zeros((1, 5), np.float32)}), InputError, "shape"),
+        (("double", {"x": rows(1)}), InputError, "'x' is none of"),
+        (("double", {}), InputError, "missing"),
+        (("double", {"input": np.zeros((1, 4), complex)}), InputError, "complex128"),
+        (("failing", {"input": rows(-1)}), ExecutionError, "negative number"),
+    ],
+)
+async def test_errors_are_what_they_were_on_the_server(call, error, says):
+    models = {"double": double_model(), "failing": failing_model()}
+    async with serving(models) as server, client_of(server) as client:
+        with pytest.raises(error, match=says):
+            await client.infer(*call)
+        assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
+
+
+async def test_timeout_and_priority():
+    device = LatchDevice(slots=1)
+    engine = {"device": device, "contexts": 1, "max_rows": 1}
+    async with serving(engine=engine) as server, client_of(server) as client:
+        order = []
+
+        async def call(value, **kw):
+            await client.infer("double", {"input": rows(value)}, **kw)
+            order.append(value)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(call(1))
+            await until(lambda: device.held == 1)
+            tasks.create_task(call(2))
+            tasks.create_task(call(3, priority=1))
+            await until(lambda: engine_of(server).statistics().queued_requests == 2)
+            with pytest.raises(DeadlineError):
+                await client.infer("double", {"input": rows(4)}, timeout=0.0001)
+            device.open()
+        assert order == [1, 3, 2]
+
+
+async def test_cancelling_a_call_cancels_it_on_the_server():
+    device = LatchDevice(slots=1)
+    engine = {"device": device, "contexts": 1, "max_rows": 1}
+    async with serving(engine=engine) as server, client_of(server) as client:
+        flying, queued = [
+            asyncio.create_task(client.infer("double", {"input": rows(value)})) for value in (1, 2)
+        ]
+        await until(lambda: engine_of(server).statistics().queued_requests == 1)
+        queued.cancel()
+        await until(lambda: engine_of(server).statistics().cancelled == 1)
+        assert engine_of(server).statistics().queued_requests == 0
+        device.open()
+        assert (await flying)["output"][0, 0] == 2
+        with pytest.raises(asyncio.CancelledError):
+            await queued
+
+
+async def test_at_most_so_many_in_flight():
+    device = LatchDevice()
+    async with serving(engine={"device": device}) as server, client_of(server, max_in_flight=2) as client:
+        calls = [asyncio.create_task(client.infer("double", {"input": rows(value)})) for value in range(5)]
+        await until(lambda: engine_of(server).statistics().submitted == 2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert engine_of(server).statistics().submitted == 2
+        device.open()
+        assert [(await call)["output"][0, 0] for call in calls] == [0, 2, 4, 6, 8]
+
+
+class TestConnections:
+    async def test_no_server_there(self):
+        with pytest.raises(ConnectionLostError, match="cannot connect to ws://127.0.0.1:9/"):
+            async with connect("ws://127.0.0.1:9/v2/ws", proxy=None):
+                pass
+
+    @pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "nothing", ""])
+    async def test_no_address_of_a_websocket(self, url):
+        with pytest.raises(UsageError, match="ws://HOST:PORT"):
+            async with connect(url, proxy=None):
+                pass
+
+    async def test_tokens(self):
+        async with serving(tokens=("s3cret",)) as server:
+            for token in (None, "wrong"):
+                with pytest.raises(UnauthorizedError, match="401"):
+                    async with client_of(server, token=token):
+                        pass
+            async with client_of(server, token="s3cret") as client:
+                assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
+
+    async def test_another_path(self):
+        async with serving() as server:
+            with pytest.raises(UnknownModelError, match="404"):
+                async with client_of(server, "/elsewhere"):
+                    pass
+
+    async def test_a_lost_connection_fails_what_is_in_flight_and_is_made_again(self):
+        device = LatchDevice()
+        async with serving(engine={"device": device}) as server, client_of(server) as client:
+            call = asyncio.create_task(client.infer("double", {"input": rows(1)}))
+            await until(lambda: device.held == 1)
+            for connection in list(server._hub.connections):
+                connection.abort()
+            with pytest.raises(ConnectionLostError):
+                await call
+            device.open()
+            assert (await client.infer("double", {"input": rows(2)}))["output"][0, 0] == 4
+
+    async def test_attempts(self):
+        device = LatchDevice()
+        async with serving(engine={"device": device}) as server, client_of(server, attempts=2) as client:
+            call = asyncio.create_task(client.infer("double", {"input": rows(1)}))
+            await until(lambda: device.held == 1)
+            for connection in list(server._hub.connections):
+                connection.abort()
+            device.open()
+            assert (await call)["output"][0, 0] == 2
+            assert engine_of(server).statistics().cancelled == 1
+
+    async def test_a_server_that_is_restarted_under_a_client_that_retries(self):
+        async with serving() as server:
+            port = address(server)[1]
+            client = await client_of(server, attempts=10).__aenter__()
+            assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
+        lost = asyncio.create_task(client.infer("double", {"input": rows(2)}))
+        await asyncio.sleep(0)
+        async with serving(http_port=port):
+            async with asyncio.timeout(WAIT_S):
+                assert (await lost)["output"][0, 0] == 4
+                assert (await client.infer("double", {"input": rows(3)}))["output"][0, 0] == 6
+            await client.aclose()
+
+    async def test_a_server_that_does_not_come_back(self):
+        async with serving() as server:
+            client = await client_of(server, attempts=10, reconnect_timeout=0.05).__aenter__()
+        with pytest.raises(ConnectionLostError, match="could not be made again within 0.05 s"):
+            async with asyncio.timeout(WAIT_S):
+                await client.infer("double", {"input": rows(1)})
+        await client.aclose()
+
+    async def test_closing(self):
+        device = LatchDevice()
+        async with serving(engine={"device": device}) as server:
+            client = client_of(server)
+            assert "not connected" in repr(client)
+            async with client:
+                call = asyncio.create_task(client.infer("double", {"input": rows(1)}))
+                await until(lambda: device.held == 1)
+                assert "in_flight=1" in repr(client)
+            with pytest.raises(ConnectionLostError):
+                await call
+            with pytest.raises(ConnectionLostError, match="closed"):
+                await client.infer("double", {"input": rows(1)})
+            with pytest.raises(UsageError, match="entered before"):
+                await client.__aenter__()
+            await client.aclose()
+            device.open()
+
+    @pytest.mark.parametrize("kw", [{"attempts": 0}, {"max_in_flight": 0}])
+    async def test_impossible_settings(self, kw):
+        with pytest.raises(UsageError):
+            connect("ws://127.0.0.1:1/", **kw)
+
+
+async def test_a_server_that_speaks_otherwise():
+    """What is no answer ends the connection with an error for all that wait, and nobody waits for ever."""
+    from websockets.asyncio.server import serve
+
+    async def answer(socket):
+        async for _ in socket:
+            await socket.send(b"\x02\x00\x00\x00[]")
+
+    async with serve(answer, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as client:
+            with pytest.raises(ConnectionLostError):
+                await client.infer("double", {"input": rows(1)})
+            with pytest.raises(ConnectionLostError, match="does not speak this protocol"):
+                await client.infer("double", {"input": rows(1)})
+
+
+async def test_an_error_of_an_unknown_kind():
+    from websockets.asyncio.server import serve
+
+    async def answer(socket):
+        async for _ in socket:
+            await socket.send('{"id":"1","error":"no coffee","status":418,"type":"__builtins__"}')
+
+    async with serve(answer, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        async with connect(f"ws://127.0.0.1:{port}/", proxy=None) as client:
+            with pytest.raises(RemoteError, match="no coffee") as caught:
+                await client.infer("double", {"input": rows(1)})
+            assert caught.value.status == 418
+            assert not isinstance(caught.value, RequestError)
