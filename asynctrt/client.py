@@ -179,7 +179,8 @@ class Client:
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
         socket = self._socket
-        assert socket is not None
+        if socket is None:
+            raise ConnectionLostError(f"the connection to {self.url} was lost")
         self._number += 1
         number = str(self._number)
         head = b'{"id":"' + number.encode() + b'"' + rest
@@ -189,6 +190,8 @@ class Client:
             await socket.send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
             return await future
         except ConnectionClosed as error:
+            if socket is self._socket:  # The task that receives will be told too, some time.
+                self._connected.clear()
             raise ConnectionLostError(f"the connection to {self.url} was lost: {error}") from error
         except asyncio.CancelledError:
             if socket is self._socket and number in self._waiting:
@@ -260,36 +263,40 @@ class Client:
 
     async def _run(self, socket: ClientConnection) -> None:
         """Take answers, and connect again whenever the connection is lost."""
-        while True:
-            try:
-                async for message in socket:
-                    self._take(message)
-            except ConnectionClosed:
-                pass  # Said by what is raised for those that wait.
-            except Exception as error:
-                self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_said(error)}")
-            self._socket = None
-            self._connected.clear()
-            self._fail_all()
-            if self._lost is not None:
-                self._connected.set()
-                await socket.close()
-                return
-            try:
+        # It waits longer after each failure, and goes on after those that may pass. To leave it is to close
+        # the connection that it gave last.
+        again = aiter(open_websocket(self.url, **self._settings))
+        try:
+            while True:
+                await self._receive(socket)
+                if self._lost is not None:
+                    return
                 async with asyncio.timeout(self._reconnect_timeout):
-                    # It waits longer after each failure, and goes on after those that may pass.
-                    async for again in open_websocket(self.url, **self._settings):
-                        socket = again
-                        break
-            except Exception as error:
-                self._lost = ConnectionLostError(
-                    f"the connection to {self.url} was lost and could not be made again within "
-                    f"{self._reconnect_timeout:g} s: {_said(error)}"
-                )
+                    socket = await anext(again)
+                self._socket = socket
                 self._connected.set()
-                return
-            self._socket = socket
+        except Exception as error:
+            self._lost = ConnectionLostError(
+                f"the connection to {self.url} was lost and could not be made again within "
+                f"{self._reconnect_timeout:g} s: {_said(error)}"
+            )
+        finally:
             self._connected.set()
+            await again.aclose()  # type: ignore[attr-defined]  # It is a generator.
+            await socket.close()
+
+    async def _receive(self, socket: ClientConnection) -> None:
+        """Take answers until the connection is lost."""
+        try:
+            async for message in socket:
+                self._take(message)
+        except ConnectionClosed:
+            pass  # Said by what is raised for those that wait.
+        except Exception as error:
+            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_said(error)}")
+        self._socket = None
+        self._connected.clear()
+        self._fail_all()
 
     def _fail_all(self) -> None:
         waiting, self._waiting = self._waiting, {}

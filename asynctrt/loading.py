@@ -93,7 +93,10 @@ def _attribute(where: str) -> Model:
             raise ModelNotFoundError(f"{where!r}: {found!r} has no {name!r}")
         found = getattr(found, name)
     if not isinstance(found, Model) and callable(found):
-        found = found()
+        try:
+            found = found()
+        except Exception as error:
+            raise ModelError(f"{where!r} made no model: {type(error).__name__}: {error}") from error
     if not isinstance(found, Model):
         raise ModelError(f"{where!r} is neither a model nor a function that makes one, but {found!r}")
     return found

@@ -52,6 +52,7 @@ class Server:
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None
         self._listeners: list[asyncio.Server] = []
+        self._addresses: list[str] = []
         self._grpc: GrpcServer | None = None
         self._grpc_port = 0
         self._log: AccessLog | None = None
@@ -79,12 +80,12 @@ class Server:
     def http_url(self) -> str:
         """Where HTTP is served, with the port that was bound."""
         scheme = "https" if self.settings.tls_certificate else "http"
-        return f"{scheme}://{_address(self._listeners[0])}"
+        return f"{scheme}://{self._addresses[0]}"
 
     @property
     def metrics_url(self) -> str | None:
         """Where the metrics are served apart, if they are."""
-        return f"http://{_address(self._listeners[1])}/metrics" if len(self._listeners) > 1 else None
+        return f"http://{self._addresses[1]}/metrics" if len(self._addresses) > 1 else None
 
     @property
     def grpc_target(self) -> str | None:
@@ -178,6 +179,7 @@ class Server:
                 f"cannot listen on {host} port {port}: {error.strerror or error}. {fix}"
             ) from error
         self._listeners.append(listener)
+        self._addresses.append(_address(listener))
 
     def _connections(self) -> int:
         return len(self._hub.connections) if self._hub is not None else 0

@@ -1,0 +1,1275 @@
+"""KServe over HTTP as NVIDIA's clients speak it: ``tritonclient.http``, sync and asyncio, unmodified.
+
+What only the C++ client does, or no client lets one do, is done by hand.
+"""
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as triton_aio
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
+from tests.models import FLOAT, double_model, failing_model, rows
+from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving, until
+
+pytestmark = pytest.mark.anyio
+INFER = "/v2/models/double/infer"
+
+
+@pytest.fixture(params=["sync", "aio"])
+def kind(request):
+    """Which of the two clients."""
+    return request.param
+
+
+class InThread:
+    """The sync client in a thread of its own, which its event loop belongs to; every call is awaited."""
+
+    def __init__(self, url, **settings):
+        self._thread = ThreadPoolExecutor(1)
+        self._client = self._thread.submit(
+            triton.InferenceServerClient, url, network_timeout=WAIT_S, **settings
+        ).result(WAIT_S)
+
+    def __getattr__(self, name):
+        def call(*args, **kw):
+            return self.run(lambda client: getattr(client, name)(*args, **kw))
+
+        return call
+
+    async def run(self, work):
+        """``work``, called with the client in its thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._client)
+
+    async def aclose(self):
+        await self.close()
+        self._thread.shutdown(wait=False)
+
+
+@asynccontextmanager
+async def client_of(server, kind, **settings):
+    url = "{}:{}".format(*address(server))
+    if kind == "aio":
+        async with triton_aio.InferenceServerClient(url) as client:
+            yield client
+        return
+    client = InThread(url, **settings)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@asynccontextmanager
+async def talking(kind, models=None, **settings):
+    """A server and a client of it. No test of both takes longer than ``WAIT_S``."""
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving(models, **settings) as server,
+        client_of(server, kind) as client,
+    ):
+        yield server, client
+
+
+def given(name, array, *, binary=True, datatype=None):
+    """An input."""
+    tensor = triton.InferInput(name, list(array.shape), datatype or np_to_triton_dtype(array.dtype))
+    return tensor.set_data_from_numpy(array, binary_data=binary)
+
+
+def wanted(name, **kw):
+    """A requested output."""
+    return triton.InferRequestedOutput(name, **kw)
+
+
+def four(*values, **kw):
+    """The input of the model that doubles."""
+    return [given("input", rows(*values), **kw)]
+
+
+def first(result, name="output"):
+    return result.as_numpy(name)[:, 0].tolist()
+
+
+async def refusal(call):
+    """Status and text of the error that a call ends with."""
+    with pytest.raises(InferenceServerException) as caught:
+        await call
+    return int(caught.value.status()), caught.value.message()
+
+
+def reversing_model(dtype, dims=(3,)):
+    """Each row with its elements in reverse order."""
+
+    def reverse(inputs, outputs):
+        outputs["output"][...] = inputs["input"][:, ::-1]
+
+    spec = TensorSpec("input", dtype, dims)
+    return FunctionModel(reverse, inputs=spec, outputs=TensorSpec("output", dtype, dims))
+
+
+def mixed_model():
+    """Inputs and outputs of several datatypes and ranks."""
+
+    def compute(inputs, outputs):
+        outputs["scaled"][...] = inputs["values"] * inputs["factor"][:, None]
+        outputs["total"][...] = inputs["ids"].sum(axis=1)
+        outputs["large"][...] = inputs["ids"] > 100
+        outputs["label"][...] = np.char.upper(inputs["label"])
+
+    return FunctionModel(
+        compute,
+        inputs=[
+            TensorSpec("values", FLOAT, ("n",)),
+            TensorSpec("factor", np.float64),
+            TensorSpec("ids", np.int64, (2,)),
+            TensorSpec("label", "S8", (1,)),
+        ],
+        outputs=[
+            TensorSpec("scaled", FLOAT, ("n",)),
+            TensorSpec("total", np.int64),
+            TensorSpec("large", np.bool_, (2,)),
+            TensorSpec("label", "S8", (1,)),
+        ],
+    )
+
+
+MIXED = {
+    "values": np.array([[1, 2, 3], [4, 5, 6]], np.float32),
+    "factor": np.array([10.0, 0.5]),
+    "ids": np.array([[1, 1000], [2, 3]], np.int64),
+    "label": np.array([[b"one"], [b"two"]], object),
+}
+MIXED_ANSWER = {
+    "scaled": [[10, 20, 30], [2, 2.5, 3]],
+    "total": [1001, 5],
+    "large": [[False, True], [False, False]],
+    "label": [[b"ONE"], [b"TWO"]],
+}
+
+
+def held(model=None, **settings):
+    """Models and engine options for batches, one at a time, that end when the test says so."""
+    device = LatchDevice(slots=1)
+    models = {"double": model or double_model()}
+    return device, {"models": models, "engine": {"device": device, "contexts": 1, **settings}}
+
+
+class TestHealth:
+    async def test_live_and_ready(self, kind):
+        async with talking(kind) as (_, client):
+            assert await client.is_server_live() is True
+            assert await client.is_server_ready() is True
+            assert await client.is_model_ready("double") is True
+            assert await client.is_model_ready("double", "1") is True
+
+    @pytest.mark.parametrize(("name", "version"), [("nothing", ""), ("double", "2"), ("double", "x")])
+    async def test_an_unknown_model_is_not_ready_and_no_exception(self, kind, name, version):
+        async with talking(kind) as (_, client):
+            assert await client.is_model_ready(name, version) is False
+
+    async def test_a_model_that_is_still_to_be_loaded(self, kind):
+        async def opened():
+            return await asynctrt.open(double_model())
+
+        async with talking(kind) as (server, client):
+            server.repository.add("late", opener=opened)
+            assert await client.is_server_live() is True
+            assert await client.is_server_ready() is False
+            assert await client.is_model_ready("late") is False
+            assert await client.is_model_ready("double") is True
+            assert await refusal(client.infer("late", four(1))) == (
+                503,
+                "'late' is not served: not loaded yet",
+            )
+            await server.repository.load("late")
+            assert await client.is_server_ready() is True
+            assert first(await client.infer("late", four(1))) == [2]
+
+    async def test_a_server_that_drains_is_live_and_not_ready(self, kind):
+        async with talking(kind) as (server, client):
+            server.repository.is_draining = True
+            assert await client.is_server_live() is True
+            assert await client.is_server_ready() is False
+
+
+class TestDescriptions:
+    async def test_the_server(self, kind):
+        async with talking(kind) as (_, client):
+            content = await client.get_server_metadata()
+            assert content["name"] == "asynctrt"
+            assert content["version"] == asynctrt.__version__
+            assert {"binary_tensor_data", "statistics", "model_configuration"} <= set(content["extensions"])
+            # Only what is there is announced.
+            assert not {"classification", "system_shared_memory", "trace"} & set(content["extensions"])
+
+    async def test_a_model(self, kind):
+        async with talking(kind, {"mixed": mixed_model(), ("mixed", "12"): mixed_model()}) as (_, client):
+            content = await client.get_model_metadata("mixed")
+            assert content == await client.get_model_metadata("mixed", "12")
+            assert content == {
+                "name": "mixed",
+                "versions": ["1", "12"],
+                "platform": "python",
+                "inputs": [
+                    {"name": "values", "datatype": "FP32", "shape": [-1, -1]},
+                    {"name": "factor", "datatype": "FP64", "shape": [-1]},
+                    {"name": "ids", "datatype": "INT64", "shape": [-1, 2]},
+                    {"name": "label", "datatype": "BYTES", "shape": [-1, 1]},
+                ],
+                "outputs": [
+                    {"name": "scaled", "datatype": "FP32", "shape": [-1, -1]},
+                    {"name": "total", "datatype": "INT64", "shape": [-1]},
+                    {"name": "large", "datatype": "BOOL", "shape": [-1, 2]},
+                    {"name": "label", "datatype": "BYTES", "shape": [-1, 1]},
+                ],
+            }
+
+    async def test_a_configuration_agrees_with_the_metadata(self, kind):
+        engine = {"max_rows": 16, "max_delay": 0.002, "priorities": 5}
+        async with talking(kind, {"mixed": mixed_model()}, engine=engine) as (_, client):
+            content = await client.get_model_config("mixed")
+            metadata = await client.get_model_metadata("mixed")
+            assert content == await client.get_model_config("mixed", "1")
+        assert (content["name"], content["platform"]) == ("mixed", "python")
+        assert content["max_batch_size"] == 16
+        assert content["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
+        assert content["dynamic_batching"]["priority_levels"] == 5
+        assert "sequence_batching" not in content
+        assert "ensemble_scheduling" not in content
+        for side in ("input", "output"):
+            described = {tensor["name"]: tensor for tensor in metadata[side + "s"]}
+            assert [tensor["name"] for tensor in content[side]] == list(described)
+            for tensor in content[side]:
+                datatype = tensor["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
+                assert datatype == described[tensor["name"]]["datatype"]
+                assert [-1, *tensor["dims"]] == described[tensor["name"]]["shape"]
+                assert tensor["is_shape_tensor"] is False
+                assert not tensor.get("optional", False)
+
+    async def test_the_repository(self, kind):
+        models = {"a": double_model(), ("b", "1"): double_model(), ("b", "10"): double_model()}
+        async with talking(kind, models) as (server, client):
+            index = await client.get_model_repository_index()
+            assert index == [
+                {"name": name, "version": version, "state": "READY", "reason": ""}
+                for name, version in [("a", "1"), ("b", "1"), ("b", "10")]
+            ]
+            await server.repository.unload("b")
+            index = await client.get_model_repository_index()
+            assert index[1:] == [
+                {"name": "b", "version": version, "state": "UNAVAILABLE", "reason": "unloaded"}
+                for version in ("1", "10")
+            ]
+            # No client of Python's can ask for that.
+            status, _, body = await ask(server, "/v2/repository/index", b'{"ready": true}')
+            assert (status, [item["name"] for item in json.loads(body)]) == (200, ["a"])
+
+    async def test_long_descriptions_can_be_read(self, kind):
+        """Clients decompress an inference's answer and nothing else, whatever they say that they accept."""
+        models = {f"model-{number}": mixed_model() for number in range(20)}
+        async with talking(kind, models) as (_, client):
+            assert len(await client.get_model_repository_index()) == 20
+            assert len((await client.get_inference_statistics())["model_stats"]) == 20
+            assert (await client.get_model_config("model-0"))["name"] == "model-0"
+            assert (await client.get_model_metadata("model-0"))["name"] == "model-0"
+            status, text = await refusal(client.infer("n" * 600, four(1)))
+            assert status == 404
+            assert "there is no model 'nnn" in text
+
+
+class TestControl:
+    async def test_is_refused_unless_the_server_allows_it(self, kind):
+        async with talking(kind) as (_, client):
+            for call in (client.load_model, client.unload_model):
+                status, text = await refusal(call("double"))
+                assert status == 400
+                assert "--model-control" in text
+            assert await client.is_model_ready("double") is True
+
+    async def test_unload_and_load(self, kind):
+        async with talking(kind, {"a": double_model(), "b": double_model()}, model_control=True) as (
+            _,
+            client,
+        ):
+            await client.unload_model("a")
+            assert await client.is_model_ready("a") is False
+            assert await client.is_model_ready("b") is True
+            # What was unloaded on purpose is not missed.
+            assert await client.is_server_ready() is True
+            assert await refusal(client.infer("a", four(1))) == (503, "'a' is not served: unloaded")
+            assert await refusal(client.get_model_metadata("a")) == (503, "'a' is not served: unloaded")
+            assert first(await client.infer("b", four(1))) == [2]
+            await client.unload_model("a")
+            await client.load_model("a")
+            await client.load_model("a")
+            assert await client.is_model_ready("a") is True
+            assert first(await client.infer("a", four(1))) == [2]
+
+    async def test_what_is_in_flight_is_answered_when_its_model_is_unloaded(self, kind):
+        device, settings = held()
+        async with talking(kind, model_control=True, **settings) as (server, client):
+            engine = engine_of(server)
+            answers = []
+            async with connected(server) as raw, connected(server) as behind:
+                for value, connection in enumerate((raw, behind), start=1):
+                    connection.send(by_hand(value))
+                    await until(lambda value=value: engine.statistics().submitted == value)
+                unloading = asyncio.create_task(client.unload_model("double"))
+                await until(lambda: engine.statistics().state == "draining")
+                device.open()
+                answers = [await raw.answer(), await behind.answer()]
+            await unloading
+            assert [status for status, _, _ in answers] == [200, 200]
+            await client.load_model("double")
+            assert first(await client.infer("double", four(1))) == [2]
+
+    async def test_unknown_models(self, kind):
+        async with talking(kind, model_control=True) as (_, client):
+            for call in (client.load_model, client.unload_model):
+                assert await refusal(call("nothing")) == (
+                    404,
+                    "there is no model 'nothing' in the repository",
+                )
+
+    async def test_a_configuration_or_files_for_a_model_are_refused(self, kind):
+        """They would be passed over in silence otherwise."""
+        async with talking(kind, model_control=True) as (_, client):
+            status, text = await refusal(client.load_model("double", config='{"max_batch_size": 1}'))
+            assert status in (400, 501)
+            assert "config" in text
+
+
+def by_hand(*values, path=INFER, **headers):
+    """A binary request of one's own making."""
+    head, raw = split_body(*values)
+    return request(path, head + raw, Inference_Header_Content_Length=len(head), **headers)
+
+
+def split_body(*values, **extra):
+    raw = rows(*values).tobytes()
+    shape = [len(values), 4]
+    tensor = {
+        "name": "input",
+        "shape": shape,
+        "datatype": "FP32",
+        "parameters": {"binary_data_size": len(raw)},
+    }
+    return json.dumps({"inputs": [tensor], **extra}).encode(), raw
+
+
+def json_body(*values, **extra):
+    data = rows(*values).ravel().tolist()
+    tensor = {"name": "input", "shape": [len(values), 4], "datatype": "FP32", "data": data}
+    return json.dumps({**extra, "inputs": [tensor]}).encode()
+
+
+class TestInfer:
+    @pytest.mark.parametrize("output", ["binary", "json", "default"])
+    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+    async def test_binary_and_json(self, kind, binary, output):
+        outputs = None if output == "default" else [wanted("output", binary_data=output == "binary")]
+        async with talking(kind) as (_, client):
+            for value in range(3):
+                result = await client.infer("double", four(value, 7, binary=binary), outputs=outputs)
+                assert result.as_numpy("output").tolist() == rows(2 * value, 14).tolist()
+                assert result.as_numpy("output").dtype == np.float32
+                assert result.as_numpy("nothing") is None
+                content = result.get_response()
+                assert (content["model_name"], content["model_version"]) == ("double", "1")
+                assert "id" not in content
+                described = {"name": "output", "datatype": "FP32", "shape": [2, 4]}
+                if output == "json":
+                    described["data"] = [2 * value] * 4 + [14] * 4
+                else:
+                    described["parameters"] = {"binary_data_size": 32}
+                assert content["outputs"] == [described]
+
+    async def test_several_inputs_and_outputs(self, kind):
+        async with talking(kind, {"mixed": mixed_model()}) as (_, client):
+            for turn in range(3):
+                # Each input once in JSON and once in binary, in the model's order and in the reverse.
+                inputs = [
+                    given(name, array, binary=(turn + number) % 2 == 0)
+                    for number, (name, array) in enumerate(MIXED.items())
+                ]
+                result = await client.infer("mixed", inputs[:: 1 if turn else -1])
+                assert {name: result.as_numpy(name).tolist() for name in MIXED_ANSWER} == MIXED_ANSWER
+
+    async def test_a_subset_of_the_outputs_in_another_order(self, kind):
+        async with talking(kind, {"mixed": mixed_model()}) as (_, client):
+            inputs = [given(name, array) for name, array in MIXED.items()]
+            for names in (["total", "scaled"], ["label"], ["large", "label", "total", "scaled"]):
+                outputs = [wanted(name, binary_data=number % 2 == 0) for number, name in enumerate(names)]
+                result = await client.infer("mixed", inputs, outputs=outputs)
+                assert [tensor["name"] for tensor in result.get_response()["outputs"]] == names
+                for name in names:
+                    expected = MIXED_ANSWER[name]
+                    if name == "label" and names.index(name) % 2:
+                        expected = [[item.decode() for item in row] for row in expected]
+                    assert result.as_numpy(name).tolist() == expected
+                assert all(result.as_numpy(name) is None for name in MIXED_ANSWER if name not in names)
+
+    @pytest.mark.parametrize("request_id", ["1", "a-b_c", "two words", '"quoted\\"', "Größe 模型", "x" * 500])
+    async def test_ids(self, kind, request_id):
+        async with talking(kind) as (_, client):
+            for binary in (True, False):
+                for _ in range(2):
+                    result = await client.infer("double", four(3, binary=binary), request_id=request_id)
+                    assert result.get_response()["id"] == request_id
+                    assert first(result) == [6]
+                result = await client.infer("double", four(4, binary=binary))
+                assert "id" not in result.get_response()
+                assert first(result) == [8]
+
+    async def test_many_at_once(self):
+        async with talking("aio") as (server, client):
+            results = await asyncio.gather(
+                *[
+                    client.infer("double", four(value, value + 0.5), request_id=str(value))
+                    for value in range(100)
+                ]
+            )
+            assert [first(result) for result in results] == [[2 * v, 2 * v + 1] for v in range(100)]
+            assert [result.get_response()["id"] for result in results] == [str(v) for v in range(100)]
+            assert engine_of(server).statistics().succeeded == 100
+
+    async def test_async_infer_of_the_sync_client(self):
+        device, settings = held()
+
+        def send(client):
+            asked = [
+                client.async_infer("double", four(value), request_id=f"id-{value}") for value in range(4)
+            ]
+            return [handle.get_result(timeout=WAIT_S) for handle in asked]
+
+        async with asyncio.timeout(WAIT_S), serving(**settings) as server:
+            async with client_of(server, "sync", concurrency=4) as client:
+                sending = asyncio.create_task(client.run(send))
+                await until(lambda: engine_of(server).statistics().queued_requests == 3)
+                device.open()
+                results = await sending
+            assert [first(result) for result in results] == [[0], [2], [4], [6]]
+            assert [result.get_response()["id"] for result in results] == [f"id-{v}" for v in range(4)]
+            assert set(engine_of(server).statistics().by_batch_rows) == {1, 3}
+
+    async def test_more_rows_than_a_batch_holds(self, kind):
+        async with talking(kind, engine={"max_rows": 4}) as (_, client):
+            result = await client.infer("double", four(*range(11)))
+            assert first(result) == [2 * value for value in range(11)]
+
+    async def test_large_tensors(self, kind):
+        array = np.arange(3 << 20, dtype=np.float32).reshape(3, 1 << 20)
+        async with talking(kind, {"large": reversing_model(FLOAT, (1 << 20,))}) as (_, client):
+            for _ in range(2):
+                result = await client.infer("large", [given("input", array)])
+                assert np.array_equal(result.as_numpy("output"), array[:, ::-1])
+
+    async def test_a_body_that_is_too_large_is_said_to_be(self, kind):
+        async with talking(kind, {"large": reversing_model(FLOAT, (1 << 20,))}, max_body=1 << 20) as (
+            _,
+            client,
+        ):
+            array = np.zeros((3, 1 << 20), np.float32)
+            status, text = await refusal(client.infer("large", [given("input", array)]))
+            assert status == 413
+            assert "this server takes 1048576" in text
+
+    async def test_rows_without_elements(self, kind):
+        async with talking(kind, {"any": reversing_model(np.int32, ("n",))}) as (_, client):
+            for binary in (True, False):
+                empty = given("input", np.zeros((2, 0), np.int32), binary=binary)
+                for outputs in (None, [wanted("output", binary_data=False)]):
+                    result = await client.infer("any", [empty], outputs=outputs)
+                    assert result.as_numpy("output").shape == (2, 0)
+
+    async def test_inputs_that_lie_otherwise_in_memory(self, kind):
+        async with talking(kind, {"any": reversing_model(np.int32)}) as (_, client):
+            array = np.arange(12, dtype=np.int32).reshape(3, 4).T
+            for binary in (True, False):
+                result = await client.infer("any", [given("input", array, binary=binary)])
+                assert result.as_numpy("output").tolist() == array[:, ::-1].tolist()
+
+    async def test_bodies_that_the_client_makes_and_reads(self):
+        make, read = triton.InferenceServerClient.generate_request_body, None
+        read = triton.InferenceServerClient.parse_response_body
+        async with asyncio.timeout(WAIT_S), serving() as server:
+            for binary, out in ((True, True), (True, False), (False, True), (False, False)):
+                outputs = [wanted("output", binary_data=out)]
+                body, length = make(four(3, binary=binary), outputs=outputs, request_id="7")
+                headers = {} if length is None else {"Inference_Header_Content_Length": length}
+                status, got, answer = await ask(server, INFER, body, **headers)
+                assert (status, (length is None)) == (200, not binary)
+                assert ("inference-header-content-length" in got) is out
+                assert got["content-type"] == "application/" + ("octet-stream" if out else "json")
+                head = got.get("inference-header-content-length")
+                result = read(answer, header_length=head and int(head))
+                assert (first(result), result.get_response()["id"]) == ([6], "7")
+
+
+def extremes(dtype):
+    """A row of the ends of a dtype, and one of ordinary values."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return np.array([[True, False, False], [False, True, True]])
+    if dtype.kind == "S":
+        return np.array([[b"", b"sixteen bytes...", "Größe".encode()], [b"a\0b", b"x", b'"\\\n']], object)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return np.array([[info.min, info.max, 0], [1, 2, info.max // 3]], dtype)
+    info = ml_dtypes.finfo(dtype)
+    return np.array([[info.max, info.min, info.smallest_subnormal], [0.1, -1.5, 1 / 3]], dtype)
+
+
+DTYPES = {
+    "BOOL": np.bool_,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BF16": ml_dtypes.bfloat16,
+    "BYTES": "S16",
+}
+
+
+class TestDatatypes:
+    @pytest.mark.parametrize("datatype", DTYPES)
+    async def test_every_one_both_ways(self, kind, datatype):
+        array = extremes(DTYPES[datatype])
+        expected = array[:, ::-1].tolist()
+        async with talking(kind, {"model": reversing_model(DTYPES[datatype])}) as (_, client):
+            metadata = await client.get_model_metadata("model")
+            assert metadata["inputs"][0]["datatype"] == datatype
+            for binary in (True, False):
+                if datatype == "BF16" and not binary:
+                    continue  # The client refuses it; see below.
+                inputs = [given("input", array, binary=binary, datatype=datatype)]
+                for out in (True, False):
+                    result = await client.infer("model", inputs, outputs=[wanted("output", binary_data=out)])
+                    answer = result.as_numpy("output")
+                    if datatype == "BYTES" and not out:
+                        answer = np.char.encode(answer.astype(str), "utf-8")
+                    assert answer.tolist() == expected
+                    assert result.get_output("output")["datatype"] == datatype
+
+    async def test_bfloat16_in_json_by_hand(self):
+        tensor = {"name": "input", "shape": [1, 3], "datatype": "BF16", "data": [0.5, -1.0, 3.140625]}
+        async with serving({"model": reversing_model(ml_dtypes.bfloat16)}) as server:
+            body = json.dumps({"inputs": [tensor]}).encode()
+            status, _, answer = await ask(server, "/v2/models/model/infer", body)
+            assert status == 200
+            assert json.loads(answer)["outputs"] == [tensor | {"name": "output", "data": [3.140625, -1, 0.5]}]
+
+    async def test_nested_lists_in_json_by_hand(self):
+        data = [[1, 2, 3], [4, 5, 6]]
+        tensor = {"name": "input", "shape": [2, 3], "datatype": "INT32", "data": data}
+        async with serving({"model": reversing_model(np.int32)}) as server:
+            body = json.dumps({"inputs": [tensor]}).encode()
+            status, _, answer = await ask(server, "/v2/models/model/infer", body)
+            assert status == 200
+            # Answers are flat, which every client reads.
+            assert json.loads(answer)["outputs"][0]["data"] == [3, 2, 1, 6, 5, 4]
+
+    @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+    async def test_numbers_that_json_has_no_word_for(self, kind, dtype):
+        """Triton and its clients write them as NaN and Infinity all the same."""
+        array = np.array([[np.inf, -np.inf, np.nan], [1, 2, 3]], dtype)
+        async with talking(kind, {"model": reversing_model(dtype)}) as (_, client):
+            for binary in (True, False):
+                for out in (True, False):
+                    result = await client.infer(
+                        "model",
+                        [given("input", array, binary=binary)],
+                        outputs=[wanted("output", binary_data=out)],
+                    )
+                    assert np.array_equal(result.as_numpy("output"), array[:, ::-1], equal_nan=True)
+
+    async def test_bytes_that_are_no_text_are_for_binary_outputs(self, kind):
+        array = np.array([[b"\xff\xfe", b"", b"a"]], object)
+        async with talking(kind, {"model": reversing_model("S16")}) as (_, client):
+            result = await client.infer("model", [given("input", array)])
+            assert result.as_numpy("output").tolist() == array[:, ::-1].tolist()
+            status, text = await refusal(
+                client.infer("model", [given("input", array)], outputs=[wanted("output", binary_data=False)])
+            )
+            assert status == 400
+            assert "ask for binary_data" in text
+
+    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+    async def test_strings_of_numpy_and_of_python(self, kind, binary):
+        async with talking(kind, {"model": reversing_model("S16")}) as (_, client):
+            for array in (np.array([["a", "bb", "ccc"]], object), np.array([[b"a", b"bb", b"ccc"]], "S5")):
+                result = await client.infer("model", [given("input", array, binary=binary)])
+                assert result.as_numpy("output").tolist() == [[b"ccc", b"bb", b"a"]]
+
+    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+    @pytest.mark.parametrize(
+        ("element", "says"),
+        [
+            (b"seventeen bytes..", "element 1 has 17 bytes; the model takes 16"),
+            (b"ends in NUL\0", "element 1 ends in a NUL byte"),
+        ],
+    )
+    async def test_bytes_that_the_model_cannot_take(self, kind, binary, element, says):
+        async with talking(kind, {"model": reversing_model("S16")}) as (_, client):
+            array = np.array([[b"a", element, b"c"]], object)
+            status, text = await refusal(client.infer("model", [given("input", array, binary=binary)]))
+            assert status == 400
+            assert says in text
+
+
+class TestVersions:
+    async def test_the_newest_is_meant_if_none_is_named(self, kind):
+        def triple(inputs, outputs):
+            outputs["output"][...] = 3 * inputs["input"]
+
+        models = {("model", "2"): double_model(), ("model", "10"): double_model(triple)}
+        async with talking(kind, models) as (server, client):
+            assert first(await client.infer("model", four(1))) == [3]
+            result = await client.infer("model", four(1), model_version="2")
+            assert (first(result), result.get_response()["model_version"]) == ([2], "2")
+            result = await client.infer("model", four(1), model_version="10")
+            assert (first(result), result.get_response()["model_version"]) == ([3], "10")
+            assert (await client.get_model_metadata("model", "2"))["versions"] == ["2", "10"]
+            counts = {}
+            for version in ("2", "10", ""):
+                content = await client.get_inference_statistics("model", version)
+                for stats in content["model_stats"]:
+                    assert stats["name"] == "model"
+                    counts.setdefault(stats["version"], []).append(stats["inference_count"])
+            # Each version by itself, and once more among both.
+            assert counts == {"2": [1, 1], "10": [2, 2]}
+            assert engine_of(server, "model", "2").statistics().rows == 1
+
+    async def test_the_newest_that_is_served(self, kind):
+        async def opened():
+            return await asynctrt.open(double_model())
+
+        async with talking(kind, {("model", "1"): double_model()}) as (server, client):
+            server.repository.add("model", version="2", opener=opened)
+            result = await client.infer("model", four(1))
+            assert result.get_response()["model_version"] == "1"
+            assert await client.is_model_ready("model", "2") is False
+            status, text = await refusal(client.infer("model", four(1), model_version="2"))
+            assert (status, text) == (503, "version 2 of 'model' is not served: not loaded yet")
+            await server.repository.load("model")
+            result = await client.infer("model", four(1))
+            assert result.get_response()["model_version"] == "2"
+
+    async def test_unknown_versions(self, kind):
+        async with talking(kind) as (_, client):
+            for version in ("2", "01", "latest", "-1"):
+                calls = (
+                    client.infer("double", four(1), model_version=version),
+                    client.get_model_metadata("double", version),
+                    client.get_model_config("double", version),
+                    client.get_inference_statistics("double", version),
+                )
+                for call in calls:
+                    assert await refusal(call) == (
+                        404,
+                        f"there is no version {version!r} of 'double'; there are: 1",
+                    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "org/model",
+        "v1.2-model_x",
+        "two words",
+        "a/b c.d",
+        "per%cent",
+        "per%20cent",
+        "plus+name",
+        "模型",
+        "question?mark#hash",
+        "a:b@c&d=e;f",
+        "infer",
+        "ready/x",
+        "versions/2",
+        "quote'\"",
+    ],
+)
+async def test_names(kind, name):
+    async with talking(kind, {name: double_model(), (name, "7"): double_model()}, model_control=True) as (
+        _,
+        client,
+    ):
+        for version in ("", "7", "1"):
+            assert await client.is_model_ready(name, version) is True
+            result = await client.infer(name, four(2), model_version=version)
+            assert result.get_response()["model_name"] == name
+            assert result.get_response()["model_version"] == version or "7"
+            assert (await client.get_model_metadata(name, version))["name"] == name
+            assert (await client.get_model_config(name, version))["name"] == name
+            stats = (await client.get_inference_statistics(name, version))["model_stats"]
+            assert {item["name"] for item in stats} == {name}
+        await client.unload_model(name)
+        assert await client.is_model_ready(name) is False
+        await client.load_model(name)
+        assert first(await client.infer(name, four(2))) == [4]
+
+
+class TestScheduling:
+    async def test_priorities(self):
+        """On the wire 1 is the most urgent; 0, and what is beyond the last level, is the model's default."""
+        seen = []
+
+        def note(inputs, outputs):
+            seen.extend(inputs["input"][:, 0].tolist())
+            outputs["output"][...] = 2 * inputs["input"]
+
+        device, settings = held(double_model(note), max_rows=1, priorities=3)
+        async with talking("aio", **settings) as (server, client):
+            asked = []
+            for value, priority in enumerate([0, 3, 0, 2, 9, 1, 2]):
+                call = client.infer("double", four(value), priority=priority)
+                asked.append(asyncio.create_task(call))
+                await until(lambda value=value: engine_of(server).statistics().submitted == value + 1)
+            assert device.held == 1
+            device.open()
+            assert [first(result) for result in await asyncio.gather(*asked)] == [[2 * v] for v in range(7)]
+            assert seen == [0, 5, 3, 6, 1, 2, 4]
+
+    async def test_a_timeout_in_the_queue(self, kind):
+        device, settings = held()
+        async with talking(kind, **settings) as (server, client):
+            engine = engine_of(server)
+            async with connected(server) as raw:
+                raw.send(by_hand(1))
+                await until(lambda: device.held == 1)
+                status, text = await refusal(client.infer("double", four(2), timeout=1000))
+                assert status == 503
+                assert "queue" in text
+                assert (engine.statistics().expired, engine.statistics().queued_requests) == (1, 0)
+                device.open()
+                assert (await raw.answer())[0] == 200
+            # Long enough, and no timeout at all.
+            for timeout in (WAIT_S * 1_000_000, 0, None):
+                assert first(await client.infer("double", four(2), timeout=timeout)) == [4]
+
+    async def test_a_full_queue(self, kind):
+        device, settings = held(max_rows=1, max_queue_rows=1)
+        async with talking(kind, **settings) as (server, client):
+            async with connected(server) as raw, connected(server) as behind:
+                raw.send(by_hand(1))
+                await until(lambda: device.held == 1)
+                behind.send(by_hand(2))
+                await until(lambda: engine_of(server).statistics().queued_requests == 1)
+                status, text = await refusal(client.infer("double", four(3)))
+                assert status == 503
+                assert "queue" in text
+                device.open()
+                assert [(await raw.answer())[0], (await behind.answer())[0]] == [200, 200]
+
+    @pytest.mark.parametrize(
+        ("parameters", "says"),
+        [
+            ({"timeout": "soon"}, "timeout is in whole microseconds and not negative, not 'soon'"),
+            ({"timeout": -1}, "not -1"),
+            ({"priority": -1}, "priority is a whole number, 0 or more, not -1"),
+            ({"priority": 1.5}, "not 1.5"),
+        ],
+    )
+    async def test_what_these_cannot_be(self, kind, parameters, says):
+        async with talking(kind) as (_, client):
+            status, text = await refusal(client.infer("double", four(1), **parameters))
+            assert status == 400
+            assert says in text
+
+    async def test_parameters_of_ones_own_are_passed_over(self, kind):
+        async with talking(kind) as (_, client):
+            result = await client.infer(
+                "double",
+                four(1),
+                parameters={"tenant": "a", "temperature": 0.5, "debug": True},
+                query_params={"trace": "1"},
+                headers={"X-Request-From": "test"},
+                sequence_id=17,
+                sequence_start=True,
+            )
+            assert first(result) == [2]
+
+
+class TestCompression:
+    @pytest.mark.parametrize("answered", [None, "gzip", "deflate"])
+    @pytest.mark.parametrize("asked", [None, "gzip", "deflate"])
+    async def test_both_ways(self, kind, asked, answered):
+        array = np.arange(1500, dtype=np.float32).reshape(3, 500)
+        async with talking(kind, {"model": reversing_model(FLOAT, (500,))}) as (_, client):
+            for binary in (True, False):
+                result = await client.infer(
+                    "model",
+                    [given("input", array, binary=binary)],
+                    outputs=[wanted("output", binary_data=binary)],
+                    request_id="7",
+                    request_compression_algorithm=asked,
+                    response_compression_algorithm=answered,
+                )
+                assert np.array_equal(result.as_numpy("output"), array[:, ::-1])
+                assert result.get_response()["id"] == "7"
+
+    @pytest.mark.parametrize("coding", ["gzip", "deflate"])
+    async def test_what_is_sent(self, coding):
+        array = np.zeros((3, 500), np.float32)
+        body, length = triton.InferenceServerClient.generate_request_body([given("input", array)])
+        async with serving({"model": reversing_model(FLOAT, (500,))}) as server:
+            status, headers, answer = await ask(
+                server,
+                "/v2/models/model/infer",
+                body,
+                Inference_Header_Content_Length=length,
+                Accept_Encoding=coding,
+            )
+            assert (status, headers["content-encoding"]) == (200, coding)
+            assert len(answer) < array.nbytes / 10
+            result = triton.InferenceServerClient.parse_response_body(
+                answer,
+                header_length=int(headers["inference-header-content-length"]),
+                content_encoding=coding,
+            )
+            assert np.array_equal(result.as_numpy("output"), array)
+
+    async def test_errors_to_compressed_requests(self, kind):
+        async with talking(kind) as (_, client):
+            status, text = await refusal(
+                client.infer(
+                    "double",
+                    [given("input", np.zeros((1, 5), np.float32))],
+                    request_compression_algorithm="gzip",
+                    response_compression_algorithm="gzip",
+                )
+            )
+            assert status == 400
+            assert "takes shape (rows, 4), given (1, 5)" in text
+
+
+class TestStatistics:
+    async def test_before_the_first_request(self, kind):
+        async with talking(kind) as (_, client):
+            (stats,) = (await client.get_inference_statistics("double"))["model_stats"]
+        nothing = {"count": 0, "ns": 0}
+        names = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+        assert stats.pop("memory_usage")[0]["byte_size"] > 0
+        assert stats == {
+            "name": "double",
+            "version": "1",
+            "last_inference": 0,
+            "inference_count": 0,
+            "execution_count": 0,
+            "inference_stats": dict.fromkeys((*names, "cache_hit", "cache_miss"), nothing),
+            "response_stats": {},
+            "batch_stats": [],
+        }
+
+    async def test_they_advance_as_the_requests_do(self, kind):
+        """A batch of one row, then one of four from three requests; then one that fails in each way."""
+        device, settings = held()
+        async with talking(kind, **settings) as (server, client):
+            engine = engine_of(server)
+            async with connected(server) as one, connected(server) as two, connected(server) as three:
+                asked = [(one, (1,)), (two, (2,)), (three, (3, 4))]
+                for number, (raw, values) in enumerate(asked, start=1):
+                    raw.send(by_hand(*values))
+                    await until(lambda number=number: engine.statistics().submitted == number)
+                before = (await client.get_inference_statistics("double"))["model_stats"][0]
+                # What is still to be answered has not advanced anything.
+                assert before["inference_stats"]["queue"] == {"count": 0, "ns": 0}
+                device.open()
+                for raw, _ in asked:
+                    assert (await raw.answer())[0] == 200
+            (stats,) = (await client.get_inference_statistics("double", "1"))["model_stats"]
+            check_statistics(stats, {1: 1, 3: 1}, requests={1: 1, 3: 2}, failed=0)
+            assert abs(stats["last_inference"] / 1000 - time.time()) < 3600
+
+            device.shut()
+            wrong = [given("input", np.zeros((1, 4), np.float64))]
+            assert (await refusal(client.infer("double", wrong)))[0] == 400
+            async with connected(server) as raw:
+                raw.send(by_hand(5))
+                await until(lambda: device.held == 1)
+                assert (await refusal(client.infer("double", four(6), timeout=1)))[0] == 503
+                async with connected(server) as gone:
+                    gone.send(by_hand(7))
+                    await until(lambda: engine.statistics().queued_requests == 1)
+                await until(lambda: engine.statistics().cancelled == 1)
+                device.open()
+                assert (await raw.answer())[0] == 200
+            (stats,) = (await client.get_inference_statistics("double", "1"))["model_stats"]
+            check_statistics(stats, {1: 2, 3: 1}, requests={1: 2, 3: 2}, failed=3)
+
+    async def test_a_batch_that_failed_was_none(self, kind):
+        async with talking(kind, {"double": failing_model()}) as (_, client):
+            assert first(await client.infer("double", four(1))) == [2]
+            status, text = await refusal(client.infer("double", four(-1)))
+            assert status == 500
+            assert "negative number" in text
+            (stats,) = (await client.get_inference_statistics("double"))["model_stats"]
+            check_statistics(stats, {1: 1}, requests={1: 1}, failed=1)
+            assert stats["inference_stats"]["fail"]["ns"] > 0
+
+    async def test_a_request_that_was_split_is_one(self, kind):
+        async with talking(kind, engine={"max_rows": 2}) as (_, client):
+            assert first(await client.infer("double", four(1, 2, 3, 4, 5))) == [2, 4, 6, 8, 10]
+            (stats,) = (await client.get_inference_statistics("double"))["model_stats"]
+            assert (stats["inference_count"], stats["execution_count"]) == (5, 3)
+            assert {
+                name: stats["inference_stats"][name]["count"]
+                for name in ("success", "queue", "compute_infer")
+            } == {"success": 1, "queue": 1, "compute_infer": 1}
+
+    async def test_of_all_models(self, kind):
+        models = {"a": double_model(), "b/c": double_model(), ("b/c", "2"): double_model()}
+        async with talking(kind, models) as (_, client):
+            await client.infer("b/c", four(1))
+            content = await client.get_inference_statistics()
+            counts = [
+                (item["name"], item["version"], item["inference_stats"]["queue"]["count"])
+                for item in content["model_stats"]
+            ]
+            assert counts == [("a", "1", 0), ("b/c", "1", 0), ("b/c", "2", 1)]
+
+    async def test_of_no_model(self, kind):
+        async with talking(kind) as (_, client):
+            status, text = await refusal(client.get_inference_statistics("nothing"))
+            assert (status, text) == (404, "there is no model 'nothing'; there are: 'double'")
+
+
+def check_statistics(stats, batches, *, requests, failed):
+    """That so many batches, and requests in them, by the batch's rows, are all that there was."""
+    done = stats["inference_stats"]
+    by_rows = {item["batch_size"]: item for item in stats["batch_stats"]}
+    assert {size: item["compute_infer"]["count"] for size, item in by_rows.items()} == batches
+    assert stats["inference_count"] == sum(size * count for size, count in batches.items())
+    assert stats["execution_count"] == sum(batches.values())
+    succeeded = sum(requests.values())
+    parts = ("compute_input", "compute_infer", "compute_output")
+    assert {name: done[name]["count"] for name in ("success", "queue", *parts)} == dict.fromkeys(
+        ("success", "queue", *parts), succeeded
+    )
+    assert done["fail"]["count"] == failed
+    assert done["cache_hit"] == done["cache_miss"] == {"count": 0, "ns": 0}
+    for name in parts:
+        # Each request has had the time of the batch that it was in.
+        if all(count in (1, batches[size]) for size, count in requests.items()):
+            assert done[name]["ns"] == sum(item[name]["ns"] for item in by_rows.values())
+        assert done[name]["ns"] >= sum(item[name]["ns"] for item in by_rows.values())
+    assert done["success"]["ns"] >= sum(done[name]["ns"] for name in ("queue", *parts))
+    assert done["queue"]["ns"] > 0
+
+
+class TestByHand:
+    """What the C++ client does and Python's do not."""
+
+    async def test_a_raw_body(self):
+        """Header length 0: the body is one row of the only input, and every output is binary."""
+        async with serving() as server:
+            status, headers, body = await ask(
+                server,
+                INFER,
+                rows(3).tobytes(),
+                Inference_Header_Content_Length=0,
+                Content_Type="application/octet-stream",
+            )
+            assert (status, headers["content-type"]) == (200, "application/octet-stream")
+            length = int(headers["inference-header-content-length"])
+            result = triton.InferenceServerClient.parse_response_body(body, header_length=length)
+            assert result.as_numpy("output").tolist() == rows(6).tolist()
+
+    async def test_a_raw_body_of_a_row_of_any_length(self):
+        async with serving({"any": reversing_model(np.int16, ("n",))}) as server:
+            for length in (1, 5):
+                array = np.arange(length, dtype=np.int16)
+                status, headers, body = await ask(
+                    server, "/v2/models/any/infer", array.tobytes(), Inference_Header_Content_Length=0
+                )
+                assert status == 200
+                head = int(headers["inference-header-content-length"])
+                assert np.frombuffer(body[head:], np.int16).tolist() == array[::-1].tolist()
+
+    async def test_a_raw_body_of_bytes(self):
+        async with serving({"text": reversing_model("S16", (1,))}) as server:
+            status, headers, body = await ask(
+                server, "/v2/models/text/infer", b"any text", Inference_Header_Content_Length=0
+            )
+            assert status == 200
+            head = int(headers["inference-header-content-length"])
+            assert body[head:] == b"\x08\0\0\0any text"
+
+    @pytest.mark.parametrize(
+        ("name", "body", "says"),
+        [
+            ("double", b"12345", "a raw body of 5 bytes is no row of input: float32[rows, 4]"),
+            ("double", b"", "a raw body of 0 bytes"),
+            ("mixed", b"12345678", "'mixed' has 4: send a JSON header"),
+        ],
+    )
+    async def test_raw_bodies_that_are_no_row(self, name, body, says):
+        async with serving({"double": double_model(), "mixed": mixed_model()}) as server:
+            status, _, answer = await ask(
+                server, f"/v2/models/{name}/infer", body, method="POST", Inference_Header_Content_Length=0
+            )
+            assert status == 400
+            assert says in json.loads(answer)["error"]
+
+    async def test_the_header_is_sent_for_json_alone_too(self):
+        async with serving() as server:
+            for _ in range(2):
+                body = json_body(3, id="")
+                status, headers, answer = await ask(
+                    server, INFER, body, Inference_Header_Content_Length=len(body)
+                )
+                content = json.loads(answer)
+                assert (status, headers["content-type"]) == (200, "application/json")
+                assert "inference-header-content-length" not in headers
+                assert int(headers["content-length"]) == len(answer)
+                # An empty id is none; parameters without a binary_data_size would be an error there.
+                assert "id" not in content
+                (output,) = content["outputs"]
+                assert "parameters" not in output
+                assert output["data"] == [6] * 4
+
+    async def test_an_empty_id_before_binary_data(self):
+        async with serving() as server:
+            for value in range(3):
+                head, raw = split_body(value, parameters={"binary_data_output": True})
+                head = b'{"id":"",' + head[1:]
+                status, headers, answer = await ask(
+                    server, INFER, head + raw, Inference_Header_Content_Length=len(head)
+                )
+                length = int(headers["inference-header-content-length"])
+                content = json.loads(answer[:length])
+                assert (status, "id" in content) == (200, False)
+                assert content["outputs"][0]["parameters"] == {"binary_data_size": len(answer) - length}
+                assert np.frombuffer(answer[length:], np.float32).tolist() == [2 * value] * 4
+
+    async def test_json_and_binary_outputs_together(self):
+        outputs = [
+            {"name": "total"},
+            {"name": "scaled", "parameters": {"binary_data": True}},
+            {"name": "large", "parameters": {"binary_data": False}},
+        ]
+        body, length = triton.InferenceServerClient.generate_request_body(
+            [given(name, array) for name, array in MIXED.items()]
+        )
+        head = json.loads(body[:length]) | {"outputs": outputs, "parameters": {"binary_data_output": False}}
+        body, length = json.dumps(head).encode() + body[length:], len(json.dumps(head))
+        async with serving({"mixed": mixed_model()}) as server:
+            status, headers, answer = await ask(
+                server, "/v2/models/mixed/infer", body, Inference_Header_Content_Length=length
+            )
+        assert status == 200
+        length = int(headers["inference-header-content-length"])
+        total, scaled, large = json.loads(answer[:length])["outputs"]
+        assert (total["data"], "parameters" in total) == (MIXED_ANSWER["total"], False)
+        assert (large["data"], "parameters" in large) == ([False, True, False, False], False)
+        assert (scaled["parameters"], "data" in scaled) == ({"binary_data_size": 24}, False)
+        assert np.frombuffer(answer[length:], np.float32).tolist() == [10, 20, 30, 2, 2.5, 3]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("tensor", "says"),
+        [
+            (("input", (1, 4), np.float64), "input 'input' is FP32, not 'FP64'"),
+            (("input", (1, 5), np.float32), "input 'input' takes shape (rows, 4), given (1, 5)"),
+            (("input", (4,), np.float32), "add the batch axis: array[None]"),
+            (("input", (0, 4), np.float32), "input 'input' has no rows. Give at least one"),
+            (("inptu", (1, 4), np.float32), "'inptu' is none of the model's inputs: input"),
+        ],
+    )
+    @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+    async def test_tensors_that_the_model_does_not_take(self, kind, tensor, says, binary):
+        name, shape, dtype = tensor
+        async with talking(kind) as (_, client):
+            call = client.infer("double", [given(name, np.zeros(shape, dtype), binary=binary)])
+            status, text = await refusal(call)
+            assert status == 400
+            assert says in text
+            assert first(await client.infer("double", four(1))) == [2]
+
+    async def test_inputs_and_outputs_that_are_missing_or_unknown(self, kind):
+        async with talking(kind, {"mixed": mixed_model()}) as (_, client):
+            inputs = [given(name, array) for name, array in MIXED.items()]
+            status, text = await refusal(client.infer("mixed", inputs[1:]))
+            assert (status, "missing: ['values']" in text) == (400, True)
+            status, text = await refusal(client.infer("mixed", []))
+            assert (status, "missing: ['values', 'factor', 'ids', 'label']" in text) == (400, True)
+            status, text = await refusal(client.infer("mixed", inputs, outputs=[wanted("scale")]))
+            assert status == 400
+            assert text == "'scale' is none of the model's outputs: scaled, total, large, label"
+            status, text = await refusal(client.infer("mixed", [*inputs, inputs[0]]))
+            assert (status, text) == (400, "'values' is twice among the inputs")
+            bare = triton.InferInput("values", [2, 3], "FP32")
+            status, text = await refusal(client.infer("mixed", [bare, *inputs[1:]]))
+            assert (status, text) == (400, "input 'values' has neither data nor a binary_data_size")
+            short = given("factor", MIXED["factor"][:1])
+            status, text = await refusal(client.infer("mixed", [inputs[0], short, *inputs[2:]]))
+            assert status == 400
+            assert "input 'factor' has 1 rows, but 'values' has 2" in text
+
+    async def test_unknown_models(self, kind):
+        async with talking(kind) as (_, client):
+            calls = (
+                client.infer("doubel", four(1)),
+                client.get_model_metadata("doubel"),
+                client.get_model_config("doubel"),
+            )
+            for call in calls:
+                assert await refusal(call) == (404, "there is no model 'doubel'; there are: 'double'")
+
+    @pytest.mark.parametrize(
+        ("head", "tail", "length", "says"),
+        [
+            (b"", b"", None, "the request is no JSON"),
+            (b"[1]", b"", None, "the request is a JSON object, not list"),
+            (b"{}", b"", None, "the request has no inputs"),
+            (b'{"inputs": 1}', b"", None, "inputs is a list of tensors, not int"),
+            (b'{"inputs": [1]}', b"", None, "each of the inputs is an object with a name, not 1"),
+            (b'{"inputs": [], "id": 5}', b"", None, "id is a string, not 5"),
+            (split_body(1)[0], b"1234", None, "the request is no JSON"),
+            (split_body(1)[0], b"1234", -1, "the inputs say that 16 bytes of tensors follow"),
+            (split_body(1)[0], b"", 99999, "the header's length is given as 99999 bytes"),
+            (split_body(1)[0], b"", "many", "is a number of bytes, not b'many'"),
+        ],
+    )
+    async def test_bodies_that_break_the_protocol(self, head, tail, length, says):
+        headers = {}
+        if length is not None:
+            headers["Inference_Header_Content_Length"] = len(head) if length == -1 else length
+        async with serving() as server:
+            status, got, body = await ask(server, INFER, head + tail, method="POST", **headers)
+            assert (status, got["content-type"]) == (400, "application/json")
+            content = json.loads(body)
+            assert set(content) == {"error"}
+            assert says in content["error"]
+
+    async def test_a_token(self, kind):
+        async with talking(kind, tokens=("secret",)) as (_, client):
+            assert await client.is_server_live() is True
+            assert await client.is_model_ready("double") is False
+            status, text = await refusal(client.infer("double", four(1)))
+            assert (status, "needs a bearer token" in text) == (401, True)
+            headers = {"Authorization": "Bearer secret"}
+            assert first(await client.infer("double", four(1), headers=headers)) == [2]
+
+    async def test_what_is_not_there_says_so(self, kind):
+        async with talking(kind) as (_, client):
+            calls = (
+                client.register_system_shared_memory("region", "/region", 16),
+                client.unregister_system_shared_memory(),
+                client.get_system_shared_memory_status(),
+                client.register_cuda_shared_memory("region", "aGFuZGxl", 0, 16),
+                client.unregister_cuda_shared_memory("region"),
+                client.get_cuda_shared_memory_status(),
+                client.get_trace_settings(),
+                client.update_trace_settings(settings={"trace_rate": "1"}),
+                client.get_log_settings(),
+                client.update_log_settings({"log_verbose_level": 1}),
+            )
+            for call in calls:
+                status, text = await refusal(call)
+                assert status == 501
+                assert "is a part of the protocol that this server does not have" in text
+
+    async def test_tracing_of_a_model_is_not_there_either(self, kind):
+        async with talking(kind) as (_, client):
+            for call in (client.get_trace_settings("double"), client.update_trace_settings("double")):
+                status, text = await refusal(call)
+                assert status == 501
+                assert "is a part of the protocol that this server does not have" in text
+
+    async def test_generating_is_not_there_either(self):
+        """Triton's extension for language models; only a browser or curl asks for it."""
+        async with serving() as server:
+            for verb in ("generate", "generate_stream"):
+                status, _, body = await ask(server, f"/v2/models/double/{verb}", b'{"text_input": "a"}')
+                assert status == 501
+                assert "does not have" in json.loads(body)["error"]
+
+    async def test_tensors_in_shared_memory_and_classes(self, kind):
+        async with talking(kind) as (_, client):
+            shared = triton.InferInput("input", [1, 4], "FP32").set_shared_memory("region", 16)
+            status, text = await refusal(client.infer("double", [shared]))
+            assert (status, text) == (501, "'input' is in shared memory, which this server does not have")
+            output = wanted("output")
+            output.set_shared_memory("region", 16)
+            status, text = await refusal(client.infer("double", four(1), outputs=[output]))
+            assert (status, text) == (501, "'output' is in shared memory, which this server does not have")
+            status, text = await refusal(
+                client.infer("double", four(1), outputs=[wanted("output", class_count=3)])
+            )
+            assert status == 501
+            assert text == "output 'output': classification is not implemented; take the scores"
+
+
+class TestHangUps:
+    async def test_a_task_that_is_cancelled_cancels_its_request(self):
+        device, settings = held()
+        async with talking("aio", **settings) as (server, client):
+            engine = engine_of(server)
+            tasks = []
+            for number in range(1, 4):
+                tasks.append(asyncio.create_task(client.infer("double", four(number))))
+                await until(lambda number=number: engine.statistics().submitted == number)
+            assert (device.held, engine.statistics().queued_requests) == (1, 2)
+            tasks[1].cancel()
+            await until(lambda: engine.statistics().queued_requests == 1)
+            assert engine.statistics().cancelled == 1
+            # In flight: its batch goes on, without it.
+            tasks[0].cancel()
+            await until(lambda: engine.statistics().cancelled == 2)
+            device.open()
+            assert first(await tasks[2]) == [6]
+            assert engine.statistics().succeeded == 1
+            assert server.api.in_flight == 0
+            (stats,) = (await client.get_inference_statistics("double"))["model_stats"]
+            assert stats["inference_stats"]["fail"]["count"] == 2
+            assert stats["inference_stats"]["success"]["count"] == 1
+            assert [task.cancelled() for task in tasks] == [True, True, False]
+
+    async def test_a_client_that_gives_up(self):
+        """The sync client closes its connection when ``network_timeout`` has passed."""
+        device, settings = held()
+
+        def give_up(url):
+            with triton.InferenceServerClient(url, network_timeout=0.2) as client, pytest.raises(OSError):
+                client.infer("double", four(1))
+
+        async with asyncio.timeout(WAIT_S), serving(**settings) as server:
+            engine = engine_of(server)
+            async with connected(server) as raw:
+                raw.send(by_hand(2))
+                await until(lambda: device.held == 1)
+                await asyncio.to_thread(give_up, "{}:{}".format(*address(server)))
+                await until(lambda: engine.statistics().queued_requests == 0)
+                assert (engine.statistics().submitted, engine.statistics().cancelled) == (2, 1)
+                device.open()
+                assert (await raw.answer())[0] == 200
+
+    async def test_a_connection_that_is_cut_in_the_middle_of_a_body(self):
+        async with asyncio.timeout(WAIT_S), serving() as server:
+            async with connected(server) as raw:
+                raw.send(by_hand(1)[:-1])
+                await until(lambda: server._hub.connections)
+            await until(lambda: not server._hub.connections)
+            assert engine_of(server).statistics().submitted == 0

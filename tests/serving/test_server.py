@@ -1,0 +1,391 @@
+"""The server as a whole: ports, readiness, draining, a second start; and as a process, with signals."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from asynctrt.client import connect
+from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
+from asynctrt.serving import Repository, Server, ServerSettings
+from asynctrt.testing import LatchDevice
+from tests.models import double_model, double_onnx, rows
+from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving, until
+from tests.serving.test_http import infer, outputs
+from tests.serving.tls import certificate
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.anyio
+class TestInProcess:
+    async def test_alive_before_ready(self):
+        gate = asyncio.Event()
+        repository = Repository()
+
+        async def opened():
+            import asynctrt
+
+            await gate.wait()
+            return await asynctrt.open(double_model())
+
+        repository.add("double", opener=opened)
+        settings = ServerSettings(http_port=0, grpc=False, metrics_port=0)
+        async with Server(repository, settings) as server:
+            loading = asyncio.create_task(repository.load_all())
+            assert (await ask(server, "/v2/health/live"))[0] == 200
+            assert (await ask(server, "/v2/health/ready"))[0] == 503
+            status, _, body = await ask(server, "/v2/models/double/infer", b"{}")
+            assert (status, "not loaded yet" in json.loads(body)["error"]) == (503, True)
+            assert server.metrics_url.startswith("http://127.0.0.1:")
+            gate.set()
+            await loading
+            assert (await ask(server, "/v2/health/ready"))[0] == 200
+
+    async def test_draining_answers_what_was_taken_and_refuses_the_rest(self):
+        device = LatchDevice()
+        async with serving(engine={"device": device}, drain_delay=0.05) as server:
+            async with connected(server) as busy, connected(server) as idle:
+                busy.send(infer(1) + infer(2))
+                await until(lambda: device.held == 1)
+                idle.send(request("/v2/health/ready"))
+                assert (await idle.answer())[0] == 200
+                stopping = asyncio.create_task(server.stop())
+                await until(lambda: server.repository.is_draining)
+                idle.send(request("/v2/health/ready"))
+                assert (await idle.answer())[0] == 503, "not ready, and still answering"
+                assert await idle.ended() == b""
+                device.open()
+                status, headers, body = await busy.answer()
+                assert (status, headers["connection"]) == (200, "close")
+                assert json.loads(body[: int(headers["inference-header-content-length"])])
+                assert await busy.ended() == b""
+                async with asyncio.timeout(WAIT_S):
+                    await stopping
+            with pytest.raises(OSError, match="Connect|refused"):
+                await ask(server, "/v2")
+
+    async def test_draining_is_bounded(self):
+        device = LatchDevice()
+        engine = {"device": device, "close_timeout": 0.05}
+        async with serving(engine=engine, drain_timeout=0.05) as server, connected(server) as stuck:
+            stuck.send(infer(1))
+            await until(lambda: device.held == 1)
+            async with asyncio.timeout(WAIT_S):
+                await server.stop()
+            assert await stuck.ended() == b""
+        device.open()
+
+    async def test_hurrying(self):
+        device = LatchDevice()
+        engine = {"device": device, "close_timeout": 0.05}
+        async with serving(engine=engine, drain_delay=99) as server, connected(server) as stuck:
+            stuck.send(infer(1))
+            await until(lambda: device.held == 1)
+            stopping = asyncio.create_task(server.stop())
+            await until(lambda: server.repository.is_draining)
+            server.hurry()
+            async with asyncio.timeout(WAIT_S):
+                await stopping
+                await server.wait_stopped()
+        device.open()
+
+    async def test_two_servers_in_one_process_do_not_meet(self):
+        async with serving() as one, serving({"other": double_model()}) as two:
+            assert one.http_url != two.http_url
+            assert (await ask(one, "/v2/models/other"))[0] == 404
+            assert (await ask(two, "/v2/models/double"))[0] == 404
+            assert b'model="other"' not in (await ask(one, "/metrics"))[2]
+
+    async def test_a_port_in_use(self):
+        async with serving() as server:
+            port = int(server.http_url.rpartition(":")[2])
+            for settings in (
+                {"http_port": port, "grpc": False},
+                {"http_port": 0, "grpc": False, "metrics_port": port},
+                {"http_port": 0, "grpc_port": port},
+            ):
+                with pytest.raises(UsageError, match=f"port {port}|:{port}"):
+                    async with Server(Repository(), ServerSettings(**settings)):
+                        pass
+            with pytest.raises(UsageError, match="address that this machine has"):
+                async with Server(Repository(), ServerSettings(host="203.0.113.1", http_port=0, grpc=False)):
+                    pass
+
+    async def test_certificates_that_cannot_be_used(self, tmp_path):
+        chain, key = certificate(tmp_path)
+        for pair in ((chain, chain), (key, key), (tmp_path / "none", key)):
+            settings = ServerSettings(http_port=0, grpc=False, tls_certificate=pair[0], tls_key=pair[1])
+            with pytest.raises(OptionsError, match="cannot be used"):
+                async with Server(Repository(), settings):
+                    pass
+
+    async def test_the_access_log(self, tmp_path):
+        path = tmp_path / "access.log"
+        async with serving(access_log=path) as server, connected(server) as raw:
+            raw.send(infer(1) + request("/nothing") + infer(2, Connection="close"))
+            assert outputs(await raw.answer()) == [2]
+            assert (await raw.answer())[0] == 404
+            assert outputs(await raw.answer()) == [4]
+        first, second, third = [json.loads(line) for line in path.read_text().splitlines()]
+        assert (first["path"], first["status"], first["model"]) == ("/v2/models/double/infer", 200, "double")
+        assert first["batch_rows"] == 1
+        assert first["duration_us"] >= first["queue_us"] + first["compute_us"]
+        assert (second["method"], second["path"], second["status"]) == ("GET", "/nothing", 404)
+        assert third["time"] >= first["time"] > 1.7e9
+        with pytest.raises(UsageError, match="access log"):
+            async with serving(access_log=tmp_path / "no" / "folder"):
+                pass
+
+    async def test_spans(self):
+        """Where the application has OpenTelemetry set up."""
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+        from asynctrt.serving.telemetry import SCOPE, Tracing, find_tracing
+
+        assert find_tracing() is None, "nobody has set it up"
+        exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        async with serving() as server, connected(server) as raw:
+            server.api.observe = Tracing(provider.get_tracer(SCOPE))
+            parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+            raw.send(infer(1, Traceparent=parent))
+            assert outputs(await raw.answer()) == [2]
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        assert set(spans) == {"infer double", "queue", "copy_in", "compute", "copy_out"}
+        whole = spans["infer double"]
+        assert f"{whole.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+        assert whole.attributes["asynctrt.batch_rows"] == 1
+        for name in ("queue", "copy_in", "compute", "copy_out"):
+            assert spans[name].parent.span_id == whole.context.span_id
+            assert whole.start_time <= spans[name].start_time <= spans[name].end_time
+        provider.shutdown()
+
+    async def test_connections_opened_and_dropped_at_random(self):
+        """The soak in small: nothing is left of any of them."""
+        random = np.random.default_rng(7)
+        async with serving(engine={"max_rows": 8}) as server:
+
+            async def visitor(number):
+                for _ in range(random.integers(1, 4)):
+                    async with connected(server) as raw:
+                        for _ in range(random.integers(0, 4)):
+                            raw.send(infer(number)[: random.integers(1, 400)])
+                        if random.random() < 0.5:
+                            raw.send(infer(number))
+                        await asyncio.sleep(0)
+
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.gather(*[visitor(number) for number in range(100)])
+            await until(lambda: not server._hub.connections and server.api.in_flight == 0)
+            assert server.repository.find("double").pending == 0
+            assert engine_of(server).statistics().queued_requests == 0
+            assert (await ask(server, "/v2/health/ready"))[0] == 200
+
+
+@contextmanager
+def command(*arguments, env=None, cwd=ROOT):
+    """``asynctrt serve`` as a process; gives it and a function that waits for a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "asynctrt", "serve", *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+    )
+    killer = threading.Timer(WAIT_S, process.kill)
+    killer.start()
+    seen = []
+
+    def line(pattern):
+        for text in process.stderr:
+            seen.append(text)
+            found = re.search(pattern, text)
+            if found:
+                return found[1] if found.groups() else text
+        raise AssertionError("".join(seen))
+
+    try:
+        yield process, line
+    finally:
+        killer.cancel()
+        process.kill()
+        process.communicate()
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def call(url, model="double", **kw):
+    async def once():
+        async with connect(url.replace("http", "ws", 1) + "/v2/ws", proxy=None, **kw) as client:
+            return (await client.infer(model, {"input": rows(3)}))["output"][0, 0]
+
+    return anyio.run(once)
+
+
+class TestAsAProcess:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_serve_and_stop_on_a_signal(self, tmp_path, number):
+        path = double_onnx(tmp_path / "double.onnx")
+        with command(str(path), "--http-port", "0", "--grpc-port", "0") as (process, line):
+            url = line(r"HTTP.* (http://\S+)")
+            line(r"gRPC")
+            line(r"metrics")
+            assert call(url) == 6
+            process.send_signal(number)
+            line("stopped")
+            assert process.wait(WAIT_S) == 0
+
+    def test_flags_environment_and_file(self, tmp_path):
+        port = free_port()
+        config = tmp_path / "serve.toml"
+        path = double_onnx(tmp_path / "a.onnx")
+        config.write_text(
+            f'http_port = 1\ngrpc = false\ntokens = ["file"]\nmax_rows = 16\n'
+            f'[[models]]\nname = "double"\nversion = 2\npath = "{path}"\nmax_rows = 4\n'
+            f'[[models]]\npath = "tests.models:double_model"\n'
+        )
+        env = {"ASYNCTRT_SERVE_HTTP_PORT": "2", "ASYNCTRT_SERVE_TOKENS": "from the-environment"}
+        arguments = ["--config", str(config), "--http-port", str(port)]
+        with command(*arguments, env=env) as (process, line):
+            url = line(r"HTTP.* (http://\S+)")
+            line("metrics")
+            assert url == f"http://127.0.0.1:{port}", "the flag wins over the environment, that over the file"
+            assert call(url, token="the-environment") == 6
+            assert call(url, "double_model", token="from") == 6
+            import urllib.request
+
+            asked = urllib.request.Request(
+                f"{url}/v2/models/double/config", headers={"Authorization": "Bearer from"}
+            )
+            with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+                assert json.load(answer)["max_batch_size"] == 4
+            process.terminate()
+            assert process.wait(WAIT_S) == 0
+
+    def test_killed_and_restarted_under_a_client_that_retries(self, tmp_path):
+        path, port = str(double_onnx(tmp_path / "double.onnx")), str(free_port())
+
+        async def main():
+            def start():
+                return command(path, "--http-port", port, "--no-grpc")
+
+            with start() as (process, line):
+                url = line(r"HTTP.* (http://\S+)").replace("http", "ws") + "/v2/ws"
+                client = await connect(url, proxy=None, attempts=100).__aenter__()
+                assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
+                process.kill()
+                process.wait(WAIT_S)
+                waiting = asyncio.create_task(client.infer("double", {"input": rows(2)}))
+                await asyncio.sleep(0)
+                with start() as (second, again):
+                    await asyncio.to_thread(again, "HTTP")
+                    async with asyncio.timeout(WAIT_S):
+                        assert (await waiting)["output"][0, 0] == 4
+                    second.terminate()
+                    assert await asyncio.to_thread(second.wait, WAIT_S) == 0
+                await client.aclose()
+
+        anyio.run(main)
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            ([], "no model to serve"),
+            (["nothing.onnx"], "there is no file 'nothing.onnx'"),
+            (["no.module:model"], "cannot be imported"),
+            (["tests.models:rows"], "rows"),
+            (["tests.models:nothing"], "has no 'nothing'"),
+            (["=x"], "NAME=PATH"),
+            (["m=tests.models:double_model", "m=tests.models:double_model"], "already"),
+            (["tests.models:double_model", "--http-port", "70000"], "0 to 65535"),
+            (["tests.models:double_model", "--host", "203.0.113.1"], "address that this machine has"),
+            (["tests.models:double_model", "--max-rows", "0"], "max_rows"),
+            (["tests.models:double_model", "--device", "cuda:0"], "cuda:0"),
+            (["tests.models:double_model", "--tls-key", "x"], "go together"),
+            (["--config", "nothing.toml"], "cannot be read"),
+            (["--config", "tests/conftest.py"], "no TOML"),
+        ],
+    )
+    def test_what_is_wrong_is_said_in_a_line(self, arguments, says):
+        arguments = [*arguments, "--no-grpc"]
+        if "--http-port" not in arguments:
+            arguments += ["--http-port", "0"]
+        done = subprocess.run(
+            [sys.executable, "-m", "asynctrt", "serve", *arguments],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_misspelt_name_in_a_file(self, tmp_path):
+        config = tmp_path / "serve.toml"
+        for text, says in (
+            ("http_prot = 1", "Did you mean 'http_port'"),
+            ('[[models]]\npath = "x.onnx"\nmax_row = 1', "max_rows"),
+            ("[[models]]\nname = 'x'", "has a path"),
+            ("models = 3", r"\[\[models\]\]"),
+        ):
+            config.write_text(text)
+            done = subprocess.run(
+                [sys.executable, "-m", "asynctrt", "serve", "--config", str(config)],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+            )
+            assert done.returncode == 1
+            assert re.search(says, done.stderr)
+
+    def test_help_says_everything(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "asynctrt", "serve", "--help"],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=True,
+            env={**os.environ, "COLUMNS": "160"},
+        )
+        for name in ServerSettings.__dataclass_fields__:
+            assert f"--{name.replace('_', '-')}" in done.stdout
+
+    def test_a_second_server_on_the_same_port(self, tmp_path):
+        path, port = str(double_onnx(tmp_path / "double.onnx")), str(free_port())
+        with command(path, "--http-port", port, "--no-grpc") as (_, line):
+            url = line(r"HTTP.* (http://\S+)")
+            done = subprocess.run(
+                [sys.executable, "-m", "asynctrt", "serve", path, "--http-port", port, "--no-grpc"],
+                capture_output=True,
+                text=True,
+                timeout=WAIT_S,
+                check=False,
+            )
+            assert done.returncode == 1
+            assert f"port {port}" in done.stderr
+            assert call(url) == 6
+        with pytest.raises(ConnectionLostError):
+            call(url)
