@@ -14,7 +14,17 @@ STANDARD = set(sys.stdlib_module_names)
 
 OPTIONAL = {
     "onnxruntime": {"backends/onnxruntime.py"},
+    "google": {"serving/messages.py"},
+    "grpc": {"serving/grpc_server.py"},
+    "grpc_health": {"serving/grpc_server.py"},
+    "httptools": {"serving/http.py"},
+    "opentelemetry": {"serving/telemetry.py"},
+    "orjson": {"serving/wire.py"},
+    "prometheus_client": {"serving/metrics.py"},
+    "starlette": set(),  # An application's own: the endpoints are plain ASGI.
     "typer": {"cli.py"},
+    "uvicorn": set(),
+    "websockets": {"serving/frames.py"},
     "rich": {"cli.py"},
     "magika": set(),  # The demo takes its data and never imports it.
     "cuda": set(),
@@ -73,6 +83,12 @@ def test_runtime_never_sees_what_stands_above_it(path):
     assert own(imports(path)) <= seen
 
 
+@pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)
+def test_serving_sees_the_engine_and_nothing_under_it(path):
+    seen = {"clock", "engine", "errors", "loading", "options", "serving", "statistics", "tensors"}
+    assert own(imports(path)) - {"__version__"} <= seen | {"Opening"}
+
+
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
 def test_runtime_sees_no_single_backend(path):
     assert not {name for name in imports(path) if name.startswith("asynctrt.backends.")} - {
@@ -104,6 +120,29 @@ def test_importing_asynctrt_loads_no_runtime_of_a_model():
 
 def test_importing_the_doubles_loads_none_either():
     assert not loaded_by("import asynctrt.testing") & {"cuda", "tensorrt", "onnxruntime"}
+
+
+@pytest.mark.parametrize(
+    "missing", ["google", "grpc", "grpc_health", "httptools", "orjson", "prometheus_client", "websockets"]
+)
+def test_a_server_without_a_package_names_the_extra(missing):
+    program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, "serve", "model.onnx"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "pip install 'asynctrt[serve]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_websocket_in_an_application_needs_no_server():
+    """Who mounts the endpoint has a server: neither HTTP's parser nor gRPC nor metrics are loaded for it."""
+    code = "from asynctrt.serving import websocket_endpoint; websocket_endpoint(lambda: None)"
+    assert not loaded_by(code) & {"grpc", "google", "httptools", "prometheus_client", "websockets", "typer"}
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("onnxruntime", "cpu")])

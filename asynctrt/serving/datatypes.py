@@ -95,6 +95,8 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
         raise InputError(f"input {spec.name!r} is {spec.dtype.name}: in JSON its elements are no strings")
     elif spec.dtype.name == "bfloat16":
         array = _bfloats(spec, data)
+    elif spec.dtype == np.uint64:
+        array = convert(spec, _whole(data))
     else:
         array = convert(spec, data)
     if array.size != int(np.prod(shape, dtype=object)):
@@ -103,14 +105,21 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
 
 
 def to_json(array: Array) -> Any:
-    """The values of a tensor, flat, as something that JSON can hold."""
+    """The values of a tensor, flat, as something that JSON can hold. NaN becomes null.
+
+    :raises RequestError: for values that it cannot.
+    """
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "S":
         try:
             return [item.decode() for item in flat.tolist()]
         except UnicodeDecodeError as error:
             raise RequestError("an output holds bytes that are no text: ask for binary_data") from error
-    return flat.astype(np.float32) if flat.dtype.name == "bfloat16" else flat
+    if flat.dtype.name == "bfloat16":
+        flat = flat.astype(np.float32)
+    if flat.dtype.kind == "f" and np.isinf(flat).any():
+        raise RequestError("an output holds infinities, which JSON has no word for: ask for binary_data")
+    return flat
 
 
 def brief(value: object) -> str:
@@ -137,6 +146,14 @@ def _bfloats(spec: TensorSpec, data: list[Any]) -> Array:
     if not np.array_equal(np.isinf(array), np.isinf(wide)):
         raise InputError(f"input {spec.name!r} is bfloat16; a value given is beyond its largest, 3.39e38")
     return array
+
+
+def _whole(data: list[Any]) -> Any:
+    """Whole numbers as uint64; by itself NumPy makes floats of numbers on both sides of 2**63."""
+    exact = np.array(data, object)
+    if all(type(item) is int and 0 <= item < 2**64 for item in exact.flat):
+        return exact.astype(np.uint64)
+    return data
 
 
 def _encoded(spec: TensorSpec, item: Any) -> bytes:

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # The library logs what every peer does wrong; the access log and the close codes say it as well.
-quiet = logging.getLogger("asynctrt.serving.frames")
+logger = logging.getLogger("asynctrt.serving.frames")
 
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
@@ -48,7 +48,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
             subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]  # It is a NewType of str.
             select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
             max_size=hub.settings.max_body,
-            logger=quiet,
+            logger=logger,
         )
         # The library reads requests itself, so it is given this one as it came.
         lines = [b"GET " + request.path + b" HTTP/1.1"]

@@ -408,8 +408,9 @@ def _value(parameter: Any) -> Any:
 @cache
 def _final() -> bytes:
     """The field of an answer that says that none follows."""
-    kind = message_classes()["ModelInferResponse"]
-    return bytes(kind(parameters={"triton_final_response": {"bool_param": True}}).SerializeToString())
+    response = message_classes()["ModelInferResponse"]()
+    response.parameters["triton_final_response"].bool_param = True
+    return bytes(response.SerializeToString())
 
 
 def _head(tag: int, nbytes: int) -> bytes:

@@ -22,6 +22,9 @@ from asynctrt.tensors import InferResult, TensorSpec
 LATENCIES_MAX: Final = 65536
 """Latencies that are kept between two looks at them; a second has fewer."""
 
+UNLOADED: Final = "unloaded"
+"""Why a model is not served that was unloaded on purpose."""
+
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 """Why requests fail, in Triton's words: overload, the caller went away, the model, a bad request."""
 
@@ -181,6 +184,8 @@ class _Entry:
     """Gives an engine when awaited; ``None`` for an engine that the application opened itself."""
     reason: str = ""
     """Why it is not served."""
+    unloaded: ServedModel | None = None
+    """What was unloaded, if it is the application's: it stays open, to be loaded again."""
 
 
 class Repository:
@@ -208,9 +213,11 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model is served, and the server is not about to stop."""
+        """Whether every model is served that was not unloaded, and the server is not about to stop."""
         return not self.is_draining and all(
-            entry.served is not None for versions in self._models.values() for entry in versions.values()
+            entry.served is not None or entry.reason == UNLOADED
+            for versions in self._models.values()
+            for entry in versions.values()
         )
 
     def add(
@@ -304,7 +311,12 @@ class Repository:
         """
         async with self._loading:
             for version, entry in self._known(name).items():
-                if entry.served is not None or entry.opener is None:
+                if entry.served is not None:
+                    continue
+                if entry.unloaded is not None:
+                    entry.served, entry.unloaded, entry.reason = entry.unloaded, None, ""
+                    self._served.clear()
+                if entry.opener is None:
                     continue
                 try:
                     engine = await entry.opener()
@@ -329,9 +341,11 @@ class Repository:
                 served = entry.served
                 if served is None:
                     continue
-                entry.served, entry.reason = None, "unloaded"
+                entry.served, entry.reason = None, UNLOADED
                 self._served.clear()
-                if entry.opener is not None:
+                if entry.opener is None:
+                    entry.unloaded = served
+                else:
                     await served.engine.drain()
                     await served.engine.aclose()
 

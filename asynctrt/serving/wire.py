@@ -332,7 +332,10 @@ def parse_object(raw: Buffer, what: str) -> dict[str, Any]:
     try:
         content = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"{what} is no JSON: {error}") from error
+        raw = bytes(raw)
+        is_rich = b"NaN" in raw or b"Infinity" in raw
+        fix = ". JSON has no NaN and no Infinity: send such numbers as binary data" if is_rich else ""
+        raise RequestError(f"{what} is no JSON: {error}{fix}") from error
     if not isinstance(content, dict):
         raise RequestError(f"{what} is a JSON object, not {type(content).__name__}")
     return content

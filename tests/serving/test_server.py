@@ -22,7 +22,7 @@ from asynctrt.serving import Repository, Server, ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.models import double_model, double_onnx, rows
 from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving, until
-from tests.serving.test_http import infer, outputs
+from tests.serving.test_http import infer
 from tests.serving.tls import certificate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -130,50 +130,6 @@ class TestInProcess:
             with pytest.raises(OptionsError, match="cannot be used"):
                 async with Server(Repository(), settings):
                     pass
-
-    async def test_the_access_log(self, tmp_path):
-        path = tmp_path / "access.log"
-        async with serving(access_log=path) as server, connected(server) as raw:
-            raw.send(infer(1) + request("/nothing") + infer(2, Connection="close"))
-            assert outputs(await raw.answer()) == [2]
-            assert (await raw.answer())[0] == 404
-            assert outputs(await raw.answer()) == [4]
-        first, second, third = [json.loads(line) for line in path.read_text().splitlines()]
-        assert (first["path"], first["status"], first["model"]) == ("/v2/models/double/infer", 200, "double")
-        assert first["batch_rows"] == 1
-        assert first["duration_us"] >= first["queue_us"] + first["compute_us"]
-        assert (second["method"], second["path"], second["status"]) == ("GET", "/nothing", 404)
-        assert third["time"] >= first["time"] > 1.7e9
-        with pytest.raises(UsageError, match="access log"):
-            async with serving(access_log=tmp_path / "no" / "folder"):
-                pass
-
-    async def test_spans(self):
-        """Where the application has OpenTelemetry set up."""
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-        from asynctrt.serving.telemetry import SCOPE, Tracing, find_tracing
-
-        assert find_tracing() is None, "nobody has set it up"
-        exporter = InMemorySpanExporter()
-        provider = TracerProvider()
-        provider.add_span_processor(SimpleSpanProcessor(exporter))
-        async with serving() as server, connected(server) as raw:
-            server.api.observe = Tracing(provider.get_tracer(SCOPE))
-            parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-            raw.send(infer(1, Traceparent=parent))
-            assert outputs(await raw.answer()) == [2]
-        spans = {span.name: span for span in exporter.get_finished_spans()}
-        assert set(spans) == {"infer double", "queue", "copy_in", "compute", "copy_out"}
-        whole = spans["infer double"]
-        assert f"{whole.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
-        assert whole.attributes["asynctrt.batch_rows"] == 1
-        for name in ("queue", "copy_in", "compute", "copy_out"):
-            assert spans[name].parent.span_id == whole.context.span_id
-            assert whole.start_time <= spans[name].start_time <= spans[name].end_time
-        provider.shutdown()
 
     async def test_connections_opened_and_dropped_at_random(self):
         """The soak in small: nothing is left of any of them."""
