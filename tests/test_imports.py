@@ -16,7 +16,6 @@ OPTIONAL = {
     "onnxruntime": {"backends/onnxruntime.py"},
     "google": {"serving/messages.py"},
     "grpc": {"serving/grpc_server.py"},
-    "grpc_health": {"serving/grpc_server.py"},
     "httptools": {"serving/http.py"},
     "opentelemetry": {"serving/telemetry.py"},
     "orjson": {"serving/wire.py"},
@@ -123,7 +122,7 @@ def test_importing_the_doubles_loads_none_either():
 
 
 @pytest.mark.parametrize(
-    "missing", ["google", "grpc", "grpc_health", "httptools", "orjson", "prometheus_client", "websockets"]
+    "missing", ["google", "grpc", "httptools", "orjson", "prometheus_client", "websockets"]
 )
 def test_a_server_without_a_package_names_the_extra(missing):
     program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"

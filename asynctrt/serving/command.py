@@ -78,7 +78,10 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
     :param say: takes lines about how it goes.
     :raises AsynctrtError: if a port cannot be had or a model cannot be loaded.
     """
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    logging.getLogger("asynctrt").setLevel(logging.INFO)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     settings = planned.settings
     repository = Repository(tensors_max=settings.max_tensors)

@@ -4,7 +4,6 @@ Measured on 2 cores, echoing 120 bytes: 104,000 messages/s with one in flight on
 """
 
 import asyncio
-import logging
 from typing import Any
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
@@ -33,9 +32,6 @@ __all__ = [
     "upgrade",
 ]
 
-# The library logs what every peer does wrong; the access log and the close codes say it as well.
-logger = logging.getLogger("asynctrt.serving.frames")
-
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
     """Make a websocket of an HTTP connection whose client asks for one, or answer why not.
@@ -48,7 +44,6 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
             subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]  # It is a NewType of str.
             select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
             max_size=hub.settings.max_body,
-            logger=logger,
         )
         # The library reads requests itself, so it is given this one as it came.
         lines = [b"GET " + request.path + b" HTTP/1.1"]

@@ -97,10 +97,11 @@ async def serving(models=None, *, engine=None, **settings):
 
 
 @asynccontextmanager
-async def latched(slots=1, **settings):
+async def latched(slots=1, engine=None, **settings):
     """A server whose batches are held until the test lets them go, and their device."""
     device = LatchDevice(slots=slots)
-    async with serving(engine={"device": device, "contexts": 2}, **settings) as served:
+    engine = {"device": device, "contexts": 2} | (engine or {})
+    async with serving(engine=engine, **settings) as served:
         try:
             yield served, device
         finally:
@@ -403,6 +404,18 @@ class TestErrors:
             assert values(await first) == [2] * 4
 
     async def test_a_full_queue_is_unavailable(self):
+        async with latched(engine={"max_queue_rows": 2, "max_rows": 2}) as (served, device):
+            first = asyncio.create_task(served.ask("ModelInfer", request(1)))
+            await until(lambda: device.held == 1)
+            second = asyncio.create_task(served.ask("ModelInfer", request(2)))
+            await until(lambda: served.engine.statistics().queued_requests == 1)
+            code, details = await fails(served.ask("ModelInfer", request(shape=(2, 4))))
+            assert code == "UNAVAILABLE"
+            assert "queue" in details
+            device.open()
+            assert [values(answer)[0] for answer in await asyncio.gather(first, second)] == [2, 4]
+
+    async def test_more_than_the_queue_can_hold(self):
         async with serving(engine={"max_queue_rows": 4, "max_rows": 2}) as served:
             code, details = await fails(served.ask("ModelInfer", request(shape=(5, 4))))
             assert code == "INVALID_ARGUMENT"
@@ -552,8 +565,10 @@ class TestHealth:
             found = {name: status_of(await watch.read()) for name, watch in watches.items()}
             assert found == {"": "SERVING", "double": "SERVING", "missing": "SERVICE_UNKNOWN"}
             await served.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="double"))
-            assert status_of(await watches[""].read()) == "NOT_SERVING"
             assert status_of(await watches["double"].read()) == "NOT_SERVING"
+            # The server is as ready as before: that model was unloaded on purpose.
+            await served.server.drain()
+            assert status_of(await watches[""].read()) == "NOT_SERVING"
             watches[""].cancel()
             await served.server.stop(WAIT_S)
             for name in ("double", "missing"):

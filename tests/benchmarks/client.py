@@ -1,0 +1,275 @@
+"""A load client for the benchmarks of serving, as light as Python allows: prebuilt bytes, no library between.
+
+``python -m tests.benchmarks.client http://127.0.0.1:8000/v2/models/noop/infer`` prints one line of JSON. It
+looks at the status of what is answered, and at nothing else.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import time
+from urllib.parse import urlsplit
+
+import numpy as np
+import uvloop
+
+OPEN_S = 0.5
+"""Left out at the beginning."""
+
+
+def infer_head(dim):
+    return (
+        b'"inputs":[{"name":"input","shape":[1,%d],"datatype":"FP32","parameters":{"binary_data_size":%d}}],'
+        b'"outputs":[{"name":"output","parameters":{"binary_data":true}}]}' % (dim, 4 * dim)
+    )
+
+
+class Book:
+    """Latencies, from a time on."""
+
+    def __init__(self):
+        self.latencies_ns = []
+        self.is_open = False
+        self.errors = 0
+
+    def note(self, sent_ns, now_ns):
+        if self.is_open:
+            self.latencies_ns.append(now_ns - sent_ns)
+
+
+class Connection(asyncio.Protocol):
+    """Keeps ``depth`` requests in flight; or, paced, sends when it is told to."""
+
+    def __init__(self, book, depth, *, paced):
+        self.book = book
+        self.depth = depth
+        self.paced = paced
+        self.sent = []
+        self.buffer = b""
+        self.is_ready = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def connection_lost(self, exc):
+        if not self.is_ready.done():
+            self.is_ready.set_exception(ConnectionError("closed while connecting"))
+
+    def start(self):
+        if not self.paced:
+            for _ in range(self.depth):
+                self.send(time.monotonic_ns())
+
+    def answered(self, number, *, ok=True):
+        now_ns = time.monotonic_ns()
+        self.book.note(self.sent[number], now_ns)
+        self.book.errors += not ok
+        return now_ns
+
+
+class Http(Connection):
+    """One request after the other, so that answers need no telling apart."""
+
+    def __init__(self, book, depth, *, paced, url, dim, raw):
+        super().__init__(book, depth, paced=paced)
+        head = b"" if raw else b"{" + infer_head(dim)
+        body = head + bytes(4 * dim)
+        length = b"" if raw else b"Inference-Header-Content-Length: %d\r\n" % len(head)
+        self.request = (
+            b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/octet-stream\r\n%s"
+            b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), length, len(body), body)
+        )
+        self.waiting = []
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self.is_ready.set_result(None)
+
+    def send(self, at_ns):
+        self.waiting.append(at_ns)
+        if len(self.waiting) == 1:
+            self.transport.write(self.request)
+
+    def data_received(self, data):
+        self.buffer += data
+        while True:
+            stop = self.buffer.find(b"\r\n\r\n")
+            if stop < 0:
+                return
+            head = self.buffer[:stop].lower()
+            start = head.find(b"content-length: ", head.find(b"\r\ncontent-length: ")) + 16
+            end = head.find(b"\r\n", start)
+            total = stop + 4 + int(head[start : end if end > 0 else stop])
+            if len(self.buffer) < total:
+                return
+            self.sent = [self.waiting.pop(0)]
+            now_ns = self.answered(0, ok=self.buffer[9:12] == b"200")
+            self.buffer = self.buffer[total:]
+            if not self.paced:
+                self.send(now_ns)
+            elif self.waiting:
+                self.transport.write(self.request)
+
+
+class WebSocket(Connection):
+    """``depth`` requests in flight, told apart by their ids."""
+
+    def __init__(self, book, depth, *, paced, url, dim, raw):
+        super().__init__(book, depth, paced=paced)
+        self.url = url
+        self.raw = raw
+        self.frames = []
+        for number in range(depth):
+            head = b'{"id":"%d",' % number + infer_head(dim)
+            message = len(head).to_bytes(4, "little") + head + bytes(4 * dim)
+            small = len(message) < 126
+            length = bytes([0x80 | len(message)]) if small else b"\xfe" + len(message).to_bytes(2, "big")
+            self.frames.append(b"\x82" + length + bytes(4) + message)
+        self.sent = [0] * depth
+        self.free = list(range(depth))
+        self.waiting = []
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        transport.write(
+            b"GET %s HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            % self.url.path.encode()
+        )
+
+    def send(self, at_ns):
+        if not self.free:
+            self.waiting.append(at_ns)
+            return
+        number = self.free.pop()
+        self.sent[number] = at_ns
+        self.transport.write(self.frames[number])
+
+    def data_received(self, data):
+        self.buffer += data
+        if not self.is_ready.done():
+            head, found, self.buffer = self.buffer.partition(b"\r\n\r\n")
+            if found:
+                assert b" 101 " in head, head
+                self.is_ready.set_result(None)
+            return
+        out = []
+        start = 0
+        buffer = self.buffer
+        while len(buffer) - start >= 4:
+            length = buffer[start + 1]
+            at = start + 2
+            if length == 126:
+                length, at = int.from_bytes(buffer[start + 2 : start + 4], "big"), start + 4
+            if len(buffer) < at + length:
+                break
+            # An echo server sends the request back, and ours an answer: both begin with the id.
+            number = int(buffer[at + 11 : buffer.index(b'"', at + 11)])
+            now_ns = self.answered(number, ok=b'"error"' not in buffer[at : at + 40])
+            if not self.paced or self.waiting:
+                self.sent[number] = self.waiting.pop(0) if self.paced else now_ns
+                out.append(self.frames[number])
+            else:
+                self.free.append(number)
+            start = at + length
+        self.buffer = buffer[start:]
+        if out:
+            self.transport.write(b"".join(out))
+
+
+async def sockets(options, url, book):
+    kind = Http if url.scheme == "http" else WebSocket
+    loop = asyncio.get_running_loop()
+    connections = []
+    for _ in range(options.connections):
+        _, connection = await loop.create_connection(
+            lambda: kind(
+                book, options.depth, paced=options.rate > 0, url=url, dim=options.dim, raw=options.raw
+            ),
+            url.hostname,
+            url.port,
+        )
+        await connection.is_ready
+        connections.append(connection)
+    for connection in connections:
+        connection.start()
+    return connections
+
+
+async def pace(options, connections, stop_ns):
+    """Poisson arrivals, spread over the connections; a late one counts from when it was due."""
+    random = np.random.default_rng(1)
+    due_ns = time.monotonic_ns()
+    turn = 0
+    while due_ns < stop_ns:
+        now_ns = time.monotonic_ns()
+        while due_ns <= now_ns:
+            connections[turn % len(connections)].send(due_ns)
+            turn += 1
+            due_ns += int(random.exponential(1e9 / options.rate))
+        await asyncio.sleep(0)
+
+
+async def grpc_callers(options, url, book):
+    import grpc
+
+    channel = grpc.aio.insecure_channel(url.netloc)
+    call = channel.unary_unary(url.path)
+    body = bytes.fromhex(options.body)
+
+    async def caller():
+        while True:
+            began_ns = time.monotonic_ns()
+            await call(body)
+            book.note(began_ns, time.monotonic_ns())
+
+    return [asyncio.create_task(caller()) for _ in range(options.connections)]
+
+
+async def run(options):
+    url = urlsplit(options.url)
+    book = Book()
+    if url.scheme == "grpc":
+        kept = await grpc_callers(options, url, book)
+    else:
+        kept = await sockets(options, url, book)
+    pacing = None
+    if options.rate > 0:
+        stop_ns = time.monotonic_ns() + int((OPEN_S + options.seconds) * 1e9)
+        pacing = asyncio.create_task(pace(options, kept, stop_ns))
+    await asyncio.sleep(OPEN_S)
+    book.is_open, began, cpu = True, time.monotonic(), time.process_time()
+    print("open", flush=True)
+    await asyncio.sleep(options.seconds)
+    book.is_open, elapsed = False, time.monotonic() - began
+    if pacing is not None:
+        await pacing
+    latencies = np.array(book.latencies_ns or [math.nan]) / 1e3
+    count = len(book.latencies_ns)
+    figures = {
+        "requests": count,
+        "requests_per_s": count / elapsed,
+        "p50_us": float(np.percentile(latencies, 50)),
+        "p99_us": float(np.percentile(latencies, 99)),
+        "errors": book.errors,
+        "client_cpu_us": (time.process_time() - cpu) / max(count, 1) * 1e6,
+    }
+    print(json.dumps(figures), flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=1)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--rate", type=float, default=0)
+    parser.add_argument("--raw", action="store_true", help="send the tensor alone")
+    parser.add_argument("--body", default="", help="for grpc: the message, in hex")
+    uvloop.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1123 @@
+"""Requests with every field missing, of the wrong type, too long, negative, nested, truncated or doubled.
+
+``ASYNCTRT_FUZZ=N`` tries N times as many cases, others each time, and prints the seed that it began from;
+``ASYNCTRT_FUZZ_SEED`` gives one. The same properties under a coverage-guided fuzzer: tests/fuzz.
+"""
+
+import asyncio
+import copy
+import json
+import math
+import os
+import random
+import re
+import socket
+import struct
+import threading
+
+import numpy as np
+import orjson
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.serving.api import Api, Target
+from asynctrt.serving.datatypes import datatype_of
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.websocket import ID_CHARS_MAX, Session
+from asynctrt.tensors import BatchRecord, InferResult
+from tests.fuzz.decoder import (
+    INPUTS,
+    OUTPUTS,
+    RAW_INPUTS,
+    check_bytes,
+    check_message,
+    check_raw,
+    good_message,
+    make_codec,
+    test_one_input,
+    wire_of,
+)
+from tests.models import double_model
+from tests.serving.openapi import DESCRIPTION
+from tests.serving.support import WAIT_S, serving, until
+
+FUZZ = int(os.environ.get("ASYNCTRT_FUZZ", "0"))
+SEED = int(os.environ.get("ASYNCTRT_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
+
+test_one_input.__test__ = False
+pytestmark = pytest.mark.timeout(60 * max(1, FUZZ))
+
+
+def fuzzed(count, **strategies):
+    """A test of so many cases: always the same ones, unless there is a number to multiply them by."""
+
+    def decorated(function):
+        chosen = settings(
+            max_examples=count * max(1, FUZZ),
+            derandomize=not FUZZ,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        tested = chosen(given(**strategies)(function))
+        return seed(SEED)(tested) if FUZZ else tested
+
+    return decorated
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _seed():
+    if FUZZ:
+        print(f"ASYNCTRT_FUZZ_SEED={SEED}")
+
+
+# ---- what is sent: good requests, and what becomes of them
+
+
+class Raw(bytes):
+    """JSON as it stands, or what is none."""
+
+
+def emit(value):
+    """The JSON of a tree in which things may stand that no JSON library would write."""
+    if isinstance(value, Raw):
+        return bytes(value)
+    if isinstance(value, dict):
+        return b"{" + b",".join([emit(key) + b":" + emit(item) for key, item in value.items()]) + b"}"
+    if isinstance(value, list):
+        return b"[" + b",".join([emit(item) for item in value]) + b"]"
+    return json.dumps(value).encode()
+
+
+def nested(depth, opening=b"[", closing=b"]", core=b""):
+    """Lists within lists."""
+    return Raw(opening * depth + core + closing * depth)
+
+
+ODD = [
+    *(None, True, False, 0, -1, 1, 2, 4, 8, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64),
+    *(
+        -(2**63),
+        10**30,
+        0.5,
+        1.0,
+        -0.0,
+        1e308,
+        1e-320,
+        6.6e4,
+        3.4e38,
+        "",
+        "x",
+        "é",
+        "\0",
+        "\ud800",
+        "16",
+        "-1",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        [0],
+        [1, [2]],
+        [[1], 2],
+        {"name": "in0"},
+        ["a"],
+        [-1],
+        [0, 2**62],
+        [0, 2**64 - 1],
+    ),
+    *("BOOL", "FP32", "BYTES", "in0", "out1", "a" * 5000, "é" * 300, "\x7f\x1b", list(range(100)), [[]] * 70),
+    *(
+        Raw(raw)
+        for raw in (b"NaN", b"-Infinity", b"1e400", b"01", b"", b",", b"\xff", b'"\xff"', b'"', b"[", b"}")
+    ),
+    *(Raw(b"9" * 400), Raw(b"-0"), Raw(b"1E2"), Raw(b'"\\u0000"'), Raw(b'"\\ud800"'), Raw(b"[" * 5000)),
+    *(nested(depth) for depth in (1, 2, 31, 32, 33, 64, 65, 254, 255, 990, 1000, 1020, 1022, 2000)),
+    *(nested(depth, b'{"a":', b"}", b"1") for depth in (2, 250, 995, 1020, 2000)),
+    *(nested(depth, core=b"1") for depth in (3, 33, 500, 1000)),
+]
+"""What stands where something else should."""
+
+KEYS = [
+    *("id", "inputs", "outputs", "parameters", "name", "shape", "datatype", "data", "binary_data_size"),
+    *("binary_data", "binary_data_output", "priority", "timeout", "shared_memory_region", "classification"),
+    *("model_name", "model_version", "ping", "cancel", "", "\0"),
+]
+
+odd = st.one_of(
+    st.integers(0, len(ODD) - 1).map(ODD.__getitem__),  # Named by their place: some are long.
+    st.integers(-(2**65), 2**65),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=8),
+    st.integers(1, 2000).map(nested),
+    st.lists(st.one_of(st.integers(-2, 5), st.text(max_size=3), st.none()), max_size=6),
+)
+
+
+def array_for(spec, rng, row_count, length):
+    """Values of a tensor: all of its bits, but no signalling of theirs and no NUL at an end."""
+    shape = (row_count, *[length if isinstance(dim, str) else dim for dim in spec.dims])
+    if spec.dtype.kind == "S":
+        words = [b"", b"a", b"\0b", "é".encode(), b"12345678", b'\n"\\']
+        return rng.choice(np.array(words, spec.dtype), shape)
+    if spec.dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(rng.bytes(math.prod(shape) * spec.dtype.itemsize), spec.dtype).reshape(shape)
+
+
+def finite(array):
+    """What JSON can hold of it."""
+    if array.dtype.kind in "fV":
+        with np.errstate(invalid="ignore"):  # To look at a signalling NaN is to be warned.
+            return np.where(np.isfinite(array.astype(np.float64)), array, np.ones((), array.dtype))
+    return array
+
+
+class Request:
+    """A good request: its header as a tree, its tensors, and the arrays that they are."""
+
+    def __init__(self, number, specs, forms, row_count, length, request_id, extra):
+        rng = np.random.default_rng(number)
+        self.arrays = {}
+        self.tensors = []
+        inputs = []
+        for spec, form in zip(specs, forms, strict=False):
+            array = array_for(spec, rng, row_count, length)
+            item = {"name": spec.name, "datatype": datatype_of(spec), "shape": list(array.shape)}
+            if form == "binary":
+                raw = wire_of(array)
+                item["parameters"] = {"binary_data_size": len(raw)}
+                self.tensors.append(raw)
+            else:
+                array = finite(array)
+                shaped = array if form == "nested" else array.reshape(-1)
+                item["data"] = _values(shaped)
+            self.arrays[spec.name] = array
+            inputs.append(item)
+        self.content = {"id": request_id} if request_id is not None else {}
+        self.content |= {"inputs": inputs, **copy.deepcopy(extra)}
+
+    def message(self):
+        """Body, and the length of its header."""
+        head = emit(self.content)
+        return head + b"".join(self.tensors), len(head)
+
+
+def _values(array):
+    """Numbers and text as JSON has them, nested as the array is."""
+    if array.dtype.kind == "S":
+        return (
+            np.array([item.decode() for item in array.ravel().tolist()], object).reshape(array.shape).tolist()
+        )
+    if array.dtype.kind == "V":
+        return array.astype(np.float64).tolist()
+    return array.tolist()
+
+
+EXTRAS = [
+    {},
+    {"parameters": {"binary_data_output": True}},
+    {"parameters": {"priority": 1, "timeout": 60_000_000, "sequence_id": 0}},
+    {"outputs": [{"name": "out3", "parameters": {"binary_data": True}}, {"name": "out0"}]},
+    {"outputs": [{"name": "out13"}], "parameters": {"binary_data_output": False}},
+]
+
+
+@st.composite
+def good_requests(draw, whole=False):
+    """Good requests with some of the inputs as bytes and as JSON; or all of what the model "all" takes."""
+    form = st.sampled_from(["binary", "nested", "flat"])
+    if whole:
+        chosen, forms = INPUTS, [draw(form)] * len(INPUTS)
+    else:
+        chosen = draw(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, unique=True))
+        forms = [draw(form) for _ in chosen]
+    request = Request(
+        draw(st.integers(0, 2**32)),
+        chosen,
+        forms,
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 3)),
+        draw(st.sampled_from([None, "", "a", "b-1", 'é"', "x" * 300])),
+        draw(st.sampled_from(EXTRAS)),
+    )
+    if whole:
+        request.content |= {"model_name": "all", "model_version": "1"}
+    return request
+
+
+def places(tree):
+    """Where something stands in a tree: each key of an object, and the ends of a list."""
+    for key in list(tree) if isinstance(tree, dict) else {0, len(tree) - 1} if tree else ():
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from places(tree[key])
+
+
+def mutate(draw, tree):
+    """Break one thing in a tree, at any depth."""
+    found = list(places(tree))
+    if not found:
+        return
+    node, place = found[draw(st.integers(0, len(found) - 1))]
+    action = draw(st.sampled_from(["set", "set", "set", "drop", "wrap", "double", "add", "rename"]))
+    # What is drawn belongs to the strategy, and another mutation may change it.
+    value = copy.deepcopy(draw(odd))
+    if action == "set":
+        node[place] = value
+    elif action == "drop":
+        del node[place]
+    elif action == "wrap":
+        node[place] = [node[place]]
+    elif isinstance(node, dict):
+        key = Key(place) if action == "double" else draw(st.sampled_from(KEYS))
+        node[key] = node.pop(place) if action == "rename" else value
+    elif action == "add":
+        node.insert(place, value)
+    else:
+        node[:] = node * draw(st.sampled_from([2, 65, 300]))
+
+
+class Key(str):
+    """A key that is there a second time."""
+
+    __slots__ = ()
+
+    def __hash__(self):
+        return id(self)
+
+    def __eq__(self, other):
+        return self is other
+
+
+def lie(draw, body, head_nbytes):
+    """Break the bytes of a message, or what is said of their number."""
+    action = draw(st.sampled_from(["cut", "more", "flip", "remove", "insert", "length", "length", "random"]))
+    position = draw(st.integers(0, len(body)))
+    if action == "cut":
+        return body[:position], head_nbytes
+    if action == "more":
+        return body + draw(st.binary(min_size=1, max_size=20)), head_nbytes
+    if action == "flip":
+        return body[:position] + draw(st.binary(min_size=1, max_size=4)) + body[position + 1 :], head_nbytes
+    if action == "remove":
+        return body[:position] + body[position + draw(st.integers(1, 40)) :], head_nbytes
+    if action == "insert":
+        return body[:position] + draw(st.binary(min_size=1, max_size=4)) + body[position:], head_nbytes
+    if action == "random":
+        return draw(st.binary(max_size=100)), draw(st.integers(0, 110))
+    near = st.integers(-5, 5).map(lambda change: max(0, head_nbytes + change))
+    return body, draw(st.one_of(near, st.integers(0, 2**40), st.just(0), st.just(len(body))))
+
+
+@st.composite
+def broken_messages(draw, requests=None):
+    """Messages in which something may be wrong, and the length that is given for their header."""
+    request = draw(good_requests() if requests is None else requests)
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+        mutate(draw, request.content)
+    message = request.message()
+    return lie(draw, *message) if draw(st.integers(0, 5)) == 0 else message
+
+
+# ---- the codec
+
+
+@fuzzed(1000, message=broken_messages())
+def test_what_is_decoded_is_what_was_sent_and_all_else_is_the_callers_error(message):
+    check_message(*message)
+
+
+@fuzzed(300, request=good_requests())
+def test_a_good_request_is_decoded_to_what_it_was_made_of(request):
+    call = make_codec().decode(*request.message())
+    assert call.id == request.content.get("id", "")
+    assert {name: array.shape for name, array in call.inputs.items()} == {
+        name: array.shape for name, array in request.arrays.items()
+    }
+    for name, array in call.inputs.items():
+        assert array.dtype == request.arrays[name].dtype
+        assert array.tobytes() == request.arrays[name].tobytes(), name
+
+
+@fuzzed(
+    200,
+    messages=st.lists(st.one_of(broken_messages(), good_requests().map(Request.message)), max_size=6),
+    request=good_requests(),
+)
+def test_a_good_request_is_decoded_alike_whatever_came_before(messages, request):
+    codec = make_codec()
+    good = request.message()
+    expected = {name: array.tobytes() for name, array in request.arrays.items()}
+    for message in messages:
+        with_errors(codec.decode, *message)
+        call = codec.decode(*good)
+        assert {name: array.tobytes() for name, array in call.inputs.items()} == expected
+        assert call.id == request.content.get("id", "")
+
+
+@fuzzed(150, spec=st.sampled_from(RAW_INPUTS), body=st.one_of(st.binary(max_size=70), st.just(bytes(16))))
+def test_a_raw_body_is_one_row_or_the_callers_error(spec, body):
+    check_raw(spec, body)
+
+
+@fuzzed(
+    150,
+    elements=st.lists(st.binary(max_size=10), max_size=5),
+    lies=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 255)), max_size=3),
+    change=st.integers(-2, 2),
+)
+def test_byte_strings_are_read_to_the_last_byte_or_refused(elements, lies, change):
+    raw = bytearray(b"".join(struct.pack("<I", len(item)) + item for item in elements))
+    for position, value in lies:
+        if position < len(raw):
+            raw[position] = value
+    check_bytes(bytes(raw), max(0, len(elements) + change))
+
+
+@fuzzed(
+    200,
+    number=st.integers(0, 2**32),
+    row_count=st.integers(0, 3),
+    length=st.integers(0, 3),
+    wanted=st.lists(
+        st.tuples(st.sampled_from(OUTPUTS), st.booleans()), min_size=1, unique_by=lambda it: it[0]
+    ),
+    request_id=st.text(st.characters(codec="utf-8"), max_size=5),
+    transposed=st.booleans(),
+)
+def test_an_answer_says_what_the_model_gave(number, row_count, length, wanted, request_id, transposed):
+    codec = make_codec()
+    rng = np.random.default_rng(number)
+    outputs = {spec.name: array_for(spec, rng, row_count, length) for spec in OUTPUTS}
+    if transposed:
+        outputs = {name: np.asfortranarray(array) for name, array in outputs.items()}
+    outputs = {
+        spec.name: outputs[spec.name] if binary else finite(outputs[spec.name]) for spec, binary in wanted
+    }
+    asked = [{"name": spec.name, "parameters": {"binary_data": binary}} for spec, binary in wanted]
+    head = orjson.dumps({"id": request_id, "inputs": [], "outputs": asked})
+    for _ in range(2):  # The second answer's header is that of the first, if it can be.
+        call = codec.decode(head, len(head))
+        answer, tensors = codec.encode(call, InferResult(outputs, (BatchRecord(1, 0),), 0))
+        content = orjson.loads(answer)
+        raw = b"".join(tensors)
+        assert content.get("id", "") == request_id
+        for (spec, binary), item in zip(wanted, content["outputs"], strict=True):
+            array = outputs[spec.name]
+            assert (item["name"], item["datatype"]) == (spec.name, datatype_of(spec))
+            assert tuple(item["shape"]) == array.shape
+            if binary:
+                nbytes = item["parameters"]["binary_data_size"]
+                assert raw[:nbytes] == wire_of(array)
+                raw = raw[nbytes:]
+            else:
+                values = [item.encode() for item in item["data"]] if spec.dtype.kind == "S" else item["data"]
+                assert np.array(values, spec.dtype).tobytes() == array.tobytes()
+        assert not raw
+
+
+def with_errors(function, *arguments):
+    """Call it; a caller's error is none of the test's."""
+    try:
+        return function(*arguments)
+    except asynctrt.CallerError:
+        return None
+
+
+def _head(content, tensors=b""):
+    head = emit(content)
+    return head + tensors, len(head)
+
+
+def _one(shape, **more):
+    return {"inputs": [{"name": "in9", "datatype": "FP16", "shape": shape} | more]}
+
+
+FINDINGS = {
+    "the rest of a known header without its beginning": (b',"inputs":[]}', 13),
+    "a shape too large for NumPy, of no elements": _head(
+        _one([0, 2**62], parameters={"binary_data_size": 0})
+    ),
+    "a dimension too large for C, of no elements": _head(_one([0, 2**64 - 1], data=[])),
+    "lists so deep that nobody may walk through them": _head(_one([1], data=nested(1000, core=b"1"))),
+    "text of lists as deep, of byte strings": _head(
+        {"inputs": [{"name": "in13", "datatype": "BYTES", "shape": [1], "data": nested(1000, core=b'"a"')}]}
+    ),
+    "an id so deep that it has no repr": _head({"id": nested(1000), "inputs": []}),
+    "a priority so deep": _head({"inputs": [], "parameters": {"priority": nested(1000)}}),
+    "a name so deep": _head({"inputs": [{"name": nested(1000)}]}),
+    "a shape so deep": _head(_one(nested(1000))),
+    "a name that is said in full": _head({"inputs": [{"name": "x" * 100_000}]}),
+    "text that takes the room of the longest in each element": _head(
+        _one([10_001], data=["x" * 1_000_000] + [0] * 10_000)
+    ),
+    "a number beyond bfloat16's": _head(
+        {"inputs": [{"name": "in12", "datatype": "BF16", "shape": [1], "data": [3.4e38]}]}
+    ),
+}
+"""What was not refused once, or not in this way."""
+
+
+@pytest.mark.parametrize("message", FINDINGS.values(), ids=FINDINGS)
+def test_what_was_found_once_is_refused(message):
+    assert check_message(*message) == "error"
+
+
+def test_large_integers_are_taken_beside_small_ones():
+    values = [1, 2**63, 2**64 - 1]
+    item = {"name": "in4", "datatype": "UINT64", "shape": [3], "data": values}
+    message = _head({"inputs": [item]})
+    assert check_message(*message) == "call"
+    assert make_codec().decode(*message).inputs["in4"].tolist() == values
+
+
+def test_a_known_header_is_not_known_without_its_beginning():
+    codec = make_codec()
+    body, head_nbytes = good_message("1")
+    codec.decode(body, head_nbytes)
+    cut = len(b'{"id":"1"')
+    with pytest.raises(asynctrt.CallerError, match="JSON"):
+        codec.decode(body[cut:], head_nbytes - cut)
+
+
+def test_the_fuzzers_own_beginnings_are_right():
+    from tests.fuzz.decoder import seeds
+
+    for raw in seeds():
+        test_one_input(raw)
+
+
+# ---- the websocket's protocol
+
+
+def echo(inputs, outputs):
+    for spec in INPUTS:
+        outputs[spec.name.replace("in", "out")][...] = inputs[spec.name]
+
+
+def all_model():
+    """Gives back what it takes, in every datatype."""
+    return FunctionModel(echo, inputs=list(INPUTS), outputs=list(OUTPUTS))
+
+
+class Talk:
+    """A loop with a server's insides on it."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self._engines = []
+        self.api = runner.run(self._open())
+
+    async def _open(self):
+        repository = Repository()
+        for name, model in (("all", all_model()), ("double", double_model())):
+            self._engines.append(await asynctrt.open(model))
+            repository.add(name, self._engines[-1])
+        return Api(repository, ServerSettings())
+
+    def close(self):
+        for engine in self._engines:
+            self._runner.run(engine.aclose())
+
+    def say(self, messages, target):
+        """What a session answers to these messages, in the end."""
+        return self._runner.run(self._say(messages, target))
+
+    async def _say(self, messages, target):
+        said = []
+        session = Session(self.api, said.append, target=target)
+        for message in messages:
+            session.receive(message)
+        async with asyncio.timeout(WAIT_S):
+            await until(lambda: not session.in_flight)
+        assert not self.api.in_flight
+        assert not any(served.pending for served in self.api.repository)
+        return said
+
+
+@pytest.fixture(scope="module")
+def talk():
+    with asyncio.Runner() as runner:
+        talk = Talk(runner)
+        yield talk
+        talk.close()
+
+
+def as_binary(message):
+    """A message as the websocket has it: the length of the header before it."""
+    body, head_nbytes = message
+    return struct.pack("<I", head_nbytes % 2**32) + body
+
+
+def as_text(message):
+    return message[0].decode("utf-8", "surrogateescape")
+
+
+whole_requests = good_requests(whole=True)
+double_requests = st.sampled_from(
+    [
+        Raw(
+            b'{"id":"%d","model_name":"double","inputs":[{"name":"input","datatype":"FP32","shape":[1,4],%s}]}'
+        )
+        % (number, b'"data":[1,2,3,4]')
+        for number in range(3)
+    ]
+)
+controls = st.one_of(
+    st.builds(lambda value: emit({"ping": value}), odd),
+    st.builds(lambda value: emit({"cancel": value}), st.one_of(odd, st.sampled_from(["0", "1", "2", "a"]))),
+    st.builds(lambda name, value: emit({"model_name": "double", name: value}), st.sampled_from(KEYS), odd),
+    double_requests,
+).map(lambda head: (head, len(head)))
+socket_messages = st.one_of(
+    *(
+        st.builds(form, st.one_of(messages, controls, broken_messages(whole_requests)))
+        for form in (as_text, as_binary)
+        for messages in (controls, whole_requests.map(Request.message), broken_messages(whole_requests))
+    ),
+    st.text(max_size=20),
+    st.binary(max_size=40),
+)
+
+
+def answer_is_due(message):
+    """Whether a message is answered: all are but those that cancel something."""
+    if isinstance(message, str):
+        raw = message.encode("utf-8", "surrogatepass")
+    else:
+        length = int.from_bytes(message[:4], "little")
+        raw = message[4 : 4 + length] if len(message) >= 4 + length else b""
+    try:
+        content = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return True
+    if not isinstance(content, dict) or "ping" in content or not isinstance(content.get("cancel"), str):
+        return True
+    request_id = content.get("id", "")
+    return not isinstance(request_id, str) or len(request_id) > ID_CHARS_MAX
+
+
+def read_said(message):
+    """The JSON of an answer."""
+    if isinstance(message, str):
+        return orjson.loads(message)
+    return orjson.loads(message[4 : 4 + int.from_bytes(message[:4], "little")])
+
+
+@fuzzed(
+    600,
+    messages=st.lists(socket_messages, min_size=1, max_size=5),
+    target=st.sampled_from(
+        [None, Target("all", "", "ws"), Target("double", "1", "ws"), Target("none", "", "ws")]
+    ),
+)
+def test_each_message_of_a_websocket_has_its_answer(talk, messages, target):
+    said = talk.say(messages, target)
+    due = [message for message in messages if answer_is_due(message)]
+    assert [sum(isinstance(message, kind) for message in said) for kind in (str, bytes)] == [
+        sum(isinstance(message, kind) for message in due) for kind in (str, bytes)
+    ], said
+    for answer in map(read_said, said):
+        assert ("error" in answer) + ("outputs" in answer) + ("pong" in answer) == 1, answer
+        # 503 is what a timeout of a microsecond comes to, and 499 a request that was cancelled.
+        assert answer.get("status", 400) in (400, 404, 413, 499, 501, 503), answer
+        assert len(answer.get("error", "")) < 1000
+
+
+@fuzzed(100, broken=st.lists(socket_messages, max_size=3), request=whole_requests, binary=st.booleans())
+def test_a_websocket_answers_a_good_message_after_any_other(talk, broken, request, binary):
+    request.content = request.content | {
+        "id": "good",
+        "outputs": [{"name": spec.name, "parameters": {"binary_data": binary}} for spec in OUTPUTS],
+        "parameters": {},
+    }
+    expected = {name.replace("in", "out"): array for name, array in request.arrays.items()}
+    if not binary:
+        request.content["inputs"] = [
+            {"name": spec.name, "datatype": datatype_of(spec), "shape": list(request.arrays[spec.name].shape)}
+            | {"data": _values(finite(request.arrays[spec.name]))}
+            for spec in INPUTS
+        ]
+        request.tensors = []
+        expected = {name: finite(array) for name, array in expected.items()}
+    broken = [message for message in broken if b'"good"' not in _bytes(message)]
+    good = as_binary(request.message()) if binary else as_text(request.message())
+    answers = [said for said in talk.say([*broken, good], None) if read_said(said).get("id") == "good"]
+    assert len(answers) == 1
+    content = read_said(answers[0])
+    assert [item["name"] for item in content["outputs"]] == list(expected)
+    start = 4 + int.from_bytes(answers[0][:4], "little") if binary else 0
+    for item, array in zip(content["outputs"], expected.values(), strict=True):
+        assert tuple(item["shape"]) == array.shape
+        if binary:
+            raw = wire_of(array)
+            assert answers[0][start : start + len(raw)] == raw
+            start += len(raw)
+        else:
+            values = [one.encode() for one in item["data"]] if array.dtype.kind == "S" else item["data"]
+            assert np.array(values, array.dtype).tobytes() == array.tobytes()
+
+
+def _bytes(message):
+    return message.encode("utf-8", "surrogatepass") if isinstance(message, str) else message
+
+
+# ---- a server's socket
+
+
+class Background:
+    """A server on a loop in a thread of its own, for clients that block."""
+
+    def __init__(self):
+        self._ready = threading.Event()
+        self._error = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(WAIT_S)
+        assert self._error is None, self._error
+
+    def _run(self):
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+            self._ready.set()
+
+    async def _serve(self):
+        self._loop = asyncio.get_running_loop()
+        self._stopped = asyncio.Event()
+        self.faults = []
+        self._loop.set_exception_handler(lambda _, context: self.faults.append(context))
+        models = {"double": double_model(), "all": all_model(), "spare": double_model()}
+        limits = {"max_body": 1 << 20, "max_headers": 16 << 10, "model_control": True}
+        async with serving(models, **limits) as server:
+            self.url = server.http_url
+            self.server = server
+            self._ready.set()
+            await self._stopped.wait()
+
+    @property
+    def address(self):
+        host, _, port = self.url.partition("://")[2].rpartition(":")
+        return host, int(port)
+
+    def taken_faults(self):
+        """What nobody has caught since this was last asked."""
+        faults, self.faults = self.faults, []
+        return faults
+
+    def close(self):
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+class Plain:
+    """A connection of blocking sockets."""
+
+    def __init__(self, address):
+        self.socket = socket.create_connection(address, timeout=WAIT_S)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, raw):
+        """Send a request and read its answer: status, header and body."""
+        self.socket.sendall(raw)
+        got = b""
+        while b"\r\n\r\n" not in got:
+            got += self._more()
+        head, _, body = got.partition(b"\r\n\r\n")
+        length = int(re.search(rb"(?i)content-length: (\d+)", head)[1])
+        while len(body) < length:
+            body += self._more()
+        return int(head.split()[1]), head, body
+
+    def _more(self):
+        piece = self.socket.recv(1 << 16)
+        assert piece, "the server closed a connection that was good"
+        return piece
+
+    def send_broken(self, raw):
+        """Send whatever; the server may close in the middle of it."""
+        try:
+            self.socket.sendall(raw)
+        except OSError:
+            return
+
+    def end(self):
+        """Say that nothing follows, and read until the server closes."""
+        pieces = []
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+            while piece := self.socket.recv(1 << 16):
+                pieces.append(piece)
+        except TimeoutError:
+            raise
+        except OSError:  # It was reset: the server closed before it had read all.
+            pass
+        return b"".join(pieces)
+
+    def close(self):
+        self.socket.close()
+
+
+def statuses(raw):
+    """The statuses of the answers in what a server has sent."""
+    found = []
+    while raw:
+        head, _, rest = raw.partition(b"\r\n\r\n")
+        line = re.match(rb"HTTP/1\.1 (\d{3}) ", head)
+        assert line, raw[:200]
+        found.append(int(line[1]))
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        if found[-1] == 101:
+            break
+        # The answer to a HEAD has a length and no body; what follows it is the next answer.
+        raw = rest if rest.startswith(b"HTTP/1.1 ") else rest[int(length[1]) if length else 0 :]
+    return found
+
+
+@pytest.fixture(scope="module")
+def served():
+    background = Background()
+    plain = Plain(background.address)
+    yield background, plain
+    plain.close()
+    background.close()
+    assert not background.taken_faults()
+
+
+BODY = orjson.dumps(
+    {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 4], "data": [1.0, 2.0, 3.0, 4.0]}]}
+)
+GOOD = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+TAKEN = {200, 304, 101, 100}
+REFUSED = {400, 401, 404, 405, 408, 413, 414, 417, 426, 431, 501, 503}
+
+
+def check_socket(served, raw):
+    """Whatever is sent on one connection is answered or not; another connection is served as before.
+
+    The answer to the good request comes after all that was read before it, so there is nothing to wait for.
+    """
+    background, plain = served
+    broken = Plain(background.address)
+    try:
+        broken.send_broken(raw)
+        status, _, body = plain.ask(GOOD)
+        assert status == 200
+        assert orjson.loads(body)["outputs"][0]["data"] == [2.0, 4.0, 6.0, 8.0]
+        answers = statuses(broken.end())
+    finally:
+        broken.close()
+    assert set(answers) <= TAKEN | REFUSED, (answers, raw[:300])
+    assert not background.taken_faults(), raw[:300]
+    return answers
+
+
+ODD_HEADERS = [
+    *(
+        (b"Content-Length", value)
+        for value in (b"-1", b"0", b"1", b"99999999999999999999", b"1e3", b"0x10", b"")
+    ),
+    *((b"Content-Length", value) for value in (b"+5", b"5, 5", b" 5 ", b"1_0", b"9" * 5000, b"2097152")),
+    *((b"Transfer-Encoding", value) for value in (b"chunked", b"gzip, chunked", b"chunked, gzip", b"x", b"")),
+    *((b"Content-Encoding", value) for value in (b"gzip", b"deflate", b"br", b"", b"gzip, gzip", b"\xff")),
+    *(
+        (b"Accept-Encoding", value)
+        for value in (b"gzip", b"*", b"gzip;q=0", b"\xff", b";;,,", b"deflate" * 500)
+    ),
+    *(
+        (b"Inference-Header-Content-Length", value)
+        for value in (b"0", b"-1", b"1", b"9" * 18, b"9" * 30, b"x", b"")
+    ),
+    *(
+        (b"Connection", value)
+        for value in (b"close", b"keep-alive", b"Upgrade", b"x", b"close, Upgrade", b"")
+    ),
+    *((b"Upgrade", value) for value in (b"websocket", b"h2c", b"WebSocket, h2c", b"TLS/1.0", b"")),
+    *((b"Sec-WebSocket-Version", value) for value in (b"13", b"12", b"x", b"-1", b"")),
+    *((b"Sec-WebSocket-Key", value) for value in (b"dGhlIHNhbXBsZSBub25jZQ==", b"x", b"", b"\xff\xfe")),
+    *(
+        (b"Sec-WebSocket-Protocol", value)
+        for value in (b"asynctrt", b"bearer.x", b"\xff", b",,", b"a b", b"")
+    ),
+    *((b"Sec-WebSocket-Extensions", value) for value in (b"permessage-deflate", b";;", b"\xff", b'x; y="')),
+    *(
+        (b"Origin", value)
+        for value in (b"http://[", b"http://t", b"null", b"http://[::1", b"\xff", b"//[", b"")
+    ),
+    *((b"Expect", value) for value in (b"100-continue", b"200-ok", b"")),
+    *((b"Host", value) for value in (b"", b"a, b", b"[", b"\xff")),
+    *(
+        (b"If-None-Match", b"*"),
+        (b"Authorization", b"Bearer"),
+        (b"Authorization", b"\xff"),
+        (b"X", b"y" * 20000),
+    ),
+    *((b"Accept", value) for value in (b"application/openmetrics-text", b"*/*;q=x", b"\xff", b";,;")),
+    *((b"X" * 20000, b"y"), (b"", b"y"), (b"X Y", b"z"), (b"X\0", b"z"), (b"X", b"a\rb"), (b"X", b"a\nb")),
+]
+PATHS = [
+    *(
+        b"/v2/models/double/infer",
+        b"/v2/models/all/infer",
+        b"/v2",
+        b"/v2/",
+        b"/",
+        b"*",
+        b"",
+        b"//",
+        b"/v2/ws",
+    ),
+    *(b"/v2/models/double/ws", b"/v2/models/stats", b"/v2/models/double/versions/1/infer", b"/metrics"),
+    *(
+        b"/v2/models/double/versions//infer",
+        b"/v2/models//infer",
+        b"/v2/models/%00/infer",
+        b"/v2/models/%ff/stats",
+    ),
+    *(
+        b"/v2/models/double/versions/\xc2\xb2/infer",
+        b"http://[/v2",
+        b"http://t/v2",
+        b"/v2/models/" + b"a" * 9000,
+    ),
+    *(
+        b"/v2/repository/index",
+        b"/v2/repository/models/double/x",
+        b"/v2/repository/models//load",
+        b"t:80",
+        b"?",
+    ),
+    *(
+        b"/v2/health/live?x",
+        b"/dashboard/data",
+        b"/dashboard/recent?x=1",
+        b"/v2/models/a%2Fb/config",
+        b"/%",
+        b"/v2#",
+    ),
+    *(
+        b"/v2/systemsharedmemory/status",
+        b"/v2/trace/setting",
+        b"/" + b"%ff" * 100,
+        b"/\xff\xfe",
+        b"/a b",
+        b"/\0",
+    ),
+]
+METHODS = [
+    b"GET",
+    b"POST",
+    b"PUT",
+    b"HEAD",
+    b"OPTIONS",
+    b"CONNECT",
+    b"TRACE",
+    b"PRI",
+    b"get",
+    b"",
+    b"M-SEARCH",
+]
+VERSIONS = [
+    b"HTTP/1.1",
+    b"HTTP/1.1",
+    b"HTTP/1.0",
+    b"HTTP/2.0",
+    b"HTTP/0.9",
+    b"HTTP/1.10",
+    b"HTTP",
+    b"",
+    b"RTSP/1.0",
+]
+
+
+@st.composite
+def http_requests(draw):
+    """Requests of which any part may be wrong."""
+    valid = st.sampled_from([BODY, b"", good_message()[0]])
+    body = draw(
+        st.one_of(valid, broken_messages(whole_requests).map(lambda it: it[0]), st.binary(max_size=60))
+    )
+    headers = [(b"Host", b"t"), (b"Content-Length", b"%d" % len(body))]
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+        action = draw(st.sampled_from(["add", "add", "replace", "drop", "double"]))
+        if action == "add" or not headers:
+            headers.append(draw(st.sampled_from(ODD_HEADERS)))
+        elif action == "replace":
+            headers[draw(st.integers(0, len(headers) - 1))] = draw(st.sampled_from(ODD_HEADERS))
+        elif action == "drop":
+            headers.pop(draw(st.integers(0, len(headers) - 1)))
+        else:
+            headers.append(draw(st.sampled_from(headers)))
+    if draw(st.booleans()):
+        line = [b"POST", b"/v2/models/%b/infer" % draw(st.sampled_from([b"double", b"all"])), b"HTTP/1.1"]
+    else:
+        line = [draw(st.sampled_from([b"GET", b"POST"])), draw(st.sampled_from(PATHS)), b"HTTP/1.1"]
+    if draw(st.integers(0, 4)) == 0:
+        part = draw(st.integers(0, 2))
+        line[part] = draw(st.sampled_from((METHODS, PATHS, VERSIONS)[part]))
+    chunked = any(name == b"Transfer-Encoding" for name, _ in headers)
+    if chunked and draw(st.booleans()):
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    head = b" ".join(line) + b"\r\n" + b"".join([name + b": " + value + b"\r\n" for name, value in headers])
+    return head + b"\r\n" + body
+
+
+@st.composite
+def http_bytes(draw):
+    """Bytes that were a request, or several."""
+    raw = b"".join(draw(st.lists(http_requests(), min_size=1, max_size=3)))
+    for _ in range(draw(st.integers(0, 2))):
+        raw, _ = lie(draw, raw, 0)
+    return raw
+
+
+@fuzzed(700, raw=st.one_of(http_requests(), http_bytes()))
+def test_broken_http_is_refused_and_others_are_served(served, raw):
+    check_socket(served, raw)
+
+
+def http(line, *headers, body=b""):
+    return b"\r\n".join([line, *headers, b"", b""]) + body
+
+
+INFER = b"POST /v2/models/double/infer HTTP/1.1"
+LENGTH = b"Content-Length: %d" % len(BODY)
+WEBSOCKET = [
+    b"Host: t",
+    b"Connection: Upgrade",
+    b"Upgrade: websocket",
+    b"Sec-WebSocket-Version: 13",
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+]
+INDEX = b"POST /v2/repository/index HTTP/1.1"
+DEEP = b'{"ready":%b}' % nested(1000)
+SOCKET_CASES = {
+    "no host": (http(b"GET /v2 HTTP/1.1"), 400),
+    "no request": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "two lengths": (http(INFER, b"Host: t", LENGTH, b"Content-Length: 3", body=BODY), 400),
+    "length and chunks": (http(INFER, b"Host: t", LENGTH, b"Transfer-Encoding: chunked", body=BODY), 400),
+    "a negative length": (http(INFER, b"Host: t", b"Content-Length: -5", body=BODY), 400),
+    "a length beyond what is taken": (http(INFER, b"Host: t", b"Content-Length: 9999999"), 413),
+    "a length beyond 64 bits": (http(INFER, b"Host: t", b"Content-Length: " + b"9" * 30), 400),
+    "chunks beyond what is taken": (
+        http(INFER, b"Host: t", b"Transfer-Encoding: chunked", body=b"200000\r\n" + bytes(0x200000)),
+        413,
+    ),
+    "a chunk of a negative size": (
+        http(INFER, b"Host: t", b"Transfer-Encoding: chunked", body=b"-1\r\n"),
+        400,
+    ),
+    "headers beyond what is taken": (http(INFER, b"Host: t", b"X: " + b"y" * (20 << 10)), 431),
+    "a line that never ends": (b"GET /" + b"a" * (9 << 10), 414),
+    "a header's name that never ends": (b"GET / HTTP/1.1\r\nHost: t\r\n" + b"a" * (20 << 10), 431),
+    "a header folded": (http(INFER, b"Host: t", b"X: y", b" z"), 400),
+    "a bare line feed": (b"GET /v2 HTTP/1.1\nHost: t\n\n", 400),
+    "no body": (http(INFER, b"Host: t"), 400),
+    "no JSON": (http(INFER, b"Host: t", b"Content-Length: 3", body=b"[1,"), 400),
+    "compressed, it says": (http(INFER, b"Host: t", LENGTH, b"Content-Encoding: gzip", body=BODY), 400),
+    "expecting what there is not": (http(INFER, b"Host: t", LENGTH, b"Expect: x", body=BODY), 417),
+    "a page that is not": (http(b"GET /x HTTP/1.1", b"Host: t"), 404),
+    "another method": (http(b"DELETE /v2 HTTP/1.1", b"Host: t"), 405),
+    "a websocket at no path of one": (http(b"GET /v2 HTTP/1.1", *WEBSOCKET), 404),
+    "a websocket of no version": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:3], WEBSOCKET[4]), 400),
+    "a websocket of no key": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:4]), 400),
+    "a websocket from an origin that is none": (
+        http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET, b"Origin: http://["),
+        401,
+    ),
+    "a header so deep that it has no repr": (
+        http(INDEX, b"Host: t", b"Content-Length: %d" % len(DEEP), body=DEEP),
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "status"), SOCKET_CASES.values(), ids=SOCKET_CASES)
+def test_what_is_no_request_is_refused(served, raw, status):
+    assert check_socket(served, raw)[:1] == [status]
+
+
+@fuzzed(
+    150,
+    frames=st.lists(
+        st.tuples(st.integers(0, 255), st.integers(0, 255), st.binary(max_size=20)), min_size=1, max_size=4
+    ),
+    masked=st.lists(
+        st.one_of(controls.map(as_binary), broken_messages(whole_requests).map(as_binary)), max_size=2
+    ),
+)
+def test_broken_frames_end_their_own_websocket_only(served, frames, masked):
+    raw = http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET)
+    for message in masked:
+        raw += struct.pack("!BBQ", 0x82, 0xFF, len(message)) + bytes(4) + message
+    raw += b"".join([bytes([first, second]) + rest for first, second, rest in frames])
+    assert check_socket(served, raw)[0] == 101
+
+
+def test_a_request_split_anywhere_is_the_same_request(served):
+    background, _ = served
+    for cut in range(1, len(GOOD), 7):
+        plain = Plain(background.address)
+        plain.socket.sendall(GOOD[:cut])
+        assert plain.ask(GOOD[cut:])[0] == 200
+        plain.close()
+
+
+# ---- what the description of the routes says
+
+
+SCHEMA = schemathesis.openapi.from_dict(DESCRIPTION)
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+def operations(mode):
+    """Every operation of the description, with good or with bad requests."""
+    found = [result.ok() for result in SCHEMA.get_all_operations()]
+    if mode is GenerationMode.NEGATIVE:
+        # Without a body or parameters there is nothing to be wrong.
+        found = [operation for operation in found if operation.body or list(operation.iter_parameters())]
+    return st.one_of([operation.as_strategy(generation_mode=mode) for operation in found])
+
+
+@pytest.fixture(scope="module")
+def session():
+    with requests.Session() as session:
+        yield session
+
+
+@fuzzed(150, case=operations(GenerationMode.POSITIVE))
+def test_good_requests_are_answered_as_the_description_says(served, session, case):
+    background, _ = served
+    case.call_and_validate(base_url=background.url, session=session, checks=CHECKS, timeout=WAIT_S)
+    assert not background.taken_faults()
+
+
+@fuzzed(80, case=operations(GenerationMode.NEGATIVE))
+def test_bad_requests_are_answered_as_the_description_says(served, session, case):
+    background, _ = served
+    case.call_and_validate(base_url=background.url, session=session, checks=CHECKS, timeout=WAIT_S)
+    assert not background.taken_faults()
