@@ -10,6 +10,15 @@ from asynctrt.serving.settings import ServerSettings
 from tests.models import double_model
 
 WAIT_S = 30
+CHROMIUM_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 @asynccontextmanager

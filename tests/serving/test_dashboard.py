@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
-import subprocess
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from playwright.async_api import async_playwright, expect
 
 import asynctrt
 from asynctrt.errors import ModelError
@@ -23,44 +21,18 @@ from asynctrt.serving.sampler import MODEL_FIELDS, Sampler
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.models import double_model
-
-playwright_api = pytest.importorskip("playwright.async_api")
-expect = playwright_api.expect
+from tests.serving.support import CHROMIUM_FLAGS as FLAGS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 WAIT_S = 30
 WAIT_MS = 30_000
 SECOND_NS = 1_000_000_000
 
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-
 
 @pytest.fixture
 def anyio_backend():
     """One loop is enough: what is tested here runs in the browser."""
     return ("asyncio", {"use_uvloop": False})
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    """Where Chromium is; installed once if it is not there and may be."""
-    if not Path(CHROMIUM).exists() and shutil.which("apt-get"):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                ["apt-get", "install", "-y", "chromium"], capture_output=True, timeout=200, check=False
-            )
-    if not Path(CHROMIUM).exists():
-        pytest.skip("there is no Chromium, and apt-get could not install it")
-    return CHROMIUM
 
 
 class Clock:
@@ -169,7 +141,7 @@ class Site:
 @contextlib.asynccontextmanager
 async def browser(chromium, width=1280, height=900, **context):
     """A page, and what went wrong in it: errors of the console, and requests to other hosts."""
-    async with playwright_api.async_playwright() as playwright:
+    async with async_playwright() as playwright:
         started = await playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         try:
             page = await started.new_page(viewport={"width": width, "height": height}, **context)

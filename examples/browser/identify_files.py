@@ -1,0 +1,70 @@
+"""A web page that sends files to a model and shows the answers as they arrive: a websocket in an application.
+
+    pip install 'asynctrt[demo,serve]' starlette uvicorn
+    python examples/browser/identify_files.py        # then open http://127.0.0.1:8080/
+
+The application is plain Starlette. The engine opens and closes with it; its websocket is one route. The page
+makes the model's rows out of the files itself, so that a file of any size is a message of 8 KiB.
+"""
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse
+from starlette.routing import Route, WebSocketRoute
+
+import asynctrt
+from asynctrt.demo import MAX_ROWS, ContentModel
+from asynctrt.serving import websocket_endpoint
+
+HERE = Path(__file__).parent
+model = ContentModel.find()
+
+
+@asynccontextmanager
+async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async with asynctrt.open(model.path, max_rows=MAX_ROWS) as app.state.engine:
+        yield
+
+
+async def page(_: Request) -> FileResponse:
+    return FileResponse(HERE / "index.html")
+
+
+async def describe(request: Request) -> JSONResponse:
+    """What the page has to know to make a row out of a file, and a name out of an answer."""
+    return JSONResponse(
+        {
+            "input": request.app.state.engine.inputs[0].name,
+            "beginning": model.beg_size,
+            "end": model.end_size,
+            "block": model.block_size,
+            "padding": model.padding,
+            "least": model.bytes_min,
+            "labels": model.labels,
+            "shown": model.overwrite,
+            "thresholds": model.thresholds,
+            "threshold": model.threshold_default,
+            "texts": sorted(model.texts),
+        }
+    )
+
+
+app: Starlette = Starlette(
+    routes=[
+        Route("/", page),
+        Route("/model.json", describe),
+        # The engine is there when the first client comes, and not when this line is read.
+        WebSocketRoute("/ws", websocket_endpoint(lambda: app.state.engine)),
+    ],
+    lifespan=lifespan,
+)
+
+if __name__ == "__main__":
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 8080
+    uvicorn.run(app, port=port, ws="websockets-sansio", log_level="warning")
