@@ -336,6 +336,15 @@ class Engine:
         future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future)
         return future
 
+    def flush(self) -> None:
+        """Launch now what would be launched at the end of this turn of the loop, if it would.
+
+        For a caller that knows that nothing more comes in this turn: a model that is short enough to run in
+        place has then answered before this returns.
+        """
+        self._check_loop()
+        self._driver.flush()
+
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.
 

@@ -299,7 +299,7 @@ def convert(spec: TensorSpec, value: Any) -> Array:
     Rounding an int or a float to a narrower float is allowed, as Python's own numbers have no width.
     """
     try:
-        given = np.asarray(value)
+        given = np.asarray(_whole(value) if spec.dtype == np.uint64 else value)
     except ValueError as error:
         raise InputError(
             f"input {spec.name!r} takes shape {_shape(spec)}; the lists given are ragged ({error})"
@@ -323,6 +323,14 @@ def convert(spec: TensorSpec, value: Any) -> Array:
             "a value given is outside"
         )
     return converted
+
+
+def _whole(value: Any) -> Any:
+    """Whole numbers as uint64; by itself NumPy makes floats of numbers on both sides of 2**63."""
+    exact = np.array(value, object)
+    if all(type(item) is int and 0 <= item < 2**64 for item in exact.flat):
+        return exact.astype(np.uint64)
+    return value
 
 
 def _shape(spec: TensorSpec) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynctrt.errors import InputError, ModelError
-from asynctrt.tensors import SHAPES_MAX, BatchRecord, InferResult, InputCheck, TensorSpec
+from asynctrt.tensors import SHAPES_MAX, BatchRecord, InferResult, InputCheck, TensorSpec, convert
 
 FLOATS = TensorSpec("x", np.dtype("float32"), (3,))
 IDS = TensorSpec("ids", np.dtype("int64"), ("length",))
@@ -249,3 +249,12 @@ def test_joined_parts_keep_their_order_and_add_up():
     whole = InferResult.join([result(0), result(2, launched_ns=50)])
     assert whole["y"].tolist() == [0, 1, 2, 3]
     assert repr(whole.timing) == "Timing(queue_ns=6, copy_in_ns=2, compute_ns=4, copy_out_ns=6)"
+
+
+def test_whole_numbers_on_both_sides_of_2_to_the_63():
+    """NumPy makes floats of such a list."""
+    spec = TensorSpec("x", "uint64", (2,))
+    assert convert(spec, [[0, 2**64 - 1]]).tolist() == [[0, 2**64 - 1]]
+    for wrong in ([[0, 2**64]], [[-1, 2**63]], [[0.5, 2**63]]):
+        with pytest.raises(InputError, match="uint64"):
+            convert(spec, wrong)

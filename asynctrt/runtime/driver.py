@@ -120,6 +120,10 @@ class Driver:
             self._loop.call_soon(self._pump)
         return request
 
+    def flush(self) -> None:
+        """Launch at once what can be."""
+        self._pump()
+
     def submit_parts(
         self,
         parts: Sequence[tuple[Any, int]],

@@ -95,8 +95,6 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
         raise InputError(f"input {spec.name!r} is {spec.dtype.name}: in JSON its elements are no strings")
     elif spec.dtype.name == "bfloat16":
         array = _bfloats(spec, data)
-    elif spec.dtype == np.uint64:
-        array = convert(spec, _whole(data))
     else:
         array = convert(spec, data)
     if array.size != int(np.prod(shape, dtype=object)):
@@ -146,14 +144,6 @@ def _bfloats(spec: TensorSpec, data: list[Any]) -> Array:
     if not np.array_equal(np.isinf(array), np.isinf(wide)):
         raise InputError(f"input {spec.name!r} is bfloat16; a value given is beyond its largest, 3.39e38")
     return array
-
-
-def _whole(data: list[Any]) -> Any:
-    """Whole numbers as uint64; by itself NumPy makes floats of numbers on both sides of 2**63."""
-    exact = np.array(data, object)
-    if all(type(item) is int and 0 <= item < 2**64 for item in exact.flat):
-        return exact.astype(np.uint64)
-    return data
 
 
 def _encoded(spec: TensorSpec, item: Any) -> bytes:

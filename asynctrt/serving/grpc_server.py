@@ -255,6 +255,8 @@ class GrpcServer:
         try:
             headers = self._inference_headers("ModelInfer", context)
             inference = self._begin(parse(self._request, body), headers)
+            # Calls come one by one, each in a turn of the loop of its own: to wait for its end gathers none.
+            inference.served.engine.flush()
             # To cancel this task is to cancel the future that it waits for, and so the request.
             result = await inference.future
             return self._codec(inference.served).encode(inference.call, result)
