@@ -13,7 +13,10 @@ import pytest
 
 import asynctrt
 from asynctrt.options import Options
+from asynctrt.serving.command import plan, read_config
+from asynctrt.serving.settings import ServerSettings
 from tests.models import double_onnx, rows
+from tests.serving.test_asgi import running
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -56,6 +59,36 @@ def test_a_function_as_a_model(names):
     assert (asyncio.run(names["use_it"]())["y"] == 2).all()
 
 
+def test_a_websocket_in_an_application_and_its_client(names, tmp_path, monkeypatch):
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+
+    async def run():
+        async with running(names["app"]) as address:
+            return await names["ask"](f"ws://{address}/ws", rows(4))
+
+    assert asyncio.run(run()).tolist() == rows(8).tolist()
+
+
+def test_the_configuration_is_one(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    path = tmp_path / "serve.toml"
+    path.write_text(text)
+    planned = plan({}, read_config(path))
+    assert planned.settings.tokens == ("s3cret",)
+    (model,) = planned.models
+    assert (model.name, model.version, model.settings["max_rows"]) == ("classifier", "2", 16)
+
+
+def test_every_port_and_flag_that_is_named_is_there():
+    settings = ServerSettings()
+    assert f"127.0.0.1:{settings.http_port}/v2" in README
+    assert f"127.0.0.1:{settings.grpc_port}" in README
+    section = README[README.index("## Behind a socket") : README.index("## Options")]
+    for flag in re.findall(r"`--([\w-]+)`", section):
+        assert hasattr(settings, flag.replace("-", "_")) or flag == "config"
+
+
 def test_ci_runs_the_test_command():
     assert SHELL[1] in (ROOT / ".ci" / "run").read_text().splitlines()
 
@@ -63,8 +96,9 @@ def test_ci_runs_the_test_command():
 def test_the_commands_name_extras_that_there_are():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for command in SHELL:
-        assert set(re.findall(r"\.\[(\w+)\]", command)) <= set(extras)
-    for extra in ("cpu", "cli", "demo", "dev"):
+        for named in re.findall(r"\.\[([\w,]+)\]", command):
+            assert set(named.split(",")) <= set(extras)
+    for extra in ("cpu", "cli", "demo", "serve", "otel", "dev"):
         assert f"`{extra}`" in README
         assert extra in extras
 

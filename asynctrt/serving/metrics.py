@@ -242,12 +242,22 @@ def _requests(looks: list[_Look]) -> Iterator[Metric]:
         "Requests to the server that were taken and not answered yet, queued or running.",
         labels=("model", "version"),
     )
+    handover = CounterMetricFamily(
+        "asynctrt_handover_seconds",
+        "Time of answered requests that is in none of the nv_inference durations but the whole, in seconds: "
+        "a launched batch waits for a busy device, and a computed one for the event loop to notice it.",
+        labels=("model", "version"),
+    )
     for look in looks:
+        done = look.done
         for state in STATES:
-            ended.add_metric([*look.labels, state], getattr(look.done, state))
+            ended.add_metric([*look.labels, state], getattr(done, state))
         pending.add_metric(look.labels, look.served.pending)
+        known_ns = done.queue_ns + done.copy_in_ns + done.compute_ns + done.copy_out_ns
+        handover.add_metric(look.labels, max(0, done.total_ns - known_ns) / 1e9)
     yield ended
     yield pending
+    yield handover
 
 
 def _batches(looks: list[_Look]) -> Metric:

@@ -175,16 +175,18 @@ def line(name, results):
 
 
 def main():
-    options = arguments(__doc__, repeats=3, seconds=3.0)
+    options = arguments(__doc__, repeats=3, seconds=3.0, only="")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         made, half = cases(stack, folder, options.seconds)
+        made = {name: run for name, run in made.items() if options.only in name}
         results = in_turn(made, options.repeats, "serving")
         halves = {
             f"{name}, at half of that": lambda name=name, server=server, url=url, settings=settings: load(
                 server, url, options.seconds, rate=median(results[name], "requests_per_s") / 2, **settings
             )
             for name, (server, url, settings) in half.items()
+            if name in made
         }
         results |= in_turn(halves, options.repeats, "at half load")
     show(
