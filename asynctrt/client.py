@@ -8,7 +8,7 @@
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -30,6 +30,7 @@ from asynctrt.serving.frames import (
     InvalidHandshake,
     InvalidStatus,
     InvalidURI,
+    backoff,
 )
 from asynctrt.serving.frames import (
     connect as open_websocket,
@@ -265,7 +266,7 @@ class Client:
         """Take answers, and connect again whenever the connection is lost."""
         # It waits longer after each failure, and goes on after those that may pass. To leave it is to close
         # the connection that it gave last.
-        again = aiter(open_websocket(self.url, **self._settings))
+        again = aiter(open_websocket(self.url, reconnect_delays=_delays, **self._settings))
         try:
             while True:
                 await self._receive(socket)
@@ -388,6 +389,11 @@ def _error(content: Mapping[str, Any]) -> AsynctrtError:
     status = content.get("status")
     remote.status = status if isinstance(status, int) else 500
     return remote
+
+
+def _delays() -> Generator[float]:
+    """How long to wait between attempts to connect again: soon at first, for a server may just be restarted."""
+    return backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
 
 
 def _said(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from asynctrt.serving.websocket import GOING_AWAY, SUBPROTOCOL, Message, Session
 
 try:
     from websockets.asyncio.client import ClientConnection, connect
+    from websockets.client import backoff
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
     from websockets.frames import Frame, Opcode
     from websockets.http11 import Request
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidStatus",
     "InvalidURI",
     "SocketConnection",
+    "backoff",
     "connect",
     "upgrade",
 ]
@@ -77,7 +79,7 @@ class SocketConnection(asyncio.Protocol):
         self._protocol = protocol
         self._session = Session(hub.api, self._send, room=self._room, target=target, headers=headers)
         self._transport: Any = None
-        self._pieces: list[bytes] = []
+        self._pieces = bytearray()
         self._is_text = False
         self._is_reading = True
         self._is_flushing = False
@@ -142,12 +144,12 @@ class SocketConnection(asyncio.Protocol):
             if frame.fin:
                 self._receive(bytes(frame.data))
                 return
-            self._pieces = [bytes(frame.data)]
+            self._pieces = bytearray(frame.data)
         elif opcode is Opcode.CONT:
-            self._pieces.append(bytes(frame.data))
+            self._pieces += frame.data
             if frame.fin:
-                pieces, self._pieces = self._pieces, []
-                self._receive(b"".join(pieces))
+                pieces, self._pieces = self._pieces, bytearray()
+                self._receive(bytes(pieces))
 
     def _receive(self, raw: bytes) -> None:
         if self._session.is_full or self._writing_since is not None:

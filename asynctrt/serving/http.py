@@ -39,7 +39,11 @@ JOIN_NBYTES_MAX: Final = 128 << 10
 """A larger answer is handed to the transport in pieces instead of being copied into one."""
 
 PIPELINE_MAX: Final = 64
-"""Requests that a connection may have sent ahead of their answers before it is read no further."""
+PIPELINE_NBYTES_MAX: Final = 1 << 20
+"""What a connection may have sent ahead of its answers, requests and bytes, before it is read no further."""
+
+PIECES_MAX: Final = 1024
+"""Pieces of a body that are kept apart until it is whole."""
 
 PATH_NBYTES_MAX: Final = 8 << 10
 
@@ -185,13 +189,16 @@ class HttpConnection(asyncio.Protocol):
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._head_nbytes = 0
+        self._unread_nbytes = 0
         self._head_is_done = False
-        self._body: list[bytes] = []
+        self._body: list[bytes | bytearray] = []
         self._body_nbytes = 0
         self._began: int | None = None
         # Requests that were read: one is being answered, others wait behind it.
         self._current: HttpRequest | None = None
         self._waiting: deque[HttpRequest] = deque()
+        self._waiting_nbytes = 0
+        self._is_throttled = False
         self._inference: Inference | None = None
         self._task: asyncio.Task[None] | None = None
         self._upgrade: HttpRequest | None = None
@@ -225,8 +232,6 @@ class HttpConnection(asyncio.Protocol):
         if self._is_ending:
             return
         self._touched = self._hub.tick
-        if self._began is None:
-            self._began = self._touched
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -235,8 +240,10 @@ class HttpConnection(asyncio.Protocol):
             self._broken(error)
         else:
             if self._began is not None and not self._head_is_done:
-                self._head_nbytes += len(data)
-                if self._head_nbytes > self._max_headers:
+                # A header is counted when it is whole; this one may never be. Of the first piece nobody knows
+                # how much was of requests before.
+                self._unread_nbytes += len(data) if self._unread_nbytes >= 0 else 1
+                if self._unread_nbytes > self._max_headers:
                     self._refuse(431, f"the headers are more than {self._max_headers} bytes")
 
     def eof_received(self) -> bool:
@@ -255,6 +262,8 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """A request begins."""
+        self._began = self._touched
+        self._unread_nbytes = -1
         self._url = b""
         self._headers = {}
         self._head_nbytes = 0
@@ -299,7 +308,14 @@ class HttpConnection(asyncio.Protocol):
         """A piece of the body."""
         if self._is_ending:
             return
-        self._body.append(piece)
+        pieces = self._body
+        if len(pieces) == PIECES_MAX:
+            # Chunks of a byte each would take forty times the memory of what they hold.
+            self._body = pieces = [bytearray(b"".join(pieces))]
+        if pieces and type(pieces[0]) is bytearray:
+            pieces[0] += piece
+        else:
+            pieces.append(piece)
         self._body_nbytes += len(piece)
         if self._body_nbytes > self._max_body:
             self._refuse(413, f"the body is more than the {self._max_body} bytes that this server takes")
@@ -318,15 +334,15 @@ class HttpConnection(asyncio.Protocol):
             keep_alive=parser.should_keep_alive(),
         )
         body = self._body
-        request.body = body[0] if len(body) == 1 else b"".join(body)
+        request.body = body[0] if len(body) == 1 and type(body[0]) is bytes else b"".join(body)
         if parser.should_upgrade() and self._hub.upgrade is not None and is_websocket(request):
             self._upgrade = request
         elif self._current is None and self._writing_since is None:
             self._start(request)
         else:
             self._waiting.append(request)
-            if len(self._waiting) == PIPELINE_MAX:
-                self._transport.pause_reading()
+            self._waiting_nbytes += len(request.body)
+            self._throttle()
 
     # ---- answering
 
@@ -446,9 +462,20 @@ class HttpConnection(asyncio.Protocol):
     def _next(self) -> None:
         """The next request, if it was sent ahead and may be answered now."""
         if self._waiting and self._current is None and self._writing_since is None and not self._is_ending:
-            if len(self._waiting) == PIPELINE_MAX:
+            request = self._waiting.popleft()
+            self._waiting_nbytes -= len(request.body)
+            self._throttle()
+            self._start(request)
+
+    def _throttle(self) -> None:
+        """Read on or not: so much may be sent ahead of its answers at the most."""
+        is_much = len(self._waiting) >= PIPELINE_MAX or self._waiting_nbytes > PIPELINE_NBYTES_MAX
+        if is_much != self._is_throttled and not self._transport.is_closing():
+            self._is_throttled = is_much
+            if is_much:
+                self._transport.pause_reading()
+            else:
                 self._transport.resume_reading()
-            self._start(self._waiting.popleft())
 
     # ---- what goes wrong
 

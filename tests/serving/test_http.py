@@ -90,6 +90,33 @@ class TestFraming:
             raw.send(head + b"".join(chunks) + b"0\r\nInference-Header-Content-Length: 1\r\n\r\n")
             assert outputs(await raw.answer()) == [10]
 
+    async def test_a_body_in_chunks_of_a_byte(self):
+        body, length = binary_body(*range(200))
+        head = (
+            f"POST {INFER} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n"
+            f"Inference-Header-Content-Length: {length}\r\n\r\n"
+        ).encode()
+        async with serving() as server, connected(server) as raw:
+            for _ in range(2):
+                raw.send(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+                assert outputs(await raw.answer()) == [2 * value for value in range(200)]
+
+    async def test_much_that_is_sent_ahead_is_not_read(self):
+        """Bodies that wait behind an answer take memory, so the connection is held."""
+        device = LatchDevice()
+        async with serving(engine={"device": device}) as server, connected(server) as raw:
+            raw.send(infer(1))
+            await until(lambda: device.held == 1)
+            for _ in range(40):
+                raw.send(infer(*range(10_000)))  # 160 KB each.
+            (connection,) = server._hub.connections
+            await until(lambda: connection._is_throttled)
+            assert len(connection._waiting) < 20
+            device.open()
+            assert outputs(await raw.answer()) == [2]
+            for _ in range(40):
+                assert len(outputs(await raw.answer())) == 10_000
+
     async def test_expect_100_continue(self):
         async with serving() as server, connected(server) as raw:
             whole = infer(4, Expect="100-continue")
