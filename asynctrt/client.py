@@ -392,7 +392,7 @@ def _error(content: Mapping[str, Any]) -> AsynctrtError:
 
 
 def _delays() -> Generator[float]:
-    """How long to wait between attempts to connect again: soon at first, for a server may just be restarted."""
+    """How long to wait between attempts to connect again: little at first, as a server may be restarting."""
     return backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
 
 

@@ -17,6 +17,7 @@ LEAST = {
     "memory": ["--requests", "2000", "--engines", "2"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
+    "hangups": ["--repeats", "1", "--seconds", "0.2", "--rate", "100", "--hang-ups", "5"],
     "soak": ["--requests", "3000"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
 }
