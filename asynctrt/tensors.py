@@ -124,6 +124,11 @@ class InferResult(Mapping[str, Array]):
         return f"<InferResult {shapes} batch_rows={self.batch_rows}>"
 
     @property
+    def batches(self) -> int:
+        """How many batches computed it: 1, or more if it was split."""
+        return len(self._batches)
+
+    @property
     def batch_rows(self) -> int:
         """Rows of the batch that this request was part of; of the largest one, if it was split."""
         return max(batch.rows for batch in self._batches)

@@ -99,7 +99,7 @@ def _described(served: ServedModel) -> dict[str, Any]:
         "state": done.state,
         "max_rows": served.engine.max_rows,
         "batch_bounds": batch_bounds(served.engine.max_rows),
-        "answered": done.succeeded,
+        "answered": served.succeeded(done),
         "rows": done.rows,
         "batches": done.batches,
         "failures": served.failures,

@@ -113,7 +113,7 @@ MESSAGES: Final = {
     "is_shape_tensor 6 bool",
     "ModelInstanceGroup": "name 1 string, count 2 int32, kind 4 ModelInstanceGroup.Kind",
     "ModelDynamicBatching": "preferred_batch_size 1 int32*, max_queue_delay_microseconds 2 uint64, "
-    "priority_levels 4 uint64",
+    "priority_levels 4 uint64, default_priority_level 5 uint64",
     # These are of the package grpc.health.v1, which their bytes do not tell.
     "HealthCheckRequest": "service 1 string",
     "HealthCheckResponse": "status 1 HealthCheckResponse.ServingStatus",

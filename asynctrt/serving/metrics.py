@@ -34,11 +34,6 @@ except ImportError as error:
 Read = Callable[[Statistics], float]
 
 TRITON: Final[tuple[tuple[str, str, Read], ...]] = (
-    (
-        "nv_inference_request_success",
-        "Requests that were answered. A call of more rows than a batch holds counts once for each part.",
-        lambda done: done.succeeded,
-    ),
     ("nv_inference_count", "Rows that were answered.", lambda done: done.rows),
     ("nv_inference_exec_count", "Batches that were run.", lambda done: done.batches),
     (
@@ -212,6 +207,12 @@ def _triton(looks: list[_Look]) -> Iterator[Metric]:
         for look in looks:
             counter.add_metric(look.labels, read(look.done))
         yield counter
+    success = UnknownMetricFamily(
+        "nv_inference_request_success", "Requests that were answered.", labels=("model", "version")
+    )
+    for look in looks:
+        success.add_metric(look.labels, look.served.succeeded(look.done))
+    yield success
     failures = UnknownMetricFamily(
         "nv_inference_request_failure",
         "Requests that failed: REJECTED under overload, CANCELED by the client, BACKEND failed, or OTHER.",

@@ -17,6 +17,7 @@ from asynctrt.errors import (
 )
 from asynctrt.serving.datatypes import datatype_of
 from asynctrt.serving.wire import Call, Codec
+from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
 
 LATENCIES_MAX: Final = 65536
@@ -43,6 +44,8 @@ class ServedModel:
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
+        self.parts = 0
+        """By how much the engine counts more answers than there were, as it counts the parts of each."""
         self.last_ns = 0
         """When the last request was answered; 0: none yet."""
         self.latencies_ns: list[int] = []
@@ -72,6 +75,7 @@ class ServedModel:
             self.count_failure(error, now_ns - began_ns)
         else:
             self.last_ns = now_ns
+            self.parts += future.result().batches - 1
             if len(self.latencies_ns) < LATENCIES_MAX:
                 self.latencies_ns.append(now_ns - began_ns)
 
@@ -79,6 +83,10 @@ class ServedModel:
         """Count a request that failed, or was refused."""
         self.failures[reason_of(error)] += 1
         self.failed_ns += took_ns
+
+    def succeeded(self, done: Statistics) -> int:
+        """Requests answered, of which a split one is one."""
+        return done.succeeded - self.parts
 
     def metadata(self, versions: list[str]) -> dict[str, Any]:
         """What KServe calls a model's metadata."""
@@ -126,6 +134,7 @@ class ServedModel:
                 "preferred_batch_size": [self.engine.max_rows],
                 "max_queue_delay_microseconds": int(options.max_delay * 1e6),
                 "priority_levels": options.priorities,
+                "default_priority_level": options.priorities,
             },
         }
 
@@ -137,7 +146,7 @@ class ServedModel:
         def duration(count: int, ns: int) -> dict[str, int]:
             return {"count": count, "ns": ns}
 
-        succeeded = done.succeeded
+        succeeded = self.succeeded(done)
         failed = sum(self.failures.values())
         return {
             "name": self.name,

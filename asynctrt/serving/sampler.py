@@ -65,6 +65,7 @@ class _Look(NamedTuple):
 
     served: ServedModel
     done: Statistics
+    answers: int
     failures: int
     batches: list[int]
 
@@ -206,7 +207,7 @@ def percentiles_ms(latencies_ns: list[int]) -> list[float | None]:
 def _look(served: ServedModel) -> _Look:
     done = served.engine.statistics()
     counts = batch_counts(done, batch_bounds(served.engine.max_rows))
-    return _Look(served, done, sum(served.failures.values()), counts)
+    return _Look(served, done, served.succeeded(done), sum(served.failures.values()), counts)
 
 
 def _figures(before: _Look | None, look: _Look, elapsed_ns: int, latencies_ns: list[int]) -> list[Any]:
@@ -224,7 +225,7 @@ def _figures(before: _Look | None, look: _Look, elapsed_ns: int, latencies_ns: l
     if before is None:
         return [*_NOTHING, *now, None]
     was = before.done
-    answers, batches = done.succeeded - was.succeeded, done.batches - was.batches
+    answers, batches = look.answers - before.answers, done.batches - was.batches
 
     def a_second(count: int) -> float:
         return round(count * 1e9 / elapsed_ns, 3)

@@ -1,7 +1,7 @@
 """A thousand clients hang up at once while a server is loaded: does everybody else notice?
 
-A 512-2048-512 x 2 MLP at a steady rate. In the middle of the run a thousand connections send a request each and
-are reset. What is queued for them is dropped; the latencies of the others are compared with a run without them.
+A 512-2048-512 x 2 MLP at a steady rate. In the middle of the run a thousand connections send a request each
+and are reset. What is queued for them is dropped; the others' latencies are compared with a run without.
 """
 
 import asyncio

@@ -238,8 +238,7 @@ class TestPages:
                 await site.infer(3, took_ns=1_234_567)
                 site.second()
             assert sum(len(piece) for piece in (await site.get("/dashboard/data")).body) < 80_000
-            compressed = await site.get("/dashboard/recent", accept_encoding="gzip")
-            assert sum(len(piece) for piece in compressed.body) < 2_000
+            assert sum(len(piece) for piece in (await site.get("/dashboard/recent")).body) < 8_000
 
 
 PAINTED = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height)
