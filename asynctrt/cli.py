@@ -161,13 +161,12 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     said = {name: value for name, value in given.items() if _is_said(ctx, name)}
     path = said.pop("config", None)
     planned = command.plan(said, command.read_config(path) if path else {})
-    anyio.run(
-        command.serve,
-        planned,
-        lambda line: err.print(line, highlight=False, markup=False, soft_wrap=True),
-        backend="asyncio",
-        backend_options={"use_uvloop": True},
-    )
+
+    def say(line: str) -> None:
+        err.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if _run(lambda: command.serve(planned, say)):
+        raise typer.Exit(INTERRUPTED)
 
 
 def _is_said(ctx: typer.Context, name: str) -> bool:

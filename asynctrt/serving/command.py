@@ -1,5 +1,6 @@
 """What ``asynctrt serve`` does: from flags, environment and TOML to a server that stops on a signal."""
 
+import asyncio
 import dataclasses
 import logging
 import sys
@@ -88,17 +89,33 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
     for source in planned.models:
         repository.add(source.name, version=source.version, opener=source.opener(planned.device))
     async with Server(repository, settings) as server:
-        # It listens before it loads, so that who asks is told that it is alive and not ready yet.
-        say(f"loading {len(planned.models)} model{'s' * (len(planned.models) != 1)}")
-        await repository.load_all()
-        for served in repository:
-            inputs = ", ".join(str(spec) for spec in served.engine.inputs)
-            say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")
-        say(f"HTTP, websocket, dashboard  {server.http_url}")
-        if server.grpc_target:
-            say(f"gRPC                        {server.grpc_target}")
-        say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
-        if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.tokens:
-            say("warning: open to everybody who reaches this address; set tokens to change that")
-        await server.serve()
+        # It listens and heeds signals before it loads, so that who asks is told that it is alive, not ready.
+        serving = asyncio.create_task(server.serve())
+        loading = asyncio.create_task(_load(server, say))
+        try:
+            await asyncio.wait([loading, serving], return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()
+            await serving
+        finally:
+            for task in (loading, serving):
+                task.cancel()
+            await asyncio.wait([loading, serving])
         say("stopped")
+
+
+async def _load(server: Server, say: Callable[[str], None]) -> None:
+    """Load the models, and say where everything is."""
+    repository, settings = server.repository, server.settings
+    count = len(repository.index())
+    say(f"loading {count} model{'s' * (count != 1)}")
+    await repository.load_all()
+    for served in repository:
+        inputs = ", ".join(str(spec) for spec in served.engine.inputs)
+        say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")
+    say(f"HTTP, websocket, dashboard  {server.http_url}")
+    if server.grpc_target:
+        say(f"gRPC                        {server.grpc_target}")
+    say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
+    if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.tokens:
+        say("warning: open to everybody who reaches this address; set tokens to change that")

@@ -9,6 +9,7 @@ from asynctrt import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
+    EngineClosedError,
     ModelNotReadyError,
     OverloadError,
     RequestError,
@@ -209,6 +210,7 @@ class Repository:
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._loading = asyncio.Lock()
         self.is_draining = False
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Repository {', '.join(f'{model.name}:{model.version}' for model in self)}>"
@@ -330,6 +332,8 @@ class Repository:
                 try:
                     engine = await entry.opener()
                     try:
+                        if self._is_closed:
+                            raise EngineClosedError("the server was closed while it loaded the model")
                         served = ServedModel(name, version, engine, tensors_max=self._tensors_max)
                     except BaseException:
                         await engine.aclose()
@@ -367,7 +371,7 @@ class Repository:
 
     async def aclose(self) -> None:
         """Close the engines that the repository has opened. What they still do is failed or finished."""
-        self.is_draining = True
+        self.is_draining = self._is_closed = True
         for versions in self._models.values():
             for entry in versions.values():
                 served, entry.served = entry.served, None

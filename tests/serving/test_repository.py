@@ -15,7 +15,7 @@ from asynctrt.errors import (
 from asynctrt.serving.repository import Repository, reason_of
 from asynctrt.tensors import TensorSpec
 from tests.models import double_model
-from tests.serving.support import WAIT_S
+from tests.serving.support import WAIT_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -158,3 +158,23 @@ async def test_draining():
 )
 async def test_reasons(error, reason):
     assert reason_of(error) == reason
+
+
+async def test_a_model_that_is_loaded_while_the_repository_closes():
+    gate, engines = asyncio.Event(), []
+
+    async def opened():
+        engines.append(await asynctrt.open(double_model()))
+        await gate.wait()
+        return engines[0]
+
+    repository = Repository()
+    repository.add("m", opener=opened)
+    loading = asyncio.create_task(repository.load("m"))
+    await until(lambda: engines)
+    await repository.aclose()
+    gate.set()
+    with pytest.raises(EngineClosedError, match="closed while it loaded"):
+        await loading
+    assert engines[0].statistics().state == "closed"
+    assert not list(repository)

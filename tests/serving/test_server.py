@@ -211,6 +211,19 @@ class TestAsAProcess:
             line("stopped")
             assert process.wait(WAIT_S) == 0
 
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_while_it_loads(self, tmp_path, number):
+        (tmp_path / "slow.py").write_text(
+            "import time\nfrom tests.models import double_model\n"
+            "def model():\n    time.sleep(1)\n    return double_model()\n"
+        )
+        env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        with command("slow:model", "--http-port", "0", "--no-grpc", env=env) as (process, line):
+            line("loading 1 model")
+            process.send_signal(number)
+            line("stopped")
+            assert process.wait(WAIT_S) == 0
+
     def test_flags_environment_and_file(self, tmp_path):
         port = free_port()
         config = tmp_path / "serve.toml"
