@@ -19,6 +19,7 @@ from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     InputError,
+    LifecycleError,
     MissingExtraError,
     RequestError,
     UsageError,
@@ -66,8 +67,9 @@ def connect(
     :param token: the server's bearer token, if it asks for one.
     :param max_in_flight: requests on the way at once; further calls wait their turn. More than the server
         takes (its ``max_requests_per_connection``) wait on the way.
-    :param attempts: how often a request is sent, should the connection be lost under it. More than 1 is for
-        models without side effects: nobody knows whether the lost request was computed.
+    :param attempts: how often a request is sent, should the connection be lost under it or the server be
+        stopping or starting. More than 1 is for models without side effects: nobody knows whether a request
+        that was lost was computed.
     :param reconnect_timeout: seconds to try to connect again after a connection was lost.
     :param max_size: bytes of the largest answer; ``None``: any.
     :param settings: for ``websockets.asyncio.client.connect``: ``ssl``, ``proxy``, ``open_timeout``, ...
@@ -165,13 +167,17 @@ class Client:
             write_bytes(array) if array.dtype.kind == "S" else np.ascontiguousarray(array).tobytes()
             for array in arrays.values()
         ]
+        delays = _delays()
         async with self._room:
             for attempt in range(1, self._attempts + 1):
                 try:
                     return await self._call(rest, tensors)
-                except ConnectionLostError:
+                except (ConnectionLostError, LifecycleError) as error:
                     if attempt == self._attempts or self._lost is not None:
                         raise
+                    if isinstance(error, LifecycleError):
+                        # A server that is about to stop, or has started and not loaded the model yet.
+                        await asyncio.sleep(next(delays))
         raise AssertionError("the last attempt answers or raises")
 
     async def _call(self, rest: bytes, tensors: list[bytes]) -> dict[str, Array]:

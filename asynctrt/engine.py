@@ -315,12 +315,16 @@ class Engine:
         return result
 
     def submit(
-        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0
+        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0, eager: bool = False
     ) -> "asyncio.Future[InferResult]":
         """What :meth:`infer` does, for callers that are no coroutines: a protocol's callbacks, for one.
 
         Arguments and errors are those of :meth:`infer`; what is wrong with the call is raised here, and the
         rest by the future. To cancel the future is to cancel the request.
+
+        :param eager: launch now what can be, instead of at the end of this turn of the loop. That is for
+            calls that come one a turn, so that there is nothing to gather: a model that is short enough to
+            run in place has then answered before this returns.
         """
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
@@ -333,17 +337,8 @@ class Engine:
             return self._loop.create_task(self._infer_split(arrays, rows, bucket, timeout_ns, priority))
         future = _Answer(loop=self._loop)
         future.driver = self._driver
-        future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future)
+        future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future, eager=eager)
         return future
-
-    def flush(self) -> None:
-        """Launch now what would be launched at the end of this turn of the loop, if it would.
-
-        For a caller that knows that nothing more comes in this turn: a model that is short enough to run in
-        place has then answered before this returns.
-        """
-        self._check_loop()
-        self._driver.flush()
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.

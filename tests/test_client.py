@@ -13,6 +13,7 @@ from asynctrt.errors import (
     DeadlineError,
     ExecutionError,
     InputError,
+    ModelNotReadyError,
     RequestError,
     UnauthorizedError,
     UnknownModelError,
@@ -227,6 +228,19 @@ class TestConnections:
                 assert (await lost)["output"][0, 0] == 4
                 assert (await client.infer("double", {"input": rows(3)}))["output"][0, 0] == 6
             await client.aclose()
+
+    async def test_a_server_that_has_not_loaded_the_model_yet(self):
+        async with serving() as server, client_of(server, attempts=50) as client:
+            await server.repository.unload("double")
+            waiting = asyncio.create_task(client.infer("double", {"input": rows(2)}))
+            await until(lambda: server.repository.index()[0]["state"] == "UNAVAILABLE" and client._number > 0)
+            await server.repository.load("double")
+            async with asyncio.timeout(WAIT_S):
+                assert (await waiting)["output"][0, 0] == 4
+            await server.repository.unload("double")
+            async with client_of(server) as hasty:
+                with pytest.raises(ModelNotReadyError):
+                    await hasty.infer("double", {"input": rows(2)})
 
     async def test_a_server_that_does_not_come_back(self):
         async with serving() as server:

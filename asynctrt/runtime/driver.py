@@ -106,6 +106,8 @@ class Driver:
         priority: int,
         timeout_ns: int | None,
         future: asyncio.Future[InferResult] | None = None,
+        *,
+        eager: bool = False,
     ) -> Request:
         """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed."""
         # The hottest lines there are: what `_request` and `_schedule_pump` do, without the two calls.
@@ -115,14 +117,12 @@ class Driver:
             future = self._create_future()
         request = Request(rows, bucket, priority, now_ns, deadline_ns, payload, future)
         self._scheduler.submit(request)
-        if not self._pump_is_scheduled:
+        if eager:
+            self._pump()
+        elif not self._pump_is_scheduled:
             self._pump_is_scheduled = True
             self._loop.call_soon(self._pump)
         return request
-
-    def flush(self) -> None:
-        """Launch at once what can be."""
-        self._pump()
 
     def submit_parts(
         self,

@@ -26,6 +26,7 @@ from asynctrt.errors import (
     UnknownModelError,
     UnsupportedError,
 )
+from asynctrt.serving.datatypes import brief
 from asynctrt.serving.repository import Repository, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.wire import Buffer, Call, dump, mapping, parse_object
@@ -172,6 +173,8 @@ class Api:
         began_ns: int,
         headers: Headers,
         then: Then | None = None,
+        *,
+        eager: bool = False,
     ) -> Inference:
         """Hand a decoded request to its engine. Its end is counted; the future is the caller's to cancel.
 
@@ -181,10 +184,13 @@ class Api:
             raise QueueFullError(
                 f"{self.in_flight} requests are being answered, as many as may be: retry later"
             )
-        future = served.submit(call)
+        future = served.submit(call, eager=eager)
         self.in_flight += 1
         inference = Inference(served, call, future, began_ns, headers)
-        future.add_done_callback(partial(self._ended, inference, then))
+        if eager and future.done():
+            self._ended(inference, then, future)
+        else:
+            future.add_done_callback(partial(self._ended, inference, then))
         return inference
 
     def _ended(self, inference: Inference, then: Then | None, future: "asyncio.Future[InferResult]") -> None:
@@ -332,7 +338,7 @@ class Api:
         content = parse_object(body, "the request") if body else {}
         ready = content.get("ready", False)
         if not isinstance(ready, bool):
-            raise RequestError(f"ready is true or false, not {ready!r:.40}")
+            raise RequestError(f"ready is true or false, not {brief(ready)}")
         return [item for item in self.repository.index() if not ready or item["state"] == "READY"]
 
     async def _control(self, text: str, body: bytes) -> Answer:

@@ -74,6 +74,17 @@ def read_bytes(spec: TensorSpec, raw: memoryview, count: int) -> Array:
     return _strings(spec, elements)
 
 
+def read_raw(spec: TensorSpec, shape: tuple[int, ...], body: bytes, start: int = 0) -> Array:
+    """A tensor of numbers as a view of a message: rows are copied once, into the slab of their batch.
+
+    :raises InputError: for a BOOL that is neither 0 nor 1, with which a model may do anything.
+    """
+    array: Array = np.ndarray(shape, spec.dtype, body, start)
+    if spec.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
+        raise InputError(f"input {spec.name!r} is BOOL: each of its bytes is 0 or 1")
+    return array
+
+
 def write_bytes(array: Array) -> bytes:
     """The wire form of a BYTES tensor."""
     elements = [bytes(element) for element in array.ravel().tolist()]

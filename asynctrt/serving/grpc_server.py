@@ -254,9 +254,8 @@ class GrpcServer:
     async def _infer(self, body: bytes, context: Any) -> bytes:
         try:
             headers = self._inference_headers("ModelInfer", context)
-            inference = self._begin(parse(self._request, body), headers)
             # Calls come one by one, each in a turn of the loop of its own: to wait for its end gathers none.
-            inference.served.engine.flush()
+            inference = self._begin(parse(self._request, body), headers, eager=True)
             # To cancel this task is to cancel the future that it waits for, and so the request.
             result = await inference.future
             return self._codec(inference.served).encode(inference.call, result)
@@ -289,7 +288,9 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         return headers
 
-    def _begin(self, request: Any, headers: Headers, then: Then | None = None) -> Inference:
+    def _begin(
+        self, request: Any, headers: Headers, then: Then | None = None, *, eager: bool = False
+    ) -> Inference:
         """Decode a request and hand it to its engine.
 
         :raises AsynctrtError: what is wrong with it, counted already.
@@ -298,7 +299,7 @@ class GrpcServer:
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
             call = self._codec(served).decode(request)
-            return self._api.submit(served, call, began_ns, headers, then)
+            return self._api.submit(served, call, began_ns, headers, then, eager=eager)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise

@@ -194,6 +194,7 @@ class HttpConnection(asyncio.Protocol):
         self._body: list[bytes | bytearray] = []
         self._body_nbytes = 0
         self._began: int | None = None
+        self._version = "1.1"
         # Requests that were read: one is being answered, others wait behind it.
         self._current: HttpRequest | None = None
         self._waiting: deque[HttpRequest] = deque()
@@ -292,7 +293,12 @@ class HttpConnection(asyncio.Protocol):
         if self._head_nbytes > self._max_headers:
             self._refuse(431, f"the headers are more than {self._max_headers} bytes")
             return
-        if b"host" not in self._headers and self._parser.get_http_version() == "1.1":
+        self._version = self._parser.get_http_version()
+        if self._version != "1.1":
+            if self._version != "1.0":
+                self._refuse(505, f"this server speaks HTTP/1.1, not HTTP/{self._version}")
+                return
+        elif b"host" not in self._headers:
             self._refuse(400, "a request of HTTP/1.1 has a Host header")
             return
         length = self._headers.get(b"content-length", b"0")
@@ -329,7 +335,7 @@ class HttpConnection(asyncio.Protocol):
         request = HttpRequest(
             parser.get_method(),
             self._url,
-            parser.get_http_version() if b"connection" in self._headers else "1.1",
+            self._version,
             self._headers,
             keep_alive=parser.should_keep_alive(),
         )

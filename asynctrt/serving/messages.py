@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
-from asynctrt.serving.datatypes import LENGTH_NBYTES, datatype_of, read_bytes, write_bytes
+from asynctrt.serving.datatypes import LENGTH_NBYTES, datatype_of, read_bytes, read_raw, write_bytes
 from asynctrt.serving.wire import (
     PLAN_NBYTES_MAX,
     PLANS_MAX,
@@ -281,7 +281,7 @@ class InferCodec:
                 if len(content) != nbytes:
                     check_nbytes(spec, shape, len(content))
                 # A view: rows are copied once, into the slab of their batch.
-                views[spec.name] = np.ndarray(shape, spec.dtype, content)
+                views[spec.name] = read_raw(spec, shape, content)
         return Call(plan, request_id, views)
 
     def encode(self, call: Call, result: InferResult) -> bytes:

@@ -33,6 +33,7 @@ from asynctrt.errors import (
     UnknownModelError,
 )
 from asynctrt.serving.api import Api, Headers, Inference, Target, logger
+from asynctrt.serving.datatypes import brief
 from asynctrt.serving.wire import PLANS_MAX, dump, parse_object, split_id
 
 PREFIX_NBYTES: Final = 4
@@ -108,12 +109,12 @@ class Session:
                 head, start = _head_of(message), PREFIX_NBYTES
             request_id, rest = split_id(head)
             target = self._targets.get(rest)
-            if target is None:
+            if target is None or len(request_id) > ID_CHARS_MAX:
                 content = parse_object(head, "the message")
                 given = content.get("id", "")
                 if not isinstance(given, str) or len(given) > ID_CHARS_MAX:
                     raise RequestError(
-                        f"id is a string of at most {ID_CHARS_MAX} characters, not {given!r:.60}"
+                        f"id is a string of at most {ID_CHARS_MAX} characters, not {brief(given)}"
                     )
                 request_id = given
                 if self._control(content, binary=start != 0):
@@ -191,12 +192,16 @@ class Session:
     def _control(self, content: Mapping[str, Any], *, binary: bool) -> bool:
         """Do what a message says that is no request; False if it is one."""
         if "ping" in content:
-            self._say({"pong": content["ping"]}, binary=binary)
+            try:
+                pong = dump({"pong": content["ping"]})
+            except TypeError as error:  # JSON is read deeper than it is written.
+                raise RequestError("ping takes something that is not nested as deep") from error
+            self._send_json(pong, binary=binary)
             return True
         if "cancel" in content:
             cancel = content["cancel"]
             if not isinstance(cancel, str):
-                raise RequestError(f"cancel takes the id of a request, a string, not {cancel!r:.60}")
+                raise RequestError(f"cancel takes the id of a request, a string, not {brief(cancel)}")
             inference = self._flights.get(cancel)
             if inference is not None:
                 inference.future.cancel()
@@ -208,7 +213,9 @@ class Session:
         self._say({"id": request_id, **content} if request_id else content, binary=binary)
 
     def _say(self, content: dict[str, Any], *, binary: bool) -> None:
-        raw = dump(content)
+        self._send_json(dump(content), binary=binary)
+
+    def _send_json(self, raw: bytes, *, binary: bool) -> None:
         if binary:
             self._send(len(raw).to_bytes(PREFIX_NBYTES, "little") + raw)
         else:
@@ -232,9 +239,9 @@ def _head_of(message: bytes) -> bytes:
 def _target_of(content: Mapping[str, Any]) -> Target:
     name, version = content.get("model_name"), content.get("model_version", "")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"model_name is the name of a model, a string, not {name!r:.60}")
+        raise RequestError(f"model_name is the name of a model, a string, not {brief(name)}")
     if not isinstance(version, str):
-        raise RequestError(f"model_version is a string, not {version!r:.60}")
+        raise RequestError(f"model_version is a string, not {brief(version)}")
     return Target(name, version, "infer")
 
 
@@ -253,6 +260,14 @@ def admit(api: Api, path: bytes, headers: Headers) -> Target | None:
     return target
 
 
+def _host_of(origin: str) -> bytes:
+    """An origin's host and port; nothing if it is no URL."""
+    try:
+        return urlsplit(origin).netloc.encode("latin-1")
+    except ValueError:
+        return b""
+
+
 def authorize(api: Api, path: bytes, headers: Headers) -> None:
     """Whether a client may open a websocket: by its origin, if it is a browser, and by its token.
 
@@ -264,7 +279,8 @@ def authorize(api: Api, path: bytes, headers: Headers) -> None:
     origin = headers.get(b"origin")
     if origin is not None and "*" not in allowed:
         text = origin.decode("latin-1")
-        if text not in allowed and urlsplit(text).netloc.encode("latin-1") != headers.get(b"host"):
+        host = _host_of(text)
+        if text not in allowed and (not host or host != headers.get(b"host")):
             raise UnauthorizedError(
                 f"pages of {text:.200} may not open websockets here: start the server with --allow-origins"
             )

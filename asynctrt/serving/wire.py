@@ -19,6 +19,7 @@ from asynctrt.serving.datatypes import (
     datatype_of,
     from_json,
     read_bytes,
+    read_raw,
     to_json,
     write_bytes,
 )
@@ -292,8 +293,7 @@ class Codec:
                 raw = memoryview(body)[start : start + nbytes]
                 arrays[spec.name] = read_bytes(spec, raw, size_of(shape)).reshape(shape)
             else:
-                # A view: rows are copied once, into the slab of their batch.
-                arrays[spec.name] = np.ndarray(shape, spec.dtype, body, start)
+                arrays[spec.name] = read_raw(spec, shape, body, start)
             start += nbytes
         return arrays
 

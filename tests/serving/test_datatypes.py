@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import InputError, ModelError, RequestError
-from asynctrt.serving.datatypes import DATATYPES, datatype_of, from_json, read_bytes, to_json, write_bytes
+from asynctrt.serving.datatypes import (
+    DATATYPES,
+    datatype_of,
+    from_json,
+    read_bytes,
+    read_raw,
+    to_json,
+    write_bytes,
+)
 from asynctrt.tensors import TensorSpec
 
 
@@ -98,3 +106,11 @@ def test_to_json():
     assert to_json(np.zeros((2, 3), np.int8).T).tolist() == [0] * 6
     with pytest.raises(RequestError, match="binary_data"):
         to_json(np.array([b"\xff"]))
+
+
+def test_bools_are_0_or_1():
+    spec = TensorSpec("x", "bool", (2,))
+    assert read_raw(spec, (1, 2), b"\x00\x01").tolist() == [[False, True]]
+    assert read_raw(spec, (0, 2), b"").tolist() == []
+    with pytest.raises(InputError, match="0 or 1"):
+        read_raw(spec, (1, 2), b"\x00\x02")

@@ -313,3 +313,12 @@ async def test_many_at_once(make):
     answers = {content["id"]: values for content, values in map(read, talk.said)}
     assert answers == {str(number): [2 * number] for number in range(200)}
     assert engine.statistics().mean_batch_rows > 2
+
+
+async def test_an_id_that_is_too_long_for_a_header_that_is_known(make):
+    api, _ = await make()
+    talk = Talk(api)
+    assert (await talk.ask(binary(1, id="a")))[1] == [2]
+    content, _ = await talk.ask(binary(1, id="x" * 300))
+    assert content["status"] == 400
+    assert "256 characters" in content["error"]
