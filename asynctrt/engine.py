@@ -315,16 +315,12 @@ class Engine:
         return result
 
     def submit(
-        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0, eager: bool = False
+        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0
     ) -> "asyncio.Future[InferResult]":
         """What :meth:`infer` does, for callers that are no coroutines: a protocol's callbacks, for one.
 
         Arguments and errors are those of :meth:`infer`; what is wrong with the call is raised here, and the
         rest by the future. To cancel the future is to cancel the request.
-
-        :param eager: launch now what can be, instead of at the end of this turn of the loop. That is for
-            calls that come one a turn, so that there is nothing to gather: a model that is short enough to
-            run in place has then answered before this returns.
         """
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
@@ -337,7 +333,7 @@ class Engine:
             return self._loop.create_task(self._infer_split(arrays, rows, bucket, timeout_ns, priority))
         future = _Answer(loop=self._loop)
         future.driver = self._driver
-        future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future, eager=eager)
+        future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future)
         return future
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:

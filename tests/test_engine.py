@@ -913,24 +913,6 @@ class TestSubmit:
             device.open()
             await asyncio.gather(*futures)
 
-    async def test_eager_is_at_once(self):
-        async with asynctrt.open(double_model(), device=HostDevice(in_place="always")) as engine:
-            future = engine.submit(rows(3), eager=True)
-            assert future.done()
-            assert future.result()["output"][0, 0] == 6
-            lazy = engine.submit(rows(4))
-            assert not lazy.done()
-            assert (await lazy)["output"][0, 0] == 8
-
-    async def test_eager_waits_for_a_busy_device_like_everything_else(self):
-        opening, device = latched(max_rows=4, slots=1, contexts=1)
-        async with opening as engine:
-            futures = [engine.submit(rows(value), eager=True) for value in range(5)]
-            assert device.held == 1, "the first went at once, and alone"
-            device.open()
-            assert [(await future)["output"][0, 0] for future in futures] == [0, 2, 4, 6, 8]
-            assert engine.statistics().batches == 2
-
     async def test_to_cancel_it_is_to_cancel_the_request(self):
         opening, device = latched(max_rows=1, slots=1, contexts=1)
         async with opening as engine:

@@ -106,8 +106,6 @@ class Driver:
         priority: int,
         timeout_ns: int | None,
         future: asyncio.Future[InferResult] | None = None,
-        *,
-        eager: bool = False,
     ) -> Request:
         """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed."""
         # The hottest lines there are: what `_request` and `_schedule_pump` do, without the two calls.
@@ -117,9 +115,7 @@ class Driver:
             future = self._create_future()
         request = Request(rows, bucket, priority, now_ns, deadline_ns, payload, future)
         self._scheduler.submit(request)
-        if eager:
-            self._pump()
-        elif not self._pump_is_scheduled:
+        if not self._pump_is_scheduled:
             self._pump_is_scheduled = True
             self._loop.call_soon(self._pump)
         return request

@@ -173,8 +173,6 @@ class Api:
         began_ns: int,
         headers: Headers,
         then: Then | None = None,
-        *,
-        eager: bool = False,
     ) -> Inference:
         """Hand a decoded request to its engine. Its end is counted; the future is the caller's to cancel.
 
@@ -184,13 +182,10 @@ class Api:
             raise QueueFullError(
                 f"{self.in_flight} requests are being answered, as many as may be: retry later"
             )
-        future = served.submit(call, eager=eager)
+        future = served.submit(call)
         self.in_flight += 1
         inference = Inference(served, call, future, began_ns, headers)
-        if eager and future.done():
-            self._ended(inference, then, future)
-        else:
-            future.add_done_callback(partial(self._ended, inference, then))
+        future.add_done_callback(partial(self._ended, inference, then))
         return inference
 
     def _ended(self, inference: Inference, then: Then | None, future: "asyncio.Future[InferResult]") -> None:

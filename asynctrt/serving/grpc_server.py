@@ -254,8 +254,7 @@ class GrpcServer:
     async def _infer(self, body: bytes, context: Any) -> bytes:
         try:
             headers = self._inference_headers("ModelInfer", context)
-            # Calls come one by one, each in a turn of the loop of its own: to wait for its end gathers none.
-            inference = self._begin(parse(self._request, body), headers, eager=True)
+            inference = self._begin(parse(self._request, body), headers)
             # To cancel this task is to cancel the future that it waits for, and so the request.
             result = await inference.future
             return self._codec(inference.served).encode(inference.call, result)
@@ -288,9 +287,7 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         return headers
 
-    def _begin(
-        self, request: Any, headers: Headers, then: Then | None = None, *, eager: bool = False
-    ) -> Inference:
+    def _begin(self, request: Any, headers: Headers, then: Then | None = None) -> Inference:
         """Decode a request and hand it to its engine.
 
         :raises AsynctrtError: what is wrong with it, counted already.
@@ -299,7 +296,7 @@ class GrpcServer:
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
             call = self._codec(served).decode(request)
-            return self._api.submit(served, call, began_ns, headers, then, eager=eager)
+            return self._api.submit(served, call, began_ns, headers, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise

@@ -54,14 +54,14 @@ class ServedModel:
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
 
-    def submit(self, call: Call, *, eager: bool = False) -> "asyncio.Future[InferResult]":
+    def submit(self, call: Call) -> "asyncio.Future[InferResult]":
         """Hand a decoded request to the engine; see :meth:`Engine.submit`."""
         plan = call.plan
         priority = plan.priority
         if priority:
             # On the wire 1 is the most urgent; what is beyond the last level is the default.
             priority = max(0, self.engine.options.priorities - priority)
-        future = self.engine.submit(call.inputs, timeout=plan.timeout, priority=priority, eager=eager)
+        future = self.engine.submit(call.inputs, timeout=plan.timeout, priority=priority)
         self.pending += 1
         return future
 

@@ -373,7 +373,7 @@ class TestErrors:
         async with serving() as served:
             model = served.api.repository.find("double")
 
-            def broken(call, eager):
+            def broken(call):
                 raise RuntimeError("the secret")
 
             monkeypatch.setattr(model, "submit", broken)
