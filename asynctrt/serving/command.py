@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import logging
 import sys
 import tomllib
@@ -110,6 +111,9 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
     count = len(repository.index())
     say(f"loading {count} model{'s' * (count != 1)}")
     await repository.load_all()
+    # What is there now stays: a full collection that looked through it held the loop for 40 ms.
+    gc.collect()
+    gc.freeze()
     for served in repository:
         inputs = ", ".join(str(spec) for spec in served.engine.inputs)
         say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")
