@@ -194,6 +194,56 @@ def test_the_figures_of_the_busy_loop_are_those_measured():
     assert f"it is {left['p50_us'] / 1000:.1f} ms, and {left['p99_us'] / 1000:.1f} (" in text
 
 
+SERVED = {
+    "KServe over HTTP, no-op": ("HTTP no-op, 64", "HTTP no-op, 256"),
+    "Mosec 0.9.8, no-op": ("Mosec no-op, 64", "Mosec no-op, 256"),
+    "uvicorn alone": ("uvicorn alone, 64", None),
+    "KServe over HTTP, MLP": ("HTTP MLP, 64", "HTTP MLP, 256"),
+    "Mosec 0.9.8, MLP": ("Mosec MLP, 64", "Mosec MLP, 256"),
+    "websocket, no-op, 1 in flight each": ("websocket no-op, 64 x 1", "websocket no-op, 256 x 1"),
+    "websocket, no-op, 16 in flight each": ("websocket no-op, 64 x 16", None),
+    "`websockets` alone, 1 in flight each": ("websockets alone, 64 x 1", None),
+    "`websockets` alone, 16 in flight each": ("websockets alone, 64 x 16", None),
+    "websocket, MLP, 4 in flight each": ("websocket MLP, 64 x 4", None),
+    "KServe over gRPC, no-op": ("gRPC no-op, 64", None),
+    "`grpc.aio` alone": ("grpc.aio alone, 64", None),
+}
+"""What the README calls the cases of the benchmark of serving, with 64 connections and with 256."""
+
+
+def served_line(label, cases, measured):
+    cells = [label]
+    for case in cases:
+        if case is None:
+            cells += ["", "", ""]
+        else:
+            runs = measured[case]
+            rate = round(middle(runs, "requests_per_s"), -2)
+            cells += [
+                f"{rate:,.0f}",
+                f"{middle(runs, 'server_cpu_us'):.0f}",
+                f"{middle(runs, 'p99_us') / 1e3:.1f}",
+            ]
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+
+def test_the_figures_of_serving_are_those_measured():
+    measured = results("serving")["figures"]
+    for label, cases in SERVED.items():
+        assert served_line(label, cases, measured) in README
+
+
+def test_a_server_does_not_grow_and_others_are_not_disturbed_as_measured():
+    soak = results("soak")["figures"]
+    early = next(mb for count, mb in soak["looks"] if count > soak["requests"] / 10)
+    assert abs(soak["end"]["rss_mb"] - early) < 5
+    text = README.replace("\n", " ")
+    assert f"{soak['looks'][0][1]:.0f} MB after the first moments and {soak['end']['rss_mb']:.0f} MB" in text
+    hangups = results("hangups")["figures"]
+    alone, disturbed = [middle(hangups[name], "p99_us") / 1e3 for name in ("undisturbed", "with hang-ups")]
+    assert f"from {alone:.1f} to {disturbed:.1f} ms" in text
+
+
 def test_nothing_is_left_behind_as_measured():
     for before, after in results("memory")["figures"].values():
         assert (before["threads"], before["descriptors"]) == (after["threads"], after["descriptors"])

@@ -330,7 +330,7 @@ class Api:
 
     def index(self, body: bytes) -> list[dict[str, str]]:
         """The repository's models; with ``{"ready": true}``, those that are served."""
-        content = parse_object(body, "the request") if body else {}
+        content = parse_object(body, "the request", self.settings.max_json) if body else {}
         ready = content.get("ready", False)
         if not isinstance(ready, bool):
             raise RequestError(f"ready is true or false, not {brief(ready)}")
@@ -338,7 +338,11 @@ class Api:
 
     async def _control(self, text: str, body: bytes) -> Answer:
         name, _, verb = text[len(REPOSITORY) :].rpartition("/")
-        parameters = mapping(parse_object(body, "the request"), "parameters", "the request") if body else {}
+        parameters = (
+            mapping(parse_object(body, "the request", self.settings.max_json), "parameters", "the request")
+            if body
+            else {}
+        )
         given = [parameter for parameter in parameters if parameter != "unload_dependents"]
         if given:
             raise UnsupportedError(f"a model is loaded as the server was told, not with {given[0]!r:.40}")

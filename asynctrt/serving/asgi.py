@@ -85,7 +85,7 @@ class _Found:
             return engine
         if not isinstance(engine, Engine):
             raise UsageError(f"this takes an open engine, or a function that gives one, not {engine!r}")
-        repository = Repository(tensors_max=self.settings.max_tensors)
+        repository = Repository(tensors_max=self.settings.max_tensors, json_max=self.settings.max_json)
         repository.add(self._name, engine)
         return repository
 

@@ -86,7 +86,7 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
     logging.getLogger("asynctrt").setLevel(logging.INFO)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     settings = planned.settings
-    repository = Repository(tensors_max=settings.max_tensors)
+    repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
     for source in planned.models:
         repository.add(source.name, version=source.version, opener=source.opener(planned.device))
     async with Server(repository, settings) as server:

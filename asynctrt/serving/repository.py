@@ -17,7 +17,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.serving.datatypes import datatype_of
-from asynctrt.serving.wire import Call, Codec
+from asynctrt.serving.wire import JSON_NBYTES_MAX, Call, Codec
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
 
@@ -37,11 +37,21 @@ class ServedModel:
     :raises ModelError: for tensors that the protocol has no datatype for.
     """
 
-    def __init__(self, name: str, version: str, engine: Engine, *, tensors_max: int = 64) -> None:
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        engine: Engine,
+        *,
+        tensors_max: int = 64,
+        json_max: int = JSON_NBYTES_MAX,
+    ) -> None:
         self.name = name
         self.version = version
         self.engine = engine
-        self.codec = Codec(name, version, engine.inputs, engine.outputs, tensors_max=tensors_max)
+        self.codec = Codec(
+            name, version, engine.inputs, engine.outputs, tensors_max=tensors_max, json_max=json_max
+        )
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
@@ -201,11 +211,11 @@ class _Entry:
 class Repository:
     """Models by name and version. What is added open stays its owner's to close.
 
-    :param tensors_max: inputs and outputs that one request may name.
+    :param tensors_max: inputs and outputs that one request may name; ``json_max``: bytes of its JSON.
     """
 
-    def __init__(self, *, tensors_max: int = 64) -> None:
-        self._tensors_max = tensors_max
+    def __init__(self, *, tensors_max: int = 64, json_max: int = JSON_NBYTES_MAX) -> None:
+        self._limits = {"tensors_max": tensors_max, "json_max": json_max}
         self._models: dict[str, dict[str, _Entry]] = {}
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._loading = asyncio.Lock()
@@ -255,7 +265,7 @@ class Repository:
             )
         served = None
         if engine is not None:
-            served = ServedModel(name, version, engine, tensors_max=self._tensors_max)
+            served = ServedModel(name, version, engine, **self._limits)
         versions[version] = _Entry(served, opener, "" if served else "not loaded yet")
         # The newest version is the one that a request without a version means.
         self._models[name] = dict(sorted(versions.items(), key=lambda item: int(item[0])))
@@ -334,7 +344,7 @@ class Repository:
                     try:
                         if self._is_closed:
                             raise EngineClosedError("the server was closed while it loaded the model")
-                        served = ServedModel(name, version, engine, tensors_max=self._tensors_max)
+                        served = ServedModel(name, version, engine, **self._limits)
                     except BaseException:
                         await engine.aclose()
                         raise

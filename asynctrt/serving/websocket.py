@@ -110,7 +110,7 @@ class Session:
             request_id, rest = split_id(head)
             target = self._targets.get(rest)
             if target is None or len(request_id) > ID_CHARS_MAX:
-                content = parse_object(head, "the message")
+                content = parse_object(head, "the message", self._api.settings.max_json)
                 given = content.get("id", "")
                 if not isinstance(given, str) or len(given) > ID_CHARS_MAX:
                     raise RequestError(

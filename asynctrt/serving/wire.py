@@ -33,6 +33,9 @@ except ImportError as error:
 PLANS_MAX: Final = 256
 """Headers that are remembered for each model."""
 
+JSON_NBYTES_MAX: Final = 8 << 20
+"""JSON that one request may have, by default. To read it holds the loop, some 20 ms a MB."""
+
 PLAN_NBYTES_MAX: Final = 4096
 """A longer header is not remembered."""
 
@@ -102,6 +105,7 @@ class Codec:
 
     :param name: the model's, and ``version``, as answers have them.
     :param tensors_max: inputs and outputs that one request may name.
+    :param json_max: bytes of a request's JSON.
     :raises ModelError: for a tensor that the protocol has no datatype for.
     """
 
@@ -113,10 +117,12 @@ class Codec:
         outputs: Sequence[TensorSpec],
         *,
         tensors_max: int = 64,
+        json_max: int = JSON_NBYTES_MAX,
     ) -> None:
         self.name = name
         self.version = version
         self.tensors_max = tensors_max
+        self.json_max = json_max
         self._inputs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._plans: dict[bytes, Plan] = {}
@@ -202,7 +208,7 @@ class Codec:
         return head, tensors
 
     def _parse(self, head: bytes, rest: bytes) -> tuple[str, Plan]:
-        content = parse_object(head, "the request")
+        content = parse_object(head, "the request", self.json_max)
         request_id = content.get("id", "")
         if not isinstance(request_id, str):
             raise RequestError(f"id is a string, not {brief(request_id)}")
@@ -324,11 +330,16 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
     return binary
 
 
-def parse_object(raw: Buffer, what: str) -> dict[str, Any]:
+def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> dict[str, Any]:
     """A JSON object.
 
+    :raises TooLargeError: for more bytes than ``nbytes_max``.
     :raises RequestError: for anything else.
     """
+    if len(raw) > nbytes_max:
+        raise TooLargeError(
+            f"{what} has {len(raw)} bytes of JSON, and {nbytes_max} are taken: send tensors raw"
+        )
     try:
         content = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

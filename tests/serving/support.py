@@ -28,7 +28,10 @@ async def serving(models=None, *, engine=None, **settings):
     ``engine`` are the options of their engines, ``settings`` those of the server.
     """
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False} | settings
-    repository = Repository(tensors_max=settings.get("max_tensors", 64))
+    limits = {
+        f"{name}_max": settings[f"max_{name}"] for name in ("tensors", "json") if f"max_{name}" in settings
+    }
+    repository = Repository(**limits)
     for key, model in (models or {"double": double_model()}).items():
         name, version = key if isinstance(key, tuple) else (key, "1")
         options = {} if engine is None else dict(engine)

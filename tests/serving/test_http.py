@@ -205,6 +205,14 @@ class TestLimits:
             assert "10737418240 bytes" in json.loads(body)["error"]
             assert await raw.ended() == b""
 
+    async def test_json_that_would_hold_the_loop(self):
+        async with serving(max_json=2000) as server:
+            status, _, body = await ask(server, INFER, json_body(*range(200)))
+            assert (status, "send tensors raw" in json.loads(body)["error"]) == (413, True)
+            async with connected(server) as raw:
+                raw.send(infer(*range(2000)))
+                assert len(outputs(await raw.answer())) == 2000
+
     async def test_a_chunked_body_that_grows_too_large(self):
         async with serving(max_body=1000) as server, connected(server) as raw:
             raw.send(

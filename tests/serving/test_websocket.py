@@ -322,3 +322,12 @@ async def test_an_id_that_is_too_long_for_a_header_that_is_known(make):
     content, _ = await talk.ask(binary(1, id="x" * 300))
     assert content["status"] == 400
     assert "256 characters" in content["error"]
+
+
+async def test_json_that_would_hold_the_loop(make):
+    api, _ = await make(settings={"max_json": 1000})
+    talk = Talk(api)
+    for message in (text(*range(100), id="a"), '{"ping": "' + "x" * 1000 + '"}'):
+        content, _ = await talk.ask(message)
+        assert (content["status"], content["type"]) == (413, "TooLargeError")
+    assert len((await talk.ask(binary(*range(100))))[1]) == 100
