@@ -44,8 +44,8 @@ class ServerSettings:
 
     max_body: int = 64 << 20
     """The largest request body, and the largest one after it was decompressed."""
-    max_json: int = 8 << 20
-    """Bytes of JSON in one request. To read it holds the loop, some 20 ms a MB: large tensors go raw."""
+    max_json: int = 4 << 20
+    """Bytes of JSON in one request. To read it holds the loop, 5 to 30 ms a MB: large tensors go raw."""
     max_headers: int = 64 << 10
     """Bytes of a request's line and headers."""
     max_tensors: int = 64

@@ -33,8 +33,8 @@ except ImportError as error:
 PLANS_MAX: Final = 256
 """Headers that are remembered for each model."""
 
-JSON_NBYTES_MAX: Final = 8 << 20
-"""JSON that one request may have, by default. To read it holds the loop, some 20 ms a MB."""
+JSON_NBYTES_MAX: Final = 4 << 20
+"""JSON that one request may have, by default. To read it holds the loop, 5 to 30 ms a MB."""
 
 PLAN_NBYTES_MAX: Final = 4096
 """A longer header is not remembered."""
