@@ -936,11 +936,12 @@ class TestSubmit:
             gc.collect()
             gc.disable()
             try:
+                others = [item for item in gc.get_objects() if type(item).__name__ == "Request"]
                 await asyncio.gather(*[engine.submit(rows(value)) for value in range(50)])
                 engine.submit(rows(1)).cancel()
                 await engine.infer(rows(0))  # A queue forgets who has left it when it is next looked at.
                 left = [item for item in gc.get_objects() if type(item).__name__ == "Request"]
-                assert not left
+                assert len(left) <= len(others)
             finally:
                 gc.enable()
 

@@ -29,6 +29,7 @@ def test_the_drawing_in_the_docstring_has_each_error_once():
         "ImportError",
         "TimeoutError",
         "MemoryError",
+        "ConnectionError",
     }
     assert sorted(set(drawn) - builtin) == sorted(error.__name__ for error in ALL)
 
@@ -44,6 +45,13 @@ def test_the_drawing_in_the_docstring_has_each_error_once():
         (errors.QueueFullError, Exception, 503, "UNAVAILABLE"),
         (errors.DeadlineError, TimeoutError, 503, "UNAVAILABLE"),
         (errors.EngineClosedError, Exception, 503, "UNAVAILABLE"),
+        (errors.ModelNotReadyError, errors.LifecycleError, 503, "UNAVAILABLE"),
+        (errors.RequestError, errors.CallerError, 400, "INVALID_ARGUMENT"),
+        (errors.UnauthorizedError, errors.RequestError, 401, "UNAUTHENTICATED"),
+        (errors.UnknownModelError, errors.RequestError, 404, "NOT_FOUND"),
+        (errors.TooLargeError, errors.RequestError, 413, "RESOURCE_EXHAUSTED"),
+        (errors.UnsupportedError, errors.RequestError, 501, "UNIMPLEMENTED"),
+        (errors.ConnectionLostError, ConnectionError, 503, "UNAVAILABLE"),
         (errors.DeviceMemoryError, MemoryError, 500, "INTERNAL"),
         (errors.DeviceLostError, Exception, 503, "UNAVAILABLE"),
         (errors.ExecutionError, Exception, 500, "INTERNAL"),
