@@ -46,6 +46,9 @@ REPOSITORY: Final = b"/v2/repository/models/"
 ELSEWHERE: Final = ("/trace/setting", "/generate", "/generate_stream")
 """Routes of a model's in Triton that are not here."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
+CANCELLED_STATUS: Final = 499
+"""That of a request that was cancelled: nginx's code for a client that went away."""
+
 COMPRESS_NBYTES_MIN: Final = 512
 """A smaller answer is not worth compressing."""
 OFF_LOOP_NBYTES_MIN: Final = 256 << 10
@@ -110,13 +113,15 @@ class Api:
     """Answers requests out of a repository.
 
     ``pages`` are further paths, such as the dashboard's. ``observe`` is called after each inference that has
-    ended, for tracing.
+    ended, for tracing; ``log`` with the protocol, the peer and the inference, for those that are no HTTP
+    requests, which are logged as such.
     """
 
     repository: Repository
     settings: ServerSettings = field(default_factory=ServerSettings)
     pages: dict[str, Page] = field(default_factory=dict)
     observe: Callable[[Inference], None] | None = None
+    log: Callable[[str, Any, Inference], None] | None = None
     in_flight: int = 0
     _targets: dict[bytes, Target] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()

@@ -62,7 +62,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
         return
     protocol.send_response(response)
     transport = connection.hand_over()
-    socket = SocketConnection(hub, protocol, target, request.headers)
+    socket = SocketConnection(hub, protocol, target, request.headers, transport.get_extra_info("peername"))
     transport.set_protocol(socket)
     socket.connection_made(transport)
     if rest:
@@ -73,11 +73,18 @@ class SocketConnection(asyncio.Protocol):
     """One websocket connection: bytes to frames to messages for a :class:`Session`, and back."""
 
     def __init__(
-        self, hub: Hub, protocol: ServerProtocol, target: Target | None, headers: dict[bytes, bytes]
+        self,
+        hub: Hub,
+        protocol: ServerProtocol,
+        target: Target | None,
+        headers: dict[bytes, bytes],
+        peer: Any,
     ) -> None:
         self._hub = hub
         self._protocol = protocol
-        self._session = Session(hub.api, self._send, room=self._room, target=target, headers=headers)
+        self._session = Session(
+            hub.api, self._send, room=self._room, target=target, headers=headers, peer=peer
+        )
         self._transport: Any = None
         self._pieces = bytearray()
         self._is_text = False

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -254,7 +255,9 @@ class GrpcServer:
     async def _infer(self, body: bytes, context: Any) -> bytes:
         try:
             headers = self._inference_headers("ModelInfer", context)
-            inference = self._begin(parse(self._request, body), headers)
+            log = self._api.log
+            then = None if log is None else partial(log, "grpc", context.peer())
+            inference = self._begin(parse(self._request, body), headers, then)
             # To cancel this task is to cancel the future that it waits for, and so the request.
             result = await inference.future
             return self._codec(inference.served).encode(inference.call, result)
@@ -431,6 +434,8 @@ class _Stream:
             self._may_write.set()
 
     def _ended(self, inference: Inference) -> None:
+        if (log := self._server._api.log) is not None:
+            log("grpc", self._context.peer(), inference)
         self._in_flight.discard(inference)
         self._answers.append(inference)
         self._may_write.set()

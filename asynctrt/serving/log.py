@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from asynctrt import clock
-from asynctrt.errors import UsageError
-from asynctrt.serving.api import Inference
+from asynctrt.errors import AsynctrtError, UsageError
+from asynctrt.serving.api import CANCELLED_STATUS, Inference
 from asynctrt.serving.wire import dump
 
 FLUSH_NBYTES: Final = 64 << 10
@@ -47,9 +47,9 @@ class AccessLog:
         nbytes: int,
         inference: Inference | None = None,
     ) -> None:
-        """One line for a request that was answered."""
+        """One line for an HTTP request that was answered."""
         now_ns = clock.now_ns()
-        line: dict[str, Any] = {
+        line = {
             "time": clock.wall_ns(now_ns) / 1e9,
             "peer": peer[0] if isinstance(peer, tuple) else None,
             "method": request.method.decode("latin-1"),
@@ -58,15 +58,26 @@ class AccessLog:
             "nbytes": nbytes,
             "duration_us": (now_ns - request.began_ns) // 1000 if request.began_ns else None,
         }
-        if inference is not None:
-            line["model"], line["version"] = inference.served.name, inference.served.version
-            line["id"] = inference.call.id
-            future = inference.future
-            if future.done() and not future.cancelled() and future.exception() is None:
-                timing = future.result().timing
-                line["batch_rows"] = future.result().batch_rows
-                line["queue_us"] = timing.queue_ns // 1000
-                line["compute_us"] = timing.compute_ns // 1000
+        self._append(line | (_of(inference) if inference is not None else {}))
+
+    def write_inference(self, protocol: str, peer: Any, inference: Inference) -> None:
+        """One line for an inference that came over another protocol and has ended."""
+        now_ns, future = clock.now_ns(), inference.future
+        status = 200
+        if future.cancelled():
+            status = CANCELLED_STATUS
+        elif (error := future.exception()) is not None:
+            status = error.http_status if isinstance(error, AsynctrtError) else 500
+        line = {
+            "time": clock.wall_ns(now_ns) / 1e9,
+            "peer": peer[0] if isinstance(peer, tuple | list) else peer,
+            "method": protocol,
+            "status": status,
+            "duration_us": (now_ns - inference.began_ns) // 1000,
+        }
+        self._append(line | _of(inference))
+
+    def _append(self, line: dict[str, Any]) -> None:
         raw = dump(line) + b"\n"
         self._lines.append(raw)
         self._nbytes += len(raw)
@@ -88,3 +99,16 @@ class AccessLog:
         self.flush()
         if self._file is not sys.stdout.buffer:
             self._file.close()
+
+
+def _of(inference: Inference) -> dict[str, Any]:
+    """What is known of an inference: its model, and where its time went."""
+    served, future = inference.served, inference.future
+    known: dict[str, Any] = {"model": served.name, "version": served.version, "id": inference.call.id}
+    if future.done() and not future.cancelled() and future.exception() is None:
+        result = future.result()
+        timing = result.timing
+        known["batch_rows"] = result.batch_rows
+        known["queue_us"] = timing.queue_ns // 1000
+        known["compute_us"] = timing.compute_ns // 1000
+    return known

@@ -104,6 +104,8 @@ class Server:
         settings = self.settings
         try:
             self._log = AccessLog(settings.access_log) if settings.access_log is not None else None
+            if self._log is not None:
+                self.api.log = self._log.write_inference
             self._hub = Hub(self.api, upgrade, self._log)
             sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
             metrics = Metrics(

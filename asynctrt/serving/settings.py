@@ -69,7 +69,8 @@ class ServerSettings:
     """After SIGTERM: how long to go on, not ready, so that balancers send elsewhere."""
 
     access_log: Path | None = None
-    """A file for one JSON object a request; ``-`` is standard output."""
+    """A file for one JSON object a request, an inference over websocket or gRPC included; ``-`` is standard
+    output."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):

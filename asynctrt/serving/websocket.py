@@ -32,15 +32,12 @@ from asynctrt.errors import (
     UnauthorizedError,
     UnknownModelError,
 )
-from asynctrt.serving.api import Api, Headers, Inference, Target, logger
+from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, Inference, Target, logger
 from asynctrt.serving.datatypes import brief
 from asynctrt.serving.wire import PLANS_MAX, dump, parse_object, split_id
 
 PREFIX_NBYTES: Final = 4
 ID_CHARS_MAX: Final = 256
-CANCELLED_STATUS: Final = 499
-"""What a cancelled request is answered: nginx's code for a client that went away."""
-
 GOING_AWAY: Final = 1001
 MESSAGE_TOO_BIG: Final = 1009
 POLICY_VIOLATION: Final = 1008
@@ -61,6 +58,7 @@ class Session:
     :param send: takes each message to send, ``bytes`` for a binary and ``str`` for a text message.
     :param room: called when requests have ended and :attr:`is_full` holds no more, or none is in flight.
     :param target: the model that every request is for; ``None``: each says it.
+    :param peer: the client's address, for the access log.
     """
 
     def __init__(
@@ -71,7 +69,9 @@ class Session:
         room: Callable[[], None] = lambda: None,
         target: Target | None = None,
         headers: Headers | None = None,
+        peer: Any = None,
     ) -> None:
+        self._peer = peer
         self._api = api
         self._send = send
         self._room = room
@@ -172,6 +172,8 @@ class Session:
         call = inference.call
         was_full = self.is_full
         del self._flights[call.id or inference.key]
+        if self._api.log is not None:
+            self._api.log("websocket", self._peer, inference)
         future = inference.future
         if future.cancelled():
             content = {"error": "cancelled", "status": CANCELLED_STATUS, "type": "CancelledError"}

@@ -1,12 +1,18 @@
 """The access log: a JSON object for each request."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from tritonclient.grpc import InferInput
+from tritonclient.grpc.aio import InferenceServerClient
 
+from asynctrt.client import connect
 from asynctrt.errors import UsageError
-from tests.serving.support import connected, request, serving
+from asynctrt.testing import LatchDevice
+from tests.models import rows
+from tests.serving.support import connected, engine_of, request, serving, until
 from tests.serving.test_http import infer, outputs
 
 pytestmark = pytest.mark.anyio
@@ -46,3 +52,34 @@ async def test_standard_output(capfdbinary):
         await raw.answer()
     (line,) = capfdbinary.readouterr().out.splitlines()
     assert json.loads(line)["path"] == "/v2/models/double"
+
+
+async def test_inferences_over_other_protocols(tmp_path):
+    path = tmp_path / "access.log"
+    device = LatchDevice(slots=1)
+    engine = {"device": device, "contexts": 1, "max_rows": 1}
+    async with serving(access_log=path, grpc=True, engine=engine) as server:
+        url = server.http_url.replace("http", "ws", 1) + "/v2/ws"
+        async with connect(url, proxy=None) as client:
+            first, second = [
+                asyncio.create_task(client.infer("double", {"input": rows(value)})) for value in (1, 2)
+            ]
+            await until(lambda: engine_of(server).statistics().queued_requests == 1)
+            second.cancel()
+            await until(lambda: engine_of(server).statistics().cancelled == 1)
+            device.open()
+            assert (await first)["output"][0, 0] == 2
+        async with InferenceServerClient(server.grpc_target) as client:
+            tensor = InferInput("input", [1, 4], "FP32")
+            tensor.set_data_from_numpy(rows(3))
+            result = await client.infer("double", [tensor], request_id="g")
+            assert result.as_numpy("output")[0, 0] == 6
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    seen = [(line["method"], line["status"], line["model"], "batch_rows" in line) for line in lines]
+    assert seen == [
+        ("websocket", 499, "double", False),
+        ("websocket", 200, "double", True),
+        ("grpc", 200, "double", True),
+    ]
+    assert all("127.0.0.1" in line["peer"] for line in lines)
+    assert lines[2]["id"] == "g"
