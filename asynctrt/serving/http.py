@@ -381,7 +381,8 @@ class HttpConnection(asyncio.Protocol):
         """The future of an inference is done."""
         self._inference = None
         request = self._current
-        if request is None or self._is_ending:
+        # A transport may be closed a turn before its protocol is told.
+        if request is None or self._is_ending or self._transport.is_closing():
             return
         try:
             call = inference.call
@@ -425,7 +426,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _send(self, answer: Answer, inference: Inference | None = None) -> None:
         request = self._current
-        if request is None or self._is_ending:
+        if request is None or self._is_ending or self._transport.is_closing():
             return
         status = answer.status
         nbytes = sum([len(piece) for piece in answer.body])
