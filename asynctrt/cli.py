@@ -1,4 +1,4 @@
-"""The command line: ``asynctrt demo`` and ``asynctrt bench``. The only importer of ``typer`` and ``rich``."""
+"""The command line: ``demo``, ``bench`` and ``serve``. The only importer of ``typer`` and ``rich``."""
 
 import dataclasses
 import inspect

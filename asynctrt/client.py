@@ -24,7 +24,7 @@ from asynctrt.errors import (
     RequestError,
     UsageError,
 )
-from asynctrt.serving.datatypes import DATATYPES, read_bytes, write_bytes
+from asynctrt.serving.datatypes import DATATYPES, Buffer, read_tensor, write_tensor
 from asynctrt.serving.frames import (
     ClientConnection,
     ConnectionClosed,
@@ -36,11 +36,10 @@ from asynctrt.serving.frames import (
 from asynctrt.serving.frames import (
     connect as open_websocket,
 )
-from asynctrt.serving.wire import dump, parse_object, size_of, split_id
+from asynctrt.serving.wire import dump, parse_object, remember, split_id
 from asynctrt.tensors import Array, TensorSpec
 
 PREFIX_NBYTES: Final = 4
-HEADS_MAX: Final = 256
 DTYPES: Final = {name: dtype for dtype, name in DATATYPES.items()}
 
 
@@ -162,11 +161,9 @@ class Client:
         :raises ConnectionLostError: if the connection is lost before the answer is there.
         """
         arrays = {name: _array(name, value) for name, value in inputs.items()}
-        rest = self._head(model, version, arrays, outputs, timeout, priority)
-        tensors = [
-            write_bytes(array) if array.dtype.kind == "S" else np.ascontiguousarray(array).tobytes()
-            for array in arrays.values()
-        ]
+        tensors = [write_tensor(array) for array in arrays.values()]
+        sizes = tuple([len(tensor) for tensor in tensors])
+        rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
         delays = _delays()
         async with self._room:
             for attempt in range(1, self._attempts + 1):
@@ -180,7 +177,7 @@ class Client:
                         await asyncio.sleep(next(delays))
         raise AssertionError("the last attempt answers or raises")
 
-    async def _call(self, rest: bytes, tensors: list[bytes]) -> dict[str, Array]:
+    async def _call(self, rest: bytes, tensors: list[Buffer]) -> dict[str, Array]:
         if not self._connected.is_set():
             await self._connected.wait()  # Which ends when it is connected again, or given up.
         if self._lost is not None:
@@ -218,15 +215,15 @@ class Client:
         model: str,
         version: str,
         arrays: Mapping[str, Array],
+        sizes: tuple[int, ...],
         outputs: Sequence[str] | None,
         timeout: float | None,
         priority: int,
     ) -> bytes:
         """A request's header from behind the id on."""
         wanted = tuple(outputs) if outputs is not None else None
-        has_bytes = any(array.dtype.kind == "S" for array in arrays.values())
-        shapes = tuple((name, array.dtype, array.shape) for name, array in arrays.items())
-        key = (model, version, shapes, wanted, timeout, priority)
+        shapes = tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
+        key = (model, version, shapes, sizes, wanted, timeout, priority)
         known = self._heads.get(key)
         if known is not None:
             return known
@@ -243,19 +240,14 @@ class Client:
                 "name": name,
                 "datatype": "BYTES" if array.dtype.kind == "S" else DATATYPES[array.dtype.name],
                 "shape": list(array.shape),
-                "parameters": {
-                    "binary_data_size": len(write_bytes(array)) if array.dtype.kind == "S" else array.nbytes
-                },
+                "parameters": {"binary_data_size": nbytes},
             }
-            for name, array in arrays.items()
+            for (name, array), nbytes in zip(arrays.items(), sizes, strict=True)
         ]
         if wanted is not None:
             content["outputs"] = [{"name": name} for name in wanted]
         rest = b"," + dump(content)[1:]
-        if not has_bytes:  # Their sizes differ from one request to the next.
-            if len(self._heads) >= HEADS_MAX:
-                self._heads.clear()
-            self._heads[key] = rest
+        remember(self._heads, key, rest)
         return rest
 
     async def _open(self) -> ClientConnection:
@@ -312,8 +304,9 @@ class Client:
                 future.set_exception(ConnectionLostError(f"the connection to {self.url} was lost"))
 
     def _take(self, message: bytes | str) -> None:
-        if isinstance(message, str):
-            head, stop = message.encode(), 0
+        if isinstance(message, str):  # What is said about a request that was text: it was to cancel one.
+            message = message.encode()
+            head, stop = message, len(message)
         else:
             stop = PREFIX_NBYTES + int.from_bytes(message[:PREFIX_NBYTES], "little")
             head = message[PREFIX_NBYTES:stop]
@@ -326,17 +319,11 @@ class Client:
                 self._settle(request_id, error=_error(content))
                 return
             known = _described(content)
-            if len(self._answers) >= HEADS_MAX:
-                self._answers.clear()
-            self._answers[rest] = known
+            remember(self._answers, rest, known)
         outputs = {}
         for spec, shape, nbytes in known:
-            raw = memoryview(message)[stop : stop + nbytes]  # type: ignore[arg-type]  # Tensors: it is bytes.
-            if spec.dtype.kind == "S":
-                outputs[spec.name] = read_bytes(spec, raw, size_of(shape)).reshape(shape)
-            else:
-                # A copy, for the caller may write to it.
-                outputs[spec.name] = np.frombuffer(raw, spec.dtype).reshape(shape).copy()
+            # A copy, for the caller may write to it.
+            outputs[spec.name] = read_tensor(spec, shape, message, stop, nbytes).copy()
             stop += nbytes
         self._settle(request_id, outputs)
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,14 +78,11 @@ def _attribute(where: str) -> Model:
     """The model that a module has, or that a function in it makes."""
     module_name, _, attribute = where.partition(":")
     try:
-        # A program is started in its folder, as with `python -m`, but not every command has it on its path.
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))
         found: Any = import_module(module_name)
     except ImportError as error:
         raise ModelNotFoundError(
-            f"{where!r}: the module {module_name!r} cannot be imported: {error}. It is looked for in the "
-            "working directory and among the installed packages"
+            f"{where!r}: the module {module_name!r} cannot be imported: {error}. It is looked for "
+            "where Python looks for modules: sys.path"
         ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict
 
@@ -108,11 +109,7 @@ class Options:
         :raises OptionsError: for a name that is no option; it says which one is nearest.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        for name in settings:
-            if name not in names:
-                nearest = difflib.get_close_matches(name, [*names, *ELSEWHERE], n=1, cutoff=0.4)
-                hint = f"Did you mean {ELSEWHERE.get(nearest[0], nearest[0])!r}? " if nearest else ""
-                raise OptionsError(f"{name!r} is no option. {hint}There are: {', '.join(names)}")
+        check_names(settings, names, "option", synonyms=ELSEWHERE)
         if base is not None and not isinstance(base, cls):
             raise OptionsError(f"options is an asynctrt.Options, not {type(base).__name__}")
         return dataclasses.replace(base or cls(), **settings)
@@ -121,11 +118,8 @@ class Options:
         value = getattr(self, name)
         if value is None and name not in ("max_queue_rows", "priorities"):
             return
-        try:
-            count = operator.index(value)
-        except TypeError:
-            count = 0
-        if count < 1 or isinstance(value, bool):
+        count = whole(value)
+        if count is None or count < 1:
             raise OptionsError(f"{name} is a whole number of at least 1, not {value!r}")
         object.__setattr__(self, name, count)
 
@@ -154,3 +148,28 @@ class Options:
                     f"{name} ({value}) is more than contexts ({self.contexts}), and each batch in flight "
                     f"holds a context. Raise contexts, or lower {name}"
                 )
+
+
+def whole(value: Any) -> int | None:
+    """A whole number, NumPy's among them; ``None`` for anything else, and for True and False."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_names(
+    given: Iterable[str], names: Sequence[str], what: str, *, synonyms: Mapping[str, str] | None = None
+) -> None:
+    """Whether every name is one of those that there are.
+
+    :param what: what a name would be: an option, a setting in some file.
+    :param synonyms: what others call some of the names.
+    :raises OptionsError: for the first that is not; it says which one is nearest.
+    """
+    others = synonyms or {}
+    for name in given:
+        if name not in names:
+            nearest = difflib.get_close_matches(name, [*names, *others], n=1, cutoff=0.4)
+            hint = f"Did you mean {others.get(nearest[0], nearest[0])!r}? " if nearest else ""
+            raise OptionsError(f"{name!r} is no {what}. {hint}There are: {', '.join(names)}")

@@ -1,7 +1,6 @@
 """The browser example, in a browser: files go in, their kinds come out, the same as Python finds."""
 
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +13,7 @@ from playwright.async_api import async_playwright, expect
 
 import asynctrt
 from asynctrt.demo import ContentModel, read_row
+from tests.helpers import free_port
 from tests.serving.support import CHROMIUM_FLAGS
 
 pytestmark = pytest.mark.timeout(240)
@@ -25,9 +25,7 @@ FILES = [LIBRARY / name for name in ("json/decoder.py", "this.py", "asyncio/even
 
 @contextmanager
 def example():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, str(EXAMPLE), str(port)])
     try:
         yield f"http://127.0.0.1:{port}/"

@@ -21,8 +21,9 @@ from asynctrt.errors import (
 )
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model, failing_model, rows
-from tests.serving.support import WAIT_S, address, engine_of, serving, until
+from tests.serving.support import WAIT_S, address, engine_of, serving
 
 pytestmark = pytest.mark.anyio
 

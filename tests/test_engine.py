@@ -29,17 +29,11 @@ from asynctrt.errors import (
 )
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import Gate, double_model, double_onnx, failing_model, lying_onnx, rows
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
-
-
-async def until(condition):
-    """Give the loop turns until the condition holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def latched(model=None, **settings):

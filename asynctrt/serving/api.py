@@ -26,10 +26,10 @@ from asynctrt.errors import (
     UnknownModelError,
     UnsupportedError,
 )
-from asynctrt.serving.datatypes import brief
+from asynctrt.serving.datatypes import Buffer, brief
 from asynctrt.serving.repository import Repository, ServedModel
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.wire import Buffer, Call, dump, mapping, parse_object
+from asynctrt.serving.wire import Call, dump, mapping, parse_object
 from asynctrt.tensors import InferResult
 
 EXTENSIONS: Final = (
@@ -206,14 +206,7 @@ class Api:
 
         :raises AsynctrtError: what it failed with.
         """
-        head, tensors = inference.served.codec.encode(inference.call, inference.future.result())
-        if not tensors:
-            return Answer(200, (("Content-Type", "application/json"),), (head,))
-        headers = (
-            ("Content-Type", "application/octet-stream"),
-            ("Inference-Header-Content-Length", str(len(head))),
-        )
-        return Answer(200, headers, (head, *tensors))
+        return encoded_answer(*inference.served.codec.encode(inference.call, inference.future.result()))
 
     # ---- everything
 
@@ -388,6 +381,17 @@ class Api:
         body = await asyncio.to_thread(work) if nbytes >= OFF_LOOP_NBYTES_MIN else work()
         added = (("Content-Encoding", coding), ("Vary", "Accept-Encoding"))
         return Answer(answer.status, answer.headers + added, (body,))
+
+
+def encoded_answer(head: bytes, tensors: Sequence[Buffer]) -> Answer:
+    """The answer to an inference: its JSON header, and the raw tensors that follow it, if there are any."""
+    if not tensors:
+        return Answer(200, (("Content-Type", "application/json"),), (head,))
+    headers = (
+        ("Content-Type", "application/octet-stream"),
+        ("Inference-Header-Content-Length", str(len(head))),
+    )
+    return Answer(200, headers, (head, *tensors))
 
 
 def json_answer(content: object, status: int = 200) -> Answer:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.options import Options
-from asynctrt.serving.models import ModelSource, check_names
+from asynctrt.options import Options, check_names
+from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
@@ -46,7 +46,8 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UsageError(f"the configuration {str(path)!r} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise OptionsError(f"{str(path)!r} is no TOML: {error}") from error
-    check_names(content, [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"], str(path))
+    names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
+    check_names(content, names, f"setting in {path}")
     return content
 
 
@@ -85,6 +86,8 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
     )
     logging.getLogger("asynctrt").setLevel(logging.INFO)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))  # For module:attribute, as `python -m` has it.
     settings = planned.settings
     repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
     for source in planned.models:

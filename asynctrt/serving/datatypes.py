@@ -1,6 +1,7 @@
 """KServe's datatypes and NumPy's, and the wire form of the one that is not a number: BYTES."""
 
 import reprlib
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -31,6 +32,17 @@ LENGTH_NBYTES: Final = 4
 
 DIMS_MAX: Final = 32
 """Dimensions of a tensor, and lists within lists of one that is given as JSON."""
+
+
+Buffer = bytes | memoryview
+
+
+def size_of(shape: Sequence[int]) -> int:
+    """The number of elements, exact whatever the sizes."""
+    size = 1
+    for length in shape:
+        size *= length
+    return size
 
 
 def datatype_of(spec: TensorSpec) -> str:
@@ -71,10 +83,10 @@ def read_bytes(spec: TensorSpec, raw: memoryview, count: int) -> Array:
         raise InputError(
             f"input {spec.name!r}: {len(raw) - position} bytes are left after its {count} elements"
         )
-    return _strings(spec, elements)
+    return strings(spec, elements)
 
 
-def read_raw(spec: TensorSpec, shape: tuple[int, ...], body: bytes, start: int = 0) -> Array:
+def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 0) -> Array:
     """A tensor of numbers as a view of a message: rows are copied once, into the slab of their batch.
 
     :raises InputError: for a BOOL that is neither 0 nor 1, with which a model may do anything.
@@ -83,6 +95,29 @@ def read_raw(spec: TensorSpec, shape: tuple[int, ...], body: bytes, start: int =
     if spec.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise InputError(f"input {spec.name!r} is BOOL: each of its bytes is 0 or 1")
     return array
+
+
+def read_tensor(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int, nbytes: int) -> Array:
+    """The tensor whose wire form is ``nbytes`` of a message from ``start`` on; numbers as a view.
+
+    :raises InputError: for bytes that are no such tensor.
+    """
+    if spec.dtype.kind == "S":
+        return read_bytes(spec, memoryview(body)[start : start + nbytes], size_of(shape)).reshape(shape)
+    return read_raw(spec, shape, body, start)
+
+
+def write_tensor(array: Array) -> Buffer:
+    """The wire form of a tensor: its bytes in C order, or :func:`write_bytes`."""
+    if array.dtype.kind == "S":
+        return write_bytes(array)
+    if not array.size:
+        return b""
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    if array.dtype.kind == "V":  # bfloat16, whose format no memoryview knows.
+        array = array.view(np.uint16)
+    return array.data.cast("B")
 
 
 def write_bytes(array: Array) -> bytes:
@@ -100,7 +135,7 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
         raise InputError(f"input {spec.name!r}: data is a list, not {type(data).__name__}")
     values = _flat(spec, data)
     if spec.dtype.kind == "S":
-        array = _strings(spec, [_encoded(spec, item) for item in values])
+        array = strings(spec, [_encoded(spec, item) for item in values])
     elif str in set(map(type, values)):
         # NumPy would make room for the longest of them in every element before anybody could refuse it.
         raise InputError(f"input {spec.name!r} is {spec.dtype.name}: in JSON its elements are no strings")
@@ -108,7 +143,7 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
         array = _bfloats(spec, data)
     else:
         array = convert(spec, data)
-    if array.size != int(np.prod(shape, dtype=object)):
+    if array.size != size_of(shape):
         raise InputError(f"input {spec.name!r} has {array.size} values, but shape {list(shape)}")
     return array.reshape(shape)
 
@@ -163,7 +198,7 @@ def _encoded(spec: TensorSpec, item: Any) -> bytes:
     return item.encode()
 
 
-def _strings(spec: TensorSpec, elements: list[bytes]) -> Array:
+def strings(spec: TensorSpec, elements: list[bytes]) -> Array:
     """Elements as an array of the model's dtype, which is of a fixed size and ends at the first NUL."""
     longest = spec.dtype.itemsize
     for number, element in enumerate(elements):

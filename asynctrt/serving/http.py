@@ -23,6 +23,7 @@ from asynctrt.serving.api import (
     Inference,
     Target,
     accepted_coding,
+    encoded_answer,
     error_answer,
 )
 from asynctrt.serving.log import AccessLog
@@ -395,10 +396,11 @@ class HttpConnection(asyncio.Protocol):
             nbytes += len(tensor)
         accepted = request.headers.get(b"accept-encoding")
         if accepted is not None and nbytes >= COMPRESS_NBYTES_MIN and accepted_coding(accepted) is not None:
-            self._task = self._hub.loop.create_task(self._compress(inference, request))
+            answer = encoded_answer(head, tensors)
+            self._task = self._hub.loop.create_task(self._compress(answer, inference, request))
             return
         if not tensors or not request.keep_alive or self._hub.is_draining:
-            self._send(self._api.infer_answer(inference))
+            self._send(encoded_answer(head, tensors), inference)
             return
         plan = call.plan
         start = plan.http_head
@@ -409,11 +411,8 @@ class HttpConnection(asyncio.Protocol):
         self._write([start, self._hub.end_of_head, head, *tensors], len(start) + nbytes)
         self._done(200, nbytes, inference)
 
-    async def _compress(self, inference: Inference, request: HttpRequest) -> None:
-        try:
-            answer = await self._api.compressed(request.headers, self._api.infer_answer(inference))
-        except Exception as error:
-            answer = error_answer(error)
+    async def _compress(self, answer: Answer, inference: Inference, request: HttpRequest) -> None:
+        answer = await self._api.compressed(request.headers, answer)
         self._task = None
         self._send(answer, inference)
 

@@ -21,7 +21,7 @@ class Logged(Protocol):
 
 
 class AccessLog:
-    """Writes lines, gathered for as long as a sweep takes.
+    """Writes lines, gathered until they are many or are asked for.
 
     :param path: the file to append to; ``-`` is standard output.
     :raises UsageError: if it cannot be written.

@@ -8,24 +8,26 @@ An answer is put together from bytes, as protobuf allows: the fields that stay t
 the request's :class:`Plan`, the id and the tensors follow. That saves two copies of each tensor.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
-from asynctrt.serving.datatypes import LENGTH_NBYTES, datatype_of, read_bytes, read_raw, write_bytes
+from asynctrt.errors import InputError, MissingExtraError, RequestError, UnsupportedError
+from asynctrt.serving.datatypes import read_tensor, size_of, strings, write_tensor
 from asynctrt.serving.wire import (
     PLAN_NBYTES_MAX,
-    PLANS_MAX,
     Call,
+    ModelCodec,
     Plan,
+    Specs,
     check_nbytes,
     read_scheduling,
     read_shape,
-    size_of,
+    refuse_shared_memory,
+    remember,
 )
 from asynctrt.tensors import Array, InferResult, TensorSpec, convert
 
@@ -227,29 +229,8 @@ def streamed_error(request_id: str, message: str) -> bytes:
     return bytes(failed.SerializeToString())
 
 
-class InferCodec:
-    """Decodes inference requests to one model and encodes its answers, as ``wire.Codec`` does for HTTP.
-
-    :param name: the model's, and ``version``, as answers have them.
-    :param tensors_max: inputs and outputs that one request may name.
-    :raises ModelError: for a tensor that the protocol has no datatype for.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        version: str,
-        inputs: Sequence[TensorSpec],
-        outputs: Sequence[TensorSpec],
-        *,
-        tensors_max: int = 64,
-    ) -> None:
-        self.name = name
-        self.version = version
-        self.tensors_max = tensors_max
-        self._inputs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
-        self._outputs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
-        self._plans: dict[bytes, Plan] = {}
+class InferCodec(ModelCodec):
+    """Decodes inference requests to one model and encodes its answers, as ``wire.Codec`` does for HTTP."""
 
     def decode(self, request: Any) -> Call:
         """A request, which is taken apart: its id and its raw tensors are no longer in it afterwards.
@@ -274,14 +255,9 @@ class InferCodec:
             )
         views: dict[str, Array] = {}
         for (spec, shape, nbytes, _), content in zip(plan.inputs, contents, strict=True):
-            if spec.dtype.kind == "S":
+            if len(content) != nbytes:
                 check_nbytes(spec, shape, len(content))
-                views[spec.name] = _strings(spec, shape, content)
-            else:
-                if len(content) != nbytes:
-                    check_nbytes(spec, shape, len(content))
-                # A view: rows are copied once, into the slab of their batch.
-                views[spec.name] = read_raw(spec, shape, content)
+            views[spec.name] = read_tensor(spec, shape, content, 0, len(content))
         return Call(plan, request_id, views)
 
     def encode(self, call: Call, result: InferResult) -> bytes:
@@ -296,11 +272,8 @@ class InferCodec:
             text = call.id.encode()
             pieces += (_head(ID_TAG, len(text)), text)
         for value in values:
-            if value.dtype.kind == "S":
-                raw = write_bytes(value)
-                pieces += (_head(RAW_TAG, len(raw)), raw)
-            else:
-                pieces += (_head(RAW_TAG, value.nbytes), np.ascontiguousarray(value))
+            raw = write_tensor(value)
+            pieces += (_head(RAW_TAG, len(raw)), raw)
         return b"".join(pieces)
 
     def _described(self, plan: Plan, shapes: Iterable[tuple[int, ...]]) -> bytes:
@@ -316,9 +289,7 @@ class InferCodec:
     def _new_plan(self, request: Any, key: bytes) -> Plan:
         plan = self._plan(request, is_raw=True)
         if len(key) <= PLAN_NBYTES_MAX:
-            if len(self._plans) >= PLANS_MAX:
-                self._plans.clear()
-            self._plans[key] = plan
+            remember(self._plans, key, plan)
         return plan
 
     def _plan(self, request: Any, *, is_raw: bool) -> Plan:
@@ -340,22 +311,14 @@ class InferCodec:
         priority, timeout = read_scheduling(parameters)
         return Plan(placed, sum([nbytes for _, _, nbytes, _ in placed]), tuple(outputs), priority, timeout)
 
-    def _items(
-        self, items: Any, side: str, specs: Mapping[str, tuple[TensorSpec, str]]
-    ) -> list[tuple[TensorSpec, str, Any]]:
+    def _items(self, items: Any, side: str, specs: Specs) -> list[tuple[TensorSpec, str, Any]]:
         """Spec, datatype and description of each tensor on one side of a request."""
-        if len(items) > self.tensors_max:
-            raise TooLargeError(f"{len(items)} {side} are more than the {self.tensors_max} that are taken")
+        self._check_count(side, len(items))
         found: dict[str, tuple[TensorSpec, str, Any]] = {}
         for item in items:
-            name = item.name
-            if name not in specs:
-                raise InputError(f"{name!r:.200} is none of the model's {side}: {', '.join(specs)}")
-            if name in found:
-                raise RequestError(f"{name!r} is twice among the {side}")
-            if "shared_memory_region" in item.parameters:
-                raise UnsupportedError(f"{name!r} is in shared memory, which this server does not have")
-            found[name] = (*specs[name], item)
+            spec, datatype = self._named(item.name, side, specs, found)
+            refuse_shared_memory(item.name, item.parameters)
+            found[item.name] = spec, datatype, item
         return list(found.values())
 
     @staticmethod
@@ -389,14 +352,8 @@ def _typed(spec: TensorSpec, datatype: str, shape: tuple[int, ...], given: list[
     if len(values) != count:
         raise InputError(f"input {spec.name!r} has {len(values)} values, but shape {list(shape)}")
     if datatype == "BYTES":
-        lengths = [len(value).to_bytes(LENGTH_NBYTES, "little") for value in values]
-        raw = b"".join([part for pair in zip(lengths, values, strict=True) for part in pair])
-        return _strings(spec, shape, raw)
+        return strings(spec, values).reshape(shape)
     return convert(spec, np.array(values, dtype)).reshape(shape)
-
-
-def _strings(spec: TensorSpec, shape: tuple[int, ...], raw: bytes) -> Array:
-    return read_bytes(spec, memoryview(raw), size_of(shape)).reshape(shape)
 
 
 def _value(parameter: Any) -> Any:

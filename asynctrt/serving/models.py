@@ -1,7 +1,5 @@
 """What a user writes for a model to serve, and what it comes to."""
 
-import dataclasses
-import difflib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -71,20 +69,3 @@ class ModelSource:
         return partial(
             opened, partial(asynctrt.open, self.path, device=device, options=Options(**self.settings))
         )
-
-
-def check_names(given: Mapping[str, Any], known: list[str], where: str) -> None:
-    """Whether every name is known.
-
-    :raises OptionsError: for the first that is not; it says which one is nearest.
-    """
-    for name in given:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
-            raise OptionsError(f"{name!r} is no setting in {where}. {hint}There are: {', '.join(known)}")
-
-
-def engine_option_names() -> list[str]:
-    """The names of the options that an engine has."""
-    return [item.name for item in dataclasses.fields(Options)]

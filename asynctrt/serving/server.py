@@ -56,7 +56,7 @@ class Server:
         self._grpc: GrpcServer | None = None
         self._grpc_port = 0
         self._log: AccessLog | None = None
-        self._timers: list[asyncio.Task[None]] = []
+        self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self._stopped = asyncio.Event()
@@ -126,13 +126,13 @@ class Server:
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings)
                 self._grpc_port = await self._grpc.start()
-            self._timers.append(asyncio.create_task(self._sample(sampler)))
+            self._sampling = asyncio.create_task(self._sample(sampler))
         except BaseException:
             await self._close()
             raise
 
     async def stop(self) -> None:
-        """Drain and close, within ``drain_timeout``. Idempotent; a second call does not wait for clients."""
+        """Drain and close, within ``drain_timeout``, or at once after :meth:`hurry`. Idempotent."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         with anyio.CancelScope(shield=True):
@@ -230,8 +230,8 @@ class Server:
 
     async def _close(self) -> None:
         """Give everything back, whatever there is of it."""
-        for timer in self._timers:
-            timer.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
         for listener in self._listeners:
             listener.close()
         for hub in (self._hub, self._metrics_hub):

@@ -4,12 +4,12 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import operator
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from asynctrt.errors import OptionsError
+from asynctrt.options import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +75,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.name.startswith("max_") and (not _is_whole(value) or value < 1):
+            count = whole(value)
+            if item.name.startswith("max_") and (count is None or count < 1):
                 raise OptionsError(f"{item.name} is a whole number of at least 1, not {value!r}")
-            if (
-                item.name.endswith("_port")
-                and value is not None
-                and not (_is_whole(value) and 0 <= value < 65536)
-            ):
+            is_port = item.name.endswith("_port") and value is not None
+            if is_port and (count is None or not 0 <= count < 65536):
                 raise OptionsError(f"{item.name} is a port, 0 to 65535, not {value!r}")
             if item.name.endswith(("_timeout", "_delay")) and not (
                 isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6
@@ -94,16 +92,6 @@ class ServerSettings:
             if not isinstance(items, list | tuple) or not all(_is_word(item) for item in items):
                 raise OptionsError(f"{name} is a list of words of printable ASCII characters without spaces")
             object.__setattr__(self, name, tuple(items))
-
-
-def _is_whole(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    try:
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True
 
 
 def _is_word(item: object) -> bool:

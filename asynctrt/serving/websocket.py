@@ -34,7 +34,7 @@ from asynctrt.errors import (
 )
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, Inference, Target, logger
 from asynctrt.serving.datatypes import brief
-from asynctrt.serving.wire import PLANS_MAX, dump, parse_object, split_id
+from asynctrt.serving.wire import dump, parse_object, remember, split_id
 
 PREFIX_NBYTES: Final = 4
 ID_CHARS_MAX: Final = 256
@@ -161,9 +161,7 @@ class Session:
             self._flights[self._number] = inference
             inference.key = self._number
         if served.codec.knows(rest) and rest not in self._targets:
-            if len(self._targets) >= PLANS_MAX:
-                self._targets.clear()
-            self._targets[rest] = target
+            remember(self._targets, rest, target)
 
     def _ended_text(self, inference: Inference) -> None:
         self._ended(inference, binary=False)

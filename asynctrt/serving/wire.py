@@ -8,20 +8,22 @@ what a header means (:class:`Plan`) is remembered by its bytes, and so is the he
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.serving.datatypes import (
     DIMS_MAX,
+    Buffer,
     brief,
     datatype_of,
     from_json,
-    read_bytes,
-    read_raw,
+    read_tensor,
+    size_of,
     to_json,
     write_bytes,
+    write_tensor,
 )
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
@@ -44,7 +46,8 @@ SIZE_MAX: Final = 2**40
 
 ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
 
-Buffer = bytes | memoryview
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Plan:
@@ -100,13 +103,52 @@ class Call:
         self.inputs = inputs
 
 
-class Codec:
-    """Decodes requests to one model and encodes its answers.
+Specs = Mapping[str, tuple[TensorSpec, str]]
+
+
+class ModelCodec:
+    """What a codec knows of its model, whatever the protocol: its tensors, and the plans it remembers.
 
     :param name: the model's, and ``version``, as answers have them.
     :param tensors_max: inputs and outputs that one request may name.
-    :param json_max: bytes of a request's JSON.
     :raises ModelError: for a tensor that the protocol has no datatype for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        tensors_max: int = 64,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.tensors_max = tensors_max
+        self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
+        self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
+        self._plans: dict[bytes, Plan] = {}
+
+    def _check_count(self, side: str, count: int) -> None:
+        """Whether so many tensors may stand on one side of a request."""
+        if count > self.tensors_max:
+            raise TooLargeError(f"{count} {side} are more than the {self.tensors_max} that are taken")
+
+    @staticmethod
+    def _named(name: str, side: str, specs: Specs, found: Mapping[str, object]) -> tuple[TensorSpec, str]:
+        """Spec and datatype of a tensor that a request names, besides those that were ``found`` in it."""
+        if name not in specs:
+            raise InputError(f"{brief(name)} is none of the model's {side}: {', '.join(specs)}")
+        if name in found:
+            raise RequestError(f"{name!r} is twice among the {side}")
+        return specs[name]
+
+
+class Codec(ModelCodec):
+    """Decodes requests to one model and encodes its answers, as JSON and raw tensors.
+
+    :param json_max: bytes of a request's JSON. The others are those of :class:`ModelCodec`.
     """
 
     def __init__(
@@ -119,13 +161,8 @@ class Codec:
         tensors_max: int = 64,
         json_max: int = JSON_NBYTES_MAX,
     ) -> None:
-        self.name = name
-        self.version = version
-        self.tensors_max = tensors_max
+        super().__init__(name, version, inputs, outputs, tensors_max=tensors_max)
         self.json_max = json_max
-        self._inputs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
-        self._outputs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
-        self._plans: dict[bytes, Plan] = {}
 
     def decode(self, body: bytes, head_nbytes: int) -> Call:
         """A request: ``head_nbytes`` of JSON, and raw tensors after it.
@@ -177,11 +214,10 @@ class Codec:
                 f"a raw body of {len(body)} bytes is no row of {spec}: send a JSON header that says the shape"
             )
         shape = (1, *(count // fixed if isinstance(dim, str) else dim for dim in spec.dims))
+        if datatype == "BYTES":
+            body = write_bytes(np.array([body], object))
         outputs = tuple((spec, True) for spec, _ in self._outputs.values())
         plan = Plan(((spec, shape, len(body), None),), len(body), outputs, 0, None)
-        if datatype == "BYTES":
-            body = len(body).to_bytes(4, "little") + body
-            plan = Plan(((spec, shape, len(body), None),), len(body), outputs, 0, None)
         return Call(plan, "", self._arrays(plan, body, 0))
 
     def encode(self, call: Call, result: InferResult) -> tuple[bytes, list[Buffer]]:
@@ -194,9 +230,9 @@ class Codec:
         values = [result[spec.name] for spec, _ in outputs]
         tensors: list[Buffer] = []
         key = tuple([value.shape for value in values])
-        for (spec, binary), value in zip(outputs, values, strict=True):
+        for (_, binary), value in zip(outputs, values, strict=True):
             if binary:
-                tensors.append(_raw(value) if spec.dtype.kind != "S" else write_bytes(value))
+                tensors.append(write_tensor(value))
         if key == plan.answer_key:
             head = plan.answer
         else:
@@ -221,9 +257,7 @@ class Codec:
             and len(rest) <= PLAN_NBYTES_MAX
             and (rest is not head or not request_id)
         ):
-            if len(self._plans) >= PLANS_MAX:
-                self._plans.clear()
-            self._plans[rest] = plan
+            remember(self._plans, rest, plan)
         return request_id, plan
 
     def _plan(self, content: dict[str, Any]) -> Plan:
@@ -248,27 +282,22 @@ class Codec:
         return Plan(placed, binary_nbytes, outputs, priority, timeout)
 
     def _items(
-        self, content: dict[str, Any], side: str, specs: Mapping[str, tuple[TensorSpec, str]]
+        self, content: dict[str, Any], side: str, specs: Specs
     ) -> list[tuple[TensorSpec, str, dict[str, Any], dict[str, Any]]]:
         """Spec, datatype, description and parameters of each tensor on one side of a request."""
         items = content.get(side, [])
         if not isinstance(items, list):
             raise RequestError(f"{side} is a list of tensors, not {type(items).__name__}")
-        if len(items) > self.tensors_max:
-            raise TooLargeError(f"{len(items)} {side} are more than the {self.tensors_max} that are taken")
-        found = {}
+        self._check_count(side, len(items))
+        found: dict[str, tuple[TensorSpec, str, dict[str, Any], dict[str, Any]]] = {}
         for item in items:
             if not isinstance(item, dict) or not isinstance(item.get("name"), str):
                 raise RequestError(f"each of the {side} is an object with a name, not {brief(item)}")
             name = item["name"]
-            if name not in specs:
-                raise InputError(f"{brief(name)} is none of the model's {side}: {', '.join(specs)}")
-            if name in found:
-                raise RequestError(f"{name!r} is twice among the {side}")
+            spec, datatype = self._named(name, side, specs, found)
             parameters = mapping(item, "parameters", repr(name))
-            if "shared_memory_region" in parameters:
-                raise UnsupportedError(f"{name!r} is in shared memory, which this server does not have")
-            found[name] = (*specs[name], item, parameters)
+            refuse_shared_memory(name, parameters)
+            found[name] = spec, datatype, item, parameters
         return list(found.values())
 
     def _input(
@@ -295,11 +324,8 @@ class Codec:
         for spec, shape, nbytes, array in plan.inputs:
             if array is not None:
                 arrays[spec.name] = array
-            elif spec.dtype.kind == "S":
-                raw = memoryview(body)[start : start + nbytes]
-                arrays[spec.name] = read_bytes(spec, raw, size_of(shape)).reshape(shape)
             else:
-                arrays[spec.name] = read_raw(spec, shape, body, start)
+                arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes)
             start += nbytes
         return arrays
 
@@ -319,6 +345,22 @@ class Codec:
             described.append(output)
         answer = {"model_name": self.name, "model_version": self.version, "outputs": described}
         return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def remember(known: dict[K, V], key: K, value: V) -> None:
+    """Keep what comes again and again. Who says something new each time empties it, and it stays small."""
+    if len(known) >= PLANS_MAX:
+        known.clear()
+    known[key] = value
+
+
+def refuse_shared_memory(name: str, parameters: Mapping[str, Any]) -> None:
+    """Whether a tensor is in the message, where this server looks for it.
+
+    :raises UnsupportedError: if not.
+    """
+    if "shared_memory_region" in parameters:
+        raise UnsupportedError(f"{name!r} is in shared memory, which this server does not have")
 
 
 def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool) -> bool:
@@ -386,14 +428,6 @@ def read_shape(name: str, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def size_of(shape: Sequence[int]) -> int:
-    """The number of elements, exact whatever the sizes."""
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def check_nbytes(spec: TensorSpec, shape: tuple[int, ...], nbytes: int) -> None:
     """Whether a raw tensor has as many bytes as its shape says.
 
@@ -430,14 +464,3 @@ def split_id(head: bytes) -> tuple[str, bytes]:
         # What begins like the rest of another header is no JSON, and must not be taken for that rest.
         return "", b"" if head.startswith(b",") else head
     return found[1].decode(), head[found.end() :]
-
-
-def _raw(array: Array) -> Buffer:
-    """The bytes of an array in C order."""
-    if not array.size:
-        return b""
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
-    if array.dtype.kind == "V":  # bfloat16, whose format no memoryview knows.
-        array = array.view(np.uint16)
-    return array.data.cast("B")

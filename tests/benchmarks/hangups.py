@@ -20,7 +20,8 @@ import uvloop
 from tests.benchmarks.client import Book, Http
 from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.mlp import mlp_onnx
-from tests.benchmarks.serving import INFER, ROOT, free_port, load, process, wait_for
+from tests.benchmarks.serving import INFER, ROOT, load, process, wait_for
+from tests.helpers import free_port
 
 HANG_UPS = 1000
 

@@ -24,6 +24,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.benchmarks.mlp import mlp_onnx
+from tests.helpers import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 INFER = "/v2/models/{}/infer"
@@ -39,12 +40,6 @@ def noop():
         outputs=row[1],
         name="noop",
     )
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from rich.progress import Progress
 
 from tests.benchmarks.client import Book, Http, WebSocket
 from tests.benchmarks.common import arguments, console, save, show
-from tests.benchmarks.serving import INFER, SOCKET, free_port, process, wait_for
+from tests.benchmarks.serving import INFER, SOCKET, process, wait_for
+from tests.helpers import free_port
 
 VISITORS = 48
 LOOKS = 20

@@ -10,6 +10,7 @@ import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model, failing_model, mixed_onnx, rows, sequence_onnx
 
 pytestmark = pytest.mark.anyio
@@ -20,12 +21,6 @@ def latched(model=None, **settings):
     settings = {"contexts": 1, "max_rows": 4, **settings}
     device = LatchDevice(slots=1)
     return asynctrt.open(model or double_model(), device=device, **settings), device
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def use(engine, *values, **kw):

@@ -119,10 +119,3 @@ async def ask(server, path, body=b"", **kw):
     async with connected(server) as raw:
         raw.send(request(path, body, **kw))
         return await raw.answer(to_head=kw.get("method") == "HEAD")
-
-
-async def until(condition):
-    """Give the loop turns until the condition holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)

@@ -15,8 +15,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 import asynctrt
 from asynctrt.serving import Repository, ServerSettings, kserve_app, websocket_endpoint
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model
-from tests.serving.support import WAIT_S, until
+from tests.serving.support import WAIT_S
 from tests.serving.test_http import binary_body, json_body
 from tests.serving.test_websocket import binary, read, text
 

@@ -11,7 +11,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from asynctrt.testing import LatchDevice
-from tests.serving.support import WAIT_S, address, connected, engine_of, request, serving, until
+from tests.helpers import until
+from tests.serving.support import WAIT_S, address, connected, engine_of, request, serving
 from tests.serving.test_websocket import binary, read, text
 from tests.serving.tls import certificate
 

@@ -50,9 +50,10 @@ from tests.fuzz.decoder import (
     test_one_input,
     wire_of,
 )
+from tests.helpers import until
 from tests.models import double_model
 from tests.serving.openapi import DESCRIPTION
-from tests.serving.support import WAIT_S, serving, until
+from tests.serving.support import WAIT_S, serving
 
 FUZZ = int(os.environ.get("ASYNCTRT_FUZZ", "0"))
 SEED = int(os.environ.get("ASYNCTRT_FUZZ_SEED", random.SystemRandom().randrange(2**32)))

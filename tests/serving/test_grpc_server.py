@@ -24,6 +24,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model, failing_model, rows
 from tests.serving.tls import certificate
 
@@ -106,13 +107,6 @@ async def latched(slots=1, engine=None, **settings):
             yield served, device
         finally:
             device.open()
-
-
-async def until(condition):
-    """Give the loop turns until the condition holds."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def request(value=1.0, *, name="double", request_id="", shape=(1, 4), **parameters):

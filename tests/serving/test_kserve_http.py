@@ -20,8 +20,9 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import FLOAT, double_model, failing_model, rows
-from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving, until
+from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"

@@ -11,9 +11,10 @@ from tritonclient.grpc.aio import InferenceServerClient
 from asynctrt.client import connect
 from asynctrt.errors import UsageError
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import rows
-from tests.serving.support import connected, engine_of, request, serving, until
-from tests.serving.test_http import infer, outputs
+from tests.serving.support import connected, engine_of, request, serving
+from tests.serving.test_http import infer, json_body, outputs
 
 pytestmark = pytest.mark.anyio
 
@@ -34,6 +35,20 @@ async def test_the_access_log(tmp_path):
     with pytest.raises(UsageError, match="access log"):
         async with serving(access_log=tmp_path / "no" / "folder"):
             pass
+
+
+async def test_a_json_answer_is_encoded_once_and_logged_with_its_model(tmp_path, monkeypatch):
+    path = tmp_path / "access.log"
+    encoded = []
+    async with serving(access_log=path) as server, connected(server) as raw:
+        codec = server.repository.find("double").codec
+        encode = codec.encode
+        monkeypatch.setattr(codec, "encode", lambda *call: encoded.append(call) or encode(*call))
+        raw.send(request("/v2/models/double/infer", json_body(1)))
+        assert (await raw.answer())[0] == 200
+    assert len(encoded) == 1
+    (line,) = [json.loads(text) for text in path.read_text().splitlines()]
+    assert (line["model"], line["batch_rows"]) == ("double", 1)
 
 
 async def test_a_full_disk_costs_lines_and_no_requests():

@@ -19,6 +19,7 @@ from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import REASONS, Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model, failing_model
 
 pytestmark = pytest.mark.anyio
@@ -37,12 +38,6 @@ TRITON = {
 }
 NV_TOTAL = re.compile(r"^(nv_\w+)_total$")
 OPENMETRICS = b"application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2"
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def body(rows, value=1.0):

@@ -4,7 +4,8 @@ import anyio
 import pytest
 
 from asynctrt.errors import OptionsError
-from asynctrt.serving.models import ModelSource, check_names
+from asynctrt.options import check_names
+from asynctrt.serving.models import ModelSource
 from tests.models import rows
 
 
@@ -56,9 +57,9 @@ def test_impossible_tables(table, says):
 
 
 def test_unknown_names_are_told_the_nearest():
-    check_names({"a": 1}, ["a", "b"], "here")
+    check_names({"a": 1}, ["a", "b"], "setting in here")
     with pytest.raises(OptionsError, match="no setting in here. Did you mean 'http_port'"):
-        check_names({"http_prot": 1}, ["http_port", "grpc_port"], "here")
+        check_names({"http_prot": 1}, ["http_port", "grpc_port"], "setting in here")
 
 
 def test_a_source_is_opened_with_its_options():

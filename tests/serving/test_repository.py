@@ -14,8 +14,9 @@ from asynctrt.errors import (
 )
 from asynctrt.serving.repository import Repository, reason_of
 from asynctrt.tensors import TensorSpec
+from tests.helpers import until
 from tests.models import double_model
-from tests.serving.support import WAIT_S, until
+from tests.serving.support import WAIT_S
 
 pytestmark = pytest.mark.anyio
 

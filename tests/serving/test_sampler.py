@@ -13,6 +13,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import MODEL_FIELDS, Sampler, batch_bounds, percentiles_ms, resident_nbytes
 from asynctrt.serving.wire import dump
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model, failing_model, rows
 
 pytestmark = pytest.mark.anyio
@@ -70,12 +71,6 @@ def message(size):
     data = np.ones((size, 4)).tolist()
     text = json.dumps({"inputs": [{"name": "input", "datatype": "FP32", "shape": [size, 4], "data": data}]})
     return text.encode(), len(text)
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def of_the_second(figures):

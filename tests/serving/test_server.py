@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +19,9 @@ from asynctrt.client import connect
 from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
 from asynctrt.serving import Repository, Server, ServerSettings
 from asynctrt.testing import LatchDevice
+from tests.helpers import free_port, until
 from tests.models import double_model, double_onnx, rows
-from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving, until
+from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving
 from tests.serving.test_http import infer
 from tests.serving.tls import certificate
 
@@ -182,12 +182,6 @@ def command(*arguments, env=None, cwd=ROOT):
         killer.cancel()
         process.kill()
         process.communicate()
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def call(url, model="double", **kw):

@@ -11,8 +11,8 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import Session
 from asynctrt.testing import LatchDevice
+from tests.helpers import until
 from tests.models import double_model, failing_model, rows
-from tests.serving.support import until
 
 pytestmark = pytest.mark.anyio
 
