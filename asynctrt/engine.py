@@ -322,6 +322,7 @@ class Engine:
         Arguments and errors are those of :meth:`infer`; what is wrong with the call is raised here, and the
         rest by the future. To cancel the future is to cancel the request.
         """
+        # The first lines of `infer`, once more: a method for both costs 0.1 of the 2.5 µs of a call.
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, bucket = self._admit(inputs)
