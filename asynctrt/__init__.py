@@ -32,6 +32,7 @@ from asynctrt.errors import (
     OverloadError,
     QueueFullError,
     RequestError,
+    TargetError,
     TooLargeError,
     UnauthorizedError,
     UnknownModelError,
@@ -40,7 +41,7 @@ from asynctrt.errors import (
 )
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
-from asynctrt.statistics import BatchStatistics, Statistics
+from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 from asynctrt.tensors import InferResult, TensorSpec, Timing
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsynctrtError",
     "BatchStatistics",
+    "BatchTrace",
     "CallerError",
     "ConnectionLostError",
     "DeadlineError",
@@ -76,6 +78,7 @@ __all__ = [
     "RequestError",
     "Slot",
     "Statistics",
+    "TargetError",
     "TensorSpec",
     "Timing",
     "TooLargeError",

@@ -1,4 +1,4 @@
-"""The command line: ``demo``, ``bench`` and ``serve``. The only importer of ``typer`` and ``rich``."""
+"""The command line: ``demo``, ``bench``, ``serve`` and ``load``. The only importer of ``typer``."""
 
 import dataclasses
 import inspect
@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import anyio
 
@@ -14,6 +14,7 @@ import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
 from asynctrt.errors import AsynctrtError, MissingExtraError
+from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.serving.settings import ServerSettings, attribute_docs
 
@@ -186,18 +187,27 @@ def _serve_signature() -> inspect.Signature:
         _parameter("config", Path | None, None, typer.Option(help="A TOML file with the same names.")),
         _parameter("device", str, "host", typer.Option(help="The device that models run on.")),
     ]
-    for cls, panel in ((ServerSettings, "The server"), (Options, "Engines, unless a model says otherwise")):
-        kinds, texts = get_type_hints(cls), attribute_docs(cls)
-        for item in dataclasses.fields(cls):
-            kind, default = kinds[item.name], item.default
-            if get_origin(kind) is tuple:
-                kind, default = list[str] | None, None
-            shown = default is not None and default is not False
-            info = typer.Option(
-                help=texts[item.name], rich_help_panel=panel, show_envvar=False, show_default=shown
-            )
-            parameters.append(_parameter(item.name, kind, default, info))
+    parameters += _field_flags(ServerSettings, "The server")
+    parameters += _field_flags(Options, "Engines, unless a model says otherwise")
     return inspect.Signature(parameters)
+
+
+def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
+    """A flag for each field of a class of settings, with what stands below it as its help."""
+    kinds, texts = get_type_hints(cls), attribute_docs(cls)
+    flags = []
+    for item in dataclasses.fields(cls):
+        kind, default = kinds[item.name], item.default
+        if get_origin(kind) is tuple:
+            kind, default = list[str] | None, None
+        elif str in get_args(kind):
+            kind = str | None  # A rate is a number, or more than that.
+        shown = default is not None and default is not False
+        info = typer.Option(
+            help=texts[item.name], rich_help_panel=panel, show_envvar=False, show_default=shown
+        )
+        flags.append(_parameter(item.name, kind, default, info))
+    return flags
 
 
 def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
@@ -208,6 +218,86 @@ def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Paramet
 
 _serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
 app.command("serve", context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
+
+
+def _load(ctx: typer.Context, target: str, **given: Any) -> None:
+    """Measure a model or a server: throughput and latency under a load that you choose.
+
+    TARGET is model.onnx or module:attribute, which is opened for the test; a server's address,
+    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or the word
+    demo, the model of `asynctrt demo` on files of this machine.
+
+    It exits with 3 if an slo is not held or a --fail-if is true, with 4 if the figures are void, that is, the
+    generator's own, or if MLPerf's rules were not met.
+    """
+    # They need the extra `load`, which the other commands do not.
+    from asynctrt.loadtest import command, terminal  # noqa: PLC0415
+
+    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
+    planned = command.plan(target, said)
+    command.check_baseline(planned, benchmarks.describe_machine(), any_machine=given["any_machine"])
+    reports: list[Any] = []
+
+    async def measure() -> None:
+        with terminal.LiveView(err, f"asynctrt load {target}") as view:
+            reports.append(await command.load(planned, view.watch))
+
+    if _run(measure):
+        err.print("[yellow]Interrupted before anything was measured.[/]")
+        raise typer.Exit(INTERRUPTED)
+    (report,) = reports
+    terminal.show(out, report, uncorrected=given["uncorrected"])
+    failed = command.gate(planned, report)
+    for why in failed:
+        err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    for path in command.write(planned, report):
+        err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
+    if not report.complete and not report.void:
+        _end(was_interrupted=True)
+    raise typer.Exit(command.exit_status(report, failed))
+
+
+LOAD_FLAGS: Final = (
+    ("model", str | None, None, "Which model of a server, if the address does not say."),
+    ("token", str | None, None, "The server's bearer token. Also ASYNCTRT_LOAD_TOKEN."),
+    ("device", str, "host", "The device of a model that is opened here."),
+    (
+        "sweep",
+        list[str] | None,
+        None,
+        "Try every value: rate=100,200 or, doubling, callers=1:64. Several: all.",
+    ),
+    ("search", bool, False, "Find the highest rate that holds the --slo."),
+    ("precision", float, 0.05, "How exactly a search is to know the rate, as a share."),
+    ("compare", list[str] | None, None, "Run in turn with another value, A B A B, such as max_delay=0.002."),
+    ("json", Path | None, None, "Write the report as JSON to this file."),
+    ("report", Path | None, None, "Write it as an HTML page with plots to this file."),
+    ("png", Path | None, None, "Write the plots as PNG to this folder."),
+    ("baseline", Path | None, None, "A report, as JSON, that --fail-if compares with."),
+    ("fail_if", list[str] | None, None, "Exit with 3 if this is true: 'p99>+10%', 'errors>0', 'p99>20ms'."),
+    ("any_machine", bool, False, "Compare with a baseline of another machine."),
+    ("uncorrected", bool, False, "Show also the latency from when a request was sent, which hides stalls."),
+)
+"""Flags of ``load`` besides the settings of a load test and the options of an engine."""
+
+
+def _load_signature() -> inspect.Signature:
+    """The flags of ``load``: its own, and what a load test and an engine can be told."""
+    target = typer.Argument(metavar="TARGET", help="What to measure.", show_default=False)
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, target]),
+    ]
+    for name, kind, default, text in LOAD_FLAGS:
+        info = typer.Option(help=text, show_envvar=False, show_default=bool(default))
+        parameters.append(_parameter(name, kind, default, info))
+    parameters += _field_flags(LoadSettings, "The load")
+    parameters += _field_flags(Options, "The engine of a model that is opened here")
+    return inspect.Signature(parameters)
+
+
+_load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer reads it.
+app.command("load", context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD"})(_load)
 
 
 def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:

@@ -18,13 +18,11 @@ from asynctrt import errors
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
-    InputError,
     LifecycleError,
-    MissingExtraError,
     RequestError,
     UsageError,
 )
-from asynctrt.serving.datatypes import DATATYPES, Buffer, read_tensor, write_tensor
+from asynctrt.serving.datatypes import Buffer, read_tensor, write_tensor
 from asynctrt.serving.frames import (
     ClientConnection,
     ConnectionClosed,
@@ -36,11 +34,18 @@ from asynctrt.serving.frames import (
 from asynctrt.serving.frames import (
     connect as open_websocket,
 )
-from asynctrt.serving.wire import dump, parse_object, remember, split_id
+from asynctrt.serving.wire import (
+    as_array,
+    describe_request,
+    dtype_of,
+    dump,
+    parse_object,
+    remember,
+    split_id,
+)
 from asynctrt.tensors import Array, TensorSpec
 
 PREFIX_NBYTES: Final = 4
-DTYPES: Final = {name: dtype for dtype, name in DATATYPES.items()}
 
 
 class RemoteError(AsynctrtError):
@@ -160,7 +165,7 @@ class Client:
         :raises AsynctrtError: what the server says went wrong, as :meth:`asynctrt.Engine.infer` raises it.
         :raises ConnectionLostError: if the connection is lost before the answer is there.
         """
-        arrays = {name: _array(name, value) for name, value in inputs.items()}
+        arrays = {name: as_array(name, value) for name, value in inputs.items()}
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
         rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
@@ -227,25 +232,10 @@ class Client:
         known = self._heads.get(key)
         if known is not None:
             return known
-        parameters: dict[str, Any] = {"binary_data_output": True}
-        if timeout is not None:
-            parameters["timeout"] = max(1, round(timeout * 1e6))
-        if priority:
-            parameters["priority"] = priority
-        content: dict[str, Any] = {"model_name": model, "parameters": parameters}
+        content: dict[str, Any] = {"model_name": model}
         if version:
             content["model_version"] = version
-        content["inputs"] = [
-            {
-                "name": name,
-                "datatype": "BYTES" if array.dtype.kind == "S" else DATATYPES[array.dtype.name],
-                "shape": list(array.shape),
-                "parameters": {"binary_data_size": nbytes},
-            }
-            for (name, array), nbytes in zip(arrays.items(), sizes, strict=True)
-        ]
-        if wanted is not None:
-            content["outputs"] = [{"name": name} for name in wanted]
+        content |= describe_request(arrays, sizes, outputs=wanted, timeout=timeout, priority=priority)
         rest = b"," + dump(content)[1:]
         remember(self._heads, key, rest)
         return rest
@@ -342,35 +332,17 @@ class Client:
             future.set_result(outputs)
 
 
-def _array(name: str, value: Any) -> Array:
-    array = np.asarray(value)
-    if array.dtype.kind == "U":
-        array = np.char.encode(array, "utf-8")
-    if array.dtype.kind != "S" and array.dtype.name not in DATATYPES:
-        raise InputError(
-            f"input {name!r} is {array.dtype}; the protocol has {', '.join(DATATYPES)} and bytes"
-        )
-    return array
-
-
 def _described(content: Mapping[str, Any]) -> list[tuple[TensorSpec, tuple[int, ...], int]]:
     try:
         described = []
         for output in content["outputs"]:
             nbytes = output["parameters"]["binary_data_size"]
             datatype = output["datatype"]
-            name = f"S{max(1, nbytes)}" if datatype == "BYTES" else DTYPES[datatype]
-            described.append((TensorSpec(output["name"], _dtype(name)), tuple(output["shape"]), nbytes))
+            dtype = np.dtype("S") if datatype == "BYTES" else dtype_of(datatype)
+            described.append((TensorSpec(output["name"], dtype), tuple(output["shape"]), nbytes))
     except (KeyError, TypeError) as error:
         raise RequestError(f"the server's answer is not what the protocol says: {content!r:.200}") from error
     return described
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        raise MissingExtraError("an answer is bfloat16, which NumPy learns by: import ml_dtypes") from None
 
 
 def _error(content: Mapping[str, Any]) -> AsynctrtError:

@@ -11,6 +11,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -170,6 +171,16 @@ def read_row(model: ContentModel, path: Path) -> Array | None:
             return model.row(beginning, file.read(block))
     except OSError:
         return None
+
+
+def read_input(path: Path) -> Array | None:
+    """As :func:`read_row`, of the installed model: a reader for ``asynctrt load --reader``."""
+    return read_row(_installed_model(), path)
+
+
+@cache
+def _installed_model() -> ContentModel:
+    return ContentModel.find()
 
 
 async def run_together(

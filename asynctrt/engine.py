@@ -11,7 +11,9 @@ import os
 import sys
 import warnings
 from asyncio import _get_running_loop
-from collections.abc import Generator, Hashable, Mapping
+from collections import deque
+from collections.abc import Generator, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from threading import get_ident
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, Unpack
@@ -27,11 +29,12 @@ from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.pool import Pool
 from asynctrt.runtime.slots import Slot, SlotBoard
+from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.statistics import BatchStatistics, Statistics
-from asynctrt.tensors import Dims, InferResult, InputCheck, Inputs, TensorSpec
+from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
+from asynctrt.tensors import BatchRecord, Dims, InferResult, InputCheck, Inputs, TensorSpec
 
 STREAM_END_S: Final = 0.1
 """How long a stream whose batches have ended may take to come to rest."""
@@ -382,6 +385,29 @@ class Engine:
                 }
             ),
         )
+
+    @contextmanager
+    def tracing(self, *, batches: int = 4096) -> Iterator[deque[BatchTrace]]:
+        """The last ``batches`` batches that were answered while inside: ``with engine.tracing() as trace``.
+
+        :raises UsageError: inside of another one.
+        """
+        if self._driver.observe is not None:
+            raise UsageError("this engine's batches are being traced already")
+        trace: deque[BatchTrace] = deque(maxlen=batches)
+
+        def observe(launch: Launch, record: BatchRecord, now_ns: int) -> None:
+            times = record.copy_in_ns, record.compute_ns, record.copy_out_ns, now_ns
+            requests = len(launch.requests)
+            trace.append(
+                BatchTrace(launch.context, launch.arena, launch.rows, requests, launch.launched_ns, *times)
+            )
+
+        self._driver.observe = observe
+        try:
+            yield trace
+        finally:
+            self._driver.observe = None
 
     async def drain(self) -> None:
         """Refuse new requests from now on, and return when all that were taken have been answered."""

@@ -22,6 +22,7 @@
     │   ├── EngineClosedError                          the engine is draining or closed
     │   └── ModelNotReadyError                         a server's model is not loaded
     ├── ConnectionLostError     (ConnectionError)      a client lost its server: connect again
+    ├── TargetError                                    what a load test is aimed at cannot be measured
     ├── DeviceError             500 INTERNAL           look at the device or the model
     │   ├── DeviceUnavailableError                     no such device here
     │   ├── DeviceMemoryError   (MemoryError)          an allocation was refused
@@ -145,6 +146,10 @@ class ConnectionLostError(AsynctrtError, ConnectionError):
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
+
+
+class TargetError(AsynctrtError):
+    """The target of a load test is not there, does not answer, or answers what nobody can read."""
 
 
 class DeviceError(AsynctrtError):

@@ -15,6 +15,23 @@ class BatchStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchTrace:
+    """One batch that was answered: where it ran and when. Times are in ns; see :meth:`Engine.tracing`."""
+
+    context: int
+    arena: int | None
+    rows: int
+    requests: int
+    launched_ns: int
+    """On the clock of ``time.monotonic_ns``."""
+    copy_in_ns: int
+    compute_ns: int
+    copy_out_ns: int
+    answered_ns: int
+    """When its callers were answered, on the same clock."""
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A snapshot of an engine. Counts and sums are since it was opened."""
 

@@ -19,6 +19,10 @@ LEAST = {
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
     "hangups": ["--repeats", "1", "--seconds", "0.2", "--rate", "100", "--hang-ups", "5"],
     "soak": ["--requests", "3000"],
+    "lateness": ["--seconds", "0.4", "--repeats", "1"],
+    "truth": ["--seconds", "2"],
+    "generation": ["--seconds", "0.1", "--repeats", "1"],
+    "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
 }
 PARTS = {"client", "servers", "mosec_server"}

@@ -946,3 +946,26 @@ class TestSubmit:
 
     async def _submit(self, engine):
         engine.submit(rows(1))
+
+
+async def test_batches_are_traced_while_asked_for():
+    async with asynctrt.open(double_model(), max_rows=4, contexts=2) as engine:
+        await engine.infer(rows(0))
+        with engine.tracing(batches=3) as trace:
+            await asyncio.gather(*[engine.infer(rows(value)) for value in range(8)])
+            assert sum(batch.rows for batch in trace) == 8
+            assert all(batch.rows == batch.requests for batch in trace)
+            assert {batch.context for batch in trace} <= {0, 1}
+            for batch in trace:
+                assert batch.arena is None
+                assert batch.launched_ns + batch.compute_ns <= batch.answered_ns
+            for _ in range(5):
+                await engine.infer(rows(1))
+            assert len(trace) == 3  # The last ones.
+            with pytest.raises(asynctrt.UsageError, match="being traced already"), engine.tracing():
+                pass
+        await engine.infer(rows(2))
+        assert len(trace) == 3
+        with engine.tracing() as again:
+            await engine.infer(rows(3))
+        assert len(again) == 1

@@ -15,7 +15,15 @@ STANDARD = set(sys.stdlib_module_names)
 OPTIONAL = {
     "onnxruntime": {"backends/onnxruntime.py"},
     "google": {"serving/messages.py"},
-    "grpc": {"serving/grpc_server.py"},
+    "aiohttp": {"loadtest/http_target.py"},
+    "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # A server's side, and a client's.
+    "hdrh": {"loadtest/histogram.py"},
+    "jinja2": {"loadtest/page.py"},
+    "matplotlib": {"loadtest/plots.py"},
+    "psutil": {"loadtest/machine.py"},
+    "pynvml": {"loadtest/machine.py"},
+    "scipy": {"loadtest/statistics.py"},
+    "yarl": {"loadtest/http_target.py"},  # It comes with aiohttp.
     "httptools": {"serving/http.py"},
     "opentelemetry": {"serving/telemetry.py"},
     "orjson": {"serving/wire.py"},
@@ -24,7 +32,7 @@ OPTIONAL = {
     "typer": {"cli.py"},
     "uvicorn": set(),
     "websockets": {"serving/frames.py"},
-    "rich": {"cli.py"},
+    "rich": {"cli.py", "loadtest/terminal.py"},  # One for each extra.
     "magika": set(),  # The demo takes its data and never imports it.
     "cuda": set(),
     "tensorrt": set(),
@@ -78,7 +86,7 @@ def test_devices_never_see_backends(path):
 
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
 def test_runtime_never_sees_what_stands_above_it(path):
-    seen = {"backends", "clock", "devices", "errors", "runtime", "scheduling", "tensors"}
+    seen = {"alarm", "backends", "clock", "devices", "errors", "runtime", "scheduling", "tensors"}
     assert own(imports(path)) <= seen
 
 
@@ -86,6 +94,14 @@ def test_runtime_never_sees_what_stands_above_it(path):
 def test_serving_sees_the_engine_and_nothing_under_it(path):
     seen = {"clock", "engine", "errors", "loading", "options", "serving", "statistics", "tensors"}
     assert own(imports(path)) - {"__version__"} <= seen | {"Opening"}
+
+
+@pytest.mark.parametrize("path", files("loadtest"), ids=lambda path: path.name)
+def test_loadtest_sees_the_engine_the_client_and_the_words_of_the_protocol(path):
+    seen = {"alarm", "bench", "client", "clock", "demo", "engine", "errors", "loading", "loadtest", "options"}
+    assert own(imports(path)) <= seen | {"serving", "statistics", "tensors"}
+    serving = {name for name in imports(path) if name.startswith("asynctrt.serving.")}
+    assert serving <= {f"asynctrt.serving.{name}" for name in ("datatypes", "messages", "wire")}
 
 
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
@@ -136,6 +152,26 @@ def test_a_server_without_a_package_names_the_extra(missing):
     assert done.returncode == 1
     assert "pip install 'asynctrt[serve]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"])
+def test_a_load_test_without_a_package_names_the_extra(missing):
+    program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, "load", "model.onnx"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "pip install 'asynctrt[load]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_other_commands_need_nothing_of_a_load_test():
+    heavy = {"aiohttp", "hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"}
+    assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
 
 
 def test_a_websocket_in_an_application_needs_no_server():

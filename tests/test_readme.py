@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.cli import LOAD_FLAGS
+from asynctrt.loadtest.session import SETTING_NAMES
 from asynctrt.options import Options
 from asynctrt.serving.command import plan, read_config
 from asynctrt.serving.settings import ServerSettings
@@ -84,7 +86,7 @@ def test_every_port_and_flag_that_is_named_is_there():
     settings = ServerSettings()
     assert f"127.0.0.1:{settings.http_port}/v2" in README
     assert f"127.0.0.1:{settings.grpc_port}" in README
-    section = README[README.index("## Behind a socket") : README.index("## Options")]
+    section = README[README.index("## Behind a socket") : README.index("## Under load")]
     for flag in re.findall(r"`--([\w-]+)`", section):
         assert hasattr(settings, flag.replace("-", "_")) or flag == "config"
 
@@ -98,9 +100,26 @@ def test_the_commands_name_extras_that_there_are():
     for command in SHELL:
         for named in re.findall(r"\.\[([\w,]+)\]", command):
             assert set(named.split(",")) <= set(extras)
-    for extra in ("cpu", "cli", "demo", "serve", "otel", "dev"):
+    for extra in ("cpu", "cli", "demo", "serve", "load", "otel", "dev"):
         assert f"`{extra}`" in README
         assert extra in extras
+
+
+def test_a_load_test_in_an_applications_tests(names, tmp_path):
+    async def run():
+        async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
+            return await names["is_fast_enough"](engine)
+
+    holds, latency = asyncio.run(run())
+    assert holds == (latency["p99"] < 250)
+
+
+def test_every_flag_of_a_load_test_that_is_named_is_there():
+    section = README[README.index("## Under load") : README.index("## Options")]
+    known = {*SETTING_NAMES, *(flag[0] for flag in LOAD_FLAGS)}
+    flags = re.findall(r"--([a-z][\w-]*)", section)
+    assert len(flags) > 25
+    assert {flag.replace("-", "_") for flag in flags} <= known
 
 
 def test_the_table_of_options_is_complete_and_right():
@@ -242,6 +261,40 @@ def test_a_server_does_not_grow_and_others_are_not_disturbed_as_measured():
     hangups = results("hangups")["figures"]
     alone, disturbed = [middle(hangups[name], "p99_us") / 1e3 for name in ("undisturbed", "with hang-ups")]
     assert f"from {alone:.1f} to {disturbed:.1f} ms" in text
+
+
+def test_the_figures_of_load_tests_are_those_measured():
+    late = results("lateness")["figures"]
+    for rate in (5000, 20000, 50000):
+        cells = [f"{rate:,}"]
+        for pacing in ("spin", "adaptive", "timer"):
+            found = late[f"{pacing}, {rate}/s"]["median"]
+            cells += [f"{found['late_p50_us']:.1f} / {found['late_p99_us']:.0f}", f"{found['cores']:.2f}"]
+        cells.append(f"{late[f'a bare loop, {rate}/s']['median']['late_p99_us']:.0f}")
+        assert f"| {' | '.join(cells)} |" in README
+    text = README.replace("\n", " ")
+    sent = results("generation")["figures"]["256 callers, load test"]["median"]["throughput"]
+    assert f"it sends {thousands(sent)} requests/s on one core" in text
+    truth = results("truth")["figures"]
+    worst = max(
+        abs(case["measured_ms"][name] / case["on_paper_ms"][name] - 1)
+        for case in truth["cases"]
+        for name in ("p50", "p90", "p99")
+    )
+    assert f"are within {worst:.1%} of what" in text
+    frozen = truth["freeze"]
+    assert f"p99 says {frozen['corrected']['p99']:,.0f} ms" in text
+    assert f"when requests were sent {frozen['uncorrected']['p99']:.1f} ms" in text
+
+
+def test_what_other_load_generators_find_is_as_measured():
+    for name, found in results("agreement")["figures"].items():
+        for figure, unit, digits in (("throughput", "requests/s", 0), ("p99_ms", "p99, ms", 2)):
+            if figure in found:
+                one = found[figure]
+                cells = [f"{name}, {unit}", found["other"]]
+                cells += [f"{one[who]:,.{digits}f}" for who in ("theirs", "ours")]
+                assert f"| {' | '.join(cells)} | {one['ratio']:.2f} |" in README
 
 
 def test_nothing_is_left_behind_as_measured():

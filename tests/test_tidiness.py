@@ -50,7 +50,7 @@ def test_every_public_name_is_documented():
         for item in ast.walk(tree)
         if isinstance(item, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in item.bases)
         for member in item.body
-        if isinstance(member, ast.FunctionDef)
+        if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     protocols |= set(dir(asyncio.Protocol))
     silent = []
@@ -121,15 +121,16 @@ def test_tests_mirror_the_package():
     """Each module of the pure and the asyncio half, of devices and backends has a test of its own name."""
     missing = [
         str(module.relative_to(ROOT))
-        for folder in ("scheduling", "runtime", "devices", "backends", "serving")
+        for folder in ("scheduling", "runtime", "devices", "backends", "serving", "loadtest")
         for module in sorted((PACKAGE / folder).glob("*.py"))
         if module.name not in ("__init__.py", "base.py")
         and not (ROOT / "tests" / folder / f"test_{module.name}").exists()
     ]
     # The driver is what tests/test_engine.py and tests/contract/test_engine.py are about; routes are tried
-    # through HTTP, and the command as a process.
+    # through HTTP, the command as a process, `loadtest.run` by test_local.py and test_job.py there.
     assert missing == [
         "asynctrt/runtime/driver.py",
         "asynctrt/serving/api.py",
         "asynctrt/serving/command.py",
+        "asynctrt/loadtest/api.py",
     ]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from asynctrt.alarm import create_alarm
 from asynctrt.devices.base import Event
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
@@ -21,14 +22,13 @@ from asynctrt.errors import (
     ExecutionError,
 )
 from asynctrt.runtime import batch
-from asynctrt.runtime.alarm import create_alarm
 from asynctrt.runtime.pool import Lease, Pool
 from asynctrt.runtime.reaper import Reaper
 from asynctrt.runtime.slots import SlabRows, SlotSlab
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.tensors import Array, InferResult
+from asynctrt.tensors import Array, BatchRecord, InferResult
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out. Measured: 4 MiB hold the loop for
@@ -90,6 +90,8 @@ class Driver:
         self._in_pump = False
         self._flights: dict[int, _Flight] = {}
         self._idle_waiters: list[asyncio.Future[None]] = []
+        self.observe: Callable[[Launch, BatchRecord, int], None] | None = None
+        """Called with each batch that is answered, and the time; it must not raise."""
         self._reaper = Reaper(loop, now_ns, spin=spin)
         self._alarm = create_alarm(loop, self._pump, now_ns)
         self._host = HostDevice(threads=1, in_place="never", name="asynctrt-copy", now_ns=now_ns)
@@ -325,6 +327,8 @@ class Driver:
             compute_ns=record.compute_ns,
             copy_out_ns=record.copy_out_ns,
         )
+        if self.observe is not None:
+            self.observe(launch, record, now_ns)
         batch.deliver(launch.requests, outputs, record)
         self._pump()
 

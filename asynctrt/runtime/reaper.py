@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Final
 
 from asynctrt import clock
+from asynctrt.alarm import create_alarm
 from asynctrt.devices.base import Event
-from asynctrt.runtime.alarm import create_alarm
 
 GUARD_NS: Final = 3_000_000
 """The pause between two looks of the guard while nobody needs help."""

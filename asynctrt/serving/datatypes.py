@@ -199,10 +199,13 @@ def _encoded(spec: TensorSpec, item: Any) -> bytes:
 
 
 def strings(spec: TensorSpec, elements: list[bytes]) -> Array:
-    """Elements as an array of the model's dtype, which is of a fixed size and ends at the first NUL."""
+    """Elements as an array of the model's dtype, which is of a fixed size and ends at the first NUL.
+
+    A dtype without a size, as a client has it, becomes that of the longest.
+    """
     longest = spec.dtype.itemsize
     for number, element in enumerate(elements):
-        if len(element) > longest:
+        if longest and len(element) > longest:
             raise InputError(
                 f"input {spec.name!r}: element {number} has {len(element)} bytes; the model takes {longest}"
             )

@@ -6,6 +6,8 @@ A client says the same again and again: its next request's header is that of its
 what a header means (:class:`Plan`) is remembered by its bytes, and so is the header of the answer.
 """
 
+import contextlib
+import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -14,6 +16,7 @@ import numpy as np
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.serving.datatypes import (
+    DATATYPES,
     DIMS_MAX,
     Buffer,
     brief,
@@ -43,6 +46,9 @@ PLAN_NBYTES_MAX: Final = 4096
 
 SIZE_MAX: Final = 2**40
 """Elements of one tensor: so many that no shape overflows, and more than any body can hold."""
+
+DTYPES: Final = {name: dtype for dtype, name in DATATYPES.items()}
+"""NumPy's names by KServe's."""
 
 ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
 
@@ -352,6 +358,78 @@ def remember(known: dict[K, V], key: K, value: V) -> None:
     if len(known) >= PLANS_MAX:
         known.clear()
     known[key] = value
+
+
+# ---- the client's side
+
+
+def as_array(name: str, value: Any) -> Array:
+    """What is to be sent as an input; text becomes byte strings.
+
+    :raises InputError: for what the protocol has no datatype for.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    if array.dtype.kind != "S" and array.dtype.name not in DATATYPES:
+        raise InputError(
+            f"input {name!r} is {array.dtype}; the protocol has {', '.join(DATATYPES)} and bytes"
+        )
+    # The wire is little-endian, as the machines are that this runs on.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def describe(name: str, array: Array) -> dict[str, Any]:
+    """Name, datatype and shape of a tensor that :func:`as_array` gave."""
+    datatype = "BYTES" if array.dtype.kind == "S" else DATATYPES[array.dtype.name]
+    return {"name": name, "datatype": datatype, "shape": list(array.shape)}
+
+
+def describe_request(
+    arrays: Mapping[str, Array],
+    sizes: Sequence[int],
+    *,
+    outputs: Sequence[str] | None = None,
+    timeout: float | None = None,
+    priority: int = 0,
+) -> dict[str, Any]:
+    """What the header of a request says whose tensors follow it raw, as those of its answer are to.
+
+    :param sizes: bytes of each tensor.
+    """
+    parameters: dict[str, Any] = {"binary_data_output": True}
+    if timeout is not None:
+        parameters["timeout"] = max(1, round(timeout * 1e6))
+    if priority:
+        parameters["priority"] = priority
+    content: dict[str, Any] = {"parameters": parameters}
+    content["inputs"] = [
+        describe(name, array) | {"parameters": {"binary_data_size": nbytes}}
+        for (name, array), nbytes in zip(arrays.items(), sizes, strict=True)
+    ]
+    if outputs is not None:
+        content["outputs"] = [{"name": name} for name in outputs]
+    return content
+
+
+def dtype_of(datatype: str) -> np.dtype[Any]:
+    """NumPy's dtype for a datatype of KServe's that is a number.
+
+    :raises KeyError: for any other.
+    :raises MissingExtraError: for one that NumPy does not have by itself.
+    """
+    name = DTYPES[datatype]
+    with contextlib.suppress(TypeError):
+        return np.dtype(name)
+    try:
+        # It teaches NumPy the name.
+        dtype: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    except ImportError:
+        raise MissingExtraError(f"a tensor is {name}, for which NumPy needs: pip install ml_dtypes") from None
+    return dtype
+
+
+# ---- both sides
 
 
 def refuse_shared_memory(name: str, parameters: Mapping[str, Any]) -> None:

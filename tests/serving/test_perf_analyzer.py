@@ -84,6 +84,11 @@ def move(folder):
 
 @pytest.fixture(scope="session")
 def perf_analyzer():
+    """The path of the binary."""
+    return get_binary()
+
+
+def get_binary():
     """The path of the binary. What runs at the same time may fetch it too; one of them wins."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("perf_analyzer is for Linux on x86-64")
@@ -102,9 +107,10 @@ def perf_analyzer():
 class Served:
     """``asynctrt serve`` in a process of its own."""
 
-    def __init__(self, folder):
-        (folder / "texts.py").write_text(TEXT)
-        models = ("double=tests.models:double_model", "text:3=texts:text_model")
+    def __init__(self, folder, *models):
+        if not models:
+            (folder / "texts.py").write_text(TEXT)
+            models = ("double=tests.models:double_model", "text:3=texts:text_model")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "asynctrt", "serve", *models, "--http-port", "0", "--grpc-port", "0"],
             cwd=ROOT,

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from asynctrt import alarm as alarms
 from asynctrt import clock
-from asynctrt.runtime import alarm as alarms
-from asynctrt.runtime.alarm import TickAlarm, TimerfdAlarm, create_alarm
+from asynctrt.alarm import TickAlarm, TimerfdAlarm, create_alarm
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20

@@ -1,0 +1,38 @@
+"""Load tests: any engine, function or server, measured honestly.
+
+::
+
+    report = await asynctrt.loadtest.run(engine, rate=2000, seconds=5, slo="p99<20ms")
+    assert report.holds, report.runs[0].latency
+
+Latency counts from when a request was due, not from when it could be sent; how late the generator itself was
+is in the report, and a run in which it could not keep up says that it is void.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from asynctrt.loadtest.settings import LoadSettings
+
+if TYPE_CHECKING:
+    from asynctrt.loadtest.api import run
+    from asynctrt.loadtest.report import Report, Run
+    from asynctrt.loadtest.targets import Target, TargetSpec
+
+__all__ = ["LoadSettings", "Report", "Run", "Target", "TargetSpec", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs the extra ``load`` is loaded when it is used: the command line has its flags without it."""
+    if name == "run":
+        from asynctrt.loadtest.api import run  # noqa: PLC0415
+
+        return run
+    if name in ("Report", "Run"):
+        from asynctrt.loadtest import report  # noqa: PLC0415
+
+        return getattr(report, name)
+    if name in ("Target", "TargetSpec"):
+        from asynctrt.loadtest import targets  # noqa: PLC0415
+
+        return getattr(targets, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

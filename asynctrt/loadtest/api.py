@@ -1,0 +1,55 @@
+"""``asynctrt.loadtest.run``: a load test from Python."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asynctrt.engine import Engine
+from asynctrt.errors import UsageError
+from asynctrt.loadtest.job import Job, carry_out
+from asynctrt.loadtest.report import Report
+from asynctrt.loadtest.session import SETTING_NAMES, Session
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import Call, Target, TargetSpec
+from asynctrt.options import Options, check_names
+
+
+async def run(
+    target: str | Path | Engine | Target | TargetSpec | Call,
+    *,
+    model: str | None = None,
+    token: str | None = None,
+    device: str = "host",
+    options: Options | None = None,
+    sweep: Mapping[str, Sequence[Any]] | None = None,
+    search: bool = False,
+    compare: Mapping[str, Any] | None = None,
+    precision: float = 0.05,
+    **settings: Any,
+) -> Report:
+    """Measure a target from this process and event loop.
+
+    :param target: an engine that is open; a path or ``module:factory``, opened for the test; the address of a
+        server, ``http://HOST:PORT/v2/models/NAME``, ``grpc://HOST:PORT/NAME`` or
+        ``ws://HOST:PORT/v2/models/NAME/ws``; an async function that takes arrays by name and gives such.
+    :param model: which model of a server, if the address does not say.
+    :param token: the server's bearer token.
+    :param device: for a target that is opened here; ``options`` likewise.
+    :param sweep: settings or engine options, by name, and the values to try in every combination.
+    :param search: look for the highest rate that holds the ``slo``, to within ``precision``.
+    :param compare: what another configuration has different: both are run in turn, A B A B.
+    :param settings: as :class:`LoadSettings` has them: rate, callers, seconds, slo, ...
+    :raises OptionsError: for a setting that is unknown or impossible.
+    :raises TargetError: if the target cannot be reached or does not answer.
+    :raises AsynctrtError: what it says to a first request, if it refuses that.
+    """
+    check_names(settings, SETTING_NAMES, "setting of a load test")
+    if isinstance(target, str | Path):
+        target = TargetSpec(str(target), model, token, device, options or Options())
+    elif model is not None or token is not None or options is not None:
+        raise UsageError(
+            "model, token and options are for paths and addresses, and this target is there already"
+        )
+    job = Job(target, LoadSettings(**settings), sweep or {}, search, compare or {}, precision)
+    async with Session(apart=job.settings.processes > 1, watch=None) as session:
+        return await carry_out(job, session)

@@ -1,0 +1,296 @@
+"""What ``asynctrt load`` does, but for what it shows: flags to a job, Ctrl-C, files, the gate for CI."""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt import demo
+from asynctrt.errors import AsynctrtError, OptionsError, UsageError
+from asynctrt.loadtest.criteria import FIGURES, Criterion, failures
+from asynctrt.loadtest.job import Job, carry_out, make_report
+from asynctrt.loadtest.page import render
+from asynctrt.loadtest.plots import as_png, figures
+from asynctrt.loadtest.report import FORMAT, Report, mean_figures, write_whole
+from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, Session, Watch
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import TargetSpec
+from asynctrt.loadtest.views import main_run
+from asynctrt.options import Options
+
+DEMO: Final = "demo"
+"""The target that is the model of ``asynctrt demo``, with files of this machine."""
+
+NOT_GOOD: Final = 3
+VOID: Final = 4
+"""Exit statuses."""
+
+SAME_TEST: Final = ("rate", "callers", "scenario", "arrivals", "rows", "dims", "think", "burst", "swing")
+"""Settings in which a run and its baseline have to agree."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """All that the command was told."""
+
+    job: Job
+    json: Path | None = None
+    report: Path | None = None
+    png: Path | None = None
+    fail_if: tuple[Criterion, ...] = ()
+    baseline: Mapping[str, Any] | None = None
+
+    @property
+    def outputs(self) -> list[Path]:
+        """Files and folders that will be written."""
+        return [path for path in (self.json, self.report, self.png) if path is not None]
+
+
+def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
+    """What the flags come to; ``given`` has those that were said.
+
+    :raises OptionsError: for what is impossible.
+    :raises UsageError: for files that cannot be read or written.
+    """
+    settings = {name: given[name] for name in SETTING_NAMES if name in given}
+    options = {name: given[name] for name in OPTION_NAMES if name in given}
+    if target == DEMO:
+        model = demo.ContentModel.find()
+        target = str(model.path)
+        options = {"max_rows": demo.MAX_ROWS, **options}
+        if not {"inputs", "trace"} & settings.keys():
+            settings |= {"inputs": demo.default_folders()[0], "reader": "asynctrt.demo:read_input"}
+    spec = TargetSpec(
+        target,
+        given.get("model"),
+        given.get("token"),
+        given.get("device", "host"),
+        Options.from_settings(None, options),
+    )
+    if spec.is_server and options:
+        raise OptionsError(f"{', '.join(options)}: that is the server's to know, and not for who measures it")
+    sweep = dict(_values(text) for text in given.get("sweep", ()))
+    compare = {name: _only(name, values) for name, values in map(_values, given.get("compare", ()))}
+    job = Job(
+        spec,
+        LoadSettings(**settings),
+        sweep,
+        given.get("search", False),
+        compare,
+        given.get("precision", 0.05),
+    )
+    fail_if = tuple(Criterion.parse(text) for text in given.get("fail_if", ()))
+    baseline = None
+    if fail_if and sweep:
+        raise OptionsError("fail-if is about one load, and a sweep has many")
+    if given.get("baseline") is not None:
+        baseline = read_report(given["baseline"])
+    elif any(item.is_relative for item in fail_if) and not compare:
+        raise OptionsError("a change is measured against a --baseline: give one, or a value, as in p99>20ms")
+    made = LoadPlan(job, given.get("json"), given.get("report"), given.get("png"), fail_if, baseline)
+    for path in made.outputs:
+        _check_writable(path)
+    return made
+
+
+async def load(planned: LoadPlan, watch: Watch) -> Report:
+    """Do it. Ctrl-C ends it with the report of what there is; a second one ends it at once.
+
+    :raises KeyboardInterrupt: if there is nothing to report yet.
+    :raises AsynctrtError: if the target cannot be measured.
+    """
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))  # For module:attribute, as `python -m` has it.
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    interrupted = False
+    async with Session(apart=True, watch=watch) as session:
+
+        def interrupt() -> None:
+            nonlocal interrupted
+            if interrupted or not session.is_running:
+                task.cancel()
+            interrupted = True
+            session.stop()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            return await carry_out(planned.job, session)
+        except asyncio.CancelledError:
+            if not interrupted:
+                raise
+            if session.runs:
+                return make_report(planned.job, session.runs, None)
+            raise KeyboardInterrupt from None
+        except UsageError:
+            if interrupted:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+def write(planned: LoadPlan, report: Report) -> list[Path]:
+    """Write what was asked for; each file is whole or is not there. Says which ones there are.
+
+    :raises UsageError: for the first that cannot be written, after all others were.
+    """
+    written: list[Path] = []
+    failed: list[AsynctrtError] = []
+    plots = figures(report) if planned.report or planned.png else []
+    pages: list[tuple[Path, Callable[[], str | bytes]]] = []
+    if planned.json is not None:
+        pages.append((planned.json, lambda: json.dumps(report.as_json(), indent=1) + "\n"))
+    if planned.report is not None:
+        pages.append((planned.report, lambda: render(report, plots)))
+    if planned.png is not None:
+        pages += [(planned.png / f"{plot.name}.png", _png(plot.figure)) for plot in plots]
+    for path, make in pages:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, make())
+            written.append(path)
+        except OSError as error:
+            failed.append(UsageError(f"{str(path)!r} cannot be written: {error}"))
+        except UsageError as error:
+            failed.append(error)
+    if failed:
+        there = f". Written: {', '.join(map(str, written))}" if written else ""
+        raise UsageError(f"{failed[0]}{there}")
+    return written
+
+
+def _png(figure: Any) -> Callable[[], bytes]:
+    return lambda: as_png(figure)
+
+
+def gate(planned: LoadPlan, report: Report) -> list[str]:
+    """Which ``--fail-if`` is true of the report; of a comparison, of B, and its changes over A."""
+    runs = report.runs
+    before = None if planned.baseline is None else baseline_figures(planned.baseline)
+    if report.comparison is not None:
+        before = mean_figures(runs[::2])
+        runs = runs[1::2]
+    elif report.search is not None:
+        main = main_run(report)
+        runs = (main,) if main is not None else ()
+    return failures(planned.fail_if, mean_figures(runs), before)
+
+
+def exit_status(report: Report, failed: Sequence[str]) -> int:
+    """0 if all is well; 4 if figures are void or break MLPerf's rules; 3 if they are not good."""
+    if report.void or any(run.scenario is not None and not run.scenario["valid"] for run in report.runs):
+        return VOID
+    is_held = report.kind == "sweep" or report.holds
+    if report.search is not None:
+        is_held = report.search.holds is not None
+    return 0 if is_held and not failed else NOT_GOOD
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report that was saved as JSON.
+
+    :raises UsageError: if it cannot be read, or is none.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"the baseline {str(path)!r} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
+        raise UsageError(f"{str(path)!r} is no report of a load test: make one with --json")
+    return content
+
+
+def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine: bool) -> None:
+    """Whether a baseline can be compared with: the same test, on the same kind of machine.
+
+    :raises UsageError: if not; it says what is different.
+    """
+    content = planned.baseline
+    if content is None:
+        return
+    before = content.get("machine", {})
+    names = [name for name in ("cpu", "cores", "system") if before.get(name) != machine[name]]
+    if names and not any_machine:
+        pairs = "; ".join(f"{name}: {before.get(name)} there, {machine[name]} here" for name in names)
+        raise UsageError(
+            f"the baseline is from another machine ({pairs}), and its times say nothing about this one. "
+            "Record one here, or say --any-machine if you know better"
+        )
+    settings = planned.job.settings
+    usual = LoadSettings()
+    for name in SAME_TEST:
+        there = content.get("settings", {}).get(name, getattr(usual, name))
+        here = getattr(settings, name)
+        if str(there or None) != str(list(here) if isinstance(here, tuple) and here else here or None):
+            raise UsageError(f"the baseline is of another test: {name} is {there} there, and {here} here")
+    if not content.get("complete", False):
+        raise UsageError("the baseline was interrupted: its figures are of less than a whole run")
+
+
+def baseline_figures(content: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a saved report: means over its runs, of those that every run has."""
+    found = {}
+    for name in FIGURES:
+        values = [_saved_figure(run, name) for run in content["runs"]]
+        known = [float(value) for value in values if value is not None]
+        if len(known) == len(values):
+            found[name] = sum(known) / len(known)
+    return found
+
+
+def _saved_figure(run: Mapping[str, Any], name: str) -> Any:
+    if name in ("throughput", "goodput"):
+        return run.get(name)
+    return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
+    """``rate=100,200`` or, doubling, ``callers=1:64``."""
+    name, mark, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    if not mark or not values:
+        raise OptionsError(f"{text!r} says no values: it is like rate=1000,2000 or, doubling, callers=1:64")
+    first, colon, last = values.partition(":")
+    if colon and name != "target":
+        low, high = _number(first), _number(last)
+        if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high):
+            raise OptionsError(f"{text!r}: a range is two numbers, the smaller one first, as in callers=1:64")
+        doubling = itertools.takewhile(lambda value: value <= high, (low * 2**step for step in range(64)))
+        return name, list(doubling)
+    return name, [_number(value) for value in values.split(",")]
+
+
+def _only(name: str, values: list[Any]) -> Any:
+    if len(values) != 1:
+        raise OptionsError(f"--compare {name}: a comparison is of two, what is given and one other value")
+    return values[0]
+
+
+def _number(text: str) -> Any:
+    text = text.strip()
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def _check_writable(path: Path) -> None:
+    """Say it before the test, and not after it."""
+    folder = path if path.is_dir() else path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir() and path.suffix in (".json", ".html"):
+        raise UsageError(f"{str(path)!r} is a folder")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(
+            f"{str(path)!r} cannot be written: {str(folder)!r} is no folder that you may write to"
+        )

@@ -1,0 +1,304 @@
+"""From what was counted to what is reported: one run's figures. Pure.
+
+A figure is given only if there is enough to tell it from: a percentile needs so many requests that the
+largest of them bounds it with 95% confidence (5 for p50, 299 for p99, 29,956 for p99.99).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
+from asynctrt.loadtest.histogram import Counts
+from asynctrt.loadtest.plans import Plan, rows_of
+from asynctrt.loadtest.recorder import Window, Windows, total
+from asynctrt.loadtest.report import Bar, BatchFigures, Errors, Interval, Moment, Resources, Run
+from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.scenarios import Measured, verdict
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.statistics import STEADY_LEAST, interval_within, requests_least, steady_from
+from asynctrt.loadtest.targets import BatchCounters
+from asynctrt.statistics import BatchTrace
+
+DRIFT_SHARE: Final = 0.1
+"""How far the beginning's mean latency is from the rest's, if it is to be called a drift."""
+MOMENTS_MAX: Final = 120
+BARS_MAX: Final = 200
+
+LATE_MS: Final = 0.1
+"""A generator that is late by less is not looked at any further."""
+LATE_SHARE: Final = 0.1
+"""The share of the mean latency that may be the generator's own lateness."""
+LATE_TAIL_SHARE: Final = 0.5
+"""The share of p99 that p99 of the lateness may be."""
+BUSY_CORES: Final = 0.97
+"""CPU at which a process that sends has no more to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """All that is known of one run, from all processes."""
+
+    windows: Windows
+    outcomes: Sequence[Outcome]
+    resources: Resources
+    is_server: bool
+    is_enough: bool = False
+    """Whether it was stopped because the figures were sure enough."""
+
+
+def make_run(
+    settings: LoadSettings,
+    plan: Plan,
+    counted: Counted,
+    *,
+    label: str,
+    parameters: Mapping[str, Any],
+) -> Run | None:
+    """One run's figures; ``None`` if it was stopped before anything was measured."""
+    outcomes = counted.outcomes
+    complete = all(outcome.exhausted for outcome in outcomes)
+    seconds, count = _measured(plan, counted, complete=complete)
+    if seconds <= 0:
+        return None
+    windows = [counted.windows.get(number, Window()) for number in range(count)]
+    whole = total(windows)
+    answered, failed = whole.answered, whole.failed
+    requests = max(whole.sent, answered + failed)
+    criteria = settings.criteria
+    limit_ms = latency_target_ms(criteria)
+    latency = latencies(whole.latency)
+    throughput = sum(window.completed for window in windows) / seconds
+    error_share = failed / (answered + failed) if answered + failed else 0.0
+    goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
+    steady, notes = _steadiness(plan, windows)
+    level = plan.is_level
+    return Run(
+        label=label,
+        seconds=seconds,
+        complete=complete or counted.is_enough,
+        void=_void(plan, counted, whole, latency, seconds),
+        notes=notes,
+        offered=whole.sent / seconds if plan.schedule is not None else None,
+        requests=requests,
+        answered=answered,
+        unanswered=max(0, requests - answered - failed),
+        rows=float(rows_of(settings)),
+        throughput=throughput,
+        goodput=goodput,
+        error_share=error_share,
+        errors={kind: Errors(error.count, error.example) for kind, error in sorted(whole.errors.items())},
+        latency=latency,
+        uncorrected=latencies(whole.uncorrected),
+        lateness=latencies(whole.lateness) if plan.schedule is not None else {},
+        slo=held(criteria, whole, throughput, goodput),
+        steady_from_s=steady,
+        throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
+        latency_interval=_latency_interval(windows) if level else None,
+        batches=batch_figures(next((item.batches for item in outcomes if item.batches), None)),
+        resources=counted.resources,
+        moments=_moments(windows, plan.window_ns / 1e9, seconds),
+        timeline=_timeline([batch for outcome in outcomes for batch in outcome.trace]),
+        histogram=whole.latency.encoded(),
+        parameters=parameters,
+        scenario=_scenario(settings, whole, seconds, throughput),
+    )
+
+
+def _measured(plan: Plan, counted: Counted, *, complete: bool) -> tuple[float, int]:
+    """How many seconds were measured, and windows."""
+    last_ns = max(outcome.last_done_ns for outcome in counted.outcomes) - plan.warmup_ns
+    elapsed_ns = min(outcome.elapsed_ns for outcome in counted.outcomes) - plan.warmup_ns
+    if complete and plan.is_timed and plan.requests_max is None:
+        return plan.measured_ns / 1e9, -(-plan.measured_ns // plan.window_ns)
+    if complete:
+        # It ended with the last answer, and not by the clock.
+        ended_ns = min(last_ns, plan.measured_ns) if plan.is_timed else last_ns
+        return ended_ns / 1e9, -(-ended_ns // plan.window_ns) if ended_ns > 0 else 0
+    count = min(elapsed_ns, max(outcome.stopped_ns for outcome in counted.outcomes) - plan.warmup_ns)
+    count //= plan.window_ns
+    return count * plan.window_ns / 1e9, int(count)
+
+
+def latencies(counts: Counts) -> dict[str, float]:
+    """Percentiles, mean and largest in ms; those of too few values are not there."""
+    count = len(counts)
+    found: dict[str, float] = {}
+    if not count:
+        return found
+    for name in PERCENTILES:
+        percent = float(name[1:])
+        value_ns = counts.percentile(percent) if count >= requests_least(percent) else None
+        if value_ns is not None:
+            found[name] = value_ns / 1e6
+    found["mean"] = counts.total_ns / count / 1e6
+    found["max"] = counts.nth(count) / 1e6
+    return found
+
+
+def held(
+    criteria: Sequence[Criterion], whole: Window, throughput: float, goodput: float | None
+) -> dict[str, bool]:
+    """Whether each part of the target was held. A request that failed took for ever."""
+    answered, failed = whole.answered, whole.failed
+    ended = answered + failed
+    found = {}
+    for item in criteria:
+        if not ended:
+            found[str(item)] = False
+        elif item.figure in PERCENTILES:
+            found[str(item)] = whole.latency.within(item.limit * 1e6) >= float(item.figure[1:]) / 100 * ended
+        elif item.figure in ("mean", "max"):
+            value = latencies(whole.latency).get(item.figure)
+            found[str(item)] = not failed and value is not None and item.compare(value)
+        elif item.figure == "errors":
+            found[str(item)] = item.compare(failed / ended)
+        else:
+            value = throughput if item.figure == "throughput" else goodput
+            found[str(item)] = value is not None and item.compare(value)
+    return found
+
+
+def _void(
+    plan: Plan, counted: Counted, whole: Window, latency: Mapping[str, float], seconds: float
+) -> tuple[str, ...]:
+    """Why the figures would be the generator's own."""
+    reasons = []
+    if any(outcome.is_overwhelmed for outcome in counted.outcomes):
+        reasons.append("the generator fell seconds behind the schedule, and gave up: ask for a lower rate")
+    late = latencies(whole.lateness)
+    mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
+    # In one process the generator is late because the engine holds the loop that they share, or the other
+    # way round, as the coroutines of an application would be; it is what callers see there.
+    if counted.is_server and plan.schedule is not None and latency:
+        if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
+            reasons.append(
+                f"of a mean latency of {latency['mean']:.3g} ms, {mean:.3g} ms are the generator's lateness: "
+                "ask for a lower rate, or for more processes"
+            )
+        elif tail > max(LATE_MS, LATE_TAIL_SHARE * latency.get("p99", tail)):
+            reasons.append(
+                f"p99 is {latency['p99']:.3g} ms, and that of the generator's lateness {tail:.3g} ms: ask "
+                "for a lower rate, or for more processes"
+            )
+    if counted.is_server and plan.callers is not None and not plan.think:
+        cores = max(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in counted.outcomes)
+        if cores > BUSY_CORES:
+            reasons.append(
+                f"a process that sends used {cores:.2f} cores, so the throughput may be its own: ask for "
+                "more processes"
+            )
+    if not whole.sent and seconds > 0:
+        reasons.append("nothing was due while it was measured")
+    return tuple(reasons)
+
+
+def _steadiness(plan: Plan, windows: Sequence[Window]) -> tuple[float | None, tuple[str, ...]]:
+    """From when on the latency is steady, and what there is to be said about it."""
+    if not plan.is_level:
+        return None, ()
+    means = [window.latency.total_ns / window.answered for window in windows if window.answered]
+    if len(means) < len(windows):
+        return None, ()
+    first = steady_from(means)
+    seconds = plan.window_ns / 1e9
+    if first:
+        # What is left out has to be different enough to matter: of noise, too, some beginning looks worst.
+        before, after = sum(means[:first]) / first, sum(means[first:]) / (len(means) - first)
+        first = first if abs(before / after - 1) > DRIFT_SHARE else 0
+    if first is None:
+        return None, () if len(means) < STEADY_LEAST else (
+            "the latency drifted all the time: measure for longer",
+        )
+    if first:
+        note = f"the latency is steady from {first * seconds:.2f} s on: a longer warm-up would leave that out"
+        return first * seconds, (note,)
+    return 0.0, ()
+
+
+def _throughput_interval(windows: Sequence[Window], window_s: float) -> Interval | None:
+    return interval_within([window.completed / window_s for window in windows], [1.0] * len(windows))
+
+
+def _latency_interval(windows: Sequence[Window]) -> Interval | None:
+    """Of the mean latency in ms. Windows without an answer say nothing about it."""
+    known = [window for window in windows if window.answered]
+    means = [window.latency.total_ns / window.answered / 1e6 for window in known]
+    return interval_within(means, [window.answered for window in known])
+
+
+def narrowness(windows: Windows, window_s: float) -> float | None:
+    """How sure throughput and mean latency are by now: half-width as a share; ``None``: too early to say."""
+    numbers = sorted(number for number in windows if number >= 0)[:-1]  # The last one goes on.
+    known = [windows[number] for number in numbers]
+    intervals = _throughput_interval(known, window_s), _latency_interval(known)
+    widths = [item.half_width for item in intervals if item is not None]
+    return max(widths) if len(widths) == len(intervals) else None
+
+
+def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
+    """What a target has computed; ``None`` if it does not say, or has computed nothing."""
+    if counters is None or not counters.batches or not counters.requests:
+        return None
+    requests = counters.requests
+    return BatchFigures(
+        requests=requests,
+        batches=counters.batches,
+        mean_rows=counters.rows / counters.batches,
+        queue=counters.queue_ns / requests / 1e6,
+        copy_in=counters.copy_in_ns / requests / 1e6,
+        compute=counters.compute_ns / requests / 1e6,
+        copy_out=counters.copy_out_ns / requests / 1e6,
+        by_rows=dict(counters.by_rows),
+    )
+
+
+def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tuple[Moment, ...]:
+    each = max(1, -(-len(windows) // MOMENTS_MAX))
+    moments = []
+    for start in range(0, len(windows), each):
+        part = total(windows[start : start + each])
+        at_s = start * window_s
+        length_s = min(each * window_s, seconds - at_s)
+        if length_s <= 0:
+            continue
+        figures, late = latencies(part.latency), latencies(part.lateness)
+        moments.append(
+            Moment(
+                at_s=at_s,
+                seconds=length_s,
+                sent=part.sent / length_s,
+                throughput=part.completed / length_s,
+                p50=figures.get("p50"),
+                p99=figures.get("p99"),
+                max=figures.get("max"),
+                errors=part.failed,
+                late_p99=late.get("p99"),
+            )
+        )
+    return tuple(moments)
+
+
+def _timeline(trace: Sequence[BatchTrace]) -> tuple[Bar, ...]:
+    """The last batches, as bars."""
+    last = sorted(trace, key=lambda batch: batch.launched_ns)[-BARS_MAX:]
+    bars = []
+    for batch in last:
+        begin = (batch.launched_ns - last[0].launched_ns) / 1e6
+        copied_in = begin + batch.copy_in_ns / 1e6
+        end = (batch.answered_ns - last[0].launched_ns) / 1e6
+        # What lies between is waiting for the device. Clocks of several threads may be at odds by a little.
+        computed = max(copied_in, end - batch.copy_out_ns / 1e6)
+        started = max(copied_in, computed - batch.compute_ns / 1e6)
+        bars.append(Bar(batch.context, batch.arena, batch.rows, begin, copied_in, started, computed, end))
+    return tuple(bars)
+
+
+def _scenario(
+    settings: LoadSettings, whole: Window, seconds: float, throughput: float
+) -> Mapping[str, Any] | None:
+    if settings.scenario is None:
+        return None
+    ended = whole.answered + whole.failed
+    measured = Measured(whole.latency, seconds, ended, whole.failed, throughput)
+    return verdict(settings.scenario, measured, settings.criteria)

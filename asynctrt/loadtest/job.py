@@ -1,0 +1,235 @@
+"""A whole load test: a run, repetitions, a sweep, a search or a comparison; and the report of it."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+from asynctrt.bench import describe_machine
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.criteria import FIGURES
+from asynctrt.loadtest.report import Comparison, Interval, Report, Run
+from asynctrt.loadtest.search import Search
+from asynctrt.loadtest.session import Case, Session
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.statistics import interval, ratio_interval
+from asynctrt.loadtest.targets import TargetSpec
+
+Kind = Literal["run", "repeats", "sweep", "search", "compare"]
+
+SWEEP_MAX: Final = 1000
+PROBE_S: Final = 1.0
+"""How long a search measures what callers get, to begin near it."""
+SEARCH_REPEATS: Final = 3
+COMPARE_REPEATS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a load test is to do.
+
+    :param target: a :class:`TargetSpec`, an engine, a target, or an async function.
+    :param sweep: values to try in every combination, by the name of a setting or of an engine's option.
+    :param search: look for the highest rate that holds the slo.
+    :param compare: what the second of two configurations has different; they are run in turn.
+    :param precision: how exactly a search is to know the rate, as a share.
+    """
+
+    target: Any
+    settings: LoadSettings
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    search: bool = False
+    compare: Mapping[str, Any] = field(default_factory=dict)
+    precision: float = 0.05
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        if bool(self.sweep) + self.search + bool(self.compare) > 1:
+            raise OptionsError("a sweep, a search and a comparison are three things: ask for one of them")
+        if self.search and not settings.slo:
+            raise OptionsError("a search needs an slo to hold, such as p99<20ms")
+        if self.search and (settings.callers is not None or settings.trace is not None or settings.scenario):
+            raise OptionsError("a search is over the rate: give no callers, trace or scenario")
+        if self.search and settings.rate is not None:
+            settings.profile(1.0)
+            if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
+                raise OptionsError(f"a search begins with one rate, not with {settings.rate!r}")
+        if not 0.001 <= self.precision <= 1:
+            raise OptionsError(f"precision is a share from 0.001 to 1, not {self.precision!r}")
+        if settings.processes > 1 and not (isinstance(self.target, TargetSpec) and self.target.is_server):
+            raise OptionsError(
+                "several processes cannot send to an engine in one of them: serve it, and give the address"
+            )
+        # What is wrong with one of many is said before the first.
+        list(self.cases())
+
+    @property
+    def kind(self) -> Kind:
+        """Which of the five it is."""
+        if self.sweep:
+            return "sweep"
+        if self.search:
+            return "search"
+        if self.compare:
+            return "compare"
+        return "repeats" if (self.settings.repeats or 1) > 1 else "run"
+
+    @property
+    def repeats(self) -> int:
+        """How often each is run."""
+        usual = {"search": SEARCH_REPEATS, "compare": COMPARE_REPEATS}
+        return self.settings.repeats or usual.get(self.kind, 1)
+
+    def cases(self) -> "list[Case]":
+        """The runs in order, but for those of a search, which depend on each other.
+
+        :raises OptionsError: for a setting or an option that is impossible.
+        """
+        base = Case(self.target, self.settings, _label(self.settings), {})
+        if self.search:
+            return []
+        if self.compare:
+            other = base.with_values(self.compare, f"B: {_said(self.compare)}")
+            return [replace(base, label="A: as given"), other] * self.repeats
+        if not self.sweep:
+            return [base] * self.repeats
+        values = [
+            dict(zip(self.sweep, items, strict=True)) for items in itertools.product(*self.sweep.values())
+        ]
+        if len(values) * self.repeats > SWEEP_MAX:
+            raise OptionsError(f"a sweep of {len(values) * self.repeats} runs is more than {SWEEP_MAX}")
+        return [base.with_values(item, _said(item)) for item in values for _ in range(self.repeats)]
+
+
+async def carry_out(job: Job, session: Session) -> Report:
+    """Do it, or as much of it as there is time for until the session is stopped.
+
+    :raises AsynctrtError: if it cannot begin.
+    :raises UsageError: if it was stopped before anything was measured.
+    """
+    search: Search | None = None
+    if job.search:
+        session.progress.count = None
+        search = await _search(job, session)
+    else:
+        cases = job.cases()
+        session.progress.count = len(cases)
+        for case in cases:
+            await session.run(case)
+            if session.is_stopped:
+                break
+    return make_report(job, session.runs, search)
+
+
+def make_report(job: Job, runs: Sequence[Run], search: Search | None) -> Report:
+    """The report of what was found.
+
+    :raises UsageError: if it is nothing.
+    """
+    if not runs:
+        raise UsageError("it was stopped before anything was measured: there is nothing to report")
+    return Report(
+        kind=job.kind,
+        target=_described(job.target),
+        settings=_changed(job.settings),
+        machine=describe_machine(),
+        runs=tuple(runs),
+        intervals=_intervals(runs) if job.kind in ("run", "repeats") else {},
+        search=search.result(job.settings.slo) if search is not None else None,
+        comparison=_comparison(runs) if job.compare else None,
+    )
+
+
+async def _search(job: Job, session: Session) -> Search:
+    """Try rates until it is known which is the highest that holds."""
+    start = job.settings.rate
+    base = Case(job.target, job.settings, "", {})
+    if start is None:
+        probe = replace(
+            job.settings, rate=None, arrivals="poisson", seconds=PROBE_S, until=None, requests=None, slo=()
+        )
+        found = await session.run(Case(job.target, probe, "what callers get", {}))
+        session.runs.clear()
+        start = found.throughput / 2 if found is not None and found.throughput else 1.0
+    search = Search(float(start), job.precision)
+    while (rate := search.next_rate()) is not None and not session.is_stopped:
+        case = base.with_values({"rate": rate}, f"rate={rate:g}")
+        held, missed, void = 0, 0, False
+        while max(held, missed) <= job.repeats // 2 and not void:
+            run = await session.run(case)
+            if run is None or session.is_stopped:
+                search.end("it was stopped")
+                return search
+            if not run.requests:
+                search.end(f"at {rate:g} requests/s too few came to tell: measure for longer")
+                return search
+            void = bool(run.void)
+            held += run.holds
+            missed += not run.holds
+        search.tell(holds=held > missed, void=void)
+    return search
+
+
+def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
+    """Over the repetitions, by figure; those that a run lacks are not there."""
+    found = {}
+    for name in FIGURES:
+        values = [run.figure(name) for run in runs if run.complete]
+        known = [value for value in values if value is not None]
+        made = interval(known) if len(known) == len(values) else None
+        if made is not None:
+            found[name] = made
+    return found
+
+
+def _comparison(runs: Sequence[Run]) -> Comparison | None:
+    """The ratios of B to A, of the pairs that are complete."""
+    whole = [run for run in runs if run.complete]
+    pairs = [(whole[place], whole[place + 1]) for place in range(0, len(whole) - 1, 2)]
+    ratios = {}
+    for name in FIGURES:
+        values = [(a.figure(name), b.figure(name)) for a, b in pairs]
+        known = [b / a for a, b in values if a is not None and b is not None and a > 0 and b > 0]
+        made = ratio_interval(known) if len(known) == len(pairs) else None
+        if made is not None:
+            ratios[name] = made
+    return Comparison(pairs[0][0].label, pairs[0][1].label, ratios) if pairs else None
+
+
+def _described(target: Any) -> dict[str, Any]:
+    if isinstance(target, TargetSpec):
+        return target.describe()
+    name = getattr(target, "name", None) or getattr(target, "__qualname__", None) or type(target).__name__
+    return {"where": f"{name}, in the application's own process"}
+
+
+def _changed(settings: LoadSettings) -> dict[str, Any]:
+    """The settings that are not the usual ones, and those that always matter."""
+    always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "pacing", "processes", "seed")
+    return {
+        item.name: getattr(settings, item.name)
+        for item in dataclasses.fields(settings)
+        if item.name in always or getattr(settings, item.name) != item.default
+    }
+
+
+def _label(settings: LoadSettings) -> str:
+    if settings.scenario is not None:
+        return settings.scenario
+    if settings.trace is not None:
+        return f"trace {settings.trace.name}"
+    if settings.rate is not None:
+        return f"{settings.arrivals}, {settings.rate} requests/s"
+    return f"{settings.callers or 64} callers"
+
+
+def _said(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,112 @@
+"""Sending from this process, on this event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt import clock
+from asynctrt.errors import AsynctrtError, TargetError
+from asynctrt.loadtest.arrivals import read_trace
+from asynctrt.loadtest.plans import Plan, make_plan, rows_of, trace_shapes
+from asynctrt.loadtest.recorder import Windows
+from asynctrt.loadtest.runner import Outcome, Runner
+from asynctrt.loadtest.samples import Sample, make_samples
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import Target, TargetSpec, opened
+
+LEAD_NS: Final = 20_000_000
+"""From the call to the first moment of a run, so that all is set up by then."""
+SERVERS: Final = ("http", "grpc", "websocket")
+"""Kinds of targets that are in another process."""
+TRIES_MAX: Final = 64
+"""Kinds of requests that are tried before a run; more are not looked at one by one."""
+
+
+class Local:
+    """One process's part of a load test: a target, what to send to it, and one run at a time."""
+
+    def __init__(self, target: Target, samples: Sequence[Sample]) -> None:
+        self.target = target
+        self._samples = samples
+        self._prepared = [target.prepare(sample.inputs, sample.priority) for sample in samples]
+        self._runner: Runner | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, target: Any, settings: LoadSettings) -> "AsyncIterator[Local]":
+        """Open the target, make what is sent to it, and see that it answers.
+
+        :raises TargetError: if it cannot be reached, or does not answer.
+        :raises AsynctrtError: what it says to the first requests, if it refuses them.
+        """
+        async with opened(target) as found:
+            shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()
+            wanted = replace(settings, rows=rows_of(settings))
+            samples = await asyncio.to_thread(make_samples, wanted, found.inputs, shapes)
+            if settings.reference is not None:
+                samples = await _with_answers(samples, target, settings)
+            local = cls(found, samples)
+            await local._try(settings.answer_timeout)
+            yield local
+
+    def plan(self, settings: LoadSettings, share: int = 0, shares: int = 1) -> Plan:
+        """What this process does in one run."""
+        rows_max, is_server = self.target.in_flight_max, self.target.kind in SERVERS
+        return make_plan(settings, self._samples, rows_max, share, shares, is_server=is_server)
+
+    async def run(self, plan: Plan, emit: Callable[[Windows], None], start_ns: int | None = None) -> Outcome:
+        """One run; see :meth:`Runner.run`."""
+        self._runner = Runner(self.target, self._samples, self._prepared, plan)
+        try:
+            return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
+        finally:
+            self._runner = None
+
+    def stop(self) -> None:
+        """End the run that is under way, if there is one."""
+        if self._runner is not None:
+            self._runner.stop()
+
+    async def _try(self, timeout: float) -> None:
+        """Send one request of each kind, so that what is wrong with them all is said before the run."""
+        groups = {sample.group: number for number, sample in reversed(list(enumerate(self._samples)))}
+        for group, number in list(groups.items())[:TRIES_MAX]:
+            what = f"a first request{f' ({group})' if group else ''}"
+            await answer(self.target, self._prepared[number], timeout, what)
+
+
+async def answer(target: Target, prepared: Any, timeout: float, what: str) -> Any:
+    """The answer to one request.
+
+    :raises TargetError: if there is none.
+    :raises AsynctrtError: what the target says is wrong with it.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            return await target.start(prepared)
+    except TimeoutError as error:
+        if isinstance(error, AsynctrtError):
+            raise
+        raise TargetError(f"{target.name!r} has not answered {what} within {timeout:g} s") from error
+    except AsynctrtError:
+        raise
+    except Exception as error:
+        raise TargetError(f"{target.name!r} has failed at {what}: {type(error).__name__}: {error}") from error
+
+
+async def _with_answers(samples: Sequence[Sample], target: Any, settings: LoadSettings) -> list[Sample]:
+    """The samples with what the reference answers to them."""
+    assert settings.reference is not None
+    spec = target if isinstance(target, TargetSpec) else TargetSpec("")
+    found = []
+    async with opened(replace(spec, where=settings.reference)) as reference:
+        for sample in samples:
+            prepared = reference.prepare(sample.inputs, 0)
+            given = await answer(reference, prepared, settings.answer_timeout, "a request for reference")
+            outputs = {name: np.array(value) for name, value in reference.outputs(given).items()}
+            found.append(replace(sample, expected=outputs))
+    return found

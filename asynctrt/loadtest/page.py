@@ -1,0 +1,490 @@
+"""A load test's report as one page of HTML, with all that it needs inside. The only importer of ``jinja2``.
+
+Everything here is words: what a page says is decided in this module, and the template only says where.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.errors import MissingExtraError
+from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
+from asynctrt.loadtest.plots import Plot, as_svg
+from asynctrt.loadtest.report import Errors, Interval, Report, Run
+from asynctrt.loadtest.settings import CALLERS_DEFAULT
+from asynctrt.loadtest.views import groups, judged, main_run, number, plain_label
+
+try:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+except ImportError as error:
+    raise MissingExtraError("a report as HTML needs jinja2: pip install 'asynctrt[load]'") from error
+
+STATIC: Final = Path(__file__).parent / "static"
+
+DASH: Final = "\N{EM DASH}"
+TOO_FEW: Final = "too few requests for this percentile"
+NO_ANSWER: Final = "nothing was answered"
+HEADLINES: Final = ("p99", "p95", "p90", "p50", "mean")
+"""The latency that stands for all of it: the first that is known."""
+UNITS: Final = {"throughput": "requests/s", "goodput": "requests/s", "errors": "of the requests"}
+"""Of figures that are no latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Banner:
+    """What must not be overlooked."""
+
+    level: str
+    """``bad``, ``warn``, ``good`` or ``note``."""
+    title: str
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A figure as it is shown, and why it is not there if it is not."""
+
+    text: str
+    title: str = ""
+    level: str = ""
+    """``good``, ``bad``, or ``words`` for a text that may be long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One of the key figures."""
+
+    name: str
+    value: Cell
+    unit: str
+    more: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table; the first cell of each row says what the row is."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+def render(report: Report, plots: Sequence[Plot]) -> str:
+    """The page. It has no script and asks for nothing; all that came from elsewhere is text in it."""
+    environment = Environment(
+        loader=FileSystemLoader(STATIC),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    main = main_run(report)
+    is_several = main is not None and report.kind not in ("run", "repeats")
+    return environment.get_template("report.html.j2").render(
+        headline=headline(report),
+        target=_name(report),
+        about=_about(report),
+        banners=banners(report),
+        tiles=tiles(report) if report.comparison is None else [],
+        tiles_of=main.label if is_several and main is not None else "",
+        results=[table for table in (_search(report), _comparison(report), _scenario(report)) if table],
+        plots=[(plot, as_svg(plot.figure)) for plot in plots],
+        tables=[table for table in (_runs(report), _inside(report), _errors(report)) if table],
+        facts=[
+            ("Target", list(flat(report.target))),
+            ("Settings", list(flat(report.settings))),
+            ("Machine", list(flat(report.machine))),
+        ],
+        has_void=bool(report.void),
+    )
+
+
+# ---- the verdict
+
+
+def headline(report: Report) -> str:
+    """What was found, in one line."""
+    main = main_run(report)
+    if main is None:
+        return "Nothing was measured"
+    if report.search is not None:
+        slo = ", ".join(report.search.slo)
+        if report.search.holds is None:
+            return f"No rate was found that holds {slo}"
+        return f"{number(report.search.holds)} requests/s hold {slo}"
+    if report.comparison is not None:
+        return _compared(report)
+    if not any(run.answered for run in report.runs):
+        return "Nothing was answered"
+    if report.kind == "compare":
+        return "No pair of runs was measured"
+    # A search that was stopped has no result, but its runs.
+    is_sweep = report.kind in ("sweep", "search")
+    figure = main.figure if is_sweep else report.figure
+    rate = f"{number(figure('throughput') or 0.0)} requests/s"
+    known = ((name, figure(name)) for name in HEADLINES)
+    told = next((f"{name} {number(value)} ms" for name, value in known if value is not None), None)
+    if is_sweep:
+        return f"At best {rate}" + (f", with {told}" if told else "")
+    return f"{told} at {rate}" if told else rate
+
+
+def _compared(report: Report) -> str:
+    """What differs for sure, in percent."""
+    assert report.comparison is not None
+    told = []
+    for name, ratio in report.comparison.ratios.items():
+        if judged(name, ratio.low, ratio.high):
+            change = f"{ratio.mean - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
+            told.append(f"{name} {change}")
+    if not told:
+        return "No sure difference between A and B"
+    return f"B against A: {', '.join(told[:3])}"
+
+
+def _name(report: Report) -> str:
+    target = report.target
+    return str(target.get("name") or target.get("model") or target.get("where") or "")
+
+
+def _about(report: Report) -> str:
+    """What load it was put under."""
+    settings = report.settings
+    where = str(report.target.get("where") or "")
+    # A server has its own device, whatever this process has.
+    device = "" if "://" in where else str(report.target.get("device") or "")
+    parts = [part for part in (where, device) if part and part != _name(report)]
+    if settings.get("scenario"):
+        parts.append(f"MLPerf {settings['scenario']}")
+    elif settings.get("trace"):
+        parts.append("a recorded trace")
+    elif settings.get("rate") is not None:
+        rate = settings["rate"]
+        shown = number(float(rate)) if str(rate).replace(".", "", 1).isdecimal() else rate
+        parts.append(f"open loop, {shown} requests/s, {settings.get('arrivals', 'poisson')}")
+    elif report.kind not in ("sweep", "search"):
+        parts.append(f"closed loop, {settings.get('callers') or CALLERS_DEFAULT} callers")
+    counts = {"repeats": "repetitions", "sweep": "runs in a sweep", "search": "runs in a search"}
+    if report.kind in counts:
+        parts.append(f"{len(report.runs)} {counts[report.kind]}")
+    elif report.comparison is not None:
+        names = [group.name for group in groups(report)]
+        parts.append(f"{len(report.runs)} runs in turn, {', '.join(names)}")
+    seconds = sorted({round(run.seconds, 1) for run in report.runs})
+    if seconds:
+        each = " each" if len(report.runs) > 1 else ""
+        span = f"{seconds[0]:g}" if len(seconds) == 1 else f"{seconds[0]:g} to {seconds[-1]:g}"
+        parts.append(f"{span} s{each}")
+    return " · ".join(parts)
+
+
+def banners(report: Report) -> list[Banner]:
+    """What must not be overlooked, the worst first."""
+    runs = report.runs
+    found = []
+    if not any(run.answered for run in runs):
+        kinds = [f"{kind}: {what.example}" for kind, what in _all_errors(runs).items()]
+        found.append(Banner("bad", "Nothing was answered", tuple(kinds[:3])))
+    void = [run for run in runs if run.void]
+    if void:
+        # Of a search or a sweep those at the end may well be: what it found below stands.
+        is_part = report.kind in ("sweep", "search") and len(void) < len(runs)
+        count = "This run is" if len(runs) == 1 else f"{len(void)} of {len(runs)} runs are"
+        text = f"{count} void: what was measured is the generator, and not the target"
+        found.append(Banner("warn" if is_part else "bad", text, report.void))
+    cut = [run for run in runs if not run.complete]
+    if cut:
+        what = "Stopped early" if len(runs) == 1 else f"Stopped early: {len(cut)} of {len(runs)} runs"
+        left = sum(run.unanswered for run in cut)
+        reasons = ["The figures are of what was measured until then."]
+        reasons += [f"{left:,} requests had neither been answered nor failed."] * (left > 0)
+        found.append(Banner("bad", f"{what}", tuple(reasons)))
+    found += _slo(report)
+    found += _valid(report)
+    notes = dict.fromkeys(note for run in runs for note in run.notes)
+    if notes:
+        found.append(Banner("note", "Notes", tuple(notes)))
+    return sorted(found, key=lambda banner: ("bad", "warn", "good", "note").index(banner.level))
+
+
+def _slo(report: Report) -> Iterator[Banner]:
+    """Whether the target was held. Runs of a search or a sweep that did not are what it is for."""
+    asked = list(dict.fromkeys(text for run in report.runs for text in run.slo))
+    if not asked:
+        return
+    if report.kind in ("sweep", "search"):
+        if not any(run.holds for run in report.runs):
+            yield Banner("bad", f"{', '.join(asked)} is not held by any run")
+        return
+    failed = []
+    for criterion in parse_slo(asked):
+        runs = [run for run in report.runs if not run.slo.get(criterion.text, True)]
+        values = [run.figure(criterion.figure) for run in runs]
+        known = [value for value in values if value is not None]
+        if runs:
+            what = f"{criterion.figure} is not known: too few requests"
+            if known:
+                worst = max(known) if criterion.sign == "<" else min(known)
+                what = f"{criterion.figure} is {_figure(criterion.figure, worst)}"
+                if criterion.compare(worst):  # Of a percentile, a request that failed took for ever.
+                    what += " of those that were answered, and too many failed"
+            many = f" in {len(runs)} of {len(report.runs)} runs, at the worst" if len(report.runs) > 1 else ""
+            failed.append(f"{criterion.text}: {what}{many}")
+    if failed:
+        yield Banner("bad", "The target is not held", tuple(failed))
+    elif report.holds:
+        yield Banner("good", f"{', '.join(asked)} is held")
+
+
+def _valid(report: Report) -> Iterator[Banner]:
+    """What MLPerf's rules say."""
+    for run in report.runs:
+        if run.scenario is not None:
+            name = f"MLPerf {run.scenario.get('name', '')}".strip()
+            is_valid = bool(run.scenario.get("valid"))
+            where = f" ({run.label})" if len(report.runs) > 1 else ""
+            why = tuple(str(reason) for reason in run.scenario.get("why", ()))
+            title = f"{name}: {'valid' if is_valid else 'not valid'} by its rules{where}"
+            yield Banner("good" if is_valid else "bad", title, why)
+
+
+# ---- figures
+
+
+def _figure(name: str, value: float | None) -> str:
+    """A figure with its unit."""
+    if value is None:
+        return DASH
+    if name == "errors":
+        return share(value)
+    return f"{number(value)} {UNITS.get(name, 'ms')}"
+
+
+def share(value: float) -> str:
+    """In percent; 0% and 100% are none and all."""
+    percent = 100 * value
+    if percent in (0.0, 100.0):
+        return f"{percent:.0f}%"
+    # What is nearly all is not rounded to all.
+    return f"{number(percent) if percent < 99.9 else f'{min(percent, 99.9999):.6g}'}%"
+
+
+def _ms(run: Run, name: str) -> Cell:
+    value = run.latency.get(name)
+    if value is not None:
+        return Cell(number(value))
+    return Cell(DASH, TOO_FEW if run.answered else NO_ANSWER)
+
+
+def tiles(report: Report) -> list[Tile]:
+    """The key figures, with intervals where there are any: of all repetitions, or of the run that counts."""
+    main = main_run(report)
+    if main is None:
+        return []
+    is_mean = report.kind == "repeats"
+    intervals: dict[str, Interval | None] = dict(report.intervals) if is_mean else {}
+    if not is_mean:
+        intervals = {"throughput": main.throughput_interval, "mean": main.latency_interval}
+    found = []
+    for name, title in (
+        ("throughput", "Throughput"),
+        ("goodput", "Goodput"),
+        ("p50", "Latency p50"),
+        ("p99", "Latency p99"),
+        ("mean", "Mean latency"),
+        ("errors", "Errors"),
+    ):
+        value = report.figure(name) if is_mean else main.figure(name)
+        if value is None and name == "goodput":
+            continue
+        cell = Cell(DASH, TOO_FEW if main.answered else NO_ANSWER)
+        unit = UNITS.get(name, "ms")
+        if value is not None:
+            cell = Cell(
+                share(value) if name == "errors" else number(value),
+                level="bad" if name == "errors" and value else "",
+            )
+        within = intervals.get(name)
+        more = cell.title if within is None else f"95%: {_between(name, within)}"
+        if name == "throughput" and main.rows != 1 and value is not None:
+            more = f"{number(value * main.rows)} rows/s" + (f" · {more}" if more else "")
+        if name == "errors":
+            failed = sum(error.count for error in _all_errors(report.runs if is_mean else (main,)).values())
+            more = f"{failed:,} of {sum(run.requests for run in (report.runs if is_mean else (main,))):,}"
+        found.append(Tile(title, cell, unit, more))
+    return found
+
+
+def _between(name: str, within: Interval) -> str:
+    if name == "errors":
+        return f"{share(within.low)} to {share(within.high)}"
+    return f"{number(within.low)} to {number(within.high)}"
+
+
+# ---- tables
+
+
+def _table(
+    title: str, columns: Mapping[str, Callable[[Run], Cell | None]], report: Report, note: str = ""
+) -> Table | None:
+    """A row for each run, and only the columns that some run has something for."""
+    cells = {head: [cell(run) for run in report.runs] for head, cell in columns.items()}
+    known = {head: column for head, column in cells.items() if any(cell is not None for cell in column)}
+    if not known:
+        return None
+    firsts = [Cell(run.label) for run in report.runs]
+    filled = [[cell or Cell(DASH, "not known") for cell in column] for column in known.values()]
+    return Table(title, ("Run", *known), tuple(zip(firsts, *filled, strict=True)), note)
+
+
+def _runs(report: Report) -> Table | None:
+    columns: dict[str, Callable[[Run], Cell | None]] = {
+        "Verdict": _verdict,
+        "Seconds": lambda run: Cell(f"{run.seconds:.1f}"),
+        "Due": lambda run: _known(run.offered),
+        "Requests": lambda run: Cell(f"{run.requests:,}"),
+        "Throughput": lambda run: Cell(number(run.throughput)),
+        "Goodput": lambda run: _known(run.goodput),
+        "Errors": lambda run: Cell(share(run.error_share), level="bad" if run.error_share else ""),
+        **{name: partial(_ms, name=name) for name in (*PERCENTILES, "mean", "max")},
+    }
+    return _table(
+        "Runs",
+        columns,
+        report,
+        "Latencies, p50 to max, are in ms; due, throughput and goodput in requests/s.",
+    )
+
+
+def _inside(report: Report) -> Table | None:
+    columns: dict[str, Callable[[Run], Cell | None]] = {
+        "Late p99": lambda run: _known(run.lateness.get("p99")),
+        "Cores": lambda run: _known(run.resources.generator_cores),
+        "Memory": lambda run: _known(run.resources.memory_mb),
+        "GPU busy": lambda run: (
+            None if run.resources.gpu_share is None else Cell(share(run.resources.gpu_share))
+        ),
+        "GPU memory": lambda run: _known(run.resources.gpu_memory_mb),
+        "GPU power": lambda run: _known(run.resources.gpu_watts),
+        "Batches": lambda run: None if run.batches is None else Cell(f"{run.batches.batches:,}"),
+        "Rows each": lambda run: None if run.batches is None else Cell(number(run.batches.mean_rows)),
+        "Queue": lambda run: None if run.batches is None else Cell(number(run.batches.queue)),
+        "Copy in": lambda run: None if run.batches is None else Cell(number(run.batches.copy_in)),
+        "Compute": lambda run: None if run.batches is None else Cell(number(run.batches.compute)),
+        "Copy out": lambda run: None if run.batches is None else Cell(number(run.batches.copy_out)),
+    }
+    gpus = sorted({run.resources.gpu_name for run in report.runs if run.resources.gpu_name})
+    note = "Times are in ms, memory in MB, power in W; late p99, cores and memory are the generator's."
+    note += f" The GPU is {', '.join(gpus)}." if gpus else ""
+    return _table("Generator, device and batches", columns, report, note)
+
+
+def _known(value: float | None) -> Cell | None:
+    return None if value is None else Cell(number(value))
+
+
+def _verdict(run: Run) -> Cell:
+    if run.void:
+        return Cell("void", "; ".join(run.void), "bad")
+    if not run.complete:
+        return Cell("stopped", "the figures are of what was measured until then", "bad")
+    if not run.slo:
+        return Cell("complete")
+    failed = [name for name, is_held in run.slo.items() if not is_held]
+    return Cell("fails", f"not held: {', '.join(failed)}", "bad") if failed else Cell("holds", level="good")
+
+
+def _search(report: Report) -> Table | None:
+    if report.search is None:
+        return None
+    holds, fails = report.search.holds, report.search.fails
+    rows = (
+        (
+            Cell("Highest rate that holds"),
+            Cell(_figure("throughput", holds), "" if holds else "none did", "good"),
+        ),
+        (
+            Cell("Lowest rate that does not"),
+            Cell(_figure("throughput", fails), "" if fails else "none failed"),
+        ),
+        (Cell("Target"), Cell(", ".join(report.search.slo))),
+        (Cell("How it ended"), Cell(report.search.why)),
+    )
+    return Table("Search", (), rows)
+
+
+def _comparison(report: Report) -> Table | None:
+    if report.comparison is None:
+        return None
+    parts = {group.key: replace(report, runs=group.runs) for group in groups(report)}
+    rows = []
+    for name, ratio in report.comparison.ratios.items():
+        verdict = judged(name, ratio.low, ratio.high)
+        level = {"better": "good", "worse": "bad"}.get(verdict, "")
+        means = [Cell(_figure(name, parts[key].figure(name) if key in parts else None)) for key in "AB"]
+        between = Cell(f"{ratio.low:.3f} to {ratio.high:.3f}")
+        rows.append(
+            (
+                Cell(name),
+                *means,
+                Cell(f"{ratio.mean:.3f}"),
+                between,
+                Cell(verdict or "no sure difference", "", level),
+            )
+        )
+    a, b = plain_label(report.comparison.a), plain_label(report.comparison.b)
+    note = f"A is {a}, B is {b}; means over the runs of each."
+    return Table("Comparison", ("Figure", "A", "B", "B over A", "95% interval", "B is"), tuple(rows), note)
+
+
+def _scenario(report: Report) -> Table | None:
+    rows = []
+    for run in report.runs:
+        for name, value in (run.scenario or {}).items():
+            if name not in ("name", "valid", "why") and isinstance(value, int | float):
+                first = f"{run.label}, {name}" if len(report.runs) > 1 else str(name)
+                rows.append((Cell(first), Cell(number(value))))
+    return Table("MLPerf's figures", (), tuple(rows)) if rows else None
+
+
+def _errors(report: Report) -> Table | None:
+    found = _all_errors(report.runs)
+    requests = sum(run.requests for run in report.runs)
+    rows = [
+        (
+            Cell(kind),
+            Cell(f"{what.count:,}"),
+            Cell(share(what.count / max(requests, 1))),
+            Cell(what.example, level="words"),
+        )
+        for kind, what in sorted(found.items(), key=lambda item: -item[1].count)
+    ]
+    head = ("Kind", "Count", "Of all requests", "The first said")
+    return Table("Errors", head, tuple(rows)) if rows else None
+
+
+def _all_errors(runs: Iterable[Run]) -> dict[str, Errors]:
+    """By kind, over all runs."""
+    found: dict[str, Errors] = {}
+    for run in runs:
+        for kind, what in run.errors.items():
+            before = found.get(kind)
+            found[kind] = Errors(before.count + what.count, before.example) if before else what
+    return found
+
+
+def flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values as text, without those that are not set; of what is nested, with dots."""
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{name}.")
+        elif isinstance(value, bool):
+            yield f"{above}{name}", "yes" if value else "no"
+        elif isinstance(value, list | tuple):
+            if value:
+                yield f"{above}{name}", ", ".join(str(item) for item in value)
+        elif value is not None and value != "":
+            yield f"{above}{name}", f"{value:.6g}" if isinstance(value, float) else str(value)

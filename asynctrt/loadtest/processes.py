@@ -1,0 +1,243 @@
+"""Sending from processes of their own: what shows or weighs the results then never makes the sender late."""
+
+import asyncio
+import contextlib
+import gc
+import multiprocessing
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+import anyio
+
+from asynctrt import clock
+from asynctrt.errors import AsynctrtError, InternalError, TargetError
+from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.plans import Plan
+from asynctrt.loadtest.recorder import Windows
+from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import TargetSpec
+
+SWITCH_INTERVAL_S: Final = 0.0005
+"""How soon a thread that has computed a batch gets the interpreter, as in ``asynctrt serve``."""
+GC_THRESHOLDS: Final = (20_000, 50, 1000)
+"""The collector's: with Python's own it is a third of what 256 requests on the way cost over HTTP."""
+LEAD_NS: Final = 100_000_000
+"""From the order to the first moment, so that every process has it by then."""
+CLOSE_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A process has opened its target, a model of this name and a target of this kind."""
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Do one run."""
+
+    settings: LoadSettings
+    start_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A run is over."""
+
+    plan: Plan
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It went wrong, and why."""
+
+    error: AsynctrtError
+
+
+STOP: Final = "stop"
+CLOSE: Final = "close"
+
+
+def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
+    """A process's whole life: open the target, do the runs that are ordered, close it."""
+    # Ctrl-C goes to every process of a terminal; the one that shows the results tells the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        anyio.run(
+            _serve_runs,
+            connection,
+            spec,
+            settings,
+            share,
+            backend="asyncio",
+            backend_options={"use_uvloop": True},
+        )
+    except AsynctrtError as error:
+        connection.send(Failed(_portable(error)))
+    except BrokenPipeError:
+        return  # Who ordered it is gone.
+    except Exception as error:
+        connection.send(
+            Failed(InternalError(f"a process that sends failed: {type(error).__name__}: {error}"))
+        )
+
+
+async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
+    orders: asyncio.Queue[Order | str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    async with Local.open(spec, settings) as local:
+
+        def take(order: Any) -> None:
+            if order in (STOP, CLOSE):
+                local.stop()
+            if order != STOP:
+                orders.put_nowait(order)
+
+        _receive(connection, loop, take, CLOSE)
+        # What is there now stays; a collection that looked through it would hold the loop for milliseconds.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        connection.send(Ready(local.target.name, local.target.kind))
+        while (order := await orders.get()) != CLOSE:
+            assert isinstance(order, Order)
+            plan = local.plan(order.settings, share, order.settings.processes)
+            outcome = await local.run(plan, connection.send, order.start_ns)
+            connection.send(Done(plan, outcome))
+
+
+def _receive(
+    connection: Connection, loop: asyncio.AbstractEventLoop, take: Callable[[Any], None], last: Any
+) -> None:
+    """Hand over to the loop what comes, and ``last`` when there will be no more.
+
+    A thread reads: a descriptor that the loop watches no longer blocks, and then half a message is an error.
+    """
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    loop.call_soon_threadsafe(take, connection.recv())
+            loop.call_soon_threadsafe(take, last)
+
+    threading.Thread(target=read, name="asynctrt-load-read", daemon=True).start()
+
+
+def _portable(error: AsynctrtError) -> AsynctrtError:
+    """An error that another process can read: without what caused it, and with plain words."""
+    made: AsynctrtError = type(error)(str(error))
+    return made
+
+
+class Fleet:
+    """The processes of one target, from the side of the one that shows what they find."""
+
+    def __init__(self, spec: TargetSpec, settings: LoadSettings) -> None:
+        context = multiprocessing.get_context("spawn")
+        loop = asyncio.get_running_loop()
+        self._connections: list[Connection] = []
+        self._processes = []
+        self._messages: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        for share in range(settings.processes):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=serve_runs,
+                args=(theirs, spec, settings, share),
+                name=f"asynctrt-load-{share}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+            _receive(mine, loop, partial(self._take, share), None)
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, spec: TargetSpec, settings: LoadSettings) -> "AsyncIterator[Fleet]":
+        """Start the processes, and return when each has opened the target.
+
+        :raises TargetError: if it cannot be reached, or does not answer; or if a process dies.
+        :raises AsynctrtError: what else a process says is wrong.
+        """
+        fleet = cls(spec, settings)
+        try:
+            for _ in fleet._processes:
+                ready = await fleet._next()
+                assert isinstance(ready, Ready)
+                fleet.name, fleet.kind = ready.name, ready.kind
+            yield fleet
+        finally:
+            with anyio.CancelScope(shield=True):
+                await fleet._close()
+
+    name: str
+    kind: str
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' numbers."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    async def run(
+        self, settings: LoadSettings, emit: Callable[[Windows], None]
+    ) -> tuple[Plan, list[Outcome]]:
+        """One run of them all."""
+        start_ns = clock.now_ns() + LEAD_NS
+        for connection in self._connections:
+            connection.send(Order(settings, start_ns))
+        outcomes: list[Outcome] = []
+        plan: Plan | None = None
+        while len(outcomes) < len(self._processes):
+            message = await self._next()
+            if isinstance(message, Done):
+                plan = message.plan
+                outcomes.append(message.outcome)
+            else:
+                emit(message)
+        assert plan is not None
+        return plan, outcomes
+
+    def stop(self) -> None:
+        """End the run that is under way."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(STOP)
+
+    async def _next(self) -> Any:
+        share, message = await self._messages.get()
+        if isinstance(message, Failed):
+            raise message.error
+        if message is None:
+            await asyncio.to_thread(self._processes[share].join, CLOSE_S)
+            status = self._processes[share].exitcode
+            raise TargetError(f"a process that sends has ended by itself, with exit status {status}")
+        return message
+
+    def _take(self, share: int, message: Any) -> None:
+        self._messages.put_nowait((share, message))
+
+    async def _close(self) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(CLOSE)
+        for process in self._processes:
+            await asyncio.to_thread(process.join, CLOSE_S)
+            if process.is_alive():
+                process.kill()
+                await asyncio.to_thread(process.join, CLOSE_S)
+        for connection in self._connections:
+            connection.close()

@@ -1,0 +1,195 @@
+"""What came of each request, counted by windows of time.
+
+A window has the requests that were *due* in it: one whose answer comes late counts where it was asked. Only
+``completed`` counts answers when they came, which is what throughput is made of.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.loadtest.histogram import Counts, Ints, merged
+
+WARM_UP: Final = -1
+"""The number of the window that has everything before the measuring begins."""
+BLOCK: Final = 4096
+"""Requests that are counted at once, in which time, some 100 µs, nothing is sent. In larger blocks each takes
+longer, as the memory for the steps between is no longer at hand; and a thread for it would wait for the
+interpreter as long as the loop is busy."""
+LOOSE_WINDOWS: Final = 64
+"""Windows that take as much memory as they came with; what is older is made small."""
+KINDS_MAX: Final = 64
+EXAMPLE_CHARACTERS: Final = 500
+
+
+@dataclass(slots=True)
+class ErrorCount:
+    """Errors of one kind: how many, and what the first said."""
+
+    count: int
+    example: str
+
+
+@dataclass(slots=True)
+class Window:
+    """What is known of one window of time."""
+
+    sent: int = 0
+    completed: int = 0
+    latency: Counts = field(default_factory=Counts)
+    """Of answers, from when the request was due."""
+    uncorrected: Counts = field(default_factory=Counts)
+    """Of the same answers, from when the request was sent."""
+    lateness: Counts = field(default_factory=Counts)
+    """From when a request was due to when the generator came to it."""
+    errors: dict[str, ErrorCount] = field(default_factory=dict)
+
+    @property
+    def answered(self) -> int:
+        """Requests due in this window that were answered."""
+        return len(self.latency)
+
+    @property
+    def failed(self) -> int:
+        """Requests due in this window that ended with an error."""
+        return sum(error.count for error in self.errors.values())
+
+    def compact(self) -> None:
+        """Take less memory."""
+        for counts in (self.latency, self.uncorrected, self.lateness):
+            counts.compact()
+
+    def merge(self, other: "Window") -> None:
+        """Add another process's, or the next part of the same."""
+        self.sent += other.sent
+        self.completed += other.completed
+        self.latency.merge(other.latency)
+        self.uncorrected.merge(other.uncorrected)
+        self.lateness.merge(other.lateness)
+        for kind, error in other.errors.items():
+            _count(self.errors, kind, error.count, error.example)
+
+
+Windows = dict[int, Window]
+"""Windows by their number, from 0 on; -1 is the warm-up."""
+
+
+def merge(into: Windows, more: Windows) -> None:
+    """Add windows to those that there are; they are no longer the caller's."""
+    for number, window in more.items():
+        if number in into:
+            into[number].merge(window)
+            continue
+        into[number] = window
+        if number - LOOSE_WINDOWS in into:
+            into[number - LOOSE_WINDOWS].compact()
+
+
+def total(windows: Iterable[Window]) -> Window:
+    """All of them as one."""
+    items = list(windows)
+    whole = Window(
+        sent=sum(item.sent for item in items),
+        completed=sum(item.completed for item in items),
+        latency=merged(item.latency for item in items),
+        uncorrected=merged(item.uncorrected for item in items),
+        lateness=merged(item.lateness for item in items),
+    )
+    for item in items:
+        for kind, error in item.errors.items():
+            _count(whole.errors, kind, error.count, error.example)
+    return whole
+
+
+class Recorder:
+    """Takes times as the generator meets them, and counts them in blocks.
+
+    Its arrays are public, and the generator appends to them: a method for each request would cost as much as
+    the rest of it. It flushes them too, when they have ``BLOCK`` times.
+
+    :param from_ns: when the warm-up is over, and the first window begins.
+    """
+
+    __slots__ = (
+        "_from_ns",
+        "_window_ns",
+        "_windows",
+        "done_ns",
+        "due_ns",
+        "late_due_ns",
+        "noticed_ns",
+        "sent_ns",
+    )
+
+    def __init__(self, from_ns: int, window_ns: int) -> None:
+        self._from_ns = from_ns
+        self._window_ns = window_ns
+        self.due_ns = array("q")
+        self.sent_ns = array("q")
+        self.done_ns = array("q")
+        self.late_due_ns = array("q")
+        self.noticed_ns = array("q")
+        self._windows: Windows = {}
+
+    def failed(self, due_ns: int, kind: str, example: str) -> None:
+        """A request that was due then has ended with an error."""
+        _count(self._window(due_ns).errors, kind, 1, example)
+
+    def flush_done(self) -> None:
+        """Count the answers."""
+        if not self.done_ns:
+            return
+        due, sent, done = _taken(self.due_ns), _taken(self.sent_ns), _taken(self.done_ns)
+        self.due_ns, self.sent_ns, self.done_ns = array("q"), array("q"), array("q")
+        for window, mine in self._by_window(due):
+            window.latency.add(done[mine] - due[mine])
+            window.uncorrected.add(done[mine] - sent[mine])
+        for window, mine in self._by_window(done):
+            window.completed += len(done[mine])
+
+    def flush_sent(self) -> None:
+        """Count the requests that were come to."""
+        if not self.late_due_ns:
+            return
+        due, noticed = _taken(self.late_due_ns), _taken(self.noticed_ns)
+        self.late_due_ns, self.noticed_ns = array("q"), array("q")
+        for window, mine in self._by_window(due):
+            window.sent += len(due[mine])
+            window.lateness.add(noticed[mine] - due[mine])
+
+    def take(self) -> Windows:
+        """All that was counted since the last time."""
+        self.flush_done()
+        self.flush_sent()
+        windows, self._windows = self._windows, {}
+        return windows
+
+    def _window(self, due_ns: int) -> Window:
+        number = max(WARM_UP, (due_ns - self._from_ns) // self._window_ns)
+        return self._windows.setdefault(number, Window())
+
+    def _by_window(self, times_ns: Ints) -> Iterator[tuple[Window, Any]]:
+        """Each window that some of the times are in, and which."""
+        first = self._window(int(times_ns.min()))
+        if first is self._window(int(times_ns.max())):
+            yield first, slice(None)  # As nearly always: a block is shorter than a window.
+            return
+        numbers = np.maximum((times_ns - self._from_ns) // self._window_ns, WARM_UP)
+        for number in np.unique(numbers).tolist():
+            yield self._windows.setdefault(number, Window()), numbers == number
+
+
+def _taken(times: "array[int]") -> Ints:
+    return np.frombuffer(times, np.int64)
+
+
+def _count(errors: dict[str, ErrorCount], kind: str, count: int, example: str) -> None:
+    if kind not in errors and len(errors) >= KINDS_MAX:
+        kind = "others"
+    if kind in errors:
+        errors[kind].count += count
+    else:
+        errors[kind] = ErrorCount(count, example[:EXAMPLE_CHARACTERS])

@@ -1,0 +1,422 @@
+"""Sends requests when they are due, and takes the time. The part of a load test that must not be late.
+
+An open loop looks at the clock once a turn of the event loop while the next request is near, and sleeps on a
+:mod:`~asynctrt.alarm` while it is far. Measured at 50,000 requests/s: tests/benchmarks/results/lateness.json.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from asynctrt import clock
+from asynctrt.alarm import create_alarm
+from asynctrt.loadtest.arrivals import Arrivals
+from asynctrt.loadtest.plans import Plan
+from asynctrt.loadtest.recorder import BLOCK, Recorder, Windows
+from asynctrt.loadtest.samples import Sample, differs
+from asynctrt.loadtest.targets import BatchCounters, Target
+from asynctrt.statistics import BatchTrace
+
+NEAR_NS: Final = 150_000
+"""How long before a request an adaptive wait stops to sleep: an alarm is late by less, nearly always."""
+SENT_A_TURN_MAX: Final = 64
+"""Requests sent before the event loop gets a turn, when many are due: the answers wait for it too."""
+TICK_S: Final = 0.05
+"""How often requests that nobody answers are looked for."""
+PAUSE_S: Final = 0.01
+"""How long a caller of a closed loop waits after an error."""
+EMIT_NS: Final = 1_000_000_000
+"""How often windows are given on. It takes half a millisecond, in which nothing is sent."""
+READY_MAX: Final = 1_000_000
+"""Arrivals that are made before a run begins; of more, each block is made when the last one is used up."""
+GRACE_NS: Final = 500_000_000
+"""After a run was stopped: how long answers that are on the way are waited for."""
+BEHIND_NS_MAX: Final = 3_000_000_000
+"""How far an open loop's generator may fall behind before the run is given up as void."""
+NEVER: Final = 1 << 62
+
+WAS_WRONG: Final = "WrongAnswer"
+NO_ANSWER: Final = "NoAnswer"
+NOT_SENT: Final = "NotSent"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one process has done in one run, besides its windows."""
+
+    cpu_ns: int = 0
+    """CPU time of the process."""
+    elapsed_ns: int = 0
+    """From the first moment to the last answer."""
+    last_done_ns: int = 0
+    """When the last answer came, from the start of the run."""
+    stopped_ns: int = 0
+    """When it was stopped, from the start of the run; when it ended, if it was not."""
+    sent: int = 0
+    exhausted: bool = False
+    """Whether all was sent that was to be sent; not, if it was stopped."""
+    is_overwhelmed: bool = False
+    """Whether it was stopped because the generator fell too far behind."""
+    batches: BatchCounters | None = None
+    """What the target has computed, the warm-up not included."""
+    trace: tuple[BatchTrace, ...] = ()
+
+
+class Runner:
+    """One run of one process against one target. :meth:`run` does it; :meth:`stop` ends it early."""
+
+    def __init__(
+        self, target: Target, samples: Sequence[Sample], prepared: Sequence[Any], plan: Plan
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._now_ns = clock.now_ns
+        self._target = target
+        self._samples = samples
+        self._prepared = prepared
+        self._plan = plan
+        self._start = target.start
+        self._timeout_ns = plan.timeout_ns
+        self._room = max(1, plan.in_flight_max // plan.shares)
+        self._requests_max = NEVER
+        if plan.requests_max is not None:
+            self._requests_max = len(range(plan.share, plan.requests_max, plan.shares))
+        self._checks = any(sample.expected is not None for sample in samples)
+        self._rng = np.random.default_rng((plan.seed, 4, plan.share))
+        self._weights = np.array([sample.weight for sample in samples])
+        self._weights /= self._weights.sum()
+        # On the way: when each was sent, and due. Oldest first.
+        self._flying: dict[asyncio.Future[Any], tuple[int, int]] = {}
+        self._backlog: deque[tuple[int, int]] = deque()
+        self._ended = self._loop.create_future()
+        self._stopped_ns: int | None = None
+        self._sending = True
+        self._sent = 0
+        self._callers = 0
+        self._outcome = Outcome()
+        self._before: BatchCounters | None = None
+        self._handle: asyncio.TimerHandle | None = None
+        self._sent_of = self._choices()
+        # The block of arrivals that is under way.
+        self._blocks: Iterator[Arrivals] = iter(())
+        self._due = _view(np.array([NEVER]))
+        self._what = _view(np.zeros(1, np.int64))
+        self._next = 0
+
+    def stop(self) -> None:
+        """Send nothing more, and end when what is on the way has been answered, or soon."""
+        if self._stopped_ns is None:
+            self._stopped_ns = self._now_ns()
+            self._sending = False
+            self._backlog.clear()
+
+    async def run(self, start_ns: int, emit: Callable[[Windows], None]) -> Outcome:
+        """Send everything, from a time on, and return when it was answered or given up.
+
+        :param start_ns: on the clock of :func:`asynctrt.clock.now_ns`; every process has the same.
+        :param emit: takes the windows as they fill, again and again.
+        """
+        plan = self._plan
+        self._start_ns = start_ns
+        self._recorder = Recorder(start_ns + plan.warmup_ns, plan.window_ns)
+        self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
+        self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
+        self._emit = emit
+        self._emitted_ns = start_ns
+        cpu_ns = clock.cpu_ns()
+        counting = asyncio.create_task(self._count_batches(start_ns))
+        try:
+            if plan.schedule is not None:
+                self._blocks = plan.schedule.blocks(plan.share, plan.shares)
+                if plan.schedule.expected <= READY_MAX:
+                    self._blocks = iter(list(self._blocks))
+                self._next_block()
+                self._wait(self._due[0], self._now_ns())
+            else:
+                await _until(start_ns)
+                self._call_up()
+            self._handle = self._loop.call_later(TICK_S, self._look)
+            await self._ended
+            self._handle.cancel()
+            outcome = self._outcome
+            outcome.cpu_ns = clock.cpu_ns() - cpu_ns
+            outcome.elapsed_ns = self._now_ns() - start_ns
+            outcome.stopped_ns = outcome.elapsed_ns
+            if self._stopped_ns is not None:
+                outcome.stopped_ns = self._stopped_ns - start_ns
+            outcome.sent = self._sent
+            emit(self._recorder.take())
+            await self._take_batches(counting)
+            return outcome
+        finally:
+            counting.cancel()
+            if self._handle is not None:
+                self._handle.cancel()
+            self._alarm.close()
+            self._sending = False
+            self._give_up_all()
+
+    # ---- open loop
+
+    def _wait(self, due_ns: int, now_ns: int) -> None:
+        """Be back when the next request is due."""
+        pacing = self._plan.pacing
+        if pacing == "spin" or due_ns - now_ns < (NEAR_NS if pacing == "adaptive" else 0):
+            self._loop.call_soon(self._tick)
+        else:
+            self._alarm.set(due_ns - (NEAR_NS if pacing == "adaptive" else 0))
+
+    def _tick(self) -> None:
+        """Send all that is due."""
+        if not self._sending:
+            self._end_if_idle()
+            return
+        now_ns = self._now_ns()
+        due, next_ = self._due, self._next
+        most = next_ + SENT_A_TURN_MAX
+        while due[next_] <= now_ns and next_ < most:
+            self._arrive(due[next_], self._what[next_], now_ns)
+            next_ += 1
+            now_ns = self._now_ns()
+        self._next = next_
+        if due[next_] == NEVER and not self._next_block():
+            self._sending = False
+            self._outcome.exhausted = True
+            self._end_if_idle()
+            return
+        self._wait(self._due[self._next], now_ns)
+
+    def _next_block(self) -> bool:
+        """The next block of arrivals; False if there is none."""
+        block = next(self._blocks, None)
+        left = self._requests_max - self._sent - len(self._backlog)
+        if block is None or left <= 0:
+            self._due, self._next = _view(np.array([NEVER])), 0
+            return False
+        # Views: to make lists of the numbers would hold the loop for longer than to make the numbers.
+        self._due = _view(np.append(block.due_ns[:left] + self._start_ns, NEVER))
+        self._what = _view(block.samples)
+        self._next = 0
+        return True
+
+    def _arrive(self, due_ns: int, what: int, now_ns: int) -> None:
+        """A request is due: send it, or let it wait for room."""
+        recorder = self._recorder
+        recorder.late_due_ns.append(due_ns)
+        recorder.noticed_ns.append(now_ns)
+        if len(recorder.noticed_ns) >= BLOCK:
+            recorder.flush_sent()
+        if len(self._flying) < self._room and not self._backlog:
+            self._send(due_ns, what, now_ns)
+        else:
+            self._backlog.append((due_ns, what))
+
+    # ---- closed loop
+
+    def _call_up(self) -> None:
+        """Let as many callers begin as there should be now."""
+        assert self._plan.callers is not None
+        wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
+        mine = len(range(self._plan.share, round(wanted), self._plan.shares))
+        while self._callers < min(mine, self._room) and self._sending:
+            self._callers += 1
+            self._think()
+
+    def _think(self) -> None:
+        """A caller waits as long as it does, and sends."""
+        if not self._plan.think:
+            self._call()
+        else:
+            self._loop.call_later(self._rng.exponential(self._plan.think), self._call)
+
+    def _call(self) -> None:
+        """A caller sends, or ends."""
+        now_ns = self._now_ns()
+        if now_ns >= self._end_ns or self._sent >= self._requests_max:
+            self._outcome.exhausted = self._outcome.exhausted or self._sending
+            self._sending = False
+        if not self._sending:
+            self._callers -= 1
+            self._end_if_idle()
+            return
+        recorder = self._recorder
+        recorder.late_due_ns.append(now_ns)
+        recorder.noticed_ns.append(now_ns)
+        if len(recorder.noticed_ns) >= BLOCK:
+            recorder.flush_sent()
+        self._send(now_ns, next(self._sent_of), now_ns)
+
+    def _choices(self) -> Iterator[int]:
+        """What callers send, one after the other."""
+        count = len(self._samples)
+        while True:
+            yield from _view(self._rng.choice(count, BLOCK, p=self._weights))
+
+    # ---- both
+
+    def _send(self, due_ns: int, what: int, now_ns: int) -> None:
+        self._sent += 1
+        try:
+            future = self._start(self._prepared[what])
+        except Exception as error:
+            self._recorder.failed(due_ns, type(error).__name__, str(error))
+            self._go_on_after_error()
+            return
+        self._flying[future] = now_ns, due_ns
+        future.add_done_callback(partial(self._answered, due_ns, now_ns, what))
+
+    def _answered(self, due_ns: int, sent_ns: int, what: int, future: "asyncio.Future[Any]") -> None:
+        """An answer, or an error instead."""
+        now_ns = self._now_ns()
+        if self._flying.pop(future, None) is None:
+            if not future.cancelled():  # Given up long ago, and counted then.
+                future.exception()
+            return
+        recorder = self._recorder
+        try:
+            answer = future.result()
+        except (Exception, asyncio.CancelledError) as error:
+            recorder.failed(due_ns, type(error).__name__, str(error))
+            self._outcome.last_done_ns = now_ns - self._start_ns
+            self._go_on_after_error()
+            return
+        if not self._checks or self._is_right(due_ns, what, answer):
+            recorder.due_ns.append(due_ns)
+            recorder.sent_ns.append(sent_ns)
+            recorder.done_ns.append(now_ns)
+            if len(recorder.done_ns) >= BLOCK:
+                recorder.flush_done()
+        self._outcome.last_done_ns = now_ns - self._start_ns
+        self._go_on()
+
+    def _go_on_after_error(self) -> None:
+        """A caller that is refused at once pauses: it would do nothing but be refused, as fast as it can."""
+        if self._plan.schedule is None:
+            self._loop.call_later(PAUSE_S, self._go_on)
+        else:
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Something has ended: the next one may go."""
+        if self._plan.schedule is None:
+            assert self._plan.callers is not None
+            if len(self._plan.callers.levels) > 1:  # There may be fewer callers by now.
+                wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
+                if self._callers > len(range(self._plan.share, round(wanted), self._plan.shares)):
+                    self._callers -= 1
+                    self._end_if_idle()
+                    return
+            self._think()
+        elif self._backlog:
+            due_ns, what = self._backlog.popleft()
+            self._send(due_ns, what, self._now_ns())
+        elif not self._sending:
+            self._end_if_idle()
+
+    def _is_right(self, due_ns: int, what: int, answer: Any) -> bool:
+        """Whether an answer is what it should be; one that is not is an error, and no answer."""
+        expected = self._samples[what].expected
+        if expected is None:
+            return True
+        try:
+            wrong = differs(self._target.outputs(answer), expected, self._plan.rtol, self._plan.atol)
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"
+        if wrong is not None:
+            self._recorder.failed(due_ns, WAS_WRONG, wrong)
+        return wrong is None
+
+    def _look(self) -> None:
+        """Give up what nobody answers, give the windows on, and see whether it is over."""
+        now_ns = self._now_ns()
+        self._give_up_late(now_ns)
+        if self._stopped_ns is not None and now_ns - self._stopped_ns > GRACE_NS:
+            self._give_up_all()
+        if self._plan.schedule is None and self._sending:
+            self._call_up()
+            if now_ns >= self._end_ns:
+                self._outcome.exhausted = True
+                self._sending = False
+        elif self._sending and now_ns - self._due[self._next] > BEHIND_NS_MAX:
+            self._outcome.is_overwhelmed = True
+            self.stop()
+        if now_ns - self._emitted_ns >= EMIT_NS:
+            self._emitted_ns = now_ns
+            try:
+                self._emit(self._recorder.take())
+            except Exception as error:  # Who takes them is gone: it is for nobody.
+                if not self._ended.done():
+                    self._ended.set_exception(error)
+        self._end_if_idle()
+        if not self._ended.done():
+            self._handle = self._loop.call_later(TICK_S, self._look)
+
+    def _give_up_late(self, now_ns: int) -> None:
+        """What nobody has answered for too long is an error; so is what waited as long for room."""
+        limit_ns = now_ns - self._timeout_ns
+        seconds = f"{self._timeout_ns / 1e9:g} s"
+        for future in self._sent_before(limit_ns):
+            _, due_ns = self._flying.pop(future)
+            future.cancel()
+            self._recorder.failed(due_ns, NO_ANSWER, f"no answer within {seconds}")
+            self._outcome.last_done_ns = now_ns - self._start_ns
+            self._loop.call_soon(self._go_on)
+        # All of one batch are due at once: to wait for the others is what they are there for.
+        while self._backlog and self._backlog[0][0] < limit_ns and not self._plan.is_batch:
+            due_ns, _ = self._backlog.popleft()
+            self._recorder.failed(due_ns, NOT_SENT, f"waited {seconds} for an answer to one before it")
+
+    def _sent_before(self, limit_ns: int) -> list["asyncio.Future[Any]"]:
+        """What is on the way since then or longer. The oldest come first: nearly always one is looked at."""
+        found = []
+        for future, (sent_ns, _) in self._flying.items():
+            if sent_ns > limit_ns:
+                break
+            found.append(future)
+        return found
+
+    def _give_up_all(self) -> None:
+        """What is on the way is neither answered nor an error: nobody waits for it any more."""
+        flying, self._flying = self._flying, {}
+        for future in flying:
+            future.cancel()
+
+    def _end_if_idle(self) -> None:
+        if not self._sending and not self._flying and not self._backlog and not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _count_batches(self, start_ns: int) -> None:
+        """What the target has computed when the warm-up is over."""
+        await _until(start_ns + self._plan.warmup_ns)
+        self._before = await self._target.batches()
+
+    async def _take_batches(self, counting: "asyncio.Task[None]") -> None:
+        """What it has computed since then."""
+        if not counting.done():
+            return  # Stopped within the warm-up.
+        after = None
+        # A server that has died since then no longer tells; what it answered until then counts all the same.
+        with contextlib.suppress(Exception):
+            counting.result()
+            after = await self._target.batches()
+        if self._before is not None and after is not None:
+            self._outcome.batches = after.since(self._before)
+        self._outcome.trace = tuple(self._target.trace())
+
+
+def _view(numbers: npt.NDArray[np.int64]) -> "memoryview[int]":
+    """Numbers that are taken one by one: as fast as from a list, and no list has to be made."""
+    return memoryview(numbers)  # type: ignore[arg-type]  # NumPy says before 3.12 that it is no buffer.
+
+
+async def _until(when_ns: int) -> None:
+    """Sleep until a time, to within the loop's timers; come early rather than late."""
+    delay_s = (when_ns - clock.now_ns()) / 1e9
+    if delay_s > 0:
+        await asyncio.sleep(delay_s)

@@ -1,0 +1,301 @@
+"""What is sent: random rows, files, a folder through a reader; and what should come back."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.tensors import Array, TensorSpec, convert
+
+NBYTES_MAX: Final = 1 << 30
+"""All samples together. Fewer are made of a model with large rows."""
+KINDS_MAX: Final = 4096
+"""Different shapes in one test."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request that can be sent, and how often relative to the others.
+
+    :param group: its shape, as a report names it.
+    :param expected: what should come back, by name; ``None``: it is not checked.
+    """
+
+    inputs: Mapping[str, Array]
+    rows: int
+    priority: int = 0
+    weight: float = 1.0
+    group: str = ""
+    expected: Mapping[str, Array] | None = None
+
+
+Reader = Callable[[Path], Any]
+Shape = tuple[tuple[str, int], ...]
+
+
+def make_samples(
+    settings: LoadSettings,
+    specs: Sequence[TensorSpec],
+    shapes: Sequence[tuple[Shape, int, int]] = (),
+) -> list[Sample]:
+    """The samples of a test.
+
+    :param specs: what one row of the model is made of; empty if nobody knows.
+    :param shapes: of a trace: dimensions, rows and priority of each kind of request; none: the settings say.
+    :raises OptionsError: for dimensions that the model does not have, or that nobody has said.
+    :raises UsageError: for files that cannot be read.
+    """
+    if settings.inputs is not None:
+        return list(_from_files(settings, specs))
+    if not specs:
+        raise OptionsError("nobody knows what this target takes: say with inputs what to send")
+    if shapes:
+        kinds = [(dict(dims), rows, priority, 1.0) for dims, rows, priority in shapes]
+    else:
+        kinds = [(dims, settings.rows, 0, weight) for dims, weight in read_dims(settings.dims)]
+    return _random(settings, specs, kinds)
+
+
+def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
+    """``length=128,heads=4@3``: sizes of dynamic dimensions, and a weight. Nothing: one without sizes.
+
+    :raises OptionsError: for anything else.
+    """
+    kinds = []
+    for text in texts or ("",):
+        sizes, _, weight = text.partition("@")
+        try:
+            pairs = [part.rpartition("=") for part in sizes.split(",") if part.strip()]
+            dims = {name.strip(): int(size) for name, _, size in pairs}
+            kind = dims, float(weight) if weight else 1.0
+            if not all(name and size >= 0 for name, size in dims.items()) or not 0 < kind[1] < math.inf:
+                raise ValueError(text)
+        except ValueError as error:
+            raise OptionsError(
+                f"{text!r} says no dimensions: length=128, or with a weight length=128,heads=4@3"
+            ) from error
+        kinds.append(kind)
+    return kinds
+
+
+def _random(
+    settings: LoadSettings,
+    specs: Sequence[TensorSpec],
+    kinds: Sequence[tuple[dict[str, int], int, int, float]],
+) -> list[Sample]:
+    """Random rows: floats from -1 to 1, other numbers 0 and 1, short texts."""
+    if len(kinds) > KINDS_MAX:
+        raise OptionsError(
+            f"{len(kinds)} kinds of requests, by shape and priority, are more than {KINDS_MAX}"
+        )
+    rng = np.random.default_rng((settings.seed, 2))
+    names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    for dims, _, _, _ in kinds:
+        unknown, missing = sorted(dims.keys() - names), sorted(names - dims.keys())
+        if unknown or missing:
+            example = ",".join(f"{name}=..." for name in sorted(names)) or "none"
+            raise OptionsError(
+                f"dynamic dimensions of this model: {sorted(names)}; not said: {missing}, unknown: "
+                f"{unknown}. Say dims {example}"
+            )
+    nbytes = sum(rows * _row_nbytes(spec, dims) for dims, rows, _, _ in kinds for spec in specs)
+    if nbytes > NBYTES_MAX:
+        raise OptionsError(
+            f"one request of each kind takes {nbytes:,} bytes together, and samples are at most "
+            f"{NBYTES_MAX:,}: say fewer rows, or smaller dims"
+        )
+    each = max(1, min(settings.samples // len(kinds), NBYTES_MAX // max(nbytes, 1)))
+    return [
+        Sample(
+            {spec.name: _random_rows(spec, dims, rows, rng) for spec in specs},
+            rows,
+            priority,
+            weight,
+            _group(tuple(dims.items()), rows, priority),
+        )
+        for dims, rows, priority, weight in kinds
+        for _ in range(each)
+    ]
+
+
+def _row_nbytes(spec: TensorSpec, dims: Mapping[str, int]) -> int:
+    return math.prod(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims) * spec.dtype.itemsize
+
+
+def _random_rows(spec: TensorSpec, dims: Mapping[str, int], rows: int, rng: np.random.Generator) -> Array:
+    shape = (rows, *(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims))
+    if spec.dtype.kind == "S":
+        return rng.integers(97, 123, (*shape, 1)).astype(np.uint8).view("S1")[..., 0].astype(spec.dtype)
+    if spec.dtype.kind in "fV":  # V is bfloat16, whose kind NumPy does not know.
+        return rng.uniform(-1, 1, shape).astype(np.float32).astype(spec.dtype)
+    return rng.integers(0, 2, shape).astype(spec.dtype)
+
+
+def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator[Sample]:
+    path = settings.inputs
+    assert path is not None
+    if settings.reader is not None:
+        yield from _read_folder(path, find_reader(settings.reader), settings, specs)
+        return
+    if path.suffix not in (".npy", ".npz"):
+        raise UsageError(
+            f"{str(path)!r} is neither an .npz nor an .npy: name a reader for it, module:function, which "
+            "makes arrays of a file"
+        )
+    arrays = _named(_load(path), specs, str(path))
+    expected = _load(settings.expect) if settings.expect is not None else None
+    if isinstance(expected, dict):  # Text goes as bytes, so it comes back as bytes.
+        expected = {
+            name: np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
+            for name, array in expected.items()
+        }
+    if isinstance(expected, np.ndarray):
+        raise UsageError(f"{str(settings.expect)!r} is an .npz, with an array for each output")
+    count = min((len(array) for array in arrays.values() if array.ndim), default=0)
+    for name, array in {**arrays, **(expected or {})}.items():
+        if array.ndim == 0 or len(array) != count:
+            raise UsageError(
+                f"every array has the same number of rows on its first axis: {name!r} has shape "
+                f"{array.shape}, another {count} rows"
+            )
+    rows = settings.rows
+    if count < rows:
+        raise UsageError(f"{str(path)!r} has {count} rows, fewer than the {rows} of one request")
+    for start in range(0, min(count - rows + 1, rows * settings.samples), rows):
+        part = slice(start, start + rows)
+        inputs = {name: np.ascontiguousarray(array[part]) for name, array in arrays.items()}
+        right = None if expected is None else {name: array[part] for name, array in expected.items()}
+        yield Sample(inputs, rows, expected=right)
+
+
+def _load(path: Path) -> Any:
+    """An array, or arrays by name. Objects are not loaded: to unpickle a file is to run it."""
+    try:
+        with path.open("rb") as file:  # NumPy leaves one open that is damaged.
+            content = np.load(file, allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                return content
+            # A member of an archive that is no array comes as bytes.
+            return {name: np.asarray(value) for name, value in content.items()}
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
+    except Exception as error:  # A damaged archive raises errors of zipfile and of zlib.
+        raise UsageError(f"{str(path)!r} is damaged: {type(error).__name__}: {error}") from error
+
+
+def find_reader(where: str) -> Reader:
+    """The function ``module:name``.
+
+    :raises UsageError: if there is none.
+    """
+    module_name, _, name = where.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # To import a module is to run it.
+        raise UsageError(
+            f"the reader {where!r} is not there ({type(error).__name__}: {error}). It is written "
+            "module:function"
+        ) from error
+    if not callable(found):
+        raise UsageError(f"the reader {where!r} is no function, but {found!r:.100}")
+    reader: Reader = found
+    return reader
+
+
+def _read_folder(
+    folder: Path, reader: Reader, settings: LoadSettings, specs: Sequence[TensorSpec]
+) -> Iterator[Sample]:
+    """One sample for each file that the reader takes, drawn evenly from all of them."""
+    files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+    if not files:
+        raise UsageError(f"there is no file in {str(folder)!r}")
+    order = np.random.default_rng((settings.seed, 3)).permutation(len(files))
+    found = 0
+    for number in order.tolist():
+        path = files[number]
+        try:
+            made = reader(path)
+        except Exception as error:
+            raise UsageError(
+                f"the reader {settings.reader!r} failed at {str(path)!r}: {type(error).__name__}: {error}"
+            ) from error
+        if made is None:
+            continue
+        inputs = _named(made, specs, str(path))
+        rows = {len(array) for array in inputs.values() if array.ndim}
+        if len(rows) != 1 or 0 in rows:
+            raise UsageError(f"the reader {settings.reader!r} gives arrays of {rows} rows for {str(path)!r}")
+        yield Sample(inputs, rows.pop())
+        found += 1
+        if found == settings.samples:
+            return
+    if not found:
+        raise UsageError(
+            f"the reader {settings.reader!r} took none of the {len(files)} files in {str(folder)!r}"
+        )
+
+
+def _named(made: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
+    """Arrays by the names of the inputs."""
+    if not isinstance(made, Mapping):
+        if len(specs) != 1:
+            names = [spec.name for spec in specs]
+            raise UsageError(f"{where!r} has one array, and the inputs are {names}: give arrays by name")
+        made = {specs[0].name: made}
+    known = {spec.name: spec for spec in specs}
+    return {str(name): _array(value, known.get(name), where) for name, value in made.items()}
+
+
+def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
+    """One input. Lists become what the model takes, if they can."""
+    try:
+        if spec is not None and spec.dtype.kind in "biufc" and isinstance(value, list | tuple | int | float):
+            return convert(spec, value)
+        array = np.asarray(value)
+    except ValueError as error:
+        raise UsageError(f"{where!r} has something that is no array: {error}") from error
+    return array if spec is None else _with_name(array, spec.dtype)
+
+
+def _with_name(array: Array, dtype: np.dtype[Any]) -> Array:
+    """A bfloat16 of a file, where it has its bytes and no name, as what it is."""
+    is_same = array.dtype.kind == dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize
+    return array.view(dtype) if is_same else array
+
+
+def _group(dims: Shape, rows: int, priority: int) -> str:
+    parts = [f"{name}={size}" for name, size in dims]
+    parts += [f"rows={rows}"] * (rows > 1) + [f"priority={priority}"] * (priority > 0)
+    return ", ".join(parts)
+
+
+def differs(
+    outputs: Mapping[str, Array], expected: Mapping[str, Array], rtol: float, atol: float
+) -> str | None:
+    """How an answer differs from what it should be; ``None`` if it does not."""
+    for name, wanted in expected.items():
+        if name not in outputs:
+            return f"output {name!r} is not there"
+        given = outputs[name]
+        right = _with_name(wanted, given.dtype)
+        if given.shape != right.shape:
+            return f"output {name!r} has shape {given.shape}, not {right.shape}"
+        if right.dtype.kind in "fcV":
+            wide = np.complex128 if "c" in given.dtype.kind + right.dtype.kind else np.float64
+            close = np.isclose(
+                given.astype(wide, copy=False), right.astype(wide, copy=False), rtol, atol, equal_nan=True
+            )
+        else:
+            close = np.asarray(given == right)
+        if not close.all():
+            place = tuple(int(index) for index in np.argwhere(~close)[0])
+            return f"output {name!r} is {given[place]} at {place}, not {right[place]}"
+    return None

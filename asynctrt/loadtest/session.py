@@ -1,0 +1,224 @@
+"""Runs, one after the other: opens what each needs, watches it, and keeps what it found."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, replace
+from os import getpid
+from typing import Any, Final, Self
+
+from asynctrt import clock
+from asynctrt.errors import OptionsError
+from asynctrt.loadtest.figures import Counted, make_run, narrowness
+from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.machine import Monitor, gpu_of
+from asynctrt.loadtest.plans import Plan, resolve, window_seconds
+from asynctrt.loadtest.processes import Fleet
+from asynctrt.loadtest.recorder import Windows, merge
+from asynctrt.loadtest.report import Run
+from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import TargetSpec
+from asynctrt.options import Options, check_names
+
+LOOK_S: Final = 0.5
+"""How often memory, the GPU and the intervals are looked at while a run goes on."""
+
+OPTION_NAMES: Final = tuple(item.name for item in dataclasses.fields(Options))
+SETTING_NAMES: Final = tuple(item.name for item in dataclasses.fields(LoadSettings))
+RUN_ONLY: Final = frozenset(
+    {"rate", "callers", "think", "arrivals", "burst", "burst_share", "swing", "period", "seconds", "warmup"}
+    | {"requests", "until", "repeats", "answer_timeout", "max_outstanding", "slo", "pacing", "rtol", "atol"}
+)
+"""Settings of which another value needs no other samples and no other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one run is of: a target, settings, and what is its own among several."""
+
+    target: Any
+    settings: LoadSettings
+    label: str
+    parameters: Mapping[str, Any]
+
+    def with_values(self, values: Mapping[str, Any], label: str) -> "Case":
+        """Another one: settings, an engine's options, or ``target`` with these values.
+
+        :raises OptionsError: for a name that is none of them, or a value that is impossible.
+        """
+        check_names(values, [*SETTING_NAMES, *OPTION_NAMES, "target"], "setting of a load test or an engine")
+        settings = {name: value for name, value in values.items() if name in SETTING_NAMES}
+        options = {name: value for name, value in values.items() if name in OPTION_NAMES}
+        target = self.target
+        if options or "target" in values:
+            if not isinstance(target, TargetSpec) or (target.is_server and options):
+                raise OptionsError(
+                    f"{', '.join(options) or 'target'} cannot be set for {target!r}: it is open already, or "
+                    "somebody else's"
+                )
+            target = replace(target, options=replace(target.options, **options))
+            target = replace(target, where=values.get("target", target.where))
+        changed = self._without_conflicts(settings)
+        return Case(target, changed, label, {**self.parameters, **values})
+
+    def _without_conflicts(self, settings: Mapping[str, Any]) -> LoadSettings:
+        """A rate takes the place of callers, and the other way round."""
+        cleared: dict[str, Any] = {}
+        if "rate" in settings:
+            cleared["callers"] = None
+        if "callers" in settings:
+            cleared["rate"] = None
+        return replace(self.settings, **{**cleared, **settings})
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a load test is: for whoever shows it. The same object all the time."""
+
+    number: int = 0
+    """Of the run, from 1 on."""
+    count: int | None = None
+    """Of the runs; ``None``: nobody knows yet."""
+    label: str = ""
+    seconds: float | None = None
+    """How long the run will last, its warm-up included; ``None``: until all is answered."""
+    started_ns: int = 0
+    windows: Windows = dataclasses.field(default_factory=dict)
+    window_s: float = 0.25
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+
+Watch = Callable[[Progress], None]
+
+
+class Session:
+    """Does runs one after the other, and keeps what they find, so that a session that is cut short has it.
+
+    :param apart: send from processes of their own, also if it is one.
+    :param watch: called as a run goes on, about once a second.
+    """
+
+    def __init__(self, *, apart: bool, watch: Watch | None) -> None:
+        self._apart = apart
+        self._watch = watch
+        self._opened: dict[Any, tuple[Any, AsyncExitStack]] = {}
+        self._current: Local | Fleet | None = None
+        self._is_stopped = False
+        self._is_enough = False
+        self.progress = Progress()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for _, stack in self._opened.values():
+            await stack.aclose()
+        self._opened.clear()
+
+    @property
+    def runs(self) -> list[Run]:
+        """What was found so far."""
+        return self.progress.runs
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was cut short."""
+        return self._is_stopped
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run is under way, that can be stopped and still be reported."""
+        return self._current is not None
+
+    def stop(self) -> None:
+        """End the run that is under way, and begin no other."""
+        self._is_stopped = True
+        if self._current is not None:
+            self._current.stop()
+
+    async def run(self, case: Case) -> Run | None:
+        """One run; ``None`` if it was cut short before anything was measured.
+
+        :raises AsynctrtError: if it could not begin.
+        """
+        if self._is_stopped:
+            return None
+        sender = await self._sender(case)
+        progress = self.progress
+        progress.number += 1
+        progress.label = case.label
+        progress.windows = {}
+        warmup, seconds = resolve(case.settings)
+        progress.window_s, count = window_seconds(case.settings)
+        progress.seconds = None if count is None else warmup + seconds
+        progress.started_ns = clock.now_ns()
+        pids = sender.pids if isinstance(sender, Fleet) else [getpid()]
+        monitor = Monitor(pids, gpu_of(case.target))
+        self._current = sender
+        try:
+            plan, outcomes = await self._looked_at(sender, case, monitor)
+        finally:
+            self._current = None
+        cores = sum(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in outcomes)
+        is_server = isinstance(case.target, TargetSpec) and case.target.is_server
+        is_enough = self._is_enough and not self._is_stopped
+        counted = Counted(progress.windows, outcomes, monitor.close(cores), is_server, is_enough)
+        run = make_run(case.settings, plan, counted, label=case.label, parameters=case.parameters)
+        if run is not None:
+            progress.runs.append(run)
+        return run
+
+    async def _looked_at(
+        self, sender: Local | Fleet, case: Case, monitor: Monitor
+    ) -> tuple[Plan, list[Outcome]]:
+        """The run itself, looked at from time to time."""
+        progress, settings = self.progress, case.settings
+        window_s, _ = window_seconds(settings)
+        self._is_enough = False
+
+        def emit(windows: Windows) -> None:
+            merge(progress.windows, windows)
+            if self._watch is not None:
+                self._watch(progress)
+
+        async def look() -> None:
+            while True:
+                monitor.look()
+                if settings.until is not None:
+                    width = narrowness(progress.windows, window_s)
+                    if width is not None and width <= settings.until and not self._is_enough:
+                        self._is_enough = True
+                        sender.stop()
+                await asyncio.sleep(LOOK_S)
+
+        looking = asyncio.create_task(look())
+        try:
+            if isinstance(sender, Fleet):
+                return await sender.run(settings, emit)
+            plan = sender.plan(settings)
+            return plan, [await sender.run(plan, emit)]
+        finally:
+            looking.cancel()
+            monitor.look()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    async def _sender(self, case: Case) -> Local | Fleet:
+        """Who sends for a case. It stays for those that differ in nothing but how much is sent."""
+        same = tuple(getattr(case.settings, name) for name in SETTING_NAMES if name not in RUN_ONLY)
+        key = (case.target, same)
+        if key in self._opened:
+            sender: Local | Fleet = self._opened[key][0]
+            return sender
+        while len(self._opened) > 1:  # A comparison takes turns with two, and nothing needs more.
+            _, stack = self._opened.pop(next(iter(self._opened)))
+            await stack.aclose()
+        stack = AsyncExitStack()
+        if self._apart:
+            sender = await stack.enter_async_context(Fleet.open(case.target, case.settings))
+        else:
+            sender = await stack.enter_async_context(Local.open(case.target, case.settings))
+        self._opened[key] = sender, stack
+        return sender

@@ -1,0 +1,275 @@
+"""What a load test shows in a terminal: how it goes, and what it found. Imports ``rich``, as ``cli`` does."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Self
+
+from asynctrt import clock
+from asynctrt.errors import MissingExtraError
+from asynctrt.loadtest.criteria import PERCENTILES
+from asynctrt.loadtest.figures import latencies
+from asynctrt.loadtest.recorder import Window, total
+from asynctrt.loadtest.report import Interval, Report, Run
+from asynctrt.loadtest.session import Progress
+
+try:
+    from rich import box
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.markup import escape
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+except ImportError as error:
+    raise MissingExtraError("the command line needs rich: pip install 'asynctrt[load]'") from error
+
+REFRESH_S: Final = 0.25
+NOW_WINDOWS: Final = 4
+"""Windows that are now: the last second."""
+SPARKS: Final = "▁▂▃▄▅▆▇█"
+SPARKS_MAX: Final = 60
+RUNS_MAX: Final = 40
+WIDE: Final = PERCENTILES
+NARROW: Final = ("p50", "p99", "p99.9")
+WIDE_COLUMNS: Final = 110
+"""A terminal of so many columns has room for all percentiles."""
+LABEL_COLUMNS: Final = 8
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+MISSING: Final = "-"
+
+
+class LiveView:
+    """The terminal while a load test goes on: ``with LiveView(console, title) as view``."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._title = title
+        self._shown_ns = 0
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._live.update(Text(f"{self._title}: starting"), refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def watch(self, progress: Progress) -> None:
+        """Show how far it is, unless it was shown just now."""
+        now_ns = clock.now_ns()
+        if now_ns - self._shown_ns >= REFRESH_S * 1e9:
+            self._shown_ns = now_ns
+            self._live.update(progress_view(self._title, progress, now_ns), refresh=True)
+
+
+def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType:
+    """How far a load test is."""
+    elapsed_s = (now_ns - progress.started_ns) / 1e9
+    of = f" of {progress.count}" if progress.count is not None else ""
+    head = Text.assemble((title, "bold"), f"  run {progress.number}{of}  {progress.label}")
+    parts: list[RenderableType] = [head]
+    if progress.seconds is not None:
+        left_s = max(0.0, progress.seconds - elapsed_s)
+        parts.append(
+            ProgressBar(total=progress.seconds, completed=min(elapsed_s, progress.seconds), width=60)
+        )
+        parts.append(
+            Text(f"{elapsed_s:.0f} s, {left_s:.0f} s to go" if left_s else "waiting for the last answers")
+        )
+    else:
+        parts.append(Text(f"{elapsed_s:.0f} s, until all is answered"))
+    numbers = sorted(number for number in progress.windows if number >= 0)
+    if not numbers:
+        return Group(*parts, Text("warming up"))
+    # The last window still fills, so the ones before it are now.
+    recent = [progress.windows[number] for number in numbers[-NOW_WINDOWS - 1 : -1]]
+    table = Table("", "requests/s", "p50 ms", "p99 ms", "errors", "late p99 ms", box=None)
+    for name, windows in (("now", recent), ("so far", [progress.windows[number] for number in numbers[:-1]])):
+        if windows:
+            table.add_row(name, *_live_row(total(windows), len(windows) * progress.window_s))
+    tails = [latencies(progress.windows[number].latency).get("p99", 0.0) for number in numbers[-SPARKS_MAX:]]
+    return Group(*parts, table, Text(f"p99 {sparks(tails)}"))
+
+
+def _live_row(whole: Window, seconds: float) -> list[str]:
+    latency, late = latencies(whole.latency), latencies(whole.lateness)
+    return [
+        f"{whole.completed / seconds:,.0f}",
+        _ms(latency.get("p50")),
+        _ms(latency.get("p99")),
+        f"{whole.failed:,}",
+        _ms(late.get("p99")),
+    ]
+
+
+def sparks(values: Sequence[float]) -> str:
+    """Values as a row of little bars, from 0 up to the largest."""
+    most = max(values, default=0.0)
+    if not most:
+        return SPARKS[0] * len(values)
+    return "".join(SPARKS[min(len(SPARKS) - 1, int(value / most * len(SPARKS)))] for value in values)
+
+
+def show(console: Console, report: Report, *, uncorrected: bool) -> None:
+    """What was found."""
+    runs = report.runs
+    if not runs:
+        console.print("Nothing was measured.")
+        return
+    console.print(_runs_table(runs[-RUNS_MAX:], uncorrected=uncorrected, width=console.width))
+    if len(runs) > RUNS_MAX:
+        console.print(f"The last {RUNS_MAX} of {len(runs)} runs; all are in the report.")
+    for name, made in report.intervals.items():
+        if name in ("throughput", "p50", "p99"):
+            console.print(f"{name}: {_interval(made, name)} over {made.count} repetitions, at 95%")
+    _show_inside(console, runs[-1])
+    _show_errors(console, runs)
+    if report.search is not None:
+        _show_search(console, report)
+    if report.comparison is not None:
+        table = Table("", "B over A", "95% interval", title=_clean(f"{report.comparison.b}, over as given"))
+        for name, ratio in report.comparison.ratios.items():
+            table.add_row(name, f"{ratio.mean:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}")
+        console.print(table)
+    for note in dict.fromkeys(note for run in runs for note in run.notes):
+        console.print(f"[dim]Note: {_clean(note)}.[/]")
+    _show_verdict(console, report)
+
+
+def _show_errors(console: Console, runs: Sequence[Run]) -> None:
+    errors = {kind: error for run in runs for kind, error in run.errors.items()}
+    if not errors:
+        return
+    table = Table("error", "times", "such as", title="What was not answered, or not rightly")
+    for kind in sorted(errors):
+        count = sum(run.errors[kind].count for run in runs if kind in run.errors)
+        table.add_row(_clean(kind), f"{count:,}", _clean(errors[kind].example))
+    console.print(table)
+
+
+def _runs_table(runs: Sequence[Run], *, uncorrected: bool, width: int) -> Table:
+    rates = ["requests/s", *["good/s"] * any(run.goodput is not None for run in runs)]
+    shown = WIDE if width >= WIDE_COLUMNS else NARROW[: 4 - len(rates)]
+    names = [name for name in shown if any(name in run.latency for run in runs)] + ["max"]
+    lines: list[tuple[str, list[str], bool]] = []
+    for run in runs:
+        values = (run.throughput, run.goodput)[: len(rates)]
+        cells = [MISSING if value is None else f"{value:,.0f}" for value in values]
+        cells += [_ms(run.latency.get(name)) for name in names]
+        cells += [f"{run.error_share:.2%}" if run.error_share else "0", _verdict(run)]
+        lines.append((run.label, cells, False))
+        if uncorrected:
+            cells = [_ms(run.uncorrected.get(name)) for name in names]
+            lines.append(("  from when sent", [*[""] * len(rates), *cells, "", ""], True))
+    table = Table(title="Latency in ms, from when a request was due", box=box.SIMPLE_HEAD)
+    columns = [*rates, *names, "errors", "verdict"]
+    widths = [
+        max(len(column), *(Text.from_markup(cells[number]).cell_len for _, cells, _ in lines))
+        for number, column in enumerate(columns)
+    ]
+    # A figure is never cut off; what it is of may be.
+    table.add_column(
+        "", no_wrap=True, max_width=max(LABEL_COLUMNS, width - sum(widths) - 3 * len(widths) - 4)
+    )
+    for column, least in zip(columns, widths, strict=True):
+        table.add_column(column, justify="right", no_wrap=True, min_width=least)
+    for label, cells, is_dim in lines:
+        table.add_row(_clean(label), *cells, style="dim" if is_dim else None)
+    return table
+
+
+def _verdict(run: Run) -> str:
+    if run.void:
+        return "[bold red]VOID[/]"
+    if not run.complete:
+        return "[yellow]cut short[/]"
+    if not run.slo:
+        return ""
+    return "[green]held[/]" if all(run.slo.values()) else "[yellow]missed[/]"
+
+
+def _show_inside(console: Console, run: Run) -> None:
+    """Where the time went in the last run, and what the generator did."""
+    batches = run.batches
+    if batches is not None:
+        console.print(
+            f"Batches: {batches.mean_rows:.1f} rows on average. A request: queue {_ms(batches.queue)} ms, "
+            f"copy in {_ms(batches.copy_in)}, compute "
+            f"{_ms(batches.compute)}, copy out {_ms(batches.copy_out)}."
+        )
+    used = run.resources
+    parts = []
+    if run.lateness:
+        parts.append(f"late by {_us(run.lateness.get('p50'))} at p50, {_us(run.lateness.get('p99'))} at p99")
+    if used.generator_cores is not None:
+        parts.append(f"{used.generator_cores:.2f} cores")
+    if used.memory_mb is not None:
+        parts.append(f"{used.memory_mb:,.0f} MB")
+    console.print(f"Generator: {', '.join(parts)}.")
+    if used.gpu_name is not None:
+        figures = (
+            ("busy", used.gpu_share, ".0%"),
+            ("MB", used.gpu_memory_mb, ",.0f"),
+            ("W", used.gpu_watts, ",.0f"),
+        )
+        known = [f"{format(value, form)} {name}" for name, value, form in figures if value is not None]
+        console.print(f"{_clean(used.gpu_name)}: {', '.join(known)}.")
+
+
+def _show_search(console: Console, report: Report) -> None:
+    found = report.search
+    assert found is not None
+    target = _clean(", ".join(found.slo))
+    if found.holds is None:
+        console.print(f"[yellow]No rate was found that holds {target}[/]: {_clean(found.why)}.")
+    else:
+        beyond = f"; {found.fails:,.4g} did not hold" if found.fails is not None else ""
+        console.print(f"[bold]{found.holds:,.4g} requests/s[/] hold {target}{beyond}: {_clean(found.why)}.")
+
+
+def _show_verdict(console: Console, report: Report) -> None:
+    for why in report.void:
+        console.print(f"[bold red]VOID[/]: {_clean(why)}.")
+    if report.search is not None or report.kind == "sweep":
+        return
+    missed: Iterable[str] = dict.fromkeys(
+        text for run in report.runs for text, is_held in run.slo.items() if not is_held
+    )
+    for text in missed:
+        console.print(f"[bold yellow]Not held[/]: {_clean(text)}.")
+    for run in report.runs:
+        if run.scenario is not None:
+            _show_scenario(console, run.scenario)
+
+
+def _show_scenario(console: Console, found: Mapping[str, object]) -> None:
+    figures = [f"{name} {value:,.4g}" for name, value in found.items() if isinstance(value, float)]
+    word = "[bold green]VALID[/]" if found["valid"] else "[bold yellow]INVALID[/]"
+    console.print(f"MLPerf {found['name']}: {word}; {', '.join(figures)}")
+    why = found["why"]
+    assert isinstance(why, list)
+    for line in why:
+        console.print(f"  {_clean(str(line))}")
+
+
+def _clean(text: str) -> str:
+    """Text of somebody else's: neither markup nor something that a terminal obeys."""
+    return escape("".join(letter if letter.isprintable() else REPLACEMENT for letter in text))
+
+
+def _interval(made: Interval, name: str) -> str:
+    form = _ms if name.startswith("p") else "{:,.0f}".format
+    unit = " ms" if name.startswith("p") else "/s"
+    return f"{form(made.mean)}{unit} ({form(made.low)} to {form(made.high)})"
+
+
+def _ms(value: float | None) -> str:
+    """Three digits that count."""
+    if value is None:
+        return MISSING
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    return f"{value * 1e3:.3g} us" if value < 1 else f"{_ms(value)} ms"

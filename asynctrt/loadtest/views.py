@@ -1,0 +1,242 @@
+"""What the plots and the page show of a report: which runs, put together how, and numbers as words. Pure."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import MappingProxyType
+from typing import Final
+
+from asynctrt.loadtest.report import Bar, Report, Run
+
+GROUPS_MAX: Final = 10
+"""Runs side by side in one plot: more cannot be told apart."""
+BARS_MAX: Final = 200
+BARS_A_LANE: Final = 30
+"""Typical batches that a timeline is long, so that each is wide enough for its number."""
+CURVE_POINTS: Final = 400
+MARKS: Final = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
+"""Percentiles that the axis of the percentile curve names."""
+STAGES: Final = ("queue", "copy in", "compute", "copy out", "rest")
+
+TITLES: Final = MappingProxyType(
+    {
+        "ratios": "B against A",
+        "throughput-latency": "Throughput against latency",
+        "settings": "What the setting does",
+        "latency": "Latency over time",
+        "throughput": "Throughput over time",
+        "percentiles": "Latency by percentile",
+        "batches": "Batches by size",
+        "time": "Where the time goes",
+        "timeline": "Batches over contexts",
+    }
+)
+CAPTIONS: Final = MappingProxyType(
+    {
+        "ratios": "How many times as large each figure of B is as that of A, with the interval of 95% "
+        "confidence. An interval across the line at 1 is no sure difference.",
+        "throughput-latency": "Each point is one run: the answers it got, and how long they took. A hollow "
+        "point did not hold the target, and a cross is a run that is void.",
+        "settings": "The same test with one value after the other: answers a second above, latency below.",
+        "latency": "Latency of the requests that were due at each moment. A gap is a moment with too few of "
+        "them for the figure.",
+        "throughput": "Answers a second, beside the requests that were due. Where answers stay below for "
+        "long, the target does not keep up.",
+        "percentiles": "How long this share of the requests took at most. Where the line is dotted, fewer "
+        "than three were slower, and it may be chance. Dots count from when a request was sent, and so leave "
+        "out what it had waited before.",
+        "batches": "How many batches had so many rows.",
+        "time": "The mean latency by what a request waited for. The rest is outside of the batches: the "
+        "network, the event loop, the generator.",
+        "timeline": "A bar is a batch, with its rows and, where there are any, its arena: a0, a1. It is the "
+        "busiest stretch of the last batches. A gap before compute is waiting for the device.",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Runs that are shown alike: repetitions of the same, or one alone."""
+
+    name: str
+    key: str
+    """A shorter name."""
+    runs: tuple[Run, ...]
+
+
+def number(value: float) -> str:
+    """Three significant digits, all those before the point, and commas for thousands."""
+    if not math.isfinite(value):
+        return "∞" if value > 0 else "?"
+    if value == int(value):
+        return f"{value:,.0f}"
+    rounded = float(f"{value:.3g}")
+    if abs(rounded) >= 100:
+        return f"{value:,.0f}"
+    return f"{rounded:,.{2 - math.floor(math.log10(abs(rounded)))}f}"
+
+
+def rate_of(run: Run) -> float:
+    """What a run is ordered by among those of other rates."""
+    try:
+        return float(run.parameters["rate"])
+    except (KeyError, TypeError, ValueError):  # It has none of its own, or a ramp.
+        return run.throughput if run.offered is None else run.offered
+
+
+def by_label(report: Report) -> dict[str, tuple[Run, ...]]:
+    """The runs, those of the same thing together; of a search by their rates."""
+    runs = sorted(report.runs, key=rate_of) if report.kind == "search" else report.runs
+    found: dict[str, tuple[Run, ...]] = {}
+    for run in runs:
+        found[run.label] = (*found.get(run.label, ()), run)
+    return found
+
+
+def main_run(report: Report) -> Run | None:
+    """The run that stands for the others: of a search the rate that was found, of a sweep the best one."""
+    if not report.runs:
+        return None
+    if report.kind not in ("sweep", "search"):
+        return report.runs[0]
+    good = [run for run in report.runs if run.holds]
+    if report.search is not None:
+        # Rates are rounded to four digits to be run, and not in the result.
+        found = (report.search.holds or 0.0) * 1.001
+        good = [run for run in good if rate_of(run) <= found]
+        # A rate that was confirmed has been run twice: the last time counts.
+        return max(reversed(good), key=rate_of, default=report.runs[-1])
+    best = good or [run for run in report.runs if not run.void] or report.runs
+    if len({run.offered for run in best}) == 1 and best[0].offered is not None:
+        # At the same rate they answer as much, but for chance, and the quickest is the best.
+        return min(best, key=lambda run: run.latency.get("p99", math.inf))
+    return max(best, key=lambda run: run.throughput)
+
+
+def groups(report: Report) -> list[Group]:
+    """The runs of a report as they are compared; of very many some, evenly, with the first and the last."""
+    if report.comparison is not None:
+        labels = report.comparison.a, report.comparison.b
+        parts = [by_label(report).get(label, ()) for label in labels]
+        if not all(parts):
+            parts = [report.runs[::2], report.runs[1::2]]
+        named = zip("AB", labels, parts, strict=True)
+        return [Group(f"{key}: {plain_label(label)}", key, part) for key, label, part in named if part]
+    if report.kind in ("run", "repeats"):
+        count = len(report.runs)
+        name = f"{count} repetitions" if count > 1 else ""
+        return [Group(name, name, report.runs)] if count else []
+    found = list(by_label(report).items())
+    if len(found) > GROUPS_MAX:
+        step = (len(found) - 1) / (GROUPS_MAX - 1)
+        found = [found[round(place * step)] for place in range(GROUPS_MAX)]
+    names = [f"{label} (void)" if any(run.void for run in runs) else label for label, runs in found]
+    return [Group(name, name, runs) for name, (_, runs) in zip(names, found, strict=True)]
+
+
+def main_groups(report: Report, *kinds: str) -> list[Group]:
+    """Of these kinds of report the run that stands for the others, of others all groups."""
+    main = main_run(report)
+    return [Group("", "", (main,))] if report.kind in kinds and main is not None else groups(report)
+
+
+def plain_label(label: str) -> str:
+    """What one side of a comparison is, without the letter."""
+    return label.removeprefix("A: ").removeprefix("B: ")
+
+
+def words(report: Report, plot: str) -> tuple[str, str]:
+    """A plot's title and caption, with which runs it shows if these are not all."""
+    main = main_run(report)
+    drawn = sum(len(group.runs) for group in groups(report))
+    is_of_one = plot == "timeline" or (report.kind == "search" and plot in ("latency", "throughput"))
+    is_of_one = is_of_one or (report.kind in ("sweep", "search") and plot == "batches")
+    which = ""
+    if plot in ("ratios", "throughput-latency", "settings") or main is None:
+        pass
+    elif is_of_one and len(report.runs) > 1:
+        is_named = len(by_label(report)) > 1
+        which = f" This is the run {main.label}." if is_named else " This is the first run."
+    elif drawn < len(report.runs):
+        which = f" {drawn} of the {len(report.runs)} runs are drawn."
+    elif plot in ("latency", "throughput", "percentiles") and drawn > len(groups(report)):
+        which = " Each thin line is one run."
+    return TITLES[plot], CAPTIONS[plot] + which
+
+
+def judged(figure: str, low: float, high: float) -> str:
+    """Whether B's figure is ``better`` or ``worse``, by the ratio's interval; empty if that is not sure."""
+    if low <= 1 <= high:
+        return ""
+    return "better" if (low > 1) == (figure in ("throughput", "goodput")) else "worse"
+
+
+def mean_of(runs: Iterable[Run], figure: str) -> float:
+    """The mean of a figure over the runs that have it; NaN if none has."""
+    known = [value for run in runs if (value := run.figure(figure)) is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def alone_at(values: Sequence[float | None]) -> list[int]:
+    """Where a value has a gap on either side, so that a line would show nothing of it."""
+    known = [False, *(value is not None for value in values), False]
+    return [place for place in range(len(values)) if known[place : place + 3] == [False, True, False]]
+
+
+def sizes(runs: Iterable[Run]) -> dict[int, int]:
+    """Batches by their rows, of all these runs."""
+    found: dict[int, int] = {}
+    for run in runs:
+        for rows, count in run.batches.by_rows.items() if run.batches is not None else ():
+            found[int(rows)] = found.get(int(rows), 0) + count
+    return dict(sorted(found.items()))
+
+
+def stages(runs: Iterable[Run]) -> dict[str, float]:
+    """What the mean latency is made of, in ms: the mean over these runs. The rest is not of batches."""
+    found = dict.fromkeys(STAGES, 0.0)
+    known = [(run.latency.get("mean", 0.0), run.batches) for run in runs if run.batches is not None]
+    for mean, its in known:
+        inside = (its.queue, its.copy_in, its.compute, its.copy_out)
+        for stage, took in zip(STAGES, (*inside, max(0.0, mean - sum(inside))), strict=True):
+            found[stage] += took / len(known)
+    return found
+
+
+def odds(percent: float) -> float:
+    """Above a percentile, one of so many."""
+    return 100 / (100 - percent)
+
+
+def marks_for(count: int) -> list[float]:
+    """Percentiles from 0 to the largest of so many values, evenly by their odds, and those with a name."""
+    largest = 2 * count
+    steps = [largest ** (step / CURVE_POINTS) for step in range(CURVE_POINTS + 1)]
+    exact = [mark for mark in MARKS if odds(mark) <= largest]
+    return sorted({*exact, *(100 - 100 / one_in for one_in in steps)})
+
+
+def lanes(bars: Sequence[Bar]) -> list[list[Bar]]:
+    """The busiest stretch of a timeline, a lane for each context, or several where its batches overlap."""
+    found: list[list[Bar]] = []
+    for bar in _busiest(sorted(bars, key=lambda bar: bar.begin)):
+        free = (lane for lane in found if lane[0].context == bar.context and lane[-1].end <= bar.begin)
+        lane = next(free, None)
+        if lane is None:
+            found.append([bar])
+        else:
+            lane.append(bar)
+    return sorted(found, key=lambda lane: lane[0].context)
+
+
+def _busiest(ordered: Sequence[Bar]) -> Sequence[Bar]:
+    """The most batches within so short a time that each of them can be seen."""
+    width = BARS_A_LANE * median(bar.end - bar.begin for bar in ordered)
+    best, first = ordered[:1], 0
+    for last, bar in enumerate(ordered):
+        while bar.begin - ordered[first].begin >= width and first < last:
+            first += 1
+        if last + 1 - first > len(best):
+            best = ordered[first : last + 1]
+    return best[:BARS_MAX]

@@ -1,0 +1,118 @@
+"""How late does the load generator come to a request, and what does it cost? The target answers at once.
+
+One process, an open loop of Poisson arrivals; each way of waiting in turn.
+"""
+
+import asyncio
+import gc
+from functools import partial
+
+import numpy as np
+import uvloop
+
+from asynctrt import clock, loadtest
+from asynctrt.loadtest.arrivals import Profile, Schedule
+from asynctrt.loadtest.processes import GC_THRESHOLDS
+from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+
+RATES = (1_000, 5_000, 20_000, 50_000)
+
+
+class IdleTarget:
+    """Answers everything before it is asked."""
+
+    name = "idle"
+    kind = "function"
+    inputs = ()
+    in_flight_max = 1 << 20
+
+    def prepare(self, inputs, priority):
+        return None
+
+    def start(self, prepared):
+        future = self.loop.create_future()
+        future.set_result(None)
+        return future
+
+    def outputs(self, answer):
+        return {}
+
+    async def batches(self):
+        return None
+
+    def trace(self):
+        return []
+
+    async def aclose(self):
+        return None
+
+    def __init__(self):
+        self.loop = asyncio.get_running_loop()
+
+
+def bare(rate, seconds):
+    """The least that there is: a loop that does nothing but look at the clock."""
+    profile = Profile.parse(f"{rate:f}", seconds)
+    schedule = Schedule("poisson", profile, np.ones(1), 1)
+    due = np.concatenate([block.due_ns for block in schedule.blocks()]) + clock.now_ns()
+    late = []
+    for one in due.tolist():
+        while (now_ns := clock.now_ns()) < one:
+            pass
+        late.append(now_ns - one)
+    found = np.percentile(late, (50, 99), method="inverted_cdf") / 1e3
+    return {
+        "late_p50_us": float(found[0]),
+        "late_p99_us": float(found[1]),
+        "cores": 1.0,
+        "rate": len(due) / seconds,
+    }
+
+
+async def measure(pacing, rate, seconds, path):
+    report = await loadtest.run(
+        IdleTarget(), rate=rate, pacing=pacing, seconds=seconds, warmup=0.2, inputs=path, seed=1
+    )
+    (run,) = report.runs
+    assert not run.void, run.void
+    late = {f"late_{name}_us": value * 1e3 for name, value in run.lateness.items()}
+    return {**late, "cores": run.resources.generator_cores, "rate": run.throughput}
+
+
+def main():
+    options = arguments(__doc__, seconds=3.0, repeats=5)
+    path = "/dev/shm/asynctrt-lateness.npz"
+    np.savez(path, x=np.zeros((1, 1), np.float32))
+    cases = [(pacing, rate) for rate in RATES for pacing in ("spin", "adaptive", "timer")]
+    runs = {
+        case: partial(lambda case: uvloop.run(measure(*case, options.seconds, path)), case) for case in cases
+    }
+    for rate in RATES:
+        runs["a bare loop", rate] = partial(bare, rate, options.seconds)
+    # As the processes of the command do.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    results = in_turn(runs, options.repeats, "lateness")
+    lines, figures = [], {}
+    for (pacing, rate), done in results.items():
+        names = [name for name in done[0] if all(name in one for one in done)]
+        figures[f"{pacing}, {rate}/s"] = {
+            "median": {name: median(done, name) for name in names},
+            "runs": done,
+        }
+        lines.append(
+            (
+                f"{pacing}, {rate:,}/s",
+                f"{median(done, 'late_p50_us'):.2f}",
+                f"{median(done, 'late_p99_us'):.1f}",
+                spread(done, "late_p99_us"),
+                f"{median(done, 'cores'):.2f}",
+            )
+        )
+    show("Lateness in µs, an idle target", ("", "p50", "p99", "p99 least to most", "cores"), lines)
+    save(options.json, "lateness of the load generator", figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Targets whose answers come when the test says so, and the plans of short runs."""
+
+import asyncio
+
+import numpy as np
+
+from asynctrt import clock
+from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.recorder import merge, total
+from asynctrt.loadtest.samples import Sample
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import BatchCounters
+from asynctrt.tensors import TensorSpec
+
+SPEC = TensorSpec("x", np.dtype("float32"), (2,))
+
+
+class Target:
+    """Keeps the futures of its requests; ``on_start`` may answer them at once."""
+
+    name = "double"
+    kind = "function"
+    inputs = (SPEC,)
+    in_flight_max = 1000
+
+    def __init__(self, on_start=None):
+        self.loop = asyncio.get_running_loop()
+        self.on_start = on_start
+        self.futures = []
+        self.sent_ns = []
+        self.prepared = []
+        self.requests = 0
+        self.closed = False
+
+    def prepare(self, inputs, priority):
+        return dict(inputs), priority
+
+    def start(self, prepared):
+        future = self.loop.create_future()
+        self.requests += 1
+        self.sent_ns.append(clock.now_ns())
+        self.prepared.append(prepared)
+        self.futures.append(future)
+        if self.on_start is not None:
+            self.on_start(self, future)
+        return future
+
+    def outputs(self, answer):
+        return answer
+
+    async def batches(self):
+        return BatchCounters(self.requests, self.requests, self.requests, 0, 0, 0, 0, {1: self.requests})
+
+    def trace(self):
+        return []
+
+    async def aclose(self):
+        self.closed = True
+
+
+def at_once(target, future):
+    future.set_result({})
+
+
+def sample(value=1.0, **kw):
+    return Sample({"x": np.full((1, 2), value, np.float32)}, 1, **kw)
+
+
+async def run(target, samples=None, *, share=0, shares=1, started=None, **settings):
+    """One run, as it comes out: plan, outcome, windows, and all windows as one."""
+    settings = {"seconds": 0.2, "warmup": 0.0} | settings
+    local = Local(target, samples or [sample()])
+    plan = local.plan(LoadSettings(**settings), share, shares)
+    windows = {}
+    task = asyncio.ensure_future(local.run(plan, lambda more: merge(windows, more)))
+    if started is not None:
+        await started(local, target, task)
+    async with asyncio.timeout(30):
+        outcome = await task
+    return plan, outcome, windows, total(windows.values())

@@ -1,0 +1,457 @@
+"""Arrivals against the theory of their process, with a fixed seed, and against exact arithmetic.
+
+Counts of a Poisson process are within 5 of its standard deviations: one in two million would be outside by
+chance, and with a fixed seed none is.
+"""
+
+import json
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kstest
+
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.arrivals import (
+    BLOCK,
+    KNOTS,
+    RATE_MAX,
+    Arrivals,
+    Fixed,
+    Profile,
+    Schedule,
+    TraceEntry,
+    read_trace,
+)
+
+SIGMAS = 5
+
+
+def schedule(rate, seconds, process="poisson", seed=1, weights=(1.0,)):
+    profile = rate if isinstance(rate, Profile) else Profile.parse(str(rate), seconds)
+    return Schedule(process, profile, np.array(weights), seed)
+
+
+def gathered(blocks):
+    """All blocks as one."""
+    found = list(blocks)
+    empty = np.zeros(0, np.int64)
+    return Arrivals(
+        np.concatenate([empty, *(block.due_ns for block in found)]),
+        np.concatenate([empty, *(block.samples for block in found)]),
+    )
+
+
+def integral(profile, start_s, end_s):
+    """Of the level, piece by piece."""
+    total, begin = 0.0, 0.0
+    for end, level in zip(profile.ends_s.tolist(), profile.levels.tolist(), strict=True):
+        total += level * max(0.0, min(end, end_s) - max(begin, start_s))
+        begin = end
+    return total
+
+
+def counts_in(due_ns, edges_s):
+    return np.histogram(due_ns / 1e9, edges_s)[0]
+
+
+def assert_poisson(found, expected):
+    """Counts of pieces that are independent of each other."""
+    for count, mean in zip(found, expected, strict=True):
+        assert abs(count - mean) <= SIGMAS * max(mean, 1.0) ** 0.5, (found, expected)
+
+
+# ---- processes
+
+
+def test_gaps_of_a_poisson_process_are_exponential():
+    due_ns = gathered(schedule(1000, 100).blocks()).due_ns
+    gaps_s = np.diff(due_ns) / 1e9
+    assert len(gaps_s) > 10 * BLOCK
+    assert kstest(gaps_s, "expon", args=(0, 1 / 1000)).pvalue > 0.01
+    # One gap says nothing about the next.
+    assert abs(np.corrcoef(gaps_s[:-1], gaps_s[1:])[0, 1]) < SIGMAS / len(gaps_s) ** 0.5
+
+
+def test_the_gap_between_two_blocks_is_like_any_other():
+    gaps_s = []
+    for seed in range(400):
+        blocks = schedule(1000, 10, seed=seed).blocks()
+        first, second = next(blocks), next(blocks)
+        gaps_s.append((second.due_ns[0] - first.due_ns[-1]) / 1e9)
+    assert kstest(gaps_s, "expon", args=(0, 1 / 1000)).pvalue > 0.01
+
+
+@pytest.mark.parametrize("rate", [0.5, 20, 3000])
+def test_counts_of_a_poisson_process_have_its_mean_and_variance(rate):
+    counts = [len(gathered(schedule(rate, 10, seed=seed).blocks()).due_ns) for seed in range(200)]
+    mean = rate * 10
+    assert np.mean(counts) == pytest.approx(mean, abs=SIGMAS * (mean / 200) ** 0.5)
+    # The variance of a variance: 2 / (n - 1) of its square, and a little more for few arrivals.
+    assert np.var(counts, ddof=1) == pytest.approx(mean, rel=SIGMAS * (2 / 199 + 1 / mean / 200) ** 0.5)
+
+
+@pytest.mark.parametrize("rate", [1, 7, 1000])
+def test_constant_arrivals_are_even(rate):
+    due_ns = gathered(schedule(rate, 5, "constant").blocks()).due_ns
+    exact = [int((number + 0.5) / rate * 1e9) for number in range(5 * rate)]
+    assert due_ns.tolist() == pytest.approx(exact, abs=1)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.sampled_from([0.001, 0.25, 1.0, 3.7]))
+def test_constant_arrivals_are_as_many_as_there_is_time_for(rate, seconds):
+    """The first comes half a gap after the start, and the last half a gap before the end."""
+    due_ns = gathered(schedule(rate, seconds, "constant").blocks()).due_ns
+    assert abs(len(due_ns) - rate * seconds) <= 0.5 + 1e-9
+    assert not len(due_ns) or 0 <= due_ns[0] <= due_ns[-1] < seconds * 1e9
+
+
+@pytest.mark.parametrize("process", ["poisson", "constant"])
+@pytest.mark.parametrize("text", ["20000", "100..30000", "0,60000,10"])
+@pytest.mark.parametrize("shares", [2, 3, 7])
+def test_the_shares_of_processes_are_one_schedule(process, text, shares):
+    """Every request is sent by exactly one of them, at the same time and with the same sample."""
+    one = schedule(text, 2, process, weights=(1, 2, 3))
+    whole = gathered(one.blocks())
+    assert len(whole.due_ns) > 3 * BLOCK  # Whose turn it is goes on from block to block.
+    parts = [gathered(one.blocks(share, shares)) for share in range(shares)]
+    for share, part in enumerate(parts):
+        assert part.due_ns.tolist() == whole.due_ns[share::shares].tolist()
+        assert part.samples.tolist() == whole.samples[share::shares].tolist()
+
+
+@pytest.mark.parametrize("text", ["2500", "100..2000", "10,0,500"])
+def test_the_same_seed_is_the_same_schedule(text):
+    def made(seed, weights=(1, 1)):
+        return gathered(schedule(text, 3, seed=seed, weights=weights).blocks())
+
+    first, again, other = made(7), made(7), made(8)
+    assert first.due_ns.tolist() == again.due_ns.tolist()
+    assert first.samples.tolist() == again.samples.tolist()
+    assert first.due_ns.tolist() != other.due_ns.tolist()
+    # When a request comes does not depend on what there is to send.
+    assert made(7, weights=(1.0,)).due_ns.tolist() == first.due_ns.tolist()
+
+
+def test_blocks_are_short_and_in_order():
+    blocks = list(schedule(5000, 2, weights=(1, 1)).blocks())
+    assert all(0 < len(block.due_ns) == len(block.samples) <= BLOCK for block in blocks)
+    assert all(block.due_ns.dtype == block.samples.dtype == np.int64 for block in blocks)
+    due_ns = gathered(blocks).due_ns
+    assert (np.diff(due_ns) >= 0).all()
+    assert 0 <= due_ns[0] < due_ns[-1] < 2e9
+
+
+def test_samples_are_sent_as_often_as_they_weigh():
+    weights = np.array([1.0, 3.0, 0.5, 0.0])
+    samples = gathered(schedule(5000, 10, weights=weights).blocks()).samples
+    odds = weights / weights.sum()
+    found = np.bincount(samples, minlength=4)
+    for count, share in zip(found, odds, strict=True):
+        reach = SIGMAS * (len(samples) * share * (1 - share)) ** 0.5
+        assert abs(count - len(samples) * share) <= reach
+    assert not gathered(schedule(100, 1).blocks()).samples.any()
+
+
+# ---- profiles
+
+
+@pytest.mark.parametrize(
+    ("text", "times", "levels", "total"),
+    [
+        ("1000", (0, 5, 10, 20), (1000, 1000, 1000, 1000), 10_000),
+        ("0.5", (0, 10), (0.5, 0.5), 5),
+        ("1e3", (0,), (1000,), 10_000),
+        (" 100 , 200 ", (1, 6), (100, 200), 1500),
+        ("100,500,0,1000", (0, 2.4, 2.6, 6, 9, 10, 11), (100, 100, 500, 0, 1000, 1000, 1000), 4000),
+        ("100..2000", (0, 5, 10), (100, 1050, 2000), 10_500),
+        ("2000..0", (0, 5, 10), (2000, 1000, 0), 10_000),
+    ],
+)
+def test_levels_over_the_time(text, times, levels, total):
+    profile = Profile.parse(text, 10)
+    # A ramp is of pieces: at a knot it is half of one off.
+    reach = 2000 / KNOTS if ".." in text else 0
+    assert [profile.at(time) for time in times] == pytest.approx(list(levels), abs=reach)
+    assert (profile.seconds, profile.total) == pytest.approx((10, total), rel=1e-12)
+    assert profile.largest == pytest.approx(max(levels), abs=reach)
+
+
+@pytest.mark.parametrize("text", ["0", "0,0", "0..0", "1e9", "1,1e9", "1..1e9", "1e400", "0.0"])
+def test_a_rate_that_is_none_or_too_high(text):
+    with pytest.raises(OptionsError, match="is above 0 and at most 100,000,000") as caught:
+        Profile.parse(text, 10)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "-1",
+        "+1",
+        "nan",
+        "inf",
+        "1,",
+        ",1",
+        "1,,2",
+        "1..",
+        "..1",
+        "1..2..3",
+        "1..2,3",
+        "1,2..3",
+        "True",
+    ],
+)
+def test_what_is_no_rate(text):
+    with pytest.raises(OptionsError, match="is no rate and no number of callers: 1000, a ramp") as caught:
+        Profile.parse(text, 10)
+    assert repr(text) in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("0123456789.,e-+ nax"), max_size=12))
+def test_any_text_is_a_rate_or_refused(text):
+    try:
+        profile = Profile.parse(text, 10)
+    except OptionsError:
+        return
+    assert 0 < profile.largest <= RATE_MAX
+    assert 0 < profile.total < math.inf
+    assert profile.seconds == pytest.approx(10)
+
+
+levels = st.lists(st.floats(0, 1e5), min_size=1, max_size=8).filter(lambda given: max(given) > 1e-3)
+
+
+@settings(deadline=None)
+@given(levels, st.floats(0.01, 1e4), st.data())
+def test_times_are_the_inverse_of_sums(given_levels, seconds, data):
+    profile = Profile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
+    sums = np.array(sorted(data.draw(st.lists(st.floats(0, 1), max_size=20)))) * profile.total
+    times = profile.times_s(sums)
+    assert (np.diff(times) >= 0).all()
+    assert ((times >= 0) & (times <= profile.seconds)).all()
+    again = [integral(profile, 0, time) for time in times]
+    assert again == pytest.approx(sums.tolist(), rel=1e-9, abs=1e-9 * profile.total)
+
+
+@settings(deadline=None)
+@given(levels, st.floats(0.01, 1e4))
+def test_the_total_is_the_integral(given_levels, seconds):
+    profile = Profile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
+    assert profile.total == pytest.approx(integral(profile, 0, seconds), rel=1e-9)
+
+
+@pytest.mark.parametrize("process", ["poisson", "constant"])
+@pytest.mark.parametrize("text", ["2000", "100..4000", "4000..0", "500,3000,0,1500", "0..100"])
+def test_as_many_as_the_integral_in_every_piece(process, text):
+    profile = Profile.parse(text, 8)
+    due_ns = gathered(schedule(profile, 8, process).blocks()).due_ns
+    edges = np.linspace(0, 8, 17)
+    expected = [integral(profile, start, end) for start, end in pairwise(edges)]
+    found = counts_in(due_ns, edges)
+    if process == "constant":
+        assert found.tolist() == pytest.approx(expected, abs=1 + 1e-6)
+    else:
+        assert_poisson(found, expected)
+
+
+def test_nothing_comes_where_the_level_is_zero():
+    due_ns = gathered(schedule("3000,0,3000", 3).blocks()).due_ns
+    assert not counts_in(due_ns, [1, 2])[0]
+    assert counts_in(due_ns, [0, 1])[0] > 2000
+
+
+def test_a_day_rises_and_falls():
+    """As many as the integral of the sine says in every eighth of a day, over three days."""
+    profile = Profile.parse("2000", 12).diurnal(period_s=4, swing=0.8)
+    assert profile.total == pytest.approx(24_000, rel=1e-6)
+    assert profile.largest == pytest.approx(3600, rel=1e-3)
+    edges = np.linspace(0, 12, 25)
+    # The integral of 2000 (1 + 0.8 sin(2 pi t / 4)).
+    sums = 2000 * edges - 1600 * 4 / (2 * np.pi) * (np.cos(np.pi / 2 * edges) - 1)
+    expected = np.diff(sums)
+    assert [integral(profile, *pair) for pair in pairwise(edges)] == pytest.approx(
+        expected.tolist(), rel=2e-3
+    )
+    assert_poisson(counts_in(gathered(schedule(profile, 12).blocks()).due_ns, edges), expected)
+
+
+@pytest.mark.parametrize(("swing", "lowest"), [(1.0, 0.0), (0.5, 50.0)])
+def test_a_day_is_never_below_nothing(swing, lowest):
+    profile = Profile.parse("100", 10).diurnal(10, swing)
+    assert profile.levels.min() == pytest.approx(lowest, abs=0.1)
+    assert profile.levels.min() >= 0
+
+
+def test_a_day_over_steps_keeps_the_steps():
+    profile = Profile.parse("100,1000", 10).diurnal(period_s=1, swing=0.3)
+    assert integral(profile, 0, 5) == pytest.approx(500, rel=1e-3)
+    assert integral(profile, 5, 10) == pytest.approx(5000, rel=1e-3)
+    assert set(np.round(Profile.parse("100,1000", 10).ends_s, 9)) <= set(np.round(profile.ends_s, 9))
+
+
+def bursty(text, seconds, period_s, share, factor, seed):
+    return Profile.parse(text, seconds).bursty(period_s, share, factor, np.random.default_rng(seed))
+
+
+def test_bursts_have_their_levels_and_their_share():
+    profile = bursty("1000", 4000, 1.0, 0.2, 4.0, 1)
+    assert profile.seconds == 4000
+    assert set(np.round(profile.levels, 6)) == {4000.0, 250.0}  # (1 - 0.2 * 4) / (1 - 0.2) of it between.
+    lengths = np.diff(profile.ends_s, prepend=0)
+    bursts = lengths[profile.levels > 1000]
+    # One of each kind takes a period on average, and its length is exponential.
+    assert len(bursts) == pytest.approx(4000, abs=SIGMAS * 4000**0.5)
+    assert kstest(bursts, "expon", args=(0, 0.2)).pvalue > 0.01
+    assert kstest(lengths[profile.levels < 1000][:-1], "expon", args=(0, 0.8)).pvalue > 0.01
+    assert bursts.sum() / 4000 == pytest.approx(0.2, rel=SIGMAS * (2 / 4000) ** 0.5)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_bursts_leave_the_mean_as_it_was(seconds):
+    """Also in a run that is no longer than one of them: the first phase is as likely a burst as any other."""
+    totals = np.array([bursty("1000", seconds, 10.0, 0.1, 5.0, seed).total for seed in range(4000)])
+    error = totals.std(ddof=1) / len(totals) ** 0.5
+    assert totals.mean() == pytest.approx(1000 * seconds, abs=4 * error)
+
+
+@pytest.mark.parametrize("text", ["500,2000", "100..900"])
+def test_bursts_over_other_levels(text):
+    """In each piece it is the level there, times the one factor or the other."""
+    base = Profile.parse(text, 10)
+    profile = bursty(text, 10, 0.5, 0.3, 2.0, 3)
+    middles = profile.ends_s - np.diff(profile.ends_s, prepend=0) / 2
+    factors = profile.levels / [base.at(time) for time in middles]
+    assert set(np.round(factors, 6)) == {2.0, round((1 - 0.6) / 0.7, 6)}
+    assert profile.seconds == 10
+    again = bursty(text, 10, 0.5, 0.3, 2.0, 3)
+    assert again.levels.tolist() == profile.levels.tolist()
+
+
+# ---- given arrivals
+
+
+@settings(deadline=None)
+@given(st.integers(0, 3 * BLOCK), st.integers(1, 9))
+def test_given_arrivals_are_shared_as_well(count, shares):
+    fixed = Fixed(np.arange(count) * 10, np.arange(count)[::-1], 1.0)
+    parts = [list(fixed.blocks(share, shares)) for share in range(shares)]
+    assert all(0 < len(block.due_ns) <= BLOCK for blocks in parts for block in blocks)
+    for share, blocks in enumerate(parts):
+        mine = gathered(blocks)
+        assert mine.due_ns.tolist() == fixed.due_ns[share::shares].tolist()
+        assert mine.samples.tolist() == fixed.samples[share::shares].tolist()
+
+
+# ---- traces
+
+ENTRIES = [TraceEntry(0.0, 1, 0, ()), TraceEntry(0.5, 4, 2, (("length", 128),)), TraceEntry(2.0, 1, 0, ())]
+
+
+def trace(tmp_path, text, name="trace"):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "time,rows,priority,length\n0,,,\n0.5,4,2,128\n2,1,0,\n",
+        "length,priority,rows,time\n,,,0\n128,2,4,0.5\n,0,1,2\n",  # In any order of columns,
+        "time,rows,priority,length\n12,1,0,\n10,1,0,\n10.5,4,2,128\n",  # of lines, from any time on;
+        "time, rows, priority, length\r\n0, 1, 0,\r\n0.5, 4, 2, 128\r\n2, 1, 0,\r\n",  # of spreadsheets,
+        "\ufefftime,rows,priority,length\n0,,,\n0.5,4,2,128\n2,1,0,\n",
+        "time,rows,priority,length\n\n0,,,\n\n0.5,4,2,128\n2,1,0,\n\n",
+        '{"time": 0}\n{"time": 0.5, "rows": 4, "priority": 2, "length": 128}\n{"time": 2, "rows": 1}\n',
+        '{"time": 12.0}\n\n{"time": 10}\n{"length": 128, "time": 10.5, "rows": 4.0, "priority": 2}',
+    ],
+)
+def test_a_trace(tmp_path, text):
+    assert read_trace(trace(tmp_path, text)) == ENTRIES
+
+
+def test_entries_at_the_same_time_stay_in_order(tmp_path):
+    entries = read_trace(trace(tmp_path, "time,rows\n1,3\n0,9\n1,2\n1,1\n"))
+    assert [entry.rows for entry in entries] == [9, 3, 2, 1]
+
+
+def test_dimensions_are_in_the_order_of_their_names(tmp_path):
+    lines = [json.dumps({"time": 0, "b": 2, "a": 1}), json.dumps({"a": 1, "b": 2, "time": 1})]
+    entries = read_trace(trace(tmp_path, "\n".join(lines)))
+    assert [entry.dims for entry in entries] == [(("a", 1), ("b", 2))] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no entry"),
+        ("\n\n", "has no entry"),
+        ("time,rows\n", "has no entry"),
+        ("rows\n1\n", "line 2: {'rows': '1'} has no time in seconds"),
+        ("time\n1\n\n\nx\n", "line 5: {'time': 'x'} has no time"),
+        ("0.1\n0.2\n", "line 2"),
+        ("time,rows\n0,x\n", "line 2"),
+        ("time,rows\n0,1.5\n", "line 2"),
+        ("time,rows\n0,0\n", "line 2: {'time': '0', 'rows': '0'} is out of range"),
+        ("time,rows\n0,-1\n", "out of range"),
+        ("time\n-1\n", "out of range"),
+        ("time\nnan\n", "out of range"),
+        ("time\ninf\n", "out of range"),
+        ("time\n1e9\n", "out of range"),
+        ("time,length\n0,-3\n", "out of range"),
+        ("time,length\n0,short\n", "no number"),
+        ("time\n0\n1,2,3\n", "line 3"),
+        ('{"time": 0}\n{"time": 1\n', "line 2 is no JSON"),
+        ('{"time": 0}\nnonsense\n', "line 2 is no JSON"),
+        ('{"time": 0}\n[1]\n', "line 2: [1] has no time"),
+        ('{"time": 0}\n7\n', "line 2: 7 has no time"),
+        ('{"time": null}\n', "line 1"),
+        ('{"rows": 1}\n', "line 1"),
+        ('{"time": [0]}\n', "line 1"),
+        ('{"time": 0, "rows": null}\n', "line 1"),
+        ('{"time": 0, "rows": 2.5}\n', "line 1"),
+        ('{"time": 0, "rows": Infinity}\n', "line 1"),
+        ('{"time": 0, "rows": NaN}\n', "line 1"),
+        ('{"time": NaN}\n', "out of range"),
+        ('{"time": 1' + "0" * 400 + "}\n", "line 1"),
+        ('{"time": 0}\n' + "[" * 100_000 + "\n", "line 2"),
+        ('time,length\n0,"' + "1" * 200_000 + '"\n', "line 2"),
+    ],
+)
+def test_what_is_no_trace(tmp_path, text, says):
+    with pytest.raises(OptionsError) as caught:
+        read_trace(trace(tmp_path, text))
+    assert says in str(caught.value)
+    assert str(tmp_path / "trace") in str(caught.value)
+    assert len(str(caught.value)) < len(str(tmp_path)) + 500
+
+
+@pytest.mark.parametrize("what", ["missing", "folder", "binary"])
+def test_a_trace_that_cannot_be_read(tmp_path, what):
+    path = {
+        "missing": lambda: tmp_path / "none.csv",
+        "folder": lambda: tmp_path,
+        "binary": lambda: trace(tmp_path, b"\x80\x81\xff"),
+    }[what]()
+    with pytest.raises(UsageError, match="cannot be read") as caught:
+        read_trace(path)
+    assert str(path) in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_any_file_is_a_trace_or_refused(tmp_path_factory, content):
+    path = trace(tmp_path_factory.getbasetemp(), content)
+    try:
+        entries = read_trace(path)
+    except (OptionsError, UsageError):
+        return
+    assert entries[0].seconds == 0

@@ -1,0 +1,210 @@
+"""``asynctrt load`` without its terminal: flags, files, the gate, exit statuses."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asynctrt.bench import describe_machine
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest import command
+from asynctrt.loadtest.report import Report
+from tests.loadtest import reports
+
+
+@pytest.fixture
+def report():
+    return reports.single()
+
+
+def test_flags_become_a_job(tmp_path):
+    planned = command.plan(
+        "model.onnx",
+        {
+            "rate": "100..200",
+            "max_rows": 8,
+            "timeout": 0.5,
+            "answer_timeout": 3.0,
+            "slo": ["p99<20ms"],
+            "dims": ["length=3"],
+            "sweep": ["rate=10,20.5", "contexts=1:5", "waiting=adaptive,spin"],
+            "json": tmp_path / "a.json",
+        },
+    )
+    job = planned.job
+    assert job.settings.rate == "100..200"
+    assert (job.target.options.max_rows, job.target.options.timeout) == (8, 0.5)
+    assert (job.settings.answer_timeout, job.settings.slo, job.settings.dims) == (
+        3.0,
+        ("p99<20ms",),
+        ("length=3",),
+    )
+    assert job.sweep == {"rate": [10, 20.5], "contexts": [1, 2, 4], "waiting": ["adaptive", "spin"]}
+    assert planned.outputs == [tmp_path / "a.json"]
+
+
+def test_the_demo_is_a_model_and_files():
+    job = command.plan("demo", {}).job
+    assert job.target.where.endswith("model.onnx")
+    assert job.target.options.max_rows == 4
+    assert job.settings.reader == "asynctrt.demo:read_input"
+    assert command.plan("demo", {"max_rows": 2}).job.target.options.max_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"rate": "0"}, "is above 0"),
+        ({"rate": "1e9"}, "at most 100,000,000"),
+        ({"rate": "fast"}, "is no rate"),
+        ({"sweep": ["rate"]}, "says no values"),
+        ({"sweep": ["rate=5:1"]}, "the smaller one first"),
+        ({"sweep": ["rat=1,2"]}, "Did you mean 'rate'"),
+        ({"compare": ["max_rows=1,2"]}, "a comparison is of two"),
+        ({"fail_if": ["p99>+10%"]}, "--baseline"),
+        ({"fail_if": ["p99>1ms"], "sweep": ["rate=1,2"]}, "a sweep has many"),
+        ({"fail_if": ["p98>1ms"]}, "is no figure"),
+        ({"slo": ["p99>20ms"]}, "a target says what is good"),
+    ],
+)
+def test_what_makes_no_sense(given, says):
+    with pytest.raises(OptionsError, match=says):
+        command.plan("model.onnx", given)
+
+
+def test_an_engines_options_are_a_servers_own():
+    with pytest.raises(OptionsError, match="max_rows: that is the server's"):
+        command.plan("http://127.0.0.1:1/v2/models/x", {"max_rows": 4})
+
+
+@pytest.mark.parametrize("name", ["json", "report", "png"])
+def test_a_file_that_cannot_be_written_is_said_before_the_test(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        command.plan("model.onnx", {name: tmp_path / "file" / "below"})
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UsageError, match="is a folder"):
+        command.plan("model.onnx", {"json": tmp_path / "folder.json"})
+
+
+def test_everything_is_written(report, tmp_path):
+    given = {"json": tmp_path / "new" / "a.json", "report": tmp_path / "a.html", "png": tmp_path / "plots"}
+    planned = command.plan("model.onnx", given)
+    written = command.write(planned, report)
+    assert {path.name for path in written} >= {"a.json", "a.html", "latency.png"}
+    assert all(path.stat().st_size for path in written)
+    assert json.loads((tmp_path / "new" / "a.json").read_text()) == json.loads(json.dumps(report.as_json()))
+
+
+def test_one_file_that_fails_does_not_cost_the_others(report, tmp_path, monkeypatch):
+    planned = command.plan("model.onnx", {"json": tmp_path / "a.json", "report": tmp_path / "a.html"})
+    whole = command.write_whole
+
+    def full(path, content):
+        if path.suffix == ".json":
+            raise UsageError(f"{str(path)!r} cannot be written: No space left on device")
+        whole(path, content)
+
+    monkeypatch.setattr(command, "write_whole", full)
+    with pytest.raises(UsageError, match=r"No space left on device. Written: .*a\.html"):
+        command.write(planned, report)
+    assert (tmp_path / "a.html").exists()
+
+
+def saved(report, path, **changes):
+    content = report.as_json() | changes
+    path.write_text(json.dumps(content))
+    return path
+
+
+def gated(report, baseline, *fail_if, **given):
+    return command.plan("model.onnx", {"fail_if": list(fail_if), "baseline": baseline, **given})
+
+
+def test_the_gate(report, tmp_path):
+    """Against itself nothing has changed; against twice its speed it has."""
+    same = saved(report, tmp_path / "same.json")
+    assert command.gate(gated(report, same, "p99>+10%", "throughput<-1%"), report) == []
+    faster = replace(
+        report.runs[0], latency={name: value / 2 for name, value in report.runs[0].latency.items()}
+    )
+    before = saved(replace(report, runs=(faster,)), tmp_path / "fast.json")
+    (why,) = command.gate(gated(report, before, "p99>+10%", "throughput<-1%"), report)
+    assert why.startswith("p99>+10%: p99 is ")
+    assert "in the baseline" in why
+
+
+def test_a_comparison_is_its_own_baseline():
+    report = reports.compare(pairs=3)
+    a, b = (np.mean([run.latency["p50"] for run in report.runs[start::2]]) for start in (0, 1))
+    sign, change = (">", b / a - 1 - 0.01) if b > a else ("<", b / a - 1 + 0.01)
+    planned = command.plan("m.onnx", {"compare": ["max_rows=4"], "fail_if": [f"p50{sign}{change:+.0%}"]})
+    (why,) = command.gate(planned, report)
+    assert f"p50 is {b:,.6g}, against {a:,.6g}" in why
+
+
+def test_of_a_search_the_rate_that_was_found_is_judged():
+    report = reports.search()
+    planned = command.plan("m.onnx", {"search": True, "slo": ["p99<20ms"], "fail_if": ["errors>100%"]})
+    assert command.gate(planned, report) == []
+
+
+def test_a_figure_that_is_missing_fails_the_gate(report, tmp_path):
+    without = replace(report.runs[0], latency={"mean": 1.0, "max": 2.0})
+    (why,) = command.gate(gated(report, None, "p99>20ms"), replace(report, runs=(without,)))
+    assert why == "p99>20ms: this run has no p99, so it cannot be told"
+    before = saved(replace(report, runs=(without,)), tmp_path / "before.json")
+    (why,) = command.gate(gated(report, before, "p99>+5%"), report)
+    assert "the baseline has no p99" in why
+
+
+def test_a_baseline_of_another_machine_is_refused(report, tmp_path):
+    machine = dict(report.machine)
+    here = {**machine, "cpu": "another CPU"}
+    planned = gated(report, saved(report, tmp_path / "a.json"), rate=report.settings["rate"])
+    with pytest.raises(UsageError, match=r"from another machine \(cpu: .* there, another CPU here\)"):
+        command.check_baseline(planned, here, any_machine=False)
+    command.check_baseline(planned, here, any_machine=True)
+    command.check_baseline(planned, machine, any_machine=False)
+
+
+def test_a_baseline_of_another_test_is_refused(report, tmp_path):
+    path = saved(report, tmp_path / "a.json")
+    with pytest.raises(UsageError, match="of another test: rate is"):
+        command.check_baseline(gated(report, path, rate="7"), report.machine, any_machine=False)
+    path = saved(report, tmp_path / "b.json", complete=False)
+    with pytest.raises(UsageError, match="was interrupted"):
+        planned = gated(report, path, rate=report.settings["rate"])
+        command.check_baseline(planned, report.machine, any_machine=False)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format": 1, "runs": []}', '{"format": 99, "runs": [1]}']
+)
+def test_something_that_is_no_baseline(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UsageError, match=r"a\.json"):
+        command.read_report(tmp_path / "a.json")
+    with pytest.raises(UsageError, match=r"b\.json.*cannot be read"):
+        command.read_report(tmp_path / "b.json")
+
+
+def test_exit_statuses(report):
+    good = replace(report.runs[0], void=(), slo={"p99<1s": True}, scenario=None)
+
+    def status(failed=(), kind="run", **changes):
+        made: Report = replace(report, kind=kind, runs=(replace(good, **changes),), search=None)
+        return command.exit_status(made, failed)
+
+    assert status() == 0
+    assert status(["p99>1ms: it is"]) == 3
+    assert status(slo={"p99<1s": False}) == 3
+    assert status(slo={"p99<1s": False}, kind="sweep") == 0
+    assert status(void=("late",)) == 4
+    assert status(scenario={"name": "server", "valid": False, "why": ["short"]}) == 4
+    assert status(scenario={"name": "server", "valid": True, "why": []}) == 0
+
+
+def test_the_machine_of_a_report_is_this_one():
+    assert {"cpu", "cores", "system", "versions"} <= describe_machine().keys()

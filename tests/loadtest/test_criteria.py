@@ -1,0 +1,209 @@
+"""What a run is held to: what each text says, which texts say nothing, and what is compared with what."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from asynctrt.errors import OptionsError
+from asynctrt.loadtest.criteria import (
+    FIGURES,
+    LATENCIES,
+    UNITS_MS,
+    Criterion,
+    failures,
+    latency_target_ms,
+    parse_slo,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "figure", "sign", "limit", "is_relative"),
+    [
+        ("p99<20ms", "p99", "<", 20, False),
+        ("p99.9<2s", "p99.9", "<", 2000, False),
+        ("p99.99<1.5ms", "p99.99", "<", 1.5, False),
+        ("p50<250us", "p50", "<", 0.25, False),
+        ("p50<250µs", "p50", "<", 0.25, False),
+        ("mean>7ms", "mean", ">", 7, False),
+        ("max<1s", "max", "<", 1000, False),
+        (" p99 < 20 ms ", "p99", "<", 20, False),
+        ("errors<0.1%", "errors", "<", 0.001, False),
+        ("errors<0.1", "errors", "<", 0.1, False),
+        ("throughput>1000", "throughput", ">", 1000, False),
+        ("goodput<12.5", "goodput", "<", 12.5, False),
+        ("p99>+10%", "p99", ">", 0.1, True),
+        ("throughput<-5%", "throughput", "<", -0.05, True),
+        ("errors>+0%", "errors", ">", 0, True),
+    ],
+)
+def test_what_a_text_says(text, figure, sign, limit, is_relative):
+    made = Criterion.parse(text)
+    assert (made.figure, made.sign, made.is_relative) == (figure, sign, is_relative)
+    assert made.limit == pytest.approx(limit, rel=1e-12)
+    assert str(made) == text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is no criterion"),
+        ("p99", "is no criterion"),
+        ("p99=20ms", "is no criterion"),
+        ("p99<=20ms", "is no criterion"),
+        ("p99<ms", "is no criterion"),
+        ("p99<nan", "is no criterion"),
+        ("p99<-", "is no criterion"),
+        ("p99<1e3ms", "is no criterion"),
+        ("p99<20ms errors<1%", "is no criterion"),
+        ("P99<20ms", "is no criterion"),
+        ("p98<20ms", "'p98' is no figure. There are: p50, p90"),
+        ("latency<20ms", "'latency' is no figure"),
+        ("p99<20", "a latency has a unit: us, µs, ms, s"),
+        ("p99<20m", "a latency has a unit"),
+        ("p99<20%", "a latency has a unit"),
+        ("throughput>1000ms", "throughput has no unit 'ms'"),
+        ("throughput>10%", "throughput has no unit '%'"),
+        ("errors<5ms", "errors has no unit 'ms'"),
+        ("p99>+10", "is in percent, as in p99>+10%"),
+        ("p99>-10ms", "is in percent"),
+    ],
+)
+def test_what_is_no_criterion(text, says):
+    with pytest.raises(OptionsError) as caught:
+        Criterion.parse(text)
+    assert says in str(caught.value)
+    assert repr(text) in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=20))
+def test_any_text_is_a_criterion_or_refused(text):
+    try:
+        made = Criterion.parse(text)
+    except OptionsError:
+        return
+    assert made.figure in FIGURES
+    assert not math.isnan(made.limit)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(LATENCIES),
+    st.sampled_from("<>"),
+    st.integers(0, 10**9),
+    st.sampled_from(sorted(UNITS_MS)),
+)
+def test_every_latency_in_every_unit(figure, sign, number, unit):
+    scale = {"us": 1e-3, "µs": 1e-3, "ms": 1, "s": 1000}[unit]
+    made = Criterion.parse(f"{figure}{sign}{number}{unit}")
+    assert made.limit == pytest.approx(number * scale, rel=1e-12)
+    assert made.compare(number * scale * 2 + 1) is (sign == ">")
+    assert made.compare(number * scale / 2 - 1) is (sign == "<")
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "baseline", "is_true"),
+    [
+        ("p99<20ms", 19.999, None, True),
+        ("p99<20ms", 20.0, None, False),
+        ("p99>20ms", 20.0, None, False),
+        ("p99>20ms", 20.001, None, True),
+        ("errors<1%", 0.0, None, True),
+        ("errors<0%", 0.0, None, False),
+        ("p99>+10%", 11.1, 10.0, True),
+        ("p99>+10%", 10.9, 10.0, False),
+        ("p99>+10%", 9.0, 10.0, False),
+        ("throughput<-5%", 94.0, 100.0, True),
+        ("throughput<-5%", 96.0, 100.0, False),
+        ("throughput<-5%", 120.0, 100.0, False),
+        ("errors>+10%", 0.0, 0.0, False),  # Nothing has changed, though there is no share of nothing.
+        ("errors>+10%", 0.001, 0.0, True),
+        ("errors>+0%", 0.0, 0.0, False),
+    ],
+)
+def test_what_is_compared_with_what(text, value, baseline, is_true):
+    assert Criterion.parse(text).compare(value, baseline) is is_true
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 10**9), st.integers(0, 1000))
+def test_a_change_is_relative_to_the_baseline(value, baseline, percent):
+    """Whatever the unit of both: exactly, in whole numbers."""
+    change, limit = (value - baseline) * 100, percent * baseline
+    assume(abs(change - limit) > limit * 1e-9)
+    assert Criterion.parse(f"p99>+{percent}%").compare(value, baseline) is (change > limit)
+    assert Criterion.parse(f"p99<+{percent}%").compare(value, baseline) is (change < limit)
+
+
+def test_several_targets_in_one_text_or_in_many():
+    together = parse_slo(["p99<20ms, errors<1%", "throughput>100"])
+    assert together == parse_slo(["p99<20ms", "errors<1%", "throughput>100"])
+    assert [str(item) for item in together] == ["p99<20ms", "errors<1%", "throughput>100"]
+    assert parse_slo([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("p99<+10%", "a target is a value"),
+        ("throughput>-10%", "a target is a value"),
+        ("p99>20ms", "says what is good"),
+        ("errors>1%", "says what is good"),
+        ("throughput<100", "says what is good"),
+        ("goodput<100", "says what is good"),
+        ("p99<20ms,", "is no criterion"),
+    ],
+)
+def test_what_is_no_target(text, says):
+    with pytest.raises(OptionsError, match=says):
+        parse_slo([text])
+
+
+@pytest.mark.parametrize(
+    ("slo", "limit_ms"),
+    [
+        ((), None),
+        (("errors<1%", "throughput>5"), None),
+        (("mean<5ms",), None),  # A mean bounds no single answer.
+        (("p99<20ms",), 20),
+        (("p50<5ms,p99<20ms",), 20),
+        (("p99<20ms", "max<1s"), 1000),
+    ],
+)
+def test_the_time_within_which_an_answer_is_good(slo, limit_ms):
+    assert latency_target_ms(parse_slo(slo)) == limit_ms
+
+
+FIGURES_NOW = {"p99": 22.0, "throughput": 900.0, "errors": 0.0, "goodput": None}
+FIGURES_BEFORE = {"p99": 20.0, "throughput": 1000.0, "errors": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "baseline", "says"),
+    [
+        ("p99>25ms", None, None),
+        ("p99>20ms", None, "p99>20ms: p99 is 22"),
+        ("throughput<1000", None, "throughput<1000: throughput is 900"),
+        ("p99>+11%", FIGURES_BEFORE, None),
+        ("p99>+9%", FIGURES_BEFORE, "p99>+9%: p99 is 22, against 20 in the baseline"),
+        ("throughput<-5%", FIGURES_BEFORE, "throughput<-5%: throughput is 900, against 1,000 in the"),
+        ("errors>+0%", FIGURES_BEFORE, None),
+        ("p99.99>1s", None, "this run has no p99.99"),
+        ("goodput<1", None, "this run has no goodput"),
+        ("p99>+10%", None, "the baseline has no p99"),
+        ("mean>+10%", FIGURES_BEFORE, "this run has no mean"),
+        ("goodput<-1%", {}, "this run has no goodput"),
+    ],
+)
+def test_what_fails_says_so_with_its_values(text, baseline, says):
+    found = failures([Criterion.parse(text)], FIGURES_NOW, baseline)
+    assert len(found) == (says is not None)
+    assert not found or says in found[0]
+
+
+def test_all_failures_are_told_in_their_order():
+    criteria = [Criterion.parse(text) for text in ("p99>1ms", "errors>1%", "throughput<901")]
+    found = failures(criteria, FIGURES_NOW, None)
+    assert [line.partition(":")[0] for line in found] == ["p99>1ms", "throughput<901"]

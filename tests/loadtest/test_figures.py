@@ -1,0 +1,251 @@
+"""From counts to figures: what is given, what is missing, what is void."""
+
+import json
+
+import numpy as np
+import pytest
+
+from asynctrt.loadtest import figures
+from asynctrt.loadtest.criteria import parse_slo
+from asynctrt.loadtest.figures import Counted, held, latencies, make_run, narrowness
+from asynctrt.loadtest.histogram import Counts
+from asynctrt.loadtest.plans import make_plan
+from asynctrt.loadtest.recorder import ErrorCount, Window
+from asynctrt.loadtest.report import Resources
+from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import BatchCounters
+from asynctrt.statistics import BatchTrace
+from tests.loadtest.support import sample
+
+MS = 1_000_000
+
+
+def counts(values_ms):
+    made = Counts()
+    made.add((np.asarray(values_ms, np.float64) * MS).astype(np.int64))
+    return made
+
+
+def window(latency_ms, *, late_ms=0.001, errors=0, sent=None, uncorrected_ms=None):
+    latency = counts(latency_ms)
+    sent = len(latency_ms) + errors if sent is None else sent
+    return Window(
+        sent=sent,
+        completed=len(latency_ms),
+        latency=latency,
+        uncorrected=counts(latency_ms if uncorrected_ms is None else uncorrected_ms),
+        lateness=counts([late_ms] * sent),
+        errors={"Odd": ErrorCount(errors, "said so")} if errors else {},
+    )
+
+
+def run_of(windows, *, is_server=True, outcome=None, is_enough=False, **settings):
+    settings = LoadSettings(**{"rate": 100, "seconds": 10.0, "warmup": 0.0} | settings)
+    plan = make_plan(settings, [sample()], 256)
+    outcome = outcome or Outcome(
+        cpu_ns=1, elapsed_ns=10_050 * MS, stopped_ns=10_050 * MS, last_done_ns=10_000 * MS, exhausted=True
+    )
+    counted = Counted(windows, [outcome], Resources(), is_server, is_enough)
+    return make_run(settings, plan, counted, label="a run", parameters={})
+
+
+def test_throughput_is_of_answers_that_came_while_it_was_measured():
+    """40 windows of a quarter of a second; what came after them, or in the warm-up, does not count."""
+    windows = {number: window([5.0] * 25) for number in range(-1, 44)}
+    run = run_of(windows)
+    assert run.seconds == 10.0
+    assert run.throughput == run.offered == 100.0
+    assert run.requests == run.answered == 1000
+    assert run.complete
+    assert not run.void
+    assert run.latency["p50"] == pytest.approx(5.0, rel=1e-3)
+    assert run.latency["mean"] == pytest.approx(5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (1, set()),
+        (5, {"p50"}),
+        (298, {"p50", "p90", "p95"}),
+        (299, {"p50", "p90", "p95", "p99"}),
+        (2995, {"p50", "p90", "p95", "p99", "p99.9"}),
+        (29_956, {"p50", "p90", "p95", "p99", "p99.9", "p99.99"}),
+    ],
+)
+def test_a_percentile_of_too_few_is_missing(count, names):
+    found = latencies(counts([1.0] * count))
+    assert set(found) == names | {"mean", "max"}
+
+
+def test_nothing_at_all_has_no_figures():
+    assert latencies(Counts()) == {}
+    run = run_of({0: window([], errors=3)}, slo="p99<1s,errors<100%")
+    assert run.latency == run.uncorrected == {}
+    assert run.error_share == 1.0
+    assert run.slo == {"p99<1s": False, "errors<100%": False}
+    assert run.throughput_interval.mean == 0
+    assert json.dumps(run.errors["Odd"].example) == '"said so"'
+
+
+def test_a_request_that_failed_took_for_ever():
+    """Of 1,000, 985 are fast and 15 fail: p99 is not held, though p99 of the answers is 1 ms."""
+    whole = window([1.0] * 985, errors=15)
+    slo = parse_slo(["p99<2ms", "p90<2ms", "max<2ms", "mean<2ms", "errors<2%", "errors<1%", "throughput>90"])
+    assert held(slo, whole, 100.0, None) == {
+        "p99<2ms": False,
+        "p90<2ms": True,
+        "max<2ms": False,
+        "mean<2ms": False,
+        "errors<2%": True,
+        "errors<1%": False,
+        "throughput>90": True,
+    }
+
+
+def test_goodput_is_of_answers_within_the_target():
+    run = run_of({number: window([5.0] * 20 + [50.0] * 5) for number in range(40)}, slo="p99<20ms")
+    assert run.goodput == 80.0
+    assert run.slo == {"p99<20ms": False}
+    assert not run.holds
+
+
+def test_a_generator_that_is_late_makes_a_server_run_void():
+    windows = {number: window([5.0] * 25, late_ms=1.0) for number in range(40)}
+    (why,) = run_of(windows).void
+    assert "the generator's lateness" in why
+    # In its own process the engine holds the loop up, as it would hold an application's.
+    assert not run_of(windows, is_server=False).void
+
+
+def test_a_tail_that_is_the_generators_makes_a_run_void():
+    windows = {number: window([5.0] * 980 + [200.0] * 20, late_ms=0.01) for number in range(40)}
+    for item in windows.values():
+        item.lateness = counts([0.01] * 985 + [150.0] * 15)
+        item.lateness.total_ns = len(item.lateness) * 10_000  # The mean alone would not show it.
+    (why,) = run_of(windows).void
+    assert "p99" in why
+
+
+def test_a_lateness_that_matters_to_nobody_is_none():
+    windows = {number: window([0.05] * 25, late_ms=0.09) for number in range(40)}
+    assert not run_of(windows).void
+
+
+def test_a_generator_that_gave_up_is_void():
+    outcome = Outcome(elapsed_ns=3000 * MS, stopped_ns=3000 * MS, is_overwhelmed=True)
+    run = run_of({number: window([5.0] * 25) for number in range(12)}, outcome=outcome)
+    assert "fell seconds behind" in run.void[0]
+    assert not run.complete
+    assert run.seconds == 3.0
+
+
+def test_callers_that_use_a_whole_core_are_void():
+    outcome = Outcome(
+        cpu_ns=9_990 * MS, elapsed_ns=10_000 * MS, stopped_ns=10_000 * MS, last_done_ns=1, exhausted=True
+    )
+    windows = {number: window([5.0] * 25) for number in range(40)}
+    settings = {"rate": None, "callers": 4}
+    (why,) = run_of(windows, outcome=outcome, **settings).void
+    assert "more processes" in why
+    assert not run_of(windows, outcome=outcome, is_server=False, **settings).void
+
+
+def test_nothing_due_is_void():
+    assert "nothing was due" in run_of({}).void[0]
+
+
+def test_a_run_that_was_stopped_is_of_the_windows_that_were_whole():
+    outcome = Outcome(elapsed_ns=2900 * MS, stopped_ns=2600 * MS, last_done_ns=2500 * MS)
+    windows = {number: window([5.0] * 25) for number in range(11)}
+    run = run_of(windows, outcome=outcome)
+    assert not run.complete
+    assert run.seconds == 2.5
+    assert run.throughput == 100.0
+    assert run_of(windows, outcome=outcome, is_enough=True).complete
+
+
+def test_a_run_that_was_stopped_before_anything_was_measured_is_none():
+    outcome = Outcome(elapsed_ns=700 * MS, stopped_ns=200 * MS)
+    assert run_of({0: window([5.0])}, outcome=outcome) is None
+
+
+def test_a_run_of_so_many_requests_ends_with_the_last_answer():
+    outcome = Outcome(elapsed_ns=620 * MS, stopped_ns=620 * MS, last_done_ns=500 * MS, exhausted=True)
+    run = run_of({0: window([5.0] * 25), 1: window([5.0] * 25)}, outcome=outcome, requests=50)
+    assert run.seconds == 0.5
+    assert run.throughput == 100.0
+
+
+def test_the_unanswered_are_neither_answers_nor_errors():
+    run = run_of({number: window([5.0] * 20, errors=2, sent=25) for number in range(40)})
+    assert (run.answered, run.unanswered, run.error_share) == (800, 120, pytest.approx(80 / 880))
+
+
+def test_a_drift_at_the_beginning_is_said_but_not_left_out():
+    windows = {number: window([50.0 if number < 8 else 5.0 + number % 3] * 25) for number in range(40)}
+    run = run_of(windows)
+    assert run.steady_from_s == 2.0
+    assert "a longer warm-up" in run.notes[0]
+    assert run.latency["max"] == pytest.approx(50.0, rel=1e-3)
+
+
+def test_a_load_that_changes_is_not_called_unsteady():
+    windows = {number: window([float(number + 1)] * 25) for number in range(40)}
+    run = run_of(windows, rate="10..200")
+    assert run.steady_from_s is None
+    assert run.notes == ()
+    assert run.throughput_interval is None
+
+
+def test_intervals_are_wide_for_few_and_narrow_for_even_windows():
+    rng = np.random.default_rng(0)
+    rough = {number: window(rng.exponential(5.0, rng.integers(5, 60)).tolist()) for number in range(40)}
+    even = {number: window([5.0, 6.0] * 12 + [5.0]) for number in range(40)}
+    assert run_of(rough).throughput_interval.half_width > 0.05
+    assert run_of(even).throughput_interval.half_width < 0.001
+    assert narrowness(rough, 0.25) > 0.05 > narrowness(even, 0.25)
+    assert narrowness({0: even[0]}, 0.25) is None
+
+
+def test_moments_are_at_most_so_many_and_add_up():
+    windows = {number: window([5.0] * 25) for number in range(400)}
+    outcome = Outcome(cpu_ns=1, elapsed_ns=100_050 * MS, last_done_ns=1, exhausted=True)
+    run = run_of(windows, seconds=100.0, outcome=outcome)
+    assert len(run.moments) <= figures.MOMENTS_MAX
+    assert sum(moment.seconds for moment in run.moments) == pytest.approx(100.0)
+    assert sum(moment.throughput * moment.seconds for moment in run.moments) == pytest.approx(10_000)
+
+
+def test_batches_and_their_timeline():
+    counters = BatchCounters(100, 200, 50, 100 * MS, 200 * MS, 300 * MS, 400 * MS, {4: 50})
+    trace = tuple(
+        BatchTrace(
+            number % 2, None, 4, 2, 10**12 + number * MS, MS // 10, MS, MS // 10, 10**12 + (number + 2) * MS
+        )
+        for number in range(500)
+    )
+    outcome = Outcome(
+        elapsed_ns=10_000 * MS, last_done_ns=1, exhausted=True, cpu_ns=1, batches=counters, trace=trace
+    )
+    run = run_of({0: window([5.0])}, outcome=outcome)
+    assert run.batches.mean_rows == 4.0
+    assert (run.batches.queue, run.batches.copy_in, run.batches.compute, run.batches.copy_out) == (1, 2, 3, 4)
+    assert len(run.timeline) == figures.BARS_MAX
+    first = run.timeline[0]
+    assert (first.begin, first.context, first.rows) == (0.0, 0, 4)
+    assert all(bar.begin <= bar.copied_in <= bar.started <= bar.computed <= bar.end for bar in run.timeline)
+    assert first.end == pytest.approx(2.0)
+    assert first.computed - first.started == pytest.approx(1.0)  # The rest of the time it waited.
+
+
+def test_a_target_that_tells_nothing_has_no_batches():
+    assert run_of({0: window([5.0])}).batches is None
+
+
+def test_the_histogram_is_of_all_answers():
+    run = run_of({number: window([float(number + 1)] * 25) for number in range(40)})
+    again = Counts.decode(run.histogram)
+    assert len(again) == run.answered
+    assert again.percentile(50) / MS == run.latency["p50"]

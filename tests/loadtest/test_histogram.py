@@ -1,0 +1,228 @@
+"""The counts against the HDR library's own histogram, and against a sorted list of the same values."""
+
+import base64
+import bisect
+import math
+import pickle
+import zlib
+
+import numpy as np
+import pytest
+from hdrh.histogram import HdrHistogram
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynctrt.loadtest.histogram import DIGITS, LARGEST_NS, LOOSE_MAX, Counts, merged
+
+PRECISION = 10.0**-DIGITS
+PERCENTS = (50, 90, 95, 99, 99.9, 99.99, 100)
+
+edges = st.integers(0, 46).flatmap(lambda bits: st.integers(-2, 2).map(lambda off: max(0, 2**bits + off)))
+values_ns = st.one_of(
+    st.integers(0, 5000), edges, st.integers(0, 10**9), st.integers(0, LARGEST_NS), st.just(LARGEST_NS)
+)
+lists_ns = st.lists(values_ns, max_size=200)
+
+
+def counted(*values):
+    counts = Counts()
+    counts.add(np.array(values, np.int64))
+    return counts
+
+
+def recorded(values):
+    """What the library makes of the values one by one."""
+    made = HdrHistogram(1, LARGEST_NS, DIGITS)
+    for value in values:
+        assert made.record_value(value)
+    return made
+
+
+def as_dict(counts):
+    values, numbers = counts.items()
+    return dict(zip(values.tolist(), numbers.tolist(), strict=True))
+
+
+def nonzero(library):
+    """The lowest value of each bucket that has some, and how many."""
+    places = np.flatnonzero(np.array(library.counts)).tolist()
+    return {library.get_value_from_index(place): library.counts[place] for place in places}
+
+
+@settings(max_examples=40, deadline=None)
+@given(lists_ns)
+def test_every_bucket_is_the_librarys(values):
+    library = recorded(values)
+    counts = counted(*values)
+    assert as_dict(counts) == nonzero(library)
+    assert list(counts.histogram().counts) == list(library.counts)
+    assert counts.histogram().get_total_count() == library.get_total_count() == len(counts) == len(values)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(values_ns, min_size=1, max_size=200))
+def test_percentiles_are_the_librarys(values):
+    """To 3 digits, at the same rank: the library rounds the rank, and this one takes it up.
+
+    The library gives the highest value of a bucket, and this one the middle.
+    """
+    library, counts = recorded(values), counted(*values)
+    for percent in PERCENTS:
+        theirs = library.get_value_at_percentile(percent)
+        ours = counts.nth(library.get_target_count_at_percentile(percent))
+        assert ours <= theirs <= ours * (1 + PRECISION)
+        assert counts.percentile(percent) >= theirs * (1 - PRECISION)
+
+
+def test_with_many_values_the_percentiles_are_the_librarys():
+    """10,000 of them, so that every rank is whole and there is nothing to round."""
+    values = np.random.default_rng(1).lognormal(14, 1.5, 10_000).astype(np.int64)
+    library, counts = recorded(values.tolist()), counted(*values)
+    for percent in PERCENTS:
+        assert counts.percentile(percent) == pytest.approx(library.get_value_at_percentile(percent), rel=1e-3)
+    assert counts.total_ns / len(counts) == pytest.approx(library.get_mean_value(), rel=1e-3)
+
+
+@settings(deadline=None)
+@given(st.lists(values_ns, min_size=1, max_size=300))
+def test_percentiles_are_those_of_a_sorted_list(values):
+    counts, in_order = counted(*values), sorted(values)
+    for percent in PERCENTS:
+        rank = math.ceil(round(len(values) * percent * 100) / 10_000)
+        assert counts.percentile(percent) == counts.nth(rank)
+        assert counts.nth(rank) == pytest.approx(in_order[rank - 1], rel=PRECISION / 2)
+
+
+@settings(deadline=None)
+@given(st.lists(values_ns, min_size=1, max_size=100), st.data())
+def test_every_rank_is_that_of_a_sorted_list(values, data):
+    counts, in_order = counted(*values), sorted(values)
+    rank = data.draw(st.integers(1, len(values)))
+    assert counts.nth(rank) == pytest.approx(in_order[rank - 1], rel=PRECISION / 2)
+    assert counts.nth(1) <= counts.nth(rank) <= counts.nth(len(values))
+
+
+@settings(deadline=None)
+@given(lists_ns, values_ns)
+def test_how_many_are_within_a_limit(values, limit):
+    """Exact for what is further away from the limit than the precision."""
+    found, in_order = counted(*values).within(limit), sorted(values)
+    assert bisect.bisect_right(in_order, limit) <= found
+    assert found <= bisect.bisect_right(in_order, limit * (1 + PRECISION) + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("value", "kept", "shown"),
+    [
+        (0, 0, 0),
+        (1, 1, 1),
+        (2047, 2047, 2047),  # Up to here every value has a bucket of its own.
+        (2048, 2048, 2049),
+        (2049, 2048, 2049),
+        (4095, 4094, 4095),
+        (4096, 4096, 4098),
+        (4099, 4096, 4098),
+        (1_000_000, 999_936, 1_000_192),
+        (-1, 0, 0),
+        (-(2**62), 0, 0),
+        (LARGEST_NS + 1, 86_380_382_257_152, 86_414_741_995_520),
+        (2**62, 86_380_382_257_152, 86_414_741_995_520),
+    ],
+)
+def test_what_is_kept_of_a_value(value, kept, shown):
+    counts = counted(value)
+    assert as_dict(counts) == {kept: 1}
+    assert counts.nth(1) == counts.percentile(100) == shown
+    assert counts.total_ns == value
+
+
+def test_nothing():
+    counts = Counts()
+    counts.add(np.zeros(0, np.int64))
+    for empty in (Counts(), counts, merged([]), Counts.decode(Counts().encoded())):
+        assert len(empty) == 0
+        assert as_dict(empty) == {}
+        assert empty.percentile(50) is None
+        assert empty.within(1e9) == 0
+        assert empty.total_ns == 0
+
+
+@settings(deadline=None)
+@given(st.lists(lists_ns.map(lambda values: values[:30]), max_size=8), st.randoms())
+def test_adding_up_is_exact_in_any_order(parts, random):
+    """However the values are spread over counts, and in whatever order these are merged."""
+    all_at_once = counted(*[value for part in parts for value in part])
+    shuffled = [counted(*part) for part in parts]
+    random.shuffle(shuffled)
+    pairs = [merged(shuffled[start : start + 2]) for start in range(0, len(shuffled), 2)]
+    one_by_one = Counts()
+    for part in parts:
+        for value in part:
+            one_by_one.add(np.array([value], np.int64))
+    for made in (merged(shuffled), merged(pairs), one_by_one):
+        assert as_dict(made) == as_dict(all_at_once)
+        assert made.total_ns == all_at_once.total_ns
+        assert len(made) == len(all_at_once)
+
+
+def test_many_values_take_little_room():
+    """No more than those that are kept as they came, and those that are different."""
+    counts, block = Counts(), np.arange(5000, dtype=np.int64)
+    for _ in range(5 * LOOSE_MAX // len(block)):
+        counts.add(block)
+    assert len(counts) > 4 * LOOSE_MAX
+    assert len(pickle.dumps(counts)) < 4 * LOOSE_MAX + 16 * len(block)
+
+
+def test_merging_leaves_the_other_as_it_was():
+    one, other = counted(1, 2), counted(2, 3)
+    one.merge(other)
+    one.add(np.array([9], np.int64))
+    assert as_dict(other) == {2: 1, 3: 1}
+    assert as_dict(one) == {1: 1, 2: 2, 3: 1, 9: 1}
+
+
+def test_from_process_to_process():
+    counts = counted(1, 5_000_000, 5_000_000)
+    again = pickle.loads(pickle.dumps(counts))
+    assert as_dict(again) == as_dict(counts)
+    assert (again.total_ns, len(again), repr(again)) == (counts.total_ns, 3, "<Counts 3 values>")
+
+
+@settings(max_examples=30, deadline=None)
+@given(lists_ns)
+def test_the_exchange_format_and_back(values):
+    counts = counted(*values)
+    text = counts.encoded()
+    again = Counts.decode(text)
+    assert as_dict(again) == as_dict(counts)
+    assert again.total_ns == pytest.approx(counts.total_ns, rel=PRECISION / 2)
+    assert nonzero(HdrHistogram.decode(text)) == as_dict(counts)
+
+
+def test_counts_that_were_decoded_add_up_with_others():
+    """Even those of another tool, that has more digits than are kept here."""
+    other = HdrHistogram(1, 10**9, 4)
+    values = [1, 2_500, 1_234_567, 1_234_999, 98_765_432]
+    for value in values:
+        other.record_value(value)
+    counts = Counts.decode(other.encode().decode())
+    counts.merge(counted(*values))
+    assert as_dict(counts) == {value: 2 * number for value, number in as_dict(counted(*values)).items()}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no histogram",
+        "AAAA",
+        base64.b64encode(zlib.compress(b"nothing")).decode(),
+        counted(1, 2, 3).encoded()[:-9],
+        counted(1, 2, 3).encoded()[5:],
+        "\u00e4",
+    ],
+)
+def test_what_is_no_histogram(text):
+    with pytest.raises(ValueError, match="no HDR histogram"):
+        Counts.decode(text)

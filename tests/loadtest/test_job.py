@@ -1,0 +1,163 @@
+"""Whole load tests: repetitions, sweeps, searches, comparisons, against targets of known behaviour."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from asynctrt import clock, loadtest
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.job import Job, carry_out, make_report
+from asynctrt.loadtest.session import Session
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import TargetSpec
+from tests.helpers import WAIT_S, until
+from tests.loadtest.support import SPEC, Target, at_once
+from tests.models import double_onnx
+
+pytestmark = pytest.mark.anyio
+
+QUICK = {"seconds": 0.25, "warmup": 0.0}
+
+
+class Busy(Target):
+    """Refuses what comes faster than ``capacity`` a second."""
+
+    def __init__(self, capacity):
+        super().__init__()
+        self.gap_ns = 1e9 / capacity
+        self.free_ns = 0
+
+    def start(self, prepared):
+        now_ns = clock.now_ns()
+        self.free_ns = max(self.free_ns, now_ns) + self.gap_ns
+        future = self.loop.create_future()
+        if self.free_ns - now_ns > 20 * self.gap_ns:
+            self.free_ns -= self.gap_ns
+            future.set_exception(OSError("too busy"))
+        else:
+            future.set_result({})
+        return future
+
+
+async def test_repetitions_give_intervals():
+    report = await loadtest.run(Target(at_once), rate=400, repeats=3, **QUICK)
+    assert report.kind == "repeats"
+    assert len(report.runs) == 3
+    made = report.intervals["throughput"]
+    values = [run.throughput for run in report.runs]
+    assert made.count == 3
+    assert made.mean == pytest.approx(np.mean(values))
+    assert made.low <= min(values)
+    assert report.figure("throughput") == pytest.approx(np.mean(values))
+
+
+async def test_a_sweep_is_every_combination(tmp_path):
+    path = double_onnx(tmp_path / "double.onnx")
+    report = await loadtest.run(path, sweep={"callers": [1, 2], "max_rows": [1, 4]}, **QUICK)
+    assert report.kind == "sweep"
+    assert [dict(run.parameters) for run in report.runs] == [
+        {"callers": 1, "max_rows": 1},
+        {"callers": 1, "max_rows": 4},
+        {"callers": 2, "max_rows": 1},
+        {"callers": 2, "max_rows": 4},
+    ]
+    assert max(report.runs[2].batches.by_rows) == 1
+    assert report.intervals == {}
+
+
+async def test_a_comparison_takes_turns(tmp_path):
+    path = double_onnx(tmp_path / "double.onnx")
+    report = await loadtest.run(path, callers=16, compare={"max_rows": 1}, repeats=3, **QUICK)
+    assert [run.label[0] for run in report.runs] == ["A", "B"] * 3
+    ratio = report.comparison.ratios["throughput"]
+    pairs = [b.throughput / a.throughput for a, b in zip(report.runs[::2], report.runs[1::2], strict=True)]
+    assert ratio.mean == pytest.approx(np.exp(np.mean(np.log(pairs))))
+    assert ratio.count == 3
+    assert ratio.mean < 1  # One row a batch is slower than sixteen.
+
+
+async def test_a_search_finds_what_a_target_bears():
+    """It refuses beyond 800 a second; a constant rate is refused above that, and not below."""
+    capacity = 800
+    report = await loadtest.run(
+        Busy(capacity),
+        search=True,
+        slo="errors<1%",
+        rate=100,
+        arrivals="constant",
+        precision=0.1,
+        repeats=1,
+        **QUICK | {"seconds": 0.5},
+    )
+    assert report.kind == "search"
+    found = report.search
+    assert 0.85 * capacity < found.holds <= 1.05 * capacity
+    assert found.holds < found.fails < 1.25 * capacity
+    rates = [run.parameters["rate"] for run in report.runs]
+    assert rates[:4] == [100, 200, 400, 800]
+
+
+async def test_a_search_without_a_rate_begins_near_what_callers_get():
+    report = await loadtest.run(
+        Busy(400), search=True, slo="errors<1%", precision=0.5, repeats=1, arrivals="constant", **QUICK
+    )
+    assert 200 < report.search.holds <= 420
+    assert all("rate" in run.parameters for run in report.runs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"search": True}, "a search needs an slo"),
+        ({"search": True, "slo": "p99<1ms", "callers": 2}, "a search is over the rate"),
+        ({"search": True, "slo": "p99<1ms", "rate": "1..5"}, "begins with one rate"),
+        ({"search": True, "slo": "p99<1ms", "sweep": {"rate": [1]}}, "three things"),
+        ({"precision": 0}, "precision is a share"),
+        ({"processes": 2}, "several processes cannot send to an engine"),
+        ({"sweep": {"rate": [1] * 2000}}, "more than 1000"),
+        ({"sweep": {"rate": [100, -1]}}, "no rate"),
+        ({"sweep": {"rat": [100]}}, "Did you mean 'rate'"),
+        ({"compare": {"max_rows": 2}}, "cannot be set"),
+    ],
+)
+async def test_what_cannot_be_done_is_said_before_the_first_run(arguments, says):
+    target = Target(at_once)
+    with pytest.raises(OptionsError, match=says):
+        await loadtest.run(target, **arguments)
+    assert not target.requests
+
+
+async def test_what_was_cut_short_is_reported():
+    target = Target(at_once)
+    job = Job(target, LoadSettings(rate=500, seconds=1.0, warmup=0.0, repeats=50))
+    async with Session(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
+        running = asyncio.create_task(carry_out(job, session))
+        await until(lambda: len(session.runs) == 1 and target.requests > 800)
+        session.stop()
+        report = await running
+    assert len(report.runs) == 2
+    assert [run.complete for run in report.runs] == [True, False]
+    assert not report.complete
+    assert report.intervals == {}  # Of one whole run there is none.
+
+
+def test_nothing_at_all_is_no_report():
+    with pytest.raises(UsageError, match="before anything was measured"):
+        make_report(Job("target", LoadSettings()), [], None)
+
+
+async def test_the_report_is_json_and_says_what_was_asked(tmp_path):
+    path = double_onnx(tmp_path / "double.onnx")
+    target = TargetSpec(str(path), token="s3cret")
+    report = await loadtest.run(target, rate=300, slo="p50<1s", **QUICK)
+    report.save(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["settings"]["rate"] == 300
+    assert content["target"]["where"] == str(path)
+    assert content["machine"]["cores"] >= 1
+    assert content["runs"][0]["slo"] == {"p50<1s": True}
+    assert "gpu_share" not in content["runs"][0]["resources"]
+    assert "s3cret" not in (tmp_path / "report.json").read_text()
+    assert SPEC.name == "x"

@@ -1,0 +1,351 @@
+"""From settings to what one process does: times, windows, arrivals, and how much may be on the way."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynctrt.errors import OptionsError
+from asynctrt.loadtest.arrivals import BLOCK, Fixed, Schedule, TraceEntry
+from asynctrt.loadtest.plans import (
+    WINDOW_S,
+    make_plan,
+    resolve,
+    rows_of,
+    trace_shapes,
+    window_seconds,
+)
+from asynctrt.loadtest.recorder import Recorder
+from asynctrt.loadtest.samples import Sample
+from asynctrt.loadtest.settings import LoadSettings
+
+SERVER = {"scenario": "server", "rate": 100, "slo": "p99<15ms"}
+
+
+def sample(rows=1, **changed):
+    return Sample({"x": np.zeros((rows, 1), np.float32)}, rows, **changed)
+
+
+def plan(samples=None, rows_max=256, share=0, shares=1, **told):
+    return make_plan(LoadSettings(**told), samples or [sample()], rows_max, share, shares)
+
+
+def due_and_what(schedule, share=0, shares=1):
+    blocks = list(schedule.blocks(share, shares))
+    return (
+        np.concatenate([block.due_ns for block in blocks]).tolist() if blocks else [],
+        np.concatenate([block.samples for block in blocks]).tolist() if blocks else [],
+    )
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """A trace of two kinds of requests."""
+    path = tmp_path / "trace.csv"
+    lines = [f"{10 + number / 100},{1 + 2 * (number % 3 == 0)}" for number in range(300)]
+    path.write_text("\n".join(["time,rows", *lines]))
+    return path
+
+
+# ---- times
+
+
+@pytest.mark.parametrize(
+    ("told", "warmup", "seconds"),
+    [
+        ({}, 1.0, 10),
+        ({"rate": 5, "seconds": 3, "warmup": 0.5}, 0.5, 3),
+        ({"callers": 5, "warmup": 0}, 0, 10),
+        ({"scenario": "single-stream", "warmup": 3}, 0, 600),  # MLPerf measures from the first query on.
+        ({"scenario": "multi-stream", "seconds": 5}, 0, 5),
+        (SERVER, 0, 600),
+        ({"scenario": "offline", "rate": 10}, 0, 600),
+    ],
+)
+def test_how_long_to_warm_up_and_to_measure(told, warmup, seconds):
+    assert resolve(LoadSettings(**told)) == (warmup, seconds)
+    made = plan(**told)
+    assert (made.warmup_ns, made.measured_ns) == (warmup * 1e9, seconds * 1e9)
+
+
+@settings(deadline=None)
+@given(st.floats(1e-6, 1e6), st.floats(0, 1e5))
+def test_windows_cover_exactly_what_is_measured(seconds, warmup):
+    """From its first moment to its last, and none of them is empty."""
+    told = {"rate": 1, "seconds": seconds, "warmup": warmup}
+    window_s, count = window_seconds(LoadSettings(**told))
+    made = plan(**told)
+    assert 0 < window_s <= WINDOW_S
+    assert window_s * count == pytest.approx(seconds)
+    assert (count - 1) * made.window_ns < made.measured_ns <= count * made.window_ns
+    # As the recorder has it, which does the counting.
+    recorder = Recorder(made.warmup_ns, made.window_ns)
+    ends_ns = (-1, 0, made.measured_ns - 1)
+    for at_ns in ends_ns:
+        recorder.failed(made.warmup_ns + at_ns, "Error", "")
+    assert set(recorder.take()) == {-1, 0, count - 1}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "window_s", "count"),
+    [(10, 0.25, 40), (0.25, 0.25, 1), (0.1, 0.1, 1), (1.1, 0.22, 5), (600, 0.25, 2400)],
+)
+def test_windows(seconds, window_s, count):
+    assert window_seconds(LoadSettings(seconds=seconds)) == pytest.approx((window_s, count))
+
+
+@pytest.mark.parametrize("told", [{"trace": "trace.csv"}, {"scenario": "offline", "rate": 10}])
+def test_windows_of_what_ends_with_the_last_answer(told):
+    assert window_seconds(LoadSettings(**told)) == (WINDOW_S, None)
+
+
+# ---- closed loops
+
+
+def test_callers_over_the_whole_time():
+    made = plan(callers="1..9", seconds=3, warmup=1)
+    assert made.schedule is None
+    assert (made.callers.seconds, made.callers.at(0), made.callers.at(4)) == pytest.approx(
+        (4, 1, 9), abs=0.01
+    )
+    assert made.is_timed
+
+
+@pytest.mark.parametrize("scenario", ["single-stream", "multi-stream"])
+def test_a_stream_is_one_caller(scenario):
+    made = plan(scenario=scenario, seconds=5)
+    assert made.callers.levels.tolist() == [1]
+    assert (made.schedule, made.callers.seconds) == (None, 5)
+    assert made.is_timed
+
+
+@pytest.mark.parametrize(
+    ("told", "rows"),
+    [
+        ({}, 1),
+        ({"rows": 7}, 7),
+        ({"scenario": "multi-stream"}, 8),
+        ({"scenario": "single-stream", "rows": 3}, 3),
+    ],
+)
+def test_rows_a_request(told, rows):
+    assert rows_of(LoadSettings(**told)) == rows
+
+
+# ---- open loops
+
+
+def test_arrivals_over_the_whole_time():
+    samples = [sample(weight=1.0), sample(weight=2.5)]
+    made = plan(samples, rate="100,300", seconds=3, warmup=1, seed=5, arrivals="constant")
+    assert isinstance(made.schedule, Schedule)
+    assert made.schedule.process == "constant"
+    assert made.schedule.weights.tolist() == [1.0, 2.5]
+    assert made.schedule.seed == made.seed == 5
+    assert (made.callers, made.is_timed) == (None, True)
+    due_ns, what = due_and_what(made.schedule)
+    assert len(due_ns) == 2 * 100 + 2 * 300
+    assert set(what) == {0, 1}
+    assert due_ns[-1] < made.warmup_ns + made.measured_ns
+
+
+def test_processes_share_one_schedule():
+    """Each knows which it is, and all have the same arrivals."""
+    made = [plan(rate=5000, seconds=2, seed=3, share=share, shares=3) for share in range(3)]
+    assert [(item.share, item.shares) for item in made] == [(0, 3), (1, 3), (2, 3)]
+    whole, _ = due_and_what(plan(rate=5000, seconds=2, seed=3).schedule)
+    parts = [due_and_what(item.schedule, item.share, item.shares)[0] for item in made]
+    assert sorted(due_ns for part in parts for due_ns in part) == whole
+    assert len(whole) > BLOCK
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"swing": 0.8, "period": 3},
+        {"burst": 5.0, "period": 0.1},
+        {"burst": 3.0, "burst_share": 0.3, "swing": 0.5, "period": 0.5},
+    ],
+)
+def test_days_and_bursts_have_the_mean_rate(told):
+    """The same for the same seed, and so for every process; bursts are others for another."""
+    made = plan(rate=1000, seconds=29, warmup=1, **told)
+    assert made.schedule.profile.seconds == 30
+    assert made.schedule.profile.total == pytest.approx(30_000, rel=0.25)
+    assert made.schedule.profile.largest > 1400
+    again = plan(rate=1000, seconds=29, warmup=1, share=1, shares=2, **told)
+    assert again.schedule.profile.levels.tolist() == made.schedule.profile.levels.tolist()
+    other = plan(rate=1000, seconds=29, warmup=1, seed=1, **told)
+    is_same = other.schedule.profile.levels.tolist() == made.schedule.profile.levels.tolist()
+    assert is_same is ("burst" not in told)
+
+
+@pytest.mark.parametrize(
+    ("told", "is_level"),
+    [
+        ({}, True),
+        ({"callers": "1,2"}, False),
+        ({"callers": "1..2"}, False),
+        ({"rate": 100}, True),
+        ({"rate": "1..2"}, False),
+        ({"rate": 100, "swing": 0.1}, False),
+        ({"rate": 100, "burst": 2, "period": 0.5}, False),
+        ({"scenario": "single-stream"}, True),
+        (SERVER, True),
+        ({"scenario": "offline", "rate": 1}, False),
+    ],
+)
+def test_whether_it_is_meant_to_be_level(told, is_level):
+    assert plan(**told).is_level is is_level
+
+
+# ---- offline
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [
+        ({"rate": 100}, 66_000),
+        ({"rate": 1}, 24_576),
+        ({"rate": 100, "seconds": 500}, 55_000),
+        ({"rate": 100, "requests": 50}, 50),
+    ],
+)
+def test_offline_sends_all_at_once(told, count):
+    """As many as the rules say, or the settings; of all samples, about as often each."""
+    made = plan([sample() for _ in range(5)], scenario="offline", **told)
+    assert isinstance(made.schedule, Fixed)
+    assert not made.schedule.due_ns.any()
+    found = np.bincount(made.schedule.samples, minlength=5)
+    assert found.sum() == count
+    assert (np.abs(found - count / 5) <= 5 * (count * 0.16) ** 0.5).all()
+    assert (made.is_timed, made.warmup_ns, made.callers) == (False, 0, None)
+
+
+# ---- traces
+
+
+def test_kinds_of_a_trace_in_the_order_of_their_first():
+    entries = [
+        TraceEntry(0.0, 3, 0, ()),
+        TraceEntry(0.1, 1, 0, (("length", 8),)),
+        TraceEntry(0.2, 3, 0, ()),
+        TraceEntry(0.3, 3, 1, ()),
+        TraceEntry(0.4, 1, 0, (("length", 9),)),
+        TraceEntry(0.5, 1, 0, (("length", 8),)),
+    ]
+    assert trace_shapes(entries) == [
+        ((), 3, 0),
+        ((("length", 8),), 1, 0),
+        ((), 3, 1),
+        ((("length", 9),), 1, 0),
+    ]
+
+
+@pytest.mark.parametrize("each", [1, 2, 5])
+def test_a_trace_sends_samples_of_its_kinds(trace, each):
+    """Every third request has 3 rows; of those that there are of a kind, all are sent."""
+    samples = [sample(3) for _ in range(each)] + [sample(1) for _ in range(each)]
+    made = plan(samples, trace=trace)
+    due_ns, what = due_and_what(made.schedule)
+    assert due_ns == pytest.approx([number * 1e7 for number in range(300)], abs=2)
+    assert [samples[number].rows for number in what] == [3 if number % 3 == 0 else 1 for number in range(300)]
+    assert set(what) == set(range(2 * each))
+    assert (made.is_timed, made.warmup_ns, made.callers) == (False, 0, None)
+
+
+@pytest.mark.parametrize("speed", [0.5, 1, 4])
+def test_a_trace_faster_or_slower(trace, speed):
+    made = plan([sample(3), sample(1)], trace=trace, trace_speed=speed)
+    assert made.measured_ns == pytest.approx(2.99e9 / speed, abs=2)
+    assert np.diff(made.schedule.due_ns).tolist() == pytest.approx([1e7 / speed] * 299, abs=2)
+
+
+def test_processes_share_a_trace(trace):
+    samples = [sample(3), sample(3), sample(1), sample(1)]
+    whole = due_and_what(plan(samples, trace=trace).schedule)
+    for share in range(2):
+        made = plan(samples, trace=trace, share=share, shares=2)
+        part = due_and_what(made.schedule, share, 2)
+        assert part == (whole[0][share::2], whole[1][share::2])
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_trace_that_has_changed_since(trace, count):
+    """So many samples were not made for its two kinds."""
+    with pytest.raises(OptionsError, match="the trace has changed since its samples were made"):
+        plan([sample()] * count, trace=trace)
+
+
+def test_a_trace_of_one_request(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("time\n5\n")
+    made = plan(trace=path)
+    assert due_and_what(made.schedule) == ([0], [0])
+    assert made.measured_ns == 0
+    assert not made.is_timed
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize(
+    ("told", "rows", "rows_max", "expected"),
+    [
+        ({"rate": 100}, [1], 256, 256),
+        ({"rate": 100}, [4], 256, 64),
+        ({"rate": 100}, [1, 100], 256, 2),  # Any of them may be the largest.
+        ({"rate": 100}, [300], 256, 1),
+        ({"rate": 100, "max_outstanding": 7}, [4], 256, 7),
+        ({"rate": 100, "max_outstanding": 1000}, [4], 256, 1000),
+        # A caller waits for an answer, and not for room.
+        ({"callers": 64}, [1], 256, 256),
+        ({"callers": 1000}, [1], 256, 1000),
+        ({"callers": "1,500,20"}, [8], 256, 500),
+        ({"callers": 1000, "max_outstanding": 10}, [1], 256, 10),
+        ({"scenario": "single-stream"}, [1], 256, 256),
+        ({"scenario": "offline", "rate": 1}, [1], 32, 32),
+    ],
+)
+def test_how_much_may_be_on_the_way(told, rows, rows_max, expected):
+    assert plan([sample(item) for item in rows], rows_max, **told).in_flight_max == expected
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**6), st.integers(1, 10**4), st.integers(1, 5000))
+def test_something_may_always_be_on_the_way(rows_max, rows, callers):
+    """And no more rows than the target bears, unless callers ask for it, or one request has more."""
+    samples = [Sample({}, rows)]
+    in_open = plan(samples, rows_max, rate=1).in_flight_max
+    assert in_open == max(1, rows_max // rows)
+    assert plan(samples, rows_max, callers=callers).in_flight_max == max(in_open, callers)
+
+
+@pytest.mark.parametrize("pacing", ["auto", "adaptive", "spin", "timer"])
+@pytest.mark.parametrize("is_server", [False, True])
+def test_how_it_waits(pacing, is_server):
+    """As it was told; else so that an engine in this process has the interpreter to itself."""
+    made = make_plan(LoadSettings(rate=1, pacing=pacing), [sample()], 256, is_server=is_server)
+    assert made.pacing == ({True: "adaptive", False: "timer"}[is_server] if pacing == "auto" else pacing)
+    assert plan(rate=1).pacing == "timer"
+
+
+@pytest.mark.parametrize(
+    ("told", "is_batch"),
+    [({}, False), ({"rate": 10}, False), ({"scenario": "offline", "rate": 1}, True), (SERVER, False)],
+)
+def test_whether_all_is_due_at_once(told, is_batch):
+    assert plan(**told).is_batch is is_batch
+
+
+def test_a_trace_is_not_all_at_once(trace):
+    assert not plan([sample(3), sample(1)], trace=trace).is_batch
+
+
+def test_what_the_settings_say_is_in_the_plan():
+    made = plan(
+        callers=3, think=0.5, answer_timeout=2.5, requests=100, pacing="spin", seed=9, rtol=0.1, atol=0.2
+    )
+    assert (made.think, made.timeout_ns, made.requests_max) == (0.5, 2_500_000_000, 100)
+    assert (made.pacing, made.seed, made.rtol, made.atol) == ("spin", 9, 0.1, 0.2)
+    assert (made.share, made.shares) == (0, 1)

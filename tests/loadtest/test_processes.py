@@ -1,0 +1,126 @@
+"""Sending from processes of their own: orders and windows, Ctrl-C, a process that dies."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from asynctrt.errors import ModelNotFoundError, TargetError
+from asynctrt.loadtest.plans import make_plan
+from asynctrt.loadtest.processes import Fleet
+from asynctrt.loadtest.recorder import merge, total
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import TargetSpec
+from tests.helpers import WAIT_S, until
+from tests.loadtest.support import sample
+from tests.models import double_onnx
+from tests.serving.support import serving
+
+pytestmark = pytest.mark.anyio
+
+QUICK = LoadSettings(rate=300, seconds=0.5, warmup=0.0)
+
+
+async def run(fleet, settings):
+    windows = {}
+    async with asyncio.timeout(WAIT_S):
+        plan, outcomes = await fleet.run(settings, lambda more: merge(windows, more))
+    return plan, outcomes, total(windows.values())
+
+
+async def test_two_runs_of_one_process(tmp_path):
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+    async with asyncio.timeout(WAIT_S):
+        async with Fleet.open(spec, QUICK) as fleet:
+            assert (fleet.name, fleet.kind) == ("double", "engine")
+            pids = fleet.pids
+            for rate in (200, 400):
+                settings = LoadSettings(rate=rate, seconds=0.5, warmup=0.0)
+                plan, outcomes, whole = await run(fleet, settings)
+                due = sum(
+                    len(block.due_ns) for block in make_plan(settings, [sample()], 10).schedule.blocks()
+                )
+                assert whole.sent == whole.answered == due
+                assert outcomes[0].batches.requests == due
+                assert plan.measured_ns == 5 * 10**8
+            assert fleet.pids == pids
+    assert not any(_is_alive(pid) for pid in pids)
+
+
+async def test_processes_share_the_load_of_a_server():
+    async with serving() as server, asyncio.timeout(WAIT_S):
+        settings = LoadSettings(rate=300, seconds=0.5, warmup=0.0, processes=2)
+        spec = TargetSpec(f"{server.http_url}/v2/models/double")
+        async with Fleet.open(spec, settings) as fleet:
+            assert len(set(fleet.pids)) == 2
+            _, outcomes, whole = await run(fleet, settings)
+    due = sum(len(block.due_ns) for block in make_plan(settings, [sample()], 10).schedule.blocks())
+    assert whole.sent == whole.answered == due
+    assert [outcome.exhausted for outcome in outcomes] == [True, True]
+    assert abs(outcomes[0].sent - outcomes[1].sent) <= 1
+
+
+async def test_what_a_process_says_is_wrong_is_raised_here():
+    with pytest.raises(ModelNotFoundError, match=r"nothing\.onnx"):
+        async with Fleet.open(TargetSpec("nothing.onnx"), QUICK):
+            pass
+
+
+async def test_a_process_that_dies_is_said(tmp_path):
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+    settings = LoadSettings(rate=100, seconds=600)
+    async with asyncio.timeout(WAIT_S):
+        async with Fleet.open(spec, settings) as fleet:
+            seen = []
+            running = asyncio.create_task(fleet.run(settings, seen.append))
+            await until(lambda: seen)
+            os.kill(fleet.pids[0], signal.SIGKILL)
+            with pytest.raises(TargetError, match="has ended by itself, with exit status -9"):
+                await running
+
+
+async def test_a_run_is_stopped(tmp_path):
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+    settings = LoadSettings(rate=100, seconds=600, warmup=0.0)
+    async with asyncio.timeout(WAIT_S):
+        async with Fleet.open(spec, settings) as fleet:
+            seen = []
+            running = asyncio.create_task(fleet.run(settings, seen.append))
+            await until(lambda: seen)
+            fleet.stop()
+            _, (outcome,) = await running
+            assert not outcome.exhausted
+            # It takes the next order.
+            _, (outcome,), _ = await run(fleet, QUICK)
+            assert outcome.exhausted
+
+
+async def test_closing_in_the_middle_of_a_run_ends_the_process(tmp_path):
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+    settings = LoadSettings(callers=2, seconds=600, warmup=0.0)
+    async with asyncio.timeout(WAIT_S):
+        async with Fleet.open(spec, settings) as fleet:
+            seen = []
+            running = asyncio.create_task(fleet.run(settings, seen.append))
+            await until(lambda: seen)
+            running.cancel()
+        assert not _is_alive(fleet.pids[0]) if fleet.pids else True
+
+
+async def test_ctrl_c_in_the_terminal_is_not_for_the_processes_that_send(tmp_path):
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+    async with asyncio.timeout(WAIT_S):
+        async with Fleet.open(spec, QUICK) as fleet:
+            os.kill(fleet.pids[0], signal.SIGINT)
+            _, (outcome,), whole = await run(fleet, QUICK)
+    assert outcome.exhausted
+    assert whole.answered
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,319 @@
+"""What came of each request, against plain sums over the same requests, window by window."""
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynctrt.loadtest.histogram import Counts
+from asynctrt.loadtest.recorder import (
+    BLOCK,
+    EXAMPLE_CHARACTERS,
+    KINDS_MAX,
+    WARM_UP,
+    Recorder,
+    Window,
+    merge,
+    total,
+)
+
+FROM_NS = 1_000
+WINDOW_NS = 100
+
+
+def recorder():
+    return Recorder(FROM_NS, WINDOW_NS)
+
+
+def answered(rec, due_ns, sent_ns, done_ns):
+    rec.due_ns.append(due_ns)
+    rec.sent_ns.append(sent_ns)
+    rec.done_ns.append(done_ns)
+
+
+def sent(rec, due_ns, noticed_ns):
+    rec.late_due_ns.append(due_ns)
+    rec.noticed_ns.append(noticed_ns)
+
+
+def as_dict(counts):
+    values, numbers = counts.items()
+    return dict(zip(values.tolist(), numbers.tolist(), strict=True))
+
+
+def as_plain(window):
+    """Everything that a window has, comparable."""
+    return {
+        "sent": window.sent,
+        "completed": window.completed,
+        "latency": as_dict(window.latency),
+        "uncorrected": as_dict(window.uncorrected),
+        "lateness": as_dict(window.lateness),
+        "totals": (window.latency.total_ns, window.uncorrected.total_ns, window.lateness.total_ns),
+        "errors": {kind: error.count for kind, error in window.errors.items()},
+    }
+
+
+def plain(windows):
+    return {number: as_plain(window) for number, window in windows.items()}
+
+
+def window_of(time_ns):
+    return max(WARM_UP, (time_ns - FROM_NS) // WINDOW_NS)
+
+
+@pytest.mark.parametrize(
+    ("due_ns", "number"),
+    [
+        (0, WARM_UP),
+        (899, WARM_UP),
+        (999, WARM_UP),
+        (1000, 0),
+        (1099, 0),
+        (1100, 1),
+        (1999, 9),
+        (10**9, 9_999_990),
+    ],
+)
+def test_a_request_counts_where_it_was_due(due_ns, number):
+    """With its latency, its lateness and its error; the answer counts where it came."""
+    rec = recorder()
+    sent(rec, due_ns, due_ns + 3)
+    answered(rec, due_ns, due_ns + 5, due_ns + 40)
+    rec.failed(due_ns, "Oops", "it went wrong")
+    windows = rec.take()
+    window = windows[number]
+    assert (window.sent, window.answered, window.failed) == (1, 1, 1)
+    assert as_dict(window.latency) == {40: 1}
+    assert as_dict(window.uncorrected) == {35: 1}
+    assert as_dict(window.lateness) == {3: 1}
+    assert windows[window_of(due_ns + 40)].completed == 1
+    assert set(windows) == {number, window_of(due_ns + 40)}
+
+
+def test_a_late_answer_counts_twice():
+    """As slow where it was asked, as throughput where it came."""
+    rec = recorder()
+    answered(rec, 1050, 1060, 1750)
+    windows = rec.take()
+    assert (windows[0].answered, windows[0].completed) == (1, 0)
+    assert (windows[7].answered, windows[7].completed) == (0, 1)
+    assert as_dict(windows[0].latency) == {700: 1}
+    assert as_dict(windows[0].uncorrected) == {690: 1}
+
+
+def test_what_was_asked_while_it_warmed_up_and_answered_later():
+    rec = recorder()
+    sent(rec, 990, 990)
+    answered(rec, 990, 990, 1010)
+    windows = rec.take()
+    assert (windows[WARM_UP].sent, windows[WARM_UP].answered, windows[WARM_UP].completed) == (1, 1, 0)
+    assert (windows[0].sent, windows[0].answered, windows[0].completed) == (0, 0, 1)
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(0, 2500),  # due
+        st.integers(0, 300),  # noticed after that
+        st.integers(0, 50),  # sent after that
+        st.integers(0, 1600),  # done after that
+        st.sampled_from([None, None, None, "NoAnswer", "Refused"]),
+    ),
+    max_size=60,
+)
+
+
+def expected(given_requests):
+    """The same, one by one and without a recorder."""
+    windows = {}
+    for due_ns, late_ns, wait_ns, took_ns, error in given_requests:
+        mine = windows.setdefault(window_of(due_ns), Counter())
+        mine["sent"] += 1
+        mine["lateness", late_ns] += 1
+        if error is not None:
+            mine["error", error] += 1
+            continue
+        mine["latency", late_ns + wait_ns + took_ns] += 1
+        mine["uncorrected", took_ns] += 1
+        windows.setdefault(window_of(due_ns + late_ns + wait_ns + took_ns), Counter())["completed"] += 1
+    return windows
+
+
+def counted(windows):
+    found = {}
+    for number, window in windows.items():
+        mine = found.setdefault(number, Counter())
+        mine["sent"], mine["completed"] = window.sent, window.completed
+        for name in ("latency", "uncorrected", "lateness"):
+            mine.update({(name, value): count for value, count in as_dict(getattr(window, name)).items()})
+        mine.update({("error", kind): error.count for kind, error in window.errors.items()})
+    return found
+
+
+def given_to(rec, items):
+    for due_ns, late_ns, wait_ns, took_ns, error in items:
+        noticed_ns = due_ns + late_ns
+        sent(rec, due_ns, noticed_ns)
+        if error is not None:
+            rec.failed(due_ns, error, "example")
+        else:
+            answered(rec, due_ns, noticed_ns + wait_ns, noticed_ns + wait_ns + took_ns)
+
+
+@settings(deadline=None)
+@given(requests)
+def test_windows_are_what_one_by_one_would_make(items):
+    """All times are below 2048 here, which the histogram keeps as they are."""
+    rec = recorder()
+    given_to(rec, items)
+    assert counted(rec.take()) == expected(items)
+    assert rec.take() == {}
+
+
+@settings(deadline=None)
+@given(requests, st.integers(1, 5), st.data())
+def test_parts_add_up_to_the_whole(items, parts, data):
+    """However often the windows were taken, from however many processes, merged in whatever order."""
+    one = recorder()
+    given_to(one, items)
+    whole = one.take()
+    several = [recorder() for _ in range(parts)]
+    taken = []
+    for item in items:
+        mine = several[data.draw(st.integers(0, parts - 1))]
+        given_to(mine, [item])
+        if data.draw(st.booleans()):
+            taken.append(mine.take())
+    taken += [mine.take() for mine in several]
+    data.draw(st.randoms()).shuffle(taken)
+    windows = {}
+    for part in taken:
+        merge(windows, pickle.loads(pickle.dumps(part)))
+    assert plain(windows) == plain(whole)
+    assert as_plain(total(windows.values())) == as_plain(total(whole.values()))
+
+
+@settings(deadline=None)
+@given(requests)
+def test_the_total_is_that_of_one_window(items):
+    rec, one = recorder(), Recorder(0, 10**9)
+    given_to(rec, items)
+    given_to(one, items)
+    windows = one.take()
+    assert as_plain(total(rec.take().values())) == as_plain(windows.get(0, Window()))
+
+
+def test_merging_takes_over_what_is_new_and_leaves_the_rest_as_it_was():
+    rec = recorder()
+    parts = []
+    for _ in range(2):
+        given_to(rec, [(1010, 1, 1, 1, None), (1010, 1, 1, 1, "Oops")])
+        parts.append(rec.take())
+    before = plain(parts[1])
+    windows = {}
+    for part in parts:
+        merge(windows, part)
+    assert windows[0] is parts[0][0]
+    assert windows[0].errors["Oops"].count == 2
+    assert plain(parts[1]) == before
+
+
+def test_blocks():
+    """Flushed when the generator says so, and in the end; either half by itself."""
+    rec = recorder()
+    for number in range(BLOCK):
+        sent(rec, 1000 + number % 500, 1000 + number % 500)
+        answered(rec, 1000 + number % 500, 1000 + number % 500, 1500 + number % 500)
+    rec.flush_done()
+    assert (len(rec.due_ns), len(rec.sent_ns), len(rec.done_ns)) == (0, 0, 0)
+    assert len(rec.late_due_ns) == len(rec.noticed_ns) == BLOCK
+    rec.flush_sent()
+    assert len(rec.late_due_ns) == len(rec.noticed_ns) == 0
+    rec.flush_done()
+    rec.flush_sent()
+    answered(rec, 1000, 1000, 1001)
+    windows = rec.take()
+    assert sum(window.sent for window in windows.values()) == BLOCK
+    assert sum(window.completed for window in windows.values()) == BLOCK + 1
+    assert sum(window.answered for window in windows.values()) == BLOCK + 1
+
+
+def test_what_comes_after_a_take_is_in_the_next():
+    rec = recorder()
+    answered(rec, 1000, 1000, 1001)
+    first = rec.take()
+    answered(rec, 1000, 1000, 1002)
+    second = rec.take()
+    assert as_dict(first[0].latency) == {1: 1}
+    assert as_dict(second[0].latency) == {2: 1}
+
+
+def test_a_clock_that_seems_to_run_backwards_makes_no_negative_times():
+    rec = recorder()
+    answered(rec, 1050, 1060, 1040)
+    sent(rec, 1050, 1049)
+    window = rec.take()[0]
+    assert as_dict(window.latency) == as_dict(window.uncorrected) == as_dict(window.lateness) == {0: 1}
+
+
+def test_kinds_of_errors_are_bounded():
+    """Those beyond are others; no error is lost, and the first example of each kind stays."""
+    rec = recorder()
+    for number in range(3 * KINDS_MAX):
+        for again in range(2):
+            rec.failed(1000, f"Kind{number}", f"{number}, {again}")
+    window = rec.take()[0]
+    assert len(window.errors) == KINDS_MAX + 1
+    assert window.failed == 6 * KINDS_MAX
+    assert window.errors["others"].count == 4 * KINDS_MAX
+    assert window.errors["others"].example == f"{KINDS_MAX}, 0"
+    assert (window.errors["Kind7"].count, window.errors["Kind7"].example) == (2, "7, 0")
+
+
+def test_kinds_stay_bounded_when_windows_are_merged():
+    windows, several = {}, []
+    for process in range(4):
+        rec = recorder()
+        for number in range(2 * KINDS_MAX):
+            rec.failed(1000 + 100 * (number % 2), f"Kind{process}-{number}", "example")
+        several.append(rec.take())
+    for part in several:
+        merge(windows, part)
+    whole = total(windows.values())
+    assert whole.failed == 8 * KINDS_MAX
+    assert len(whole.errors) == KINDS_MAX + 1
+    assert all(len(window.errors) == KINDS_MAX + 1 for window in windows.values())
+
+
+def test_examples_are_cut():
+    rec = recorder()
+    rec.failed(1000, "Long", "x" * (EXAMPLE_CHARACTERS + 1))
+    rec.failed(1000, "Empty", "")
+    errors = rec.take()[0].errors
+    assert errors["Long"].example == "x" * EXAMPLE_CHARACTERS
+    assert errors["Empty"].example == ""
+
+
+def test_nothing():
+    assert recorder().take() == {}
+    empty = total([])
+    assert (empty.sent, empty.completed, empty.answered, empty.failed) == (0, 0, 0, 0)
+    assert isinstance(empty.latency, Counts)
+    assert as_plain(empty) == as_plain(Window())
+
+
+def test_long_times_are_kept_to_the_histograms_precision():
+    rng = np.random.default_rng(1)
+    due_ns = rng.integers(FROM_NS, 10**9, 5000)
+    took_ns = rng.integers(0, 10**10, 5000)
+    rec = recorder()
+    for due, took in zip(due_ns.tolist(), took_ns.tolist(), strict=True):
+        answered(rec, due, due, due + took)
+    whole = total(rec.take().values())
+    assert whole.latency.total_ns == took_ns.sum()
+    assert whole.completed == whole.answered == 5000
+    exact = np.percentile(took_ns, 99, method="inverted_cdf").item()
+    assert whole.latency.percentile(99) == pytest.approx(exact, rel=5e-4)

@@ -1,0 +1,665 @@
+"""What is sent and what should come back: random rows; files, also damaged and hostile ones; comparisons."""
+
+import itertools
+import os
+import pickle
+import sys
+import textwrap
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynctrt.errors import AsynctrtError, OptionsError, UsageError
+from asynctrt.loadtest import samples as samples_module
+from asynctrt.loadtest.samples import KINDS_MAX, differs, find_reader, make_samples, read_dims
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.tensors import TensorSpec
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+NAN, INF = float("nan"), float("inf")
+X = TensorSpec("x", np.float32, (3,))
+
+
+def told(**changed):
+    return LoadSettings(**{"samples": 4, **changed})
+
+
+# ---- random rows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "allowed"),
+    [
+        (np.float16, None),
+        (np.float32, None),
+        (np.float64, None),
+        (BFLOAT16, None),
+        (np.int8, {0, 1}),
+        (np.int64, {0, 1}),
+        (np.uint8, {0, 1}),
+        (np.uint64, {0, 1}),
+        (np.bool_, {False, True}),
+        (np.complex64, {0, 1}),
+        ("S1", {bytes([letter]) for letter in range(97, 123)}),
+        ("S32", {bytes([letter]) for letter in range(97, 123)}),
+    ],
+)
+def test_random_values_of_every_type(dtype, allowed):
+    """Floats from -1 to 1, other numbers 0 and 1, short texts."""
+    spec = TensorSpec("x", dtype, (50, 2))
+    made = make_samples(told(rows=3), [spec])
+    values = np.concatenate([sample.inputs["x"] for sample in made])
+    assert [sample.rows for sample in made] == [3] * 4
+    assert values.shape == (12, 50, 2)
+    assert values.dtype == spec.dtype
+    if allowed is None:
+        wide = values.astype(np.float64)
+        assert np.isfinite(wide).all()
+        assert -1 <= wide.min() < -0.9 < 0.9 < wide.max() <= 1
+        assert abs(wide.mean()) < 5 * (1 / 3 / wide.size) ** 0.5
+    else:
+        assert set(values.ravel().tolist()) == allowed
+
+
+def test_the_same_seed_is_the_same_rows():
+    def made(seed):
+        return [sample.inputs["x"].tobytes() for sample in make_samples(told(seed=seed), [X])]
+
+    assert made(3) == made(3) != made(4)
+    assert len(set(made(3))) == 4
+
+
+def test_rows_of_dynamic_dimensions():
+    """Each kind has as many samples as another, and is sent as often as it weighs."""
+    specs = [TensorSpec("ids", np.int64, ("length",)), TensorSpec("mask", np.bool_, ("length", 2, "heads"))]
+    made = make_samples(told(samples=7, rows=2, dims=("length=5,heads=3", "length=9, heads=0@2.5")), specs)
+    assert [(sample.weight, sample.group) for sample in made] == [
+        *[(1.0, "length=5, heads=3, rows=2")] * 3,
+        *[(2.5, "length=9, heads=0, rows=2")] * 3,
+    ]
+    assert [tuple(array.shape for array in sample.inputs.values()) for sample in made] == [
+        *[((2, 5), (2, 5, 2, 3))] * 3,
+        *[((2, 9), (2, 9, 2, 0))] * 3,
+    ]
+
+
+def test_rows_of_a_traces_kinds():
+    """In the order of the kinds, as many of each: a plan counts on it."""
+    spec = TensorSpec("ids", np.int64, ("length",))
+    shapes = [((("length", 4),), 1, 0), ((("length", 2),), 3, 1)]
+    made = make_samples(told(samples=5, rows=9), [spec], shapes)
+    assert [(sample.inputs["ids"].shape, sample.priority, sample.group) for sample in made] == [
+        *[((1, 4), 0, "length=4")] * 2,
+        *[((3, 2), 1, "length=2, rows=3, priority=1")] * 2,
+    ]
+    assert {sample.weight for sample in made} == {1}
+    assert {sample.rows for sample in made} == {1, 3}
+
+
+def test_more_kinds_than_samples_have_one_each():
+    spec = TensorSpec("ids", np.int64, ("length",))
+    dims = [f"length={length}" for length in range(1, 11)]
+    assert len(make_samples(told(samples=3, dims=dims), [spec])) == 10
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [(1, 64), (10, 64), (16, 64), (32, 32), (300, 3), (1024, 1)],
+)
+def test_samples_are_bounded_by_their_bytes(monkeypatch, rows, expected):
+    """Large rows have fewer of them."""
+    monkeypatch.setattr(samples_module, "NBYTES_MAX", 1 << 20)
+    specs = [TensorSpec("x", np.float32, (128,)), TensorSpec("y", np.float32, (128,))]
+    assert len(make_samples(told(samples=64, rows=rows), specs)) == expected
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": 1025},
+        {"rows": 10**15},
+        {"dims": ("length=300000",)},
+        {"dims": (f"length={10**30}",)},
+        {"dims": ("length=150000", "length=150001")},
+    ],
+)
+def test_a_request_that_takes_too_much_is_refused(monkeypatch, changed):
+    monkeypatch.setattr(samples_module, "NBYTES_MAX", 1 << 20)
+    length = "length" if "dims" in changed else 256
+    with pytest.raises(OptionsError, match="say fewer rows, or smaller dims"):
+        make_samples(told(**changed), [TensorSpec("x", np.float32, (length,))])
+
+
+def test_nobody_knows_what_it_takes():
+    with pytest.raises(OptionsError, match="say with inputs what to send"):
+        make_samples(told(), [])
+
+
+@pytest.mark.parametrize(
+    ("dims", "says"),
+    [
+        ((), r"not said: \['heads', 'length'\], unknown: \[\]. Say dims heads=...,length=..."),
+        (("length=3",), r"not said: \['heads'\]"),
+        (("length=3,heads=1,width=2",), r"unknown: \['width'\]"),
+        (("length=3,heads=1", "length=4"), r"not said: \['heads'\]"),
+    ],
+)
+def test_dimensions_that_are_not_the_models(dims, says):
+    with pytest.raises(OptionsError, match=says):
+        make_samples(told(dims=dims), [TensorSpec("x", np.float32, ("length", "heads"))])
+
+
+def test_a_model_without_dynamic_dimensions_takes_none():
+    with pytest.raises(OptionsError, match=r"unknown: \['length'\]. Say dims none"):
+        make_samples(told(dims="length=3"), [X])
+
+
+@pytest.mark.parametrize(
+    ("texts", "kinds"),
+    [
+        ((), [({}, 1.0)]),
+        (("length=128",), [({"length": 128}, 1.0)]),
+        (("length=128,heads=4@3",), [({"length": 128, "heads": 4}, 3.0)]),
+        ((" length = 128 , heads = 0 @ 0.5 ",), [({"length": 128, "heads": 0}, 0.5)]),
+        (("a=1", "a=2@2"), [({"a": 1}, 1.0), ({"a": 2}, 2.0)]),
+        (("a/b:0=1",), [({"a/b:0": 1}, 1.0)]),  # Names are the model's own.
+    ],
+)
+def test_dimensions(texts, kinds):
+    assert read_dims(texts) == kinds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "length",
+        "length=",
+        "=3",
+        "length=-1",
+        "length=1.5",
+        "length=x",
+        "length=3@0",
+        "length=3@-1",
+        "length=3@x",
+        "length=3@nan",
+        "length=3@inf",
+        "length=3@2@1",
+    ],
+)
+def test_what_is_no_dimension(text):
+    with pytest.raises(OptionsError, match="says no dimensions") as caught:
+        read_dims([text])
+    assert repr(text) in str(caught.value)
+
+
+def test_kinds_of_requests_are_bounded():
+    spec = TensorSpec("x", np.float32, ("length",))
+    dims = [f"length={size}" for size in range(KINDS_MAX + 1)]
+    assert len(make_samples(LoadSettings(dims=dims[:-1]), (spec,))) == KINDS_MAX
+    with pytest.raises(OptionsError, match=f"{KINDS_MAX + 1} kinds of requests.* more than {KINDS_MAX}"):
+        make_samples(LoadSettings(dims=dims), (spec,))
+
+
+@settings(deadline=None)
+@given(st.text(st.sampled_from("ab=,@.0123-e \x00"), max_size=12))
+def test_any_text_is_dimensions_or_refused(text):
+    try:
+        ((dims, weight),) = read_dims([text])
+    except OptionsError:
+        return
+    assert 0 < weight < INF
+    assert all(name and size >= 0 for name, size in dims.items())
+
+
+# ---- files of NumPy
+
+ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)
+
+
+def saved(tmp_path, *, name="rows.npz", **arrays):
+    path = tmp_path / name
+    np.savez(path, **arrays)
+    return path
+
+
+def test_an_npz_has_an_array_for_each_input(tmp_path):
+    path = saved(tmp_path, x=ROWS, mask=np.arange(10) % 2 == 0)
+    made = make_samples(told(inputs=path, samples=64), [X, TensorSpec("mask", np.bool_)])
+    assert [sample.rows for sample in made] == [1] * 10
+    assert np.concatenate([sample.inputs["x"] for sample in made]).tolist() == ROWS.tolist()
+    assert [sample.inputs["mask"].tolist() for sample in made[:3]] == [[True], [False], [True]]
+    assert {(sample.expected, sample.weight, sample.priority, sample.group) for sample in made} == {
+        (None, 1.0, 0, "")
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "samples", "starts"),
+    [(1, 3, [0, 1, 2]), (3, 64, [0, 3, 6]), (4, 64, [0, 4]), (5, 1, [0]), (10, 64, [0])],
+)
+def test_requests_of_several_rows(tmp_path, rows, samples, starts):
+    """One after the other; what is left over at the end is too little for a request."""
+    path = saved(tmp_path, x=ROWS)
+    made = make_samples(told(inputs=path, rows=rows, samples=samples), [X])
+    assert [sample.inputs["x"].tolist() for sample in made] == [
+        ROWS[start : start + rows].tolist() for start in starts
+    ]
+    assert all(sample.inputs["x"].flags.c_contiguous for sample in made)
+
+
+def test_an_npy_is_the_only_input(tmp_path):
+    np.save(tmp_path / "rows.npy", np.asfortranarray(ROWS))
+    made = make_samples(told(inputs=tmp_path / "rows.npy"), [X])
+    assert [sample.inputs["x"].tolist() for sample in made] == ROWS[:4, None].tolist()
+    assert all(sample.inputs["x"].flags.c_contiguous for sample in made)
+    with pytest.raises(UsageError, match=r"has one array, and the inputs are \['x', 'y'\]"):
+        make_samples(told(inputs=tmp_path / "rows.npy"), [X, TensorSpec("y", np.float32)])
+
+
+def test_bfloat16_comes_back_from_a_file(tmp_path):
+    """NumPy writes its bytes and forgets its name."""
+    values = np.array([[1.5], [-2.25]], BFLOAT16)
+    path = saved(tmp_path, x=values)
+    assert np.load(path)["x"].dtype != BFLOAT16
+    made = make_samples(told(inputs=path), [TensorSpec("x", BFLOAT16, (1,))])
+    assert made[0].inputs["x"].dtype == BFLOAT16
+    assert [sample.inputs["x"].item() for sample in made] == [1.5, -2.25]
+
+
+def test_what_should_come_back(tmp_path):
+    """Row for row with the inputs."""
+    inputs = saved(tmp_path, x=ROWS)
+    answers = saved(tmp_path, name="answers.npz", sums=ROWS.sum(axis=1), rows=ROWS)
+    made = make_samples(told(inputs=inputs, expect=answers, rows=2), [X])
+    assert [sample.expected["sums"].tolist() for sample in made] == ROWS.sum(axis=1).reshape(5, 2)[
+        :4
+    ].tolist()
+    for sample in made:
+        assert (
+            differs({"sums": sample.inputs["x"].sum(axis=1)}, {"sums": sample.expected["sums"]}, 0, 0) is None
+        )
+        assert sample.expected["rows"].tolist() == sample.inputs["x"].tolist()
+
+
+BAD_ARRAYS = {
+    "of another length": {"x": ROWS, "y": ROWS[:9]},
+    "a number": {"x": np.float32(3)},
+    "a number besides": {"x": ROWS, "y": np.float32(3)},
+    "no rows": {"x": ROWS[:0]},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("arrays", BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_arrays_that_are_no_rows(tmp_path, arrays):
+    with pytest.raises(UsageError, match="the same number of rows|fewer than the 1 of one request"):
+        make_samples(told(inputs=saved(tmp_path, **arrays)), [X])
+
+
+@pytest.mark.parametrize("arrays", [{"y": ROWS[:9]}, {"y": np.float32(3)}, {"y": ROWS, "z": ROWS[:1]}])
+def test_answers_that_are_no_rows(tmp_path, arrays):
+    with pytest.raises(UsageError, match="the same number of rows"):
+        make_samples(
+            told(inputs=saved(tmp_path, x=ROWS), expect=saved(tmp_path, name="answers.npz", **arrays)),
+            [X],
+        )
+
+
+def test_fewer_rows_than_a_request_has(tmp_path):
+    with pytest.raises(UsageError, match="has 10 rows, fewer than the 11 of one request"):
+        make_samples(told(inputs=saved(tmp_path, x=ROWS), rows=11), [X])
+
+
+def test_answers_are_an_npz(tmp_path):
+    np.save(tmp_path / "answers.npy", ROWS)
+    with pytest.raises(UsageError, match="is an .npz, with an array for each output"):
+        make_samples(told(inputs=saved(tmp_path, x=ROWS), expect=tmp_path / "answers.npy"), [X])
+
+
+class Evil:
+    """Whoever loads its pickle makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "a bare pickle"])
+@pytest.mark.parametrize("place", ["inputs", "expect"])
+def test_pickled_objects_are_refused_and_not_run(tmp_path, kind, place):
+    trap = tmp_path / "trap"
+    objects = np.array([Evil(trap)], object)
+    path = tmp_path / f"evil.{kind if kind != 'a bare pickle' else 'npy'}"
+    if kind == "npz":
+        np.savez(path, x=objects)
+    elif kind == "npy":
+        np.save(path, objects)
+    else:
+        path.write_bytes(pickle.dumps(Evil(trap)))
+    given_files = {"inputs": saved(tmp_path, x=ROWS), place: path}
+    with pytest.raises(UsageError, match="evil.* cannot be read"):
+        make_samples(told(**given_files), [X])
+    assert not trap.exists()
+
+
+def damaged(tmp_path, damage):
+    """A good file, and what came of it."""
+    path = saved(tmp_path, x=ROWS)
+    raw = path.read_bytes()
+    path.write_bytes(damage(raw))
+    return path
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: b"no archive at all",
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: raw[:-1],
+        lambda raw: raw[10:],
+        lambda raw: raw.replace(b"NUMPY", b"NUMPI"),
+        lambda raw: raw.replace(b"'<f4'", b"'<q9'"),
+        lambda raw: raw.replace(b"(10, 3)", b"(10, 9)"),
+        lambda raw: raw[:90] + bytes(100) + raw[190:],
+    ],
+)
+def test_damaged_files(tmp_path, damage):
+    path = damaged(tmp_path, damage)
+    with pytest.raises(UsageError, match="cannot be read|is damaged|the same number of rows") as caught:
+        make_samples(told(inputs=path), [X])
+    assert "rows.npz" in str(caught.value) or "'x'" in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_damage_is_refused_or_still_rows(tmp_path_factory, data):
+    """With nothing but an error of ours; a byte that does not matter may be any."""
+    folder = tmp_path_factory.getbasetemp()
+    raw = bytearray(saved(folder, name="good.npz", x=ROWS).read_bytes())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] = data.draw(st.integers(0, 255))
+    path = folder / "bad.npz"
+    path.write_bytes(raw)
+    try:
+        made = make_samples(told(inputs=path), [X])
+    except AsynctrtError:
+        return
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("place", ["inputs", "expect"])
+def test_files_that_are_not_there(tmp_path, place):
+    given_files = {"inputs": saved(tmp_path, x=ROWS), place: tmp_path / "none.npz"}
+    with pytest.raises(UsageError, match="none.npz.* cannot be read"):
+        make_samples(told(**given_files), [X])
+
+
+@pytest.mark.parametrize("name", ["photo.jpg", "rows", "rows.npz.gz"])
+def test_other_files_need_a_reader(tmp_path, name):
+    (tmp_path / name).write_bytes(b"?")
+    with pytest.raises(UsageError, match="is neither an .npz nor an .npy: name a reader"):
+        make_samples(told(inputs=tmp_path / name), [X])
+
+
+# ---- readers
+
+READERS = """
+    import numpy as np
+
+    CONSTANT = 3
+
+    def rows(path):
+        '''Each number in the file, on a row of its own.'''
+        return np.array([[float(word)] * 3 for word in path.read_text().split()], np.float32)
+
+    def by_name(path):
+        return {"x": rows(path), "y": np.zeros(len(rows(path)), np.float32)}
+
+    def lists(path):
+        return rows(path).tolist()
+
+    def lists_by_name(path):
+        return {"x": rows(path).tolist()}
+
+    def texts_only(path):
+        return rows(path) if path.suffix == ".txt" else None
+
+    def never(path):
+        return None
+
+    def fails(path):
+        raise KeyError("the label")
+
+    class Folder:
+        @staticmethod
+        def read(path):
+            return rows(path)
+
+    def ragged(path):
+        return {"x": [[1.0], [1.0, 2.0]]}
+
+    def unequal(path):
+        return {"x": np.zeros((2, 3)), "y": np.zeros(3)}
+
+    def empty(path):
+        return np.zeros((0, 3), np.float32)
+
+    def number(path):
+        return np.float32(3)
+
+    def word(path):
+        return "word"
+
+    def thing(path):
+        return object()
+"""
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def readers(tmp_path, monkeypatch):
+    """The name of a module with readers, which can be imported for as long as the test goes on."""
+    name = f"readers_of_test_{next(NUMBERS)}"
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(textwrap.dedent(READERS))
+    (folder / f"{name}_broken.py").write_text("1 / 0\n")
+    (folder / f"{name}_garbled.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(folder)
+    yield name
+    for module in [module for module in sys.modules if module.startswith(name)]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def files(tmp_path):
+    folder = tmp_path / "files"
+    (folder / "deeper").mkdir(parents=True)
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(f"{number}")
+    (folder / "deeper" / "6.txt").write_text("6 6.5")
+    (folder / "deeper" / "7.log").write_text("7")
+    return folder
+
+
+def sent(made):
+    """The first number of each sample."""
+    return [sample.inputs["x"][0, 0].item() for sample in made]
+
+
+@pytest.mark.parametrize("function", ["rows", "by_name", "Folder.read", "lists", "lists_by_name"])
+def test_a_folder_is_read_file_by_file(readers, files, function):
+    """Deeper folders too; as many rows as the file has."""
+    specs = [X, TensorSpec("y", np.float32)] if function == "by_name" else [X]
+    made = make_samples(told(inputs=files, reader=f"{readers}:{function}", samples=64), specs)
+    assert sorted(sent(made)) == list(range(8))
+    assert sorted(sample.rows for sample in made) == [1] * 7 + [2]
+    assert all(sample.inputs["x"].dtype == np.float32 for sample in made)
+    assert all(len(sample.inputs) == len(specs) for sample in made)
+
+
+def test_some_of_many_files_are_drawn_by_the_seed(readers, files):
+    def drawn(seed):
+        return sent(make_samples(told(inputs=files, reader=f"{readers}:rows", samples=3, seed=seed), [X]))
+
+    assert len(set(drawn(1))) == 3
+    assert drawn(1) == drawn(1)
+    assert len({tuple(drawn(seed)) for seed in range(10)}) > 3
+
+
+def test_files_that_the_reader_leaves_out(readers, files):
+    made = make_samples(told(inputs=files, reader=f"{readers}:texts_only", samples=7), [X])
+    assert sorted(sent(made)) == list(range(7))
+
+
+def test_one_file_for_a_reader(readers, files):
+    made = make_samples(told(inputs=files / "3.txt", reader=f"{readers}:rows"), [X])
+    assert sent(made) == [3]
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("never", "took none of the 8 files"),
+        ("fails", r"failed at .*KeyError: 'the label'"),
+        ("ragged", "something that is no array"),
+        ("unequal", "gives arrays of .2, 3. rows"),
+        ("empty", "gives arrays of .0. rows"),
+        ("number", "gives arrays of set() rows"),
+        ("word", "gives arrays of set() rows"),
+        ("thing", "gives arrays of set() rows"),
+    ],
+)
+def test_what_a_reader_may_not_give(readers, files, function, says):
+    with pytest.raises(UsageError, match=says.replace("()", r"\(\)")) as caught:
+        make_samples(told(inputs=files, reader=f"{readers}:{function}"), [X])
+    assert str(files) in str(caught.value)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_without_files(tmp_path, readers, is_there):
+    folder = tmp_path / "empty"
+    if is_there:
+        (folder / "deeper").mkdir(parents=True)
+    with pytest.raises(UsageError, match="there is no file in"):
+        make_samples(told(inputs=folder, reader=f"{readers}:rows"), [X])
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("no_such_module:f", "is not there .*no_such_module"),
+        ("{}:no_such_function", "is not there .*no_such_function"),
+        ("{}", "is not there .*written module:function"),
+        ("{}:", "is not there"),
+        (":rows", "is not there"),
+        ("", "is not there"),
+        (".:rows", "is not there"),
+        ("..{}:rows", "is not there"),
+        ("{}:rows:more", "is not there"),
+        ("{}_broken:rows", "is not there .*ZeroDivisionError"),
+        ("{}_garbled:rows", "is not there .*SyntaxError"),
+        ("{}:CONSTANT", "is no function, but 3"),
+    ],
+)
+def test_readers_that_are_not_there(readers, where, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        find_reader(where.format(readers))
+    assert repr(where.format(readers)) in str(caught.value)
+
+
+# ---- comparisons
+
+
+def array(values, dtype=np.float32):
+    return np.array(values, dtype)
+
+
+@pytest.mark.parametrize(
+    ("given_answer", "right", "says"),
+    [
+        (array([1, 2]), array([1, 2]), None),
+        (array([1, 2.0005]), array([1, 2]), None),
+        (array([1, 2.005]), array([1, 2]), "output 'y' is 2.00"),
+        (array([1, 2.005]), array([1, 2]), r"at \(1,\), not 2.0"),
+        (array([5e-6, 0]), array([0, 0]), None),  # Within atol, where rtol is of nothing.
+        (array([5e-5, 0]), array([0, 0]), "is 4.99.*e-05"),
+        (array([1.0], np.float64), array([1]), None),
+        (array([1], np.int64), array([1.0]), None),
+        (array([True]), array([1.0]), None),
+        # NaN and infinity are right where they should be.
+        (array([NAN, INF, -INF]), array([NAN, INF, -INF]), None),
+        (array([1.0]), array([NAN]), "is 1.0 at .* not nan"),
+        (array([NAN]), array([1.0]), "is nan at .* not 1.0"),
+        (array([INF]), array([-INF]), "is inf"),
+        (array([3e38]), array([INF]), "not inf"),
+        # Whole numbers, flags and texts are exact.
+        (array([7, 8], np.int32), array([7, 8], np.int64), None),
+        (array([1_000_000], np.int64), array([1_000_001], np.int64), "is 1000000 at .* not 1000001"),
+        (array([2**63], np.uint64), array([2**63 - 1], np.int64), "is 9223372036854775808"),
+        (array([2**62 + 1], np.int64), array([2**62], np.int64), "is 4611686018427387905"),
+        (array([1.5]), array([1], np.int64), "is 1.5 at .* not 1"),
+        (array([NAN]), array([1], np.int64), "is nan"),
+        (array([True, False]), array([True, True]), "is False|is 0.0"),
+        (array([True], bool), array([False], bool), "is True at .* not False"),
+        (array([b"cat"], "S3"), array([b"cat"], "S10"), None),
+        (array([b"cat"], "S3"), array([b"cats"], "S10"), "is b'cat' at .* not b'cats'"),
+        (array(["cat"], object), array(["cat"], "U3"), None),
+        # Complex numbers in both of their parts.
+        (array([1 + 1j], np.complex64), array([1 + 1j], np.complex64), None),
+        (array([1 + 2j], np.complex64), array([1 + 1j], np.complex64), r"is \(1\+2j\)"),
+        (array([1 + 2j], np.complex64), array([1.0]), r"is \(1\+2j\)"),
+        # bfloat16 has 8 bits: to compare it takes a tolerance, and what is right may be of more.
+        (array([1.5], BFLOAT16), array([1.5], BFLOAT16), None),
+        (array([1.0], BFLOAT16), array([1.0005]), None),
+        (array([1.0078125], BFLOAT16), array([1.0], BFLOAT16), "is 1.00781 at .* not 1"),
+        (array([1.5]), array([1.5], BFLOAT16), None),
+        (array([1.5], BFLOAT16), array([1.5], BFLOAT16).view("V2"), None),
+        (array([2.5], BFLOAT16), array([1.5], BFLOAT16).view("V2"), "is 2.5 at .* not 1.5"),
+        (array([65504.0], np.float16), array([65504.0]), None),
+        # Shapes are what they are.
+        (array([1, 2]), array([[1, 2]]), r"has shape \(2,\), not \(1, 2\)"),
+        (array([[1], [2]]), array([1, 2]), r"has shape \(2, 1\), not \(2,\)"),
+        (array([]), array([]), None),
+        (array([]), array([1]), r"has shape \(0,\), not \(1,\)"),
+        (array(3), array(3), None),
+        (array(3), array(4), r"is 3.0 at \(\), not 4.0"),
+        (array([[1, 2], [3, 9]]), array([[1, 2], [3, 4]]), r"is 9.0 at \(1, 1\), not 4.0"),
+    ],
+)
+def test_what_differs(given_answer, right, says):
+    found = differs({"y": given_answer}, {"y": right}, rtol=1e-3, atol=1e-5)
+    if says is None:
+        assert found is None
+    else:
+        with pytest.raises(AssertionError, match=says):
+            raise AssertionError(found)
+
+
+def test_every_output_that_is_expected():
+    """What is not expected may be anything; the first that differs is told."""
+    one = array([1])
+    assert differs({"y": one, "more": one}, {"y": one}, 0, 0) is None
+    assert differs({"y": one}, {}, 0, 0) is None
+    assert differs({"more": one}, {"y": one}, 0, 0) == "output 'y' is not there"
+    assert differs({"y": one, "z": one}, {"y": one, "z": one + 1}, 0, 0).startswith("output 'z' is 1.0")
+
+
+@settings(deadline=None)
+@given(
+    st.floats(-1e6, 1e6),
+    st.floats(-1e6, 1e6),
+    st.sampled_from([0.0, 1e-3, 0.1]),
+    st.sampled_from([0.0, 1e-5, 1.0]),
+)
+def test_how_far_off_an_answer_may_be(value, right, rtol, atol):
+    """Relative to the right one, and not to the answer."""
+    is_near = abs(value - right) <= atol + rtol * abs(right)
+    found = differs({"y": array([value], np.float64)}, {"y": array([right], np.float64)}, rtol, atol)
+    assert (found is None) is is_near

@@ -1,0 +1,312 @@
+"""How sure a figure is: against textbook values, exact sums, and how often an interval has the truth in it.
+
+Shares of a simulation are within 5 standard deviations of a binomial of theirs; the seeds are fixed.
+"""
+
+from fractions import Fraction
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asynctrt.loadtest.statistics import (
+    CONFIDENCE,
+    PIECES,
+    STEADY_LEAST,
+    interval,
+    interval_within,
+    ratio_interval,
+    requests_least,
+    steady_from,
+    surely_below,
+)
+
+SIGMAS = 5
+
+
+def coverage(make, truth, times=2000):
+    """The share of intervals that have the true mean in them, and how far it may be off."""
+    found = sum(made.low <= truth <= made.high for made in (make() for _ in range(times)))
+    return found / times, SIGMAS * (CONFIDENCE * (1 - CONFIDENCE) / times) ** 0.5
+
+
+# ---- intervals
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "half_width"),
+    [
+        # Student's t at 97.5%: 12.70620 for one degree of freedom, 4.302653 for 2, 2.776445 for 4.
+        ([1, 3], 2, 12.70620),
+        ([1, 2, 3], 2, 4.302653 / 3**0.5),
+        ([2, 4, 4, 4, 6], 4, 2.776445 * 2**0.5 / 5**0.5),
+        ([5, 5, 5], 5, 0),
+        ([-1, 1], 0, 12.70620),
+    ],
+)
+def test_an_interval_is_students(values, mean, half_width):
+    made = interval(values)
+    assert (made.mean, made.count) == (mean, len(values))
+    assert made.high - made.mean == pytest.approx(half_width, rel=1e-6)
+    assert made.mean - made.low == pytest.approx(half_width, rel=1e-6)
+
+
+@pytest.mark.parametrize("values", [[], [3.0]])
+def test_one_value_has_no_interval(values):
+    assert interval(values) is None
+    assert ratio_interval(values) is None
+
+
+@pytest.mark.parametrize("count", [2, 5, 30])
+def test_an_interval_has_the_truth_in_it_as_often_as_it_says(count):
+    rng = np.random.default_rng(count)
+    share, reach = coverage(lambda: interval(rng.normal(5, 2, count)), 5)
+    assert share == pytest.approx(CONFIDENCE, abs=reach)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), st.floats(0.001, 1000), st.floats(-1e6, 1e6))
+def test_an_interval_follows_the_unit_and_the_origin(values, scale, shift):
+    one = interval(values)
+    other = interval([value * scale + shift for value in values])
+    size = max(abs(value) for value in values) * scale + abs(shift) + 1
+    assert other.mean == pytest.approx(one.mean * scale + shift, abs=1e-9 * size)
+    assert other.low == pytest.approx(one.low * scale + shift, abs=1e-7 * size)
+    assert other.high == pytest.approx(one.high * scale + shift, abs=1e-7 * size)
+
+
+ratios = st.lists(st.floats(0.01, 100), min_size=2, max_size=12)
+
+
+@settings(deadline=None)
+@given(ratios)
+def test_ratios_the_other_way_round_are_as_far_from_one(values):
+    """B over A says the same as A over B."""
+    one, other = ratio_interval(values), ratio_interval([1 / value for value in values])
+    assert other.mean == pytest.approx(1 / one.mean, rel=1e-9)
+    assert other.low == pytest.approx(1 / one.high, rel=1e-6)
+    assert other.high == pytest.approx(1 / one.low, rel=1e-6)
+    assert one.low <= one.mean <= one.high or one.high - one.low < 1e-9
+    assert one.count == len(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"), [([2, 0.5], 1), ([4, 1], 2), ([1, 10, 100], 10), ([0.9, 0.9], 0.9), ([3, 3, 3], 3)]
+)
+def test_the_mean_of_ratios_is_geometric(values, mean):
+    assert ratio_interval(values).mean == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("values", [[1, 0], [2, -1], [0, 0]])
+def test_what_is_no_ratio(values):
+    assert ratio_interval(values) is None
+
+
+def test_an_interval_of_ratios_has_the_truth_in_it_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    share, reach = coverage(lambda: ratio_interval(rng.lognormal(np.log(1.2), 0.3, 5)), 1.2)
+    assert share == pytest.approx(CONFIDENCE, abs=reach)
+
+
+# ---- within one run
+
+
+def drifting(rng, count, memory=0.6):
+    """Windows that resemble their neighbours, as those of a queue do; their mean is 10."""
+    noise = rng.normal(size=count + 50)
+    for place in range(1, len(noise)):
+        noise[place] += memory * noise[place - 1]
+    return noise[50:] + 10
+
+
+def test_windows_that_resemble_each_other_are_not_taken_for_independent():
+    """The interval of the windows themselves would be far too narrow; that of ten pieces is nearly right.
+
+    Nearly: what is left of the likeness between pieces of 24 windows costs 1 or 2%.
+    """
+    rng = np.random.default_rng(3)
+    share, reach = coverage(lambda: interval_within(drifting(rng, 240), [1.0] * 240), 10, 1000)
+    naive, _ = coverage(lambda: interval(drifting(rng, 240)), 10, 1000)
+    assert CONFIDENCE - 0.02 - reach <= share <= CONFIDENCE + reach
+    assert naive < 0.75
+
+
+@pytest.mark.parametrize(("count", "has_one"), [(0, False), (2 * PIECES - 1, False), (2 * PIECES, True)])
+def test_too_few_windows_have_no_interval(count, has_one):
+    assert (interval_within([1.0] * count, [1.0] * count) is not None) is has_one
+
+
+def test_windows_count_by_their_weights():
+    """A window of many requests counts for more; one of none for nothing, whatever its value."""
+    values = [1.0, 5.0] * PIECES
+    assert interval_within(values, [3.0, 1.0] * PIECES).mean == pytest.approx(2)
+    assert interval_within(values, [0.0, 7.0] * PIECES).mean == pytest.approx(5)
+    some = interval_within(values, [0.0, 0.0] * 4 + [1.0, 1.0] * (PIECES - 4))
+    assert (some.mean, some.count) == (3, PIECES - 4)
+    assert interval_within(values, [0.0] * 2 * PIECES) is None
+
+
+@settings(deadline=None)
+@given(st.integers(2 * PIECES, 500))
+def test_every_window_is_in_one_piece(count):
+    """So that the mean is that of all, if the pieces are of one length; else it may be a window off."""
+    values = np.arange(count, dtype=float)
+    made = interval_within(values, np.ones(count))
+    assert made.count == PIECES
+    assert made.mean == pytest.approx((count - 1) / 2, abs=1.25 if count % PIECES else 1e-9)
+    assert made.low < made.mean < made.high
+
+
+# ---- steady state
+
+
+@pytest.mark.parametrize("change", [5, 20, 45])
+@pytest.mark.parametrize("height", [3.0, 100.0, -3.0])
+def test_a_change_is_found(change, height):
+    """Never before it, and nearly always soon after it."""
+    found = []
+    for seed in range(20):
+        values = np.random.default_rng(seed).normal(10, 0.5, 100)
+        values[:change] += height
+        found.append(steady_from(values.tolist()))
+    assert all(change <= first < 50 for first in found)
+    assert np.quantile(found, 0.75) <= change + 5
+
+
+def test_a_start_that_fades_is_left_out():
+    """An exponential from 10 times the noise: it has gone under in it after 3 * ln(10 * 3), 10 windows."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        values = 50 + 10 * np.exp(-np.arange(120) / 3) + rng.normal(0, 1, 120)
+        assert 3 <= steady_from(values.tolist()) <= 25
+
+
+def test_noise_is_steady_from_nearly_the_beginning():
+    """Nearly: the first windows may be outliers by chance."""
+    found = [steady_from(np.random.default_rng(seed).normal(10, 1, 100).tolist()) for seed in range(300)]
+    assert None not in found
+    assert np.mean([first == 0 for first in found]) > 0.5
+    assert np.quantile(found, 0.95) <= 15
+
+
+@pytest.mark.parametrize("slope", [1.0, -1.0])
+def test_what_drifts_all_the_time_is_never_steady(slope):
+    for seed in range(20):
+        values = slope * np.arange(100) + np.random.default_rng(seed).normal(0, 1, 100)
+        assert steady_from(values.tolist()) is None
+
+
+def test_too_few_to_say():
+    assert steady_from([1.0] * (STEADY_LEAST - 1)) is None
+    assert steady_from([1.0] * STEADY_LEAST) == 0
+
+
+@settings(deadline=None)
+@given(st.floats(1e-9, 1e12), st.integers(STEADY_LEAST, 200))
+def test_what_never_changes_is_steady_from_the_beginning(value, count):
+    """Whatever is lost in the last bits."""
+    assert steady_from([value] * count) == 0
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.sampled_from([1e-6, 1.0, 1e6]), st.sampled_from([0.0, 1e3, 1e6, 1e8]))
+def test_steady_does_not_depend_on_the_unit(seed, scale, shift):
+    """Nor on how large the latency is, next to how much it varies."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 1, 60)
+    values[:10] += 5
+    assert steady_from((values * scale).tolist()) == steady_from(values.tolist())
+    assert steady_from((values + shift).tolist()) == steady_from(values.tolist())
+
+
+def test_mser_by_its_definition():
+    """Each way to leave the beginning out, by itself."""
+    for seed in range(20):
+        values = np.random.default_rng(seed).lognormal(0, 1, 40)
+        errors = [values[start:].var() / (40 - start) for start in range(21)]
+        best = int(np.argmin(errors))
+        assert steady_from(values.tolist()) == (best if best < 20 else None)
+
+
+# ---- how many may be over
+
+
+def below_by_hand(count, over, percent):
+    """The chance that so few are over, if ``percent`` of all are within: a sum of fractions."""
+    within = Fraction(percent) / 100
+    return sum(comb(count, k) * (1 - within) ** k * within ** (count - k) for k in range(over + 1))
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 800),
+    st.integers(0, 12),
+    st.sampled_from(["50", "90", "95", "99", "99.9", "99.99"]),
+    st.sampled_from(["0.9", "0.95", "0.99"]),
+)
+def test_surely_below_is_a_binomial_sum(count, over, percent, confidence):
+    over = min(over, count)
+    chance, rest = below_by_hand(count, over, percent), 1 - Fraction(confidence)
+    if abs(chance - rest) > rest / 10**9:
+        assert surely_below(count, over, float(percent), float(confidence)) is (chance <= rest)
+
+
+@pytest.mark.parametrize(
+    ("percent", "over", "least"),
+    [
+        (90, 0, 44),  # The least that MLPerf's rules have: 64 for single-stream, 662 for multi-stream;
+        (90, 1, 64),
+        (99, 0, 459),
+        (99, 1, 662),
+        (99, 2, 838),
+        (99.9, 0, 4603),
+    ],
+)
+def test_from_how_many_on_it_is_sure(percent, over, least):
+    assert surely_below(least, over, percent, 0.99)
+    assert not surely_below(least - 1, over, percent, 0.99)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 5000), st.data(), st.sampled_from([50.0, 90.0, 99.0, 99.9]))
+def test_it_is_surer_with_fewer_over_and_with_more_in_all(count, data, percent):
+    over = data.draw(st.integers(0, count))
+    if surely_below(count, over, percent, 0.99):
+        assert surely_below(count + data.draw(st.integers(0, 1000)), over, percent, 0.99)
+        assert surely_below(count, data.draw(st.integers(0, over)), percent, 0.99)
+        assert surely_below(count, over, percent, data.draw(st.floats(0.5, 0.99)))
+        assert surely_below(count, over, data.draw(st.floats(1, percent)), 0.99)
+    else:
+        assert not surely_below(count, data.draw(st.integers(over, count)), percent, 0.99)
+
+
+def test_it_is_wrong_as_rarely_as_it_says():
+    """Where in truth a little less than 90% are within, it says that 90% are in 1% of the cases at most."""
+    over = np.random.default_rng(1).binomial(500, 0.1001, 5000)
+    wrong = np.mean([surely_below(500, int(number), 90, 0.99) for number in over])
+    assert wrong <= 0.01 + SIGMAS * (0.01 * 0.99 / 5000) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("percent", "least"), [(50, 5), (90, 29), (95, 59), (99, 299), (99.9, 2995), (99.99, 29_956)]
+)
+def test_the_requests_that_a_percentile_needs(percent, least):
+    assert requests_least(percent) == least
+
+
+@settings(deadline=None)
+@given(st.floats(1, 99.99))
+def test_the_largest_of_so_many_bounds_the_percentile(percent):
+    """With 95%: one of them is beyond it, unless all are within. With one less, not so."""
+    least = requests_least(percent)
+    assert (percent / 100) ** least <= (1 - CONFIDENCE) * (1 + 1e-9)
+    assert (percent / 100) ** (least - 1) >= (1 - CONFIDENCE) * (1 - 1e-9)
+    assert surely_below(least, 0, percent, CONFIDENCE - 1e-9)
+
+
+def test_the_largest_bounds_the_percentile_in_a_simulation():
+    draws = np.random.default_rng(1).random((2000, requests_least(90)))
+    share = np.mean(draws.max(axis=1) >= 0.9)
+    assert share >= CONFIDENCE - SIGMAS * (0.95 * 0.05 / 2000) ** 0.5

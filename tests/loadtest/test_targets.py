@@ -1,0 +1,115 @@
+"""Targets in this process, and how a target is said."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.errors import ModelNotFoundError, TargetError, UsageError
+from asynctrt.loadtest.targets import BatchCounters, CallTarget, TargetSpec, opened
+from asynctrt.options import Options
+from tests.loadtest.support import Target
+from tests.models import double_model, double_onnx, rows
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_an_engine_that_is_open_is_not_closed():
+    async with asynctrt.open(double_model()) as engine:
+        async with opened(engine) as target:
+            assert (target.kind, target.inputs) == ("engine", engine.inputs)
+            prepared = target.prepare({"input": rows(1)}, 2)
+            answers = await asyncio.gather(*(target.start(prepared) for _ in range(5)))
+            assert all((target.outputs(answer)["output"] == rows(2)).all() for answer in answers)
+            counters = await target.batches()
+            assert (counters.requests, counters.rows) == (5, 5)
+            assert sum(batch.rows for batch in target.trace()) == 5
+            assert all(batch.launched_ns < batch.answered_ns for batch in target.trace())
+        assert engine.statistics().state == "open"
+        with engine.tracing():  # Nobody traces any more.
+            pass
+
+
+async def test_a_path_is_opened_and_closed(tmp_path):
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")), options=Options(max_rows=3))
+    async with opened(spec) as target:
+        assert target.name == "double"
+        engine = target._engine
+        assert engine.max_rows == 3
+    assert engine.statistics().state == "closed"
+
+
+async def test_what_is_not_there():
+    with pytest.raises(ModelNotFoundError):
+        async with opened(TargetSpec("nothing.onnx")):
+            pass
+
+
+@pytest.mark.parametrize("where", ["ftp://here/model", "htp://127.0.0.1:8000", "://x"])
+async def test_a_scheme_that_there_is_none_of(where):
+    with pytest.raises(UsageError, match="There are: http"):
+        async with opened(TargetSpec(where)):
+            pass
+
+
+async def test_something_that_is_no_target():
+    with pytest.raises(UsageError, match="a path, an address, an engine or an async function"):
+        async with opened(5):
+            pass
+
+
+async def test_a_target_of_the_users_own_stays_open():
+    mine = Target()
+    async with opened(mine) as target:
+        assert target is mine
+    assert not mine.closed
+
+
+async def test_an_async_function():
+    async def twice(inputs):
+        await asyncio.sleep(0)
+        return {"y": [[2.0, 4.0]], "x": inputs["x"]}
+
+    target = CallTarget(twice)
+    assert target.name.endswith("twice")
+    answer = await target.start(target.prepare({"x": rows(1)}, 0))
+    assert target.outputs(answer)["y"].tolist() == [[2.0, 4.0]]
+    assert await target.batches() is None
+
+
+async def test_a_function_that_gives_a_future():
+    loop = asyncio.get_running_loop()
+
+    def later(inputs):
+        future = loop.create_future()
+        loop.call_soon(future.set_result, {"y": np.ones(1)})
+        return future
+
+    assert (await CallTarget(later).start({}))["y"].tolist() == [1.0]
+
+
+async def test_a_function_that_is_not_async():
+    with pytest.raises(TargetError, match="is no async function: it gives dict"):
+        CallTarget(dict).start({})
+
+
+async def test_an_answer_that_cannot_be_checked():
+    with pytest.raises(TargetError, match="gives list"):
+        CallTarget(dict).outputs([1])
+
+
+def test_counters_between_two_looks():
+    before = BatchCounters(1, 2, 3, 4, 5, 6, 7, {1: 2, 4: 1})
+    after = BatchCounters(11, 22, 33, 44, 55, 66, 77, {1: 2, 4: 5, 8: 1})
+    assert after.since(before) == BatchCounters(10, 20, 30, 40, 50, 60, 70, {4: 4, 8: 1})
+
+
+def test_a_token_is_not_shown():
+    spec = TargetSpec("http://here", token="s3cret", options=Options(max_rows=4))
+    assert "s3cret" not in repr(spec)
+    assert "s3cret" not in str(spec.describe())
+    assert spec.describe()["options"] == {"max_rows": 4}
+    assert spec.is_server
+    assert not TargetSpec("model.onnx").is_server
+    assert not TargetSpec("package.module:attribute").is_server

@@ -1,0 +1,119 @@
+"""What a load test shows in a terminal."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from asynctrt.loadtest.recorder import ErrorCount, Window
+from asynctrt.loadtest.session import Progress
+from asynctrt.loadtest.terminal import SPARKS, LiveView, progress_view, show, sparks
+from tests.loadtest import reports
+
+
+def shown(report, *, width=140, uncorrected=False):
+    console = Console(file=io.StringIO(), width=width)
+    show(console, report, uncorrected=uncorrected)
+    return console.file.getvalue()
+
+
+def rendered(view, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(view)
+    return console.file.getvalue()
+
+
+def window(latency_ms, errors=0):
+    made = Window(sent=len(latency_ms) + errors, completed=len(latency_ms))
+    made.latency.add(np.array(latency_ms, np.int64) * 1_000_000)
+    made.lateness.add(np.full(made.sent, 2_000, np.int64))
+    if errors:
+        made.errors["Odd"] = ErrorCount(errors, "x")
+    return made
+
+
+KINDS = ["single", "repeats", "sweep", "search", "compare", "void", "few", "unanswered", "empty", "mlperf"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("kind", [*KINDS, "hostile", "search_in_vain"])
+def test_every_kind_of_report_is_shown(kind, width):
+    report = getattr(reports, kind)()
+    text = shown(report, width=width, uncorrected=True)
+    assert max(map(cell_len, text.split("\n"))) <= width
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    if report.void:
+        assert "VOID" in text
+    if report.search is not None and report.search.holds is not None:
+        assert f"{report.search.holds:,.4g} requests/s" in text
+
+
+def test_figures_are_those_of_the_run():
+    report = reports.single()
+    run = report.runs[0]
+    text = shown(report)
+    assert f"{run.throughput:,.0f}" in text
+    assert f"{run.latency['p50']:.3g}" in text
+    assert "held" in text
+    assert "from when sent" not in text
+    assert f"{run.uncorrected['p50']:.3g}" in shown(report, uncorrected=True)
+
+
+def test_a_missing_percentile_is_not_made_up():
+    report = reports.single()
+    run = replace(report.runs[0], latency={"p50": 1.5, "mean": 1.6, "max": 9.0})
+    text = shown(replace(report, runs=(run, report.runs[0])))
+    line = next(line for line in text.splitlines() if " 1.5 " in line)
+    assert " - " in line
+
+
+def test_what_servers_say_is_no_markup():
+    text = shown(reports.hostile())
+    assert "<script>" in text
+
+
+def test_a_target_that_was_missed_is_said():
+    report = reports.single()
+    run = replace(report.runs[0], slo={"p99<1ms": False})
+    assert "Not held: p99<1ms" in shown(replace(report, runs=(run,)))
+
+
+def test_how_far_it_is():
+    progress = Progress(number=2, count=5, label="rate=100", seconds=10.0, started_ns=0)
+    text = rendered(progress_view("load x", progress, 4_000_000_000))
+    assert "run 2 of 5" in text
+    assert "4 s, 6 s to go" in text
+    assert "warming up" in text
+    progress.windows = {number: window([5] * 100, errors=number == 3) for number in range(-1, 9)}
+    text = rendered(progress_view("load x", progress, 14_000_000_000))
+    assert "waiting for the last answers" in text
+    rows = {
+        line.split()[0]: line.split() for line in text.splitlines() if line.split()[:1] in (["now"], ["so"])
+    }
+    assert rows["now"][1] == "400"  # A hundred each quarter of a second.
+    assert rows["now"][4] == "0"
+    assert rows["so"][-2] == "1"
+
+
+def test_a_progress_without_an_end():
+    progress = Progress(number=1, label="trace", started_ns=0, windows={0: window([5] * 9)})
+    assert "until all is answered" in rendered(progress_view("x", progress, 10**9))
+
+
+def test_sparks():
+    assert sparks([]) == ""
+    assert sparks([0.0, 0.0]) == SPARKS[0] * 2
+    assert sparks([1.0, 8.0, 4.0]) == SPARKS[1] + SPARKS[-1] + SPARKS[4]
+
+
+def test_the_live_view_is_drawn_now_and_then_and_leaves_nothing():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with LiveView(console, "load x") as view:
+        for _ in range(1000):
+            view.watch(Progress(number=1, count=1, label="a run", seconds=5.0))
+    text = console.file.getvalue()
+    assert text.count("a run") < 20
+    assert "load x" in text

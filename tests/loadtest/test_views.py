@@ -1,0 +1,265 @@
+"""What is shown of a report: which runs stand for it, and numbers as words."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from asynctrt.loadtest.report import Bar
+from asynctrt.loadtest.views import (
+    BARS_A_LANE,
+    BARS_MAX,
+    CAPTIONS,
+    GROUPS_MAX,
+    MARKS,
+    TITLES,
+    alone_at,
+    groups,
+    judged,
+    lanes,
+    main_run,
+    marks_for,
+    mean_of,
+    number,
+    odds,
+    rate_of,
+    sizes,
+    stages,
+    words,
+)
+from tests.loadtest import reports
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (20, "20"),
+        (2000.0, "2,000"),
+        (3.0004, "3.00"),
+        (0.012345, "0.0123"),
+        (12.345, "12.3"),
+        (99.96, "100"),
+        (123.4, "123"),
+        (1234567.8, "1,234,568"),
+        (-15.8123, "-15.8"),
+        (float("inf"), "∞"),
+        (float("nan"), "?"),
+    ],
+)
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+class TestMainRun:
+    def test_of_nothing(self):
+        assert main_run(reports.empty()) is None
+
+    def test_of_a_search_it_is_the_last_at_the_rate_that_was_found(self):
+        report = reports.search()
+        main = main_run(report)
+        assert main is report.runs[-1]
+        assert (main.offered, main.holds) == (report.search.holds, True)
+
+    def test_of_a_search_a_rate_that_held_by_luck_is_not_taken(self):
+        report = reports.search()
+        report = replace(report, search=replace(report.search, holds=2828))
+        assert main_run(report).offered == 2828
+
+    def test_of_a_search_the_rate_may_have_been_rounded_to_be_run(self):
+        report = reports.search()
+        report = replace(report, search=replace(report.search, holds=3437.6))
+        assert main_run(report) is report.runs[-1]
+
+    def test_of_a_search_in_vain_it_is_the_last(self):
+        report = reports.search_in_vain()
+        assert main_run(report) is report.runs[-1]
+
+    def test_of_a_sweep_it_is_the_fastest_that_holds(self):
+        report = reports.sweep()
+        fastest = max((run for run in report.runs if run.holds), key=lambda run: run.throughput)
+        assert main_run(report) is fastest
+        assert fastest.throughput < max(run.throughput for run in report.runs)
+
+    def test_of_a_sweep_without_a_target_it_is_not_one_that_is_void(self):
+        report = reports.sweep(slo=())
+        assert main_run(report) is report.runs[-1]
+        last = replace(report.runs[-1], void=("the generator fell behind",))
+        assert main_run(replace(report, runs=(*report.runs[:-1], last))).label == "rate=3800"
+
+    def test_of_a_setting_at_one_rate_it_is_the_quickest(self):
+        assert main_run(reports.sweep_of_a_setting((10, 5, 0, 2))).label == "max_delay_ms=0"
+
+    def test_of_callers_it_is_the_fastest(self):
+        report = reports.sweep()
+        runs = [replace(run, offered=None, parameters={"callers": 2**n}) for n, run in enumerate(report.runs)]
+        assert main_run(replace(report, runs=tuple(runs))).label == "rate=3000"
+
+
+class TestGroups:
+    def test_repetitions_are_one(self):
+        report = reports.repeats()
+        (group,) = groups(report)
+        assert (group.name, group.runs) == ("5 repetitions", report.runs)
+
+    def test_one_run_has_no_name(self):
+        assert [group.name for group in groups(reports.single())] == [""]
+        assert groups(reports.empty()) == []
+
+    def test_a_comparison_has_two_by_their_labels(self):
+        report = reports.compare()
+        report = replace(report, runs=tuple(reversed(report.runs)))
+        first, second = groups(report)
+        assert (first.name, first.key, second.name) == ("A: as given", "A", "B: max_rows=32")
+        assert {run.label for run in first.runs} == {"A: as given"}
+        assert len(second.runs) == 4
+
+    def test_a_comparison_of_other_labels_is_in_turn(self):
+        report = reports.compare()
+        runs = tuple(replace(run, label=f"run {n}") for n, run in enumerate(report.runs))
+        first, second = groups(replace(report, runs=runs))
+        assert [run.label for run in first.runs] == ["run 0", "run 2", "run 4", "run 6"]
+        assert [run.label for run in second.runs] == ["run 1", "run 3", "run 5", "run 7"]
+
+    def test_of_many_some_are_shown(self):
+        report = reports.long_sweep()
+        shown = groups(report)
+        assert len(shown) == GROUPS_MAX == len({group.name for group in shown})
+        assert shown[0].runs == report.runs[:1]
+        assert shown[-1].runs == report.runs[-1:]
+        assert shown[-1].name == f"{report.runs[-1].label} (void)"
+
+    def test_runs_of_the_same_are_together(self):
+        shown = groups(reports.search())
+        assert [len(group.runs) for group in shown] == [1, 1, 1, 1, 2, 1, 1, 1]
+        shown = groups(reports.sweep(rates=(500, 1000, 500, 1000)))
+        assert [(group.name, len(group.runs)) for group in shown] == [("rate=500", 2), ("rate=1000", 2)]
+
+    def test_a_search_is_in_the_order_of_its_rates(self):
+        rates = [group.runs[0].offered for group in groups(reports.search())]
+        assert rates == sorted(rates)
+
+
+class TestWords:
+    def test_every_plot_has_some(self):
+        assert TITLES.keys() == CAPTIONS.keys()
+
+    def test_which_runs_are_shown(self):
+        def end(report, plot):
+            _, caption = words(report, plot)
+            return caption.removeprefix(CAPTIONS[plot])
+
+        assert end(reports.single(), "latency") == end(reports.single(), "timeline") == ""
+        assert end(reports.repeats(), "latency") == " Each thin line is one run."
+        assert end(reports.repeats(), "time") == end(reports.repeats(), "batches") == ""
+        assert end(reports.repeats(), "timeline") == " This is the run repetition 1."
+        alike = tuple(replace(run, label="64 callers") for run in reports.repeats().runs)
+        assert end(replace(reports.repeats(), runs=alike), "timeline") == " This is the first run."
+        assert end(reports.search(), "latency") == " This is the run 3,438 requests/s."
+        assert end(reports.sweep(), "batches") == " This is the run rate=3000."
+        assert end(reports.sweep(), "percentiles") == ""
+        assert end(reports.sweep(rates=(500, 500)), "percentiles") == " Each thin line is one run."
+        assert end(reports.long_sweep(), "percentiles") == " 10 of the 20 runs are drawn."
+        assert end(reports.long_sweep(), "throughput-latency") == ""
+
+
+def test_what_is_better():
+    assert (
+        judged("p99", 0.8, 0.9) == judged("throughput", 1.1, 1.2) == judged("goodput", 1.1, 1.2) == "better"
+    )
+    assert judged("p99", 1.1, 1.2) == judged("throughput", 0.8, 0.9) == judged("errors", 1.1, 9) == "worse"
+    assert judged("p99", 0.9, 1.1) == judged("p99", 1.0, 1.1) == judged("throughput", 0.9, 1) == ""
+
+
+class TestBatches:
+    def test_sizes_add_up(self):
+        report = reports.repeats(3)
+        found = sizes(report.runs)
+        assert sum(found.values()) == sum(run.batches.batches for run in report.runs)
+        assert list(found) == sorted(found)
+        assert sizes(reports.few().runs) == {}
+
+    def test_stages_are_the_mean_latency(self):
+        report = reports.repeats(3)
+        found = stages(report.runs)
+        means = [run.latency["mean"] for run in report.runs]
+        assert sum(found.values()) == pytest.approx(sum(means) / 3)
+        assert found["compute"] == pytest.approx(sum(run.batches.compute for run in report.runs) / 3)
+
+    def test_there_is_no_rest_below_zero(self):
+        run = reports.make_run()
+        run = replace(run, batches=replace(run.batches, queue=run.latency["mean"] + 1))
+        assert stages([run])["rest"] == 0
+        assert sum(stages([replace(run, batches=None)]).values()) == 0
+
+
+def test_means_are_of_what_is_known():
+    one, other = reports.make_run(rate=8, seconds=5), reports.make_run()
+    assert mean_of([one, other], "p99") == other.latency["p99"]
+    assert mean_of([one, other], "p50") == (one.latency["p50"] + other.latency["p50"]) / 2
+    assert math.isnan(mean_of([one], "p99"))
+
+
+def test_what_stands_alone():
+    assert alone_at([1, None, 2, None, None, 3, 4, None, 5]) == [0, 2, 8]
+    assert alone_at([1]) == [0]
+    assert alone_at([]) == alone_at([1, 2]) == alone_at([None]) == []
+
+
+def test_rates_are_read_as_they_are_given():
+    run = reports.make_run(rate=2000, parameters={"rate": "1500"})
+    assert rate_of(run) == 1500
+    assert rate_of(replace(run, parameters={"rate": "100..2000"})) == 2000
+    assert rate_of(replace(run, parameters={}, offered=None)) == run.throughput
+
+
+class TestLanes:
+    def test_a_lane_for_each_context_and_no_overlap(self):
+        found = lanes(reports.make_run().timeline)
+        assert [lane[0].context for lane in found] == [0, 1, 2]
+        for lane in found:
+            assert len({bar.context for bar in lane}) == 1
+            assert all(bar.end <= after.begin for bar, after in pairwise(lane))
+
+    def test_batches_that_overlap_have_lanes_of_their_own(self):
+        found = lanes(
+            [Bar(0, None, 4, at, at + 0.1, at + 0.1, at + 0.5, at + 1.5) for at in (0.0, 1.0, 2.0, 3.0)]
+        )
+        assert [[bar.begin for bar in lane] for lane in found] == [[0.0, 2.0], [1.0, 3.0]]
+
+    @pytest.mark.parametrize(("contexts", "most"), [(1, BARS_A_LANE), (4, 4 * BARS_A_LANE), (50, BARS_MAX)])
+    def test_there_are_not_too_many(self, contexts, most):
+        bars = [
+            Bar(
+                n % contexts,
+                None,
+                4,
+                n // contexts,
+                n // contexts + 0.1,
+                n // contexts + 0.1,
+                n // contexts + 0.2,
+                n // contexts + 1,
+            )
+            for n in range(50 * contexts)
+        ]
+        shown = [bar for lane in lanes(reversed(bars)) for bar in lane]
+        assert sorted(bar.begin for bar in shown) == [n // contexts for n in range(most)]
+
+    def test_of_a_target_that_idles_it_is_where_it_does_not(self):
+        idle = [Bar(0, None, 1, at, at + 0.01, at + 0.01, at + 0.02, at + 0.03) for at in range(100)]
+        busy = [Bar(0, None, 8, *(50.2 + n / 20 + part / 100 for part in (0, 1, 1, 2, 3))) for n in range(5)]
+        (lane,) = lanes(idle + busy)
+        assert [bar.begin for bar in lane] == [50, *(bar.begin for bar in busy)]
+        assert lanes(idle[:1]) == [idle[:1]]
+
+
+def test_the_percentiles_of_a_curve():
+    assert (odds(0), odds(50), odds(99)) == (1, 2, 100)
+    found = marks_for(1000)
+    assert found == sorted(found)
+    assert found[0] == 0
+    assert odds(found[-1]) == pytest.approx(2000)
+    assert {mark for mark in MARKS if mark <= 99.9} <= set(found)
+    assert 99.99 not in found
+    assert marks_for(1)[-1] == 50

@@ -1,0 +1,202 @@
+"""``asynctrt load`` as a user types it: real processes, a server, a terminal, Ctrl-C, a full disk."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynctrt.loadtest.histogram import Counts
+from tests.helpers import free_port
+from tests.models import double_onnx, sequence_onnx
+from tests.serving.test_perf_analyzer import Served
+from tests.test_cli import asynctrt_command, in_a_terminal
+
+QUICK = ["--seconds", "0.5", "--warmup", "0.1"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return double_onnx(tmp_path / "double.onnx")
+
+
+def load(*arguments):
+    return asynctrt_command("load", *arguments)
+
+
+def test_a_model_is_measured_and_reported(model, tmp_path):
+    files = {name: tmp_path / f"run.{name}" for name in ("json", "html")}
+    code, out, err = load(
+        model, *QUICK, "--rate", "500", "--slo", "p50<1s", "--json", files["json"], "--report", files["html"]
+    )
+    assert code == 0, err
+    assert "held" in out
+    assert "Batches: " in out
+    content = json.loads(files["json"].read_text())
+    (run,) = content["runs"]
+    assert run["answered"] == run["requests"] > 100
+    assert len(Counts.decode(run["histogram"])) == run["answered"]
+    assert run["batches"]["requests"] >= run["answered"] - 5
+    assert run["timeline"]
+    assert "<svg" in files["html"].read_text()
+    assert "Traceback" not in err
+
+
+def test_a_second_start_measures_again_and_takes_the_first_as_its_baseline(model, tmp_path):
+    first = tmp_path / "first.json"
+    assert load(model, *QUICK, "--callers", "4", "--json", first)[0] == 0
+    baseline = ("--baseline", first, "--fail-if", "p50>+900%", "--fail-if", "errors>0")
+    code, _, err = load(model, *QUICK, "--callers", "4", *baseline)
+    assert code == 0, err
+    code, _, err = load(model, *QUICK, "--callers", "4", *baseline, "--fail-if", "throughput>1")
+    assert code == 3
+    assert "Failed: throughput>1: throughput is" in err
+    code, _, err = load(model, *QUICK, "--callers", "5", *baseline)
+    assert code == 1
+    assert "the baseline is of another test: callers is 4 there, and 5 here" in err
+    content = json.loads(first.read_text())
+    content["machine"]["cpu"] = "another"
+    first.write_text(json.dumps(content))
+    code, _, err = load(model, *QUICK, "--callers", "4", *baseline)
+    assert code == 1
+    assert "from another machine" in err
+
+
+def test_a_target_that_is_missed_is_an_exit_status(model):
+    code, out, _ = load(model, *QUICK, "--rate", "500", "--slo", "p50<1us")
+    assert code == 3
+    assert "Not held: p50<1us" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 2, "Missing argument"),
+        (["nothing.onnx"], 1, "ModelNotFoundError: there is no file 'nothing.onnx'"),
+        (["nothing:model"], 1, "ModelNotFoundError: 'nothing:model': the module"),
+        (["MODEL", "--rate", "0"], 1, "is above 0"),
+        (["MODEL", "--rate", "1e9"], 1, "at most 100,000,000"),
+        (["MODEL", "--rate", "5", "--callers", "5"], 1, "give one of them"),
+        (["MODEL", "--processes", "2"], 1, "several processes cannot send to an engine"),
+        (["MODEL", "--slo", "p99"], 1, "'p99' is no criterion"),
+        (["MODEL", "--inputs", "/no/such.npz"], 1, "'/no/such.npz' cannot be read"),
+        (["MODEL", "--inputs", "/etc", "--reader", "os:nothing"], 1, "the reader 'os:nothing' is not there"),
+        (["MODEL", "--json", "MODEL/x.json"], 1, "cannot be written"),
+        (["MODEL", "--trace", "/no/trace.csv"], 1, "the trace '/no/trace.csv' cannot be read"),
+        (["MODEL", "--baseline", "/no/such.json"], 1, "the baseline '/no/such.json' cannot be read"),
+        (["MODEL", "--dims", "length"], 1, "says no dimensions"),
+        (["MODEL", "--dims", "length=3"], 1, "unknown: ['length']"),
+        (["SEQUENCE"], 1, "not said: ['length']"),
+        (["http://127.0.0.1:PORT/v2/models/x"], 1, "TargetError: "),
+        (["grpc://127.0.0.1:PORT/x"], 1, "TargetError: "),
+        (["ws://127.0.0.1:PORT/v2/models/x/ws"], 1, "TargetError: "),
+        (["ftp://127.0.0.1/x"], 1, "there is no ftp://"),
+        (["http://127.0.0.1:PORT", "--max-rows", "4"], 1, "that is the server's to know"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, model, tmp_path):
+    port = free_port()
+    sequence = sequence_onnx(tmp_path / "sequence.onnx")
+    words = {"MODEL": str(model), "SEQUENCE": str(sequence)}
+    given = [word.replace("PORT", str(port)) for word in arguments]
+    for name, path in words.items():
+        given = [word.replace(name, path) for word in given]
+    found, _, err = load(*given)
+    assert found == code, err
+    assert says in err.replace("\n", " ").replace("│", "")
+    assert "Traceback" not in err
+
+
+def test_a_full_disk_costs_the_file_and_not_the_figures(model):
+    """/dev/full is a disk that is full; the figures are on the screen all the same."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    program = (
+        "import sys, tempfile, asynctrt.loadtest.report as report\n"
+        "class Full:\n"
+        "    name = '/dev/full.x'\n"
+        "    def __init__(self, **kw): self.file = open('/dev/full', 'wb', buffering=0)\n"
+        "    def __enter__(self): return self.file.__enter__() and self\n"
+        "    def __exit__(self, *a): self.file.close()\n"
+        "    def write(self, raw): self.file.write(raw)\n"
+        "report.tempfile.NamedTemporaryFile = Full\n"
+        "from asynctrt.__main__ import main\n"
+        "if __name__ == '__main__': main()\n"
+    )
+    path = model.parent / "full_disk.py"
+    path.write_text(program)
+    done = subprocess.run(
+        [sys.executable, path, "load", model, *QUICK, "--rate", "200", "--json", model.parent / "a.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "160"},
+    )
+    assert done.returncode == 1
+    assert "cannot be written: No space left on device" in done.stderr
+    assert "requests/s" in done.stdout
+    assert not (model.parent / "a.json").exists()
+
+
+def test_ctrl_c_in_the_middle_gives_the_report_of_what_there_is(model, tmp_path):
+    path = tmp_path / "cut.json"
+    code, screen = in_a_terminal(
+        "load", model, "--rate", "200", "--seconds", "100", "--warmup", "0.1", "--json", path,
+        interrupt_at=r"so far",
+    )  # fmt: skip
+    assert code == 130, screen
+    assert "cut short" in screen
+    assert "Interrupted" in screen
+    content = json.loads(path.read_text())
+    assert content["complete"] is False
+    (run,) = content["runs"]
+    assert 0 < run["seconds"] < 60
+    assert run["answered"] > 0
+    assert "Traceback" not in screen
+
+
+def test_ctrl_c_before_anything_was_measured(model):
+    code, screen = in_a_terminal("load", model, "--rate", "200", "--warmup", "50", interrupt_at=r"warming up")
+    assert code == 130, screen
+    assert "before anything was measured" in screen
+    assert "Traceback" not in screen
+
+
+def test_a_server_over_all_three_protocols(tmp_path):
+    """What it counts is what was sent to it."""
+    served = Served(tmp_path)
+    try:
+        http, grpc = served.addresses["http"], served.addresses["grpc"]
+        targets = (
+            f"http://{http}/v2/models/double",
+            f"grpc://{grpc}/double",
+            f"ws://{http}/v2/models/double/ws",
+        )
+        for target in targets:
+            path = tmp_path / "run.json"
+            code, _, err = load(target, *QUICK, "--rate", "200", "--json", path, "--processes", "2")
+            assert code in (0, 4), err  # 4: beside other tests the processes may be late.
+            (run,) = json.loads(path.read_text())["runs"]
+            assert run["error_share"] == 0, run["errors"]
+            assert run["answered"] == run["requests"] > 40
+            assert abs(run["batches"]["requests"] - run["answered"]) <= 10
+    finally:
+        served.stop()
+
+
+def test_a_scenario_of_mlperf_is_judged_by_its_rules(model):
+    code, out, _ = load(model, "--scenario", "single-stream", "--seconds", "1")
+    assert code == 4
+    assert "MLPerf single-stream: INVALID" in out
+    assert "the rules demand 600" in out
+    assert "p90_ms" in out
+
+
+def test_the_demo(tmp_path):
+    code, out, err = load("demo", "--seconds", "1", "--warmup", "0.2", "--callers", "8", "--png", tmp_path)
+    assert code == 0, err
+    assert "8 callers" in out
+    assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
