@@ -384,7 +384,8 @@ def _show_demo(report: demonstration.DemoReport, model: demonstration.ContentMod
         "  asynctrt demo ~/Downloads              your own files\n"
         f"  asynctrt bench {model.path}\n"
         "                                         this model against raw ONNX Runtime\n"
-        "  asynctrt bench overhead                what the engine itself costs",
+        "  asynctrt bench overhead                what the engine itself costs\n"
+        "  asynctrt load demo --report run.html   this model under load (needs the extra load)",
         highlight=False,
         soft_wrap=True,
     )

@@ -102,9 +102,7 @@ def main_run(report: Report) -> Run | None:
         return report.runs[0]
     good = [run for run in report.runs if run.holds]
     if report.search is not None:
-        # Rates are rounded to four digits to be run, and not in the result.
-        found = (report.search.holds or 0.0) * 1.001
-        good = [run for run in good if rate_of(run) <= found]
+        good = [run for run in good if rate_of(run) <= (report.search.holds or 0.0)]
         # A rate that was confirmed has been run twice: the last time counts.
         return max(reversed(good), key=rate_of, default=report.runs[-1])
     best = good or [run for run in report.runs if not run.void] or report.runs

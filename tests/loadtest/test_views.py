@@ -67,11 +67,6 @@ class TestMainRun:
         report = replace(report, search=replace(report.search, holds=2828))
         assert main_run(report).offered == 2828
 
-    def test_of_a_search_the_rate_may_have_been_rounded_to_be_run(self):
-        report = reports.search()
-        report = replace(report, search=replace(report.search, holds=3437.6))
-        assert main_run(report) is report.runs[-1]
-
     def test_of_a_search_in_vain_it_is_the_last(self):
         report = reports.search_in_vain()
         assert main_run(report) is report.runs[-1]
