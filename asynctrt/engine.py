@@ -24,7 +24,7 @@ from asynctrt import clock
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, EngineClosedError, InputError, ModelError, UsageError
-from asynctrt.loading import Sizes, find_device, in_thread, load_model
+from asynctrt.loading import Sizes, find_device, in_thread, load_model, settled
 from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.pool import Pool
@@ -428,9 +428,11 @@ class Engine:
         self._check_loop()
         if self._closing is None:
             self._closing = self._loop.create_task(self._close())
-        # Shielded: a caller who is cancelled must not leave the engine half closed.
-        with anyio.CancelScope(shield=True):
-            await asyncio.shield(self._closing)
+        # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
+        cancelled = await settled(self._closing)
+        self._closing.result()
+        if cancelled is not None:
+            raise cancelled
 
     async def _close(self) -> None:
         self._state = "closing"

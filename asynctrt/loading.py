@@ -151,6 +151,17 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], None] | None 
     """
     executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
     future = asyncio.get_running_loop().run_in_executor(executor, function)
+    cancelled = await settled(future)
+    executor.shutdown()
+    if cancelled is None:
+        return future.result()
+    if future.exception() is None and undo is not None:
+        undo(future.result())
+    raise cancelled
+
+
+async def settled(future: "asyncio.Future[Any]") -> asyncio.CancelledError | None:
+    """Wait until it is done, whatever comes; a cancellation meanwhile is given back, to be raised."""
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
         while not future.done():
@@ -158,9 +169,4 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], None] | None 
                 await asyncio.wait([future])
             except asyncio.CancelledError as error:
                 cancelled = error
-    executor.shutdown()
-    if cancelled is None:
-        return future.result()
-    if future.exception() is None and undo is not None:
-        undo(future.result())
-    raise cancelled
+    return cancelled

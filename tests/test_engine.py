@@ -969,3 +969,22 @@ async def test_batches_are_traced_while_asked_for():
         with engine.tracing() as again:
             await engine.infer(rows(3))
         assert len(again) == 1
+
+
+async def test_a_caller_who_is_cancelled_while_it_closes_waits_until_it_is_closed():
+    """As Ctrl-C does it: the loop ends with its main task, and the engine must not be half closed then."""
+    gate = Gate()
+    engine = await asynctrt.open(double_model(gate), device=HostDevice(threads=1, in_place="never"))
+    request = asyncio.ensure_future(engine.infer(rows(1)))
+    await until(lambda: gate.entered.acquire(blocking=False))
+    closing = asyncio.create_task(engine.aclose())
+    await until(lambda: engine.statistics().state == "closing")
+    for _ in range(2):
+        closing.cancel()
+        await asyncio.sleep(0)
+        assert not closing.done()
+    gate.go.release()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert engine.statistics().state == "closed"
+    assert (await request)["output"].tolist() == rows(2).tolist()
