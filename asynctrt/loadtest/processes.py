@@ -30,7 +30,7 @@ SWITCH_INTERVAL_S: Final = 0.0005
 GC_THRESHOLDS: Final = (20_000, 50, 1000)
 """The collector's: with Python's own it is a third of what 256 requests on the way cost over HTTP."""
 LEAD_NS: Final = 100_000_000
-"""From the order to the first moment, so that every process has it by then."""
+"""From when every process is ready to the first moment, so that each has heard of it by then."""
 CLOSE_S: Final = 10.0
 
 
@@ -44,17 +44,29 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Do one run."""
+    """Plan one run. When every process has, they are told when it begins."""
 
     settings: LoadSettings
-    start_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run can begin."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin the run that was planned, at this time of :func:`asynctrt.clock.now_ns`."""
+
+    at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """A run is over."""
 
-    plan: Plan
     outcome: Outcome
 
 
@@ -95,12 +107,17 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
 
 
 async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
-    orders: asyncio.Queue[Order | str] = asyncio.Queue()
+    orders: asyncio.Queue[Any] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     async with Local.open(spec, settings) as local:
+        is_stopped = False
 
         def take(order: Any) -> None:
-            if order in (STOP, CLOSE):
+            nonlocal is_stopped
+            if isinstance(order, Order):
+                is_stopped = False
+            elif order in (STOP, CLOSE):
+                is_stopped = True
                 local.stop()
             if order != STOP:
                 orders.put_nowait(order)
@@ -111,11 +128,15 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         connection.send(Ready(local.target.name, local.target.kind))
-        while (order := await orders.get()) != CLOSE:
-            assert isinstance(order, Order)
+        while isinstance(order := await orders.get(), Order):
             plan = local.plan(order.settings, share, order.settings.processes)
-            outcome = await local.run(plan, connection.send, order.start_ns)
-            connection.send(Done(plan, outcome))
+            connection.send(Planned(plan))
+            start = await orders.get()
+            if not isinstance(start, Start):
+                return
+            if is_stopped:  # While it was planned: it ends as soon as it has begun.
+                loop.call_soon(local.stop)
+            connection.send(Done(await local.run(plan, connection.send, start.at_ns)))
 
 
 def _receive(
@@ -196,26 +217,28 @@ class Fleet:
         self, settings: LoadSettings, emit: Callable[[Windows], None]
     ) -> tuple[Plan, list[Outcome]]:
         """One run of them all."""
-        start_ns = clock.now_ns() + LEAD_NS
-        for connection in self._connections:
-            connection.send(Order(settings, start_ns))
+        self._tell(Order(settings))
+        # To plan takes as long as it takes, a recorded trace has to be read: nobody begins before all have.
+        planned = [await self._next() for _ in self._processes]
+        self._tell(Start(clock.now_ns() + LEAD_NS))
         outcomes: list[Outcome] = []
-        plan: Plan | None = None
         while len(outcomes) < len(self._processes):
             message = await self._next()
             if isinstance(message, Done):
-                plan = message.plan
                 outcomes.append(message.outcome)
             else:
                 emit(message)
-        assert plan is not None
-        return plan, outcomes
+        return planned[0].plan, outcomes
 
     def stop(self) -> None:
         """End the run that is under way."""
+        self._tell(STOP)
+
+    def _tell(self, order: Any) -> None:
+        """Say it to every process. One that is gone has said so itself, or its end of the pipe has."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
-                connection.send(STOP)
+                connection.send(order)
 
     async def _next(self) -> Any:
         share, message = await self._messages.get()
@@ -231,9 +254,7 @@ class Fleet:
         self._messages.put_nowait((share, message))
 
     async def _close(self) -> None:
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.send(CLOSE)
+        self._tell(CLOSE)
         for process in self._processes:
             await asyncio.to_thread(process.join, CLOSE_S)
             if process.is_alive():

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -27,6 +28,18 @@ async def run(fleet, settings):
     async with asyncio.timeout(WAIT_S):
         plan, outcomes = await fleet.run(settings, lambda more: merge(windows, more))
     return plan, outcomes, total(windows.values())
+
+
+@asynccontextmanager
+async def under_way(tmp_path, **settings):
+    """A process, and a run of it that has begun and is long."""
+    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
+    settings = LoadSettings(seconds=600, **settings)
+    async with asyncio.timeout(WAIT_S), Fleet.open(spec, settings) as fleet:
+        seen = []
+        running = asyncio.create_task(fleet.run(settings, seen.append))
+        await until(lambda: seen)
+        yield fleet, running
 
 
 async def test_two_runs_of_one_process(tmp_path):
@@ -68,44 +81,38 @@ async def test_what_a_process_says_is_wrong_is_raised_here():
 
 
 async def test_a_process_that_dies_is_said(tmp_path):
-    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
-    settings = LoadSettings(rate=100, seconds=600)
-    async with asyncio.timeout(WAIT_S):
-        async with Fleet.open(spec, settings) as fleet:
-            seen = []
-            running = asyncio.create_task(fleet.run(settings, seen.append))
-            await until(lambda: seen)
-            os.kill(fleet.pids[0], signal.SIGKILL)
-            with pytest.raises(TargetError, match="has ended by itself, with exit status -9"):
-                await running
+    async with under_way(tmp_path, rate=100) as (fleet, running):
+        os.kill(fleet.pids[0], signal.SIGKILL)
+        with pytest.raises(TargetError, match="has ended by itself, with exit status -9"):
+            await running
 
 
 async def test_a_run_is_stopped(tmp_path):
+    async with under_way(tmp_path, rate=100, warmup=0.0) as (fleet, running):
+        fleet.stop()
+        _, (outcome,) = await running
+        assert not outcome.exhausted
+        # It takes the next order.
+        _, (outcome,), _ = await run(fleet, QUICK)
+        assert outcome.exhausted
+
+
+async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
-    settings = LoadSettings(rate=100, seconds=600, warmup=0.0)
-    async with asyncio.timeout(WAIT_S):
-        async with Fleet.open(spec, settings) as fleet:
-            seen = []
-            running = asyncio.create_task(fleet.run(settings, seen.append))
-            await until(lambda: seen)
-            fleet.stop()
-            _, (outcome,) = await running
-            assert not outcome.exhausted
-            # It takes the next order.
-            _, (outcome,), _ = await run(fleet, QUICK)
-            assert outcome.exhausted
+    async with asyncio.timeout(WAIT_S), Fleet.open(spec, QUICK) as fleet:
+        running = asyncio.create_task(fleet.run(LoadSettings(rate=100, seconds=600), lambda more: None))
+        await asyncio.sleep(0)  # The order is given.
+        fleet.stop()
+        _, (outcome,) = await running
+        assert not outcome.exhausted
+        _, (outcome,), _ = await run(fleet, QUICK)
+        assert outcome.exhausted
 
 
 async def test_closing_in_the_middle_of_a_run_ends_the_process(tmp_path):
-    spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
-    settings = LoadSettings(callers=2, seconds=600, warmup=0.0)
-    async with asyncio.timeout(WAIT_S):
-        async with Fleet.open(spec, settings) as fleet:
-            seen = []
-            running = asyncio.create_task(fleet.run(settings, seen.append))
-            await until(lambda: seen)
-            running.cancel()
-        assert not _is_alive(fleet.pids[0]) if fleet.pids else True
+    async with under_way(tmp_path, callers=2, warmup=0.0) as (fleet, running):
+        running.cancel()
+    assert not _is_alive(fleet.pids[0])
 
 
 async def test_ctrl_c_in_the_terminal_is_not_for_the_processes_that_send(tmp_path):
