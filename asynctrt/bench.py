@@ -259,14 +259,26 @@ def model_report(
     return Report(f"{model.name} against raw ONNX Runtime", settings, cases, repeats)
 
 
-def random_inputs(specs: Sequence[TensorSpec], dims: Mapping[str, int], rows: int) -> dict[str, Array]:
-    """Rows of random values that fit the specs: floats from -1 to 1, integers 0 and 1."""
-    rng = np.random.default_rng(rows)
+def random_inputs(
+    specs: Sequence[TensorSpec],
+    dims: Mapping[str, int],
+    rows: int,
+    rng: np.random.Generator | None = None,
+) -> dict[str, Array]:
+    """Rows of random values that fit the specs: floats from -1 to 1, other numbers 0 and 1, letters.
+
+    :param dims: the sizes of dynamic dimensions.
+    :param rng: where they come from; by default, the same each time.
+    """
+    rng = rng or np.random.default_rng(rows)
     inputs: dict[str, Array] = {}
     for spec in specs:
         shape = (rows, *(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims))
-        if spec.dtype.kind == "f":
-            inputs[spec.name] = rng.uniform(-1, 1, shape).astype(spec.dtype)
+        if spec.dtype.kind == "S":
+            letters = rng.integers(97, 123, (*shape, 1)).astype(np.uint8).view("S1")[..., 0]
+            inputs[spec.name] = letters.astype(spec.dtype)
+        elif spec.dtype.kind in "fV":  # V is bfloat16, whose kind NumPy does not know.
+            inputs[spec.name] = rng.uniform(-1, 1, shape).astype(np.float32).astype(spec.dtype)
         else:
             inputs[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
     return inputs

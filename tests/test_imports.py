@@ -92,14 +92,14 @@ def test_runtime_never_sees_what_stands_above_it(path):
 
 @pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)
 def test_serving_sees_the_engine_and_nothing_under_it(path):
-    seen = {"clock", "engine", "errors", "loading", "options", "serving", "statistics", "tensors"}
+    seen = {"clock", "engine", "errors", "loading", "options", "process", "serving", "statistics", "tensors"}
     assert own(imports(path)) - {"__version__"} <= seen | {"Opening"}
 
 
 @pytest.mark.parametrize("path", files("loadtest"), ids=lambda path: path.name)
 def test_loadtest_sees_the_engine_the_client_and_the_words_of_the_protocol(path):
     seen = {"alarm", "bench", "client", "clock", "demo", "engine", "errors", "loading", "loadtest", "options"}
-    assert own(imports(path)) <= seen | {"serving", "statistics", "tensors"}
+    assert own(imports(path)) <= seen | {"process", "serving", "statistics", "tensors"}
     serving = {name for name in imports(path) if name.startswith("asynctrt.serving.")}
     assert serving <= {f"asynctrt.serving.{name}" for name in ("datatypes", "messages", "wire")}
 
@@ -137,35 +137,29 @@ def test_importing_the_doubles_loads_none_either():
     assert not loaded_by("import asynctrt.testing") & {"cuda", "tensorrt", "onnxruntime"}
 
 
-@pytest.mark.parametrize(
-    "missing", ["google", "grpc", "httptools", "orjson", "prometheus_client", "websockets"]
-)
-def test_a_server_without_a_package_names_the_extra(missing):
+MISSING = [
+    *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
+    *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
+    *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "matplotlib", "psutil", "pynvml")],
+    ("load", "model.onnx", "scipy", "load"),
+    *[("bench", __file__, name, "cli") for name in ("typer", "rich")],
+    ("bench", __file__, "onnxruntime", "cpu"),
+]
+"""A command, what it is given, a package that is not installed, and the extra that would bring it."""
+
+
+@pytest.mark.parametrize(("command", "target", "missing", "extra"), MISSING)
+def test_a_missing_extra_is_named(command, target, missing, extra):
     program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, "serve", "model.onnx"],
+        [sys.executable, "-W", "error", "-c", program, command, target],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
     )
     assert done.returncode == 1
-    assert "pip install 'asynctrt[serve]'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("missing", ["hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"])
-def test_a_load_test_without_a_package_names_the_extra(missing):
-    program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, "load", "model.onnx"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 1
-    assert "pip install 'asynctrt[load]'" in done.stderr
+    assert f"pip install 'asynctrt[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -178,19 +172,3 @@ def test_a_websocket_in_an_application_needs_no_server():
     """Who mounts the endpoint has a server: neither HTTP's parser nor gRPC nor metrics are loaded for it."""
     code = "from asynctrt.serving import websocket_endpoint; websocket_endpoint(lambda: None)"
     assert not loaded_by(code) & {"grpc", "google", "httptools", "prometheus_client", "websockets", "typer"}
-
-
-@pytest.mark.parametrize(("missing", "extra"), [("typer", "cli"), ("rich", "cli"), ("onnxruntime", "cpu")])
-def test_a_missing_extra_is_named(missing, extra):
-    """The command line and its benchmarks, run where an extra is not installed."""
-    program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, "bench", __file__],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 1
-    assert f"pip install 'asynctrt[{extra}]'" in done.stderr
-    assert "Traceback" not in done.stderr

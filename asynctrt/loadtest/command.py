@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +12,17 @@ from typing import Any, Final
 
 from asynctrt import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
-from asynctrt.loadtest.criteria import FIGURES, Criterion, failures
+from asynctrt.loadtest.criteria import Criterion, failures
 from asynctrt.loadtest.job import Job, carry_out, make_report
 from asynctrt.loadtest.page import render
 from asynctrt.loadtest.plots import as_png, figures
-from asynctrt.loadtest.report import FORMAT, Report, mean_figures, write_whole
+from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures, write_whole
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, Session, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
+from asynctrt.process import find_modules_here
 
 DEMO: Final = "demo"
 """The target that is the model of ``asynctrt demo``, with files of this machine."""
@@ -105,8 +105,7 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
     :raises KeyboardInterrupt: if there is nothing to report yet.
     :raises AsynctrtError: if the target cannot be measured.
     """
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))  # For module:attribute, as `python -m` has it.
+    find_modules_here()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     interrupted = False
@@ -146,7 +145,7 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     plots = figures(report) if planned.report or planned.png else []
     pages: list[tuple[Path, Callable[[], str | bytes]]] = []
     if planned.json is not None:
-        pages.append((planned.json, lambda: json.dumps(report.as_json(), indent=1) + "\n"))
+        pages.append((planned.json, report.as_text))
     if planned.report is not None:
         pages.append((planned.report, lambda: render(report, plots)))
     if planned.png is not None:
@@ -173,7 +172,7 @@ def _png(figure: Any) -> Callable[[], bytes]:
 def gate(planned: LoadPlan, report: Report) -> list[str]:
     """Which ``--fail-if`` is true of the report; of a comparison, of B, and its changes over A."""
     runs = report.runs
-    before = None if planned.baseline is None else baseline_figures(planned.baseline)
+    before = None if planned.baseline is None else saved_figures(planned.baseline)
     if report.comparison is not None:
         before = mean_figures(runs[::2])
         runs = runs[1::2]
@@ -232,23 +231,6 @@ def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine
             raise UsageError(f"the baseline is of another test: {name} is {there} there, and {here} here")
     if not content.get("complete", False):
         raise UsageError("the baseline was interrupted: its figures are of less than a whole run")
-
-
-def baseline_figures(content: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a saved report: means over its runs, of those that every run has."""
-    found = {}
-    for name in FIGURES:
-        values = [_saved_figure(run, name) for run in content["runs"]]
-        known = [float(value) for value in values if value is not None]
-        if len(known) == len(values):
-            found[name] = sum(known) / len(known)
-    return found
-
-
-def _saved_figure(run: Mapping[str, Any], name: str) -> Any:
-    if name in ("throughput", "goodput"):
-        return run.get(name)
-    return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
 
 
 def _values(text: str) -> tuple[str, list[Any]]:

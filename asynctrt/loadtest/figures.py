@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
 from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.plans import Plan, rows_of
+from asynctrt.loadtest.plans import Plan
 from asynctrt.loadtest.recorder import Window, Windows, total
 from asynctrt.loadtest.report import Bar, BatchFigures, Errors, Interval, Moment, Resources, Run
 from asynctrt.loadtest.runner import Outcome
@@ -68,6 +68,7 @@ def make_run(
     criteria = settings.criteria
     limit_ms = latency_target_ms(criteria)
     latency = latencies(whole.latency)
+    late = latencies(whole.lateness) if plan.schedule is not None else {}
     throughput = sum(window.completed for window in windows) / seconds
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
@@ -77,20 +78,20 @@ def make_run(
         label=label,
         seconds=seconds,
         complete=complete or counted.is_enough,
-        void=_void(plan, counted, whole, latency, seconds),
+        void=_void(plan, counted, whole.sent, latency, late),
         notes=notes,
         offered=whole.sent / seconds if plan.schedule is not None else None,
         requests=requests,
         answered=answered,
         unanswered=max(0, requests - answered - failed),
-        rows=float(rows_of(settings)),
+        rows=plan.rows,
         throughput=throughput,
         goodput=goodput,
         error_share=error_share,
         errors={kind: Errors(error.count, error.example) for kind, error in sorted(whole.errors.items())},
         latency=latency,
         uncorrected=latencies(whole.uncorrected),
-        lateness=latencies(whole.lateness) if plan.schedule is not None else {},
+        lateness=late,
         slo=held(criteria, whole, throughput, goodput),
         steady_from_s=steady,
         throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
@@ -160,17 +161,16 @@ def held(
 
 
 def _void(
-    plan: Plan, counted: Counted, whole: Window, latency: Mapping[str, float], seconds: float
+    plan: Plan, counted: Counted, sent: int, latency: Mapping[str, float], late: Mapping[str, float]
 ) -> tuple[str, ...]:
     """Why the figures would be the generator's own."""
     reasons = []
     if any(outcome.is_overwhelmed for outcome in counted.outcomes):
         reasons.append("the generator fell seconds behind the schedule, and gave up: ask for a lower rate")
-    late = latencies(whole.lateness)
     mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
     # In one process the generator is late because the engine holds the loop that they share, or the other
     # way round, as the coroutines of an application would be; it is what callers see there.
-    if counted.is_server and plan.schedule is not None and latency:
+    if counted.is_server and late and latency:
         if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
             reasons.append(
                 f"of a mean latency of {latency['mean']:.3g} ms, {mean:.3g} ms are the generator's lateness: "
@@ -188,7 +188,7 @@ def _void(
                 f"a process that sends used {cores:.2f} cores, so the throughput may be its own: ask for "
                 "more processes"
             )
-    if not whole.sent and seconds > 0:
+    if not sent:
         reasons.append("nothing was due while it was measured")
     return tuple(reasons)
 

@@ -16,12 +16,10 @@ from asynctrt.errors import (
     OverloadError,
     RequestError,
     TargetError,
-    TooLargeError,
-    UnauthorizedError,
-    UnknownModelError,
     UnsupportedError,
 )
 from asynctrt.loadtest.kserve import (
+    REFUSALS,
     SAID_LENGTH_MAX,
     UNREADABLE,
     Address,
@@ -61,10 +59,7 @@ OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-REFUSALS: Final = {
-    kind.grpc_code: kind
-    for kind in (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
-}
+KINDS: Final = {kind.grpc_code: kind for kind in REFUSALS}
 """What a server means by a status code."""
 
 LOST: Final = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")
@@ -212,7 +207,7 @@ class GrpcTarget:
             if is_ready and not any(word in said for word in LOST):
                 return OverloadError(said)
             return ConnectionLostError(f"{self._address.server} is not there, or no longer: {said}")
-        kind = REFUSALS.get(code)
+        kind = KINDS.get(code)
         return kind(said) if kind is not None else TargetError(f"{code}: {said}")
 
 

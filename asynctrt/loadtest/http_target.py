@@ -18,13 +18,10 @@ from asynctrt.errors import (
     OverloadError,
     RequestError,
     TargetError,
-    TooLargeError,
-    UnauthorizedError,
-    UnknownModelError,
-    UnsupportedError,
 )
 from asynctrt.loadtest.kserve import (
     BINARY,
+    REFUSALS,
     SAID_LENGTH_MAX,
     UNREADABLE,
     Address,
@@ -52,17 +49,7 @@ PAGE_S: Final = 10.0
 """How long a server may take to say something about itself."""
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
-REFUSALS: Final = {
-    kind.http_status: kind
-    for kind in (
-        RequestError,
-        UnauthorizedError,
-        UnknownModelError,
-        TooLargeError,
-        UnsupportedError,
-        OverloadError,
-    )
-}
+KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
 """What a server means by a status, if it says it as KServe does."""
 
 
@@ -245,7 +232,7 @@ def refusal(where: str, status: int, body: bytes) -> AsynctrtError:
     """What a status other than 200 means."""
     try:
         said = parse_object(body, "the answer")["error"]
-        kind = REFUSALS[status]
+        kind = KINDS[status]
     except (KeyError, AsynctrtError):
         text = " ".join(body[: 4 * SAID_LENGTH_MAX].decode(errors="replace").split())[:SAID_LENGTH_MAX]
         return TargetError(f"{where} answered with status {status}: {text or 'nothing else'}")

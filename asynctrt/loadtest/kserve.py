@@ -10,7 +10,18 @@ from urllib.parse import quote, unquote, urlsplit
 
 import numpy as np
 
-from asynctrt.errors import AsynctrtError, InputError, OptionsError, TargetError, UsageError
+from asynctrt.errors import (
+    AsynctrtError,
+    InputError,
+    OptionsError,
+    RequestError,
+    TargetError,
+    TooLargeError,
+    UnauthorizedError,
+    UnknownModelError,
+    UnsupportedError,
+    UsageError,
+)
 from asynctrt.loadtest.targets import BatchCounters, TargetSpec
 from asynctrt.serving.datatypes import LENGTH_NBYTES, Buffer, size_of, to_json, write_tensor
 from asynctrt.serving.datatypes import read_raw as read_numbers
@@ -30,6 +41,9 @@ BINARY: Final = "binary_tensor_data"
 """The extension of a server that takes and gives raw tensors over HTTP."""
 SAID_LENGTH_MAX: Final = 300
 """Characters of what a server says that go into an error's message."""
+
+REFUSALS: Final = (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
+"""What a server can have against a request, each with its status for HTTP and its code for gRPC."""
 
 UNREADABLE: Final = (AttributeError, KeyError, TypeError, ValueError, OverflowError)
 """What comes of going through JSON that is not what it should be."""

@@ -73,7 +73,9 @@ class Local:
 
     async def _try(self, timeout: float) -> None:
         """Send one request of each kind, so that what is wrong with them all is said before the run."""
-        groups = {sample.group: number for number, sample in reversed(list(enumerate(self._samples)))}
+        groups: dict[str, int] = {}
+        for number, sample in enumerate(self._samples):
+            groups.setdefault(sample.group, number)
         for group, number in list(groups.items())[:TRIES_MAX]:
             what = f"a first request{f' ({group})' if group else ''}"
             await answer(self.target, self._prepared[number], timeout, what)

@@ -3,7 +3,7 @@
 Everything here is words: what a page says is decided in this module, and the template only says where.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any, Final
 from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
 from asynctrt.loadtest.plots import Plot, as_svg
-from asynctrt.loadtest.report import Errors, Interval, Report, Run
+from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
-from asynctrt.loadtest.views import groups, judged, main_run, number, plain_label
+from asynctrt.loadtest.views import all_errors, groups, judged, main_run, number, plain_label
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -186,7 +186,7 @@ def banners(report: Report) -> list[Banner]:
     runs = report.runs
     found = []
     if not any(run.answered for run in runs):
-        kinds = [f"{kind}: {what.example}" for kind, what in _all_errors(runs).items()]
+        kinds = [f"{kind}: {what.example}" for kind, what in all_errors(runs).items()]
         found.append(Banner("bad", "Nothing was answered", tuple(kinds[:3])))
     void = [run for run in runs if run.void]
     if void:
@@ -312,7 +312,7 @@ def tiles(report: Report) -> list[Tile]:
         if name == "throughput" and main.rows != 1 and value is not None:
             more = f"{number(value * main.rows)} rows/s" + (f" · {more}" if more else "")
         if name == "errors":
-            failed = sum(error.count for error in _all_errors(report.runs if is_mean else (main,)).values())
+            failed = sum(error.count for error in all_errors(report.runs if is_mean else (main,)).values())
             more = f"{failed:,} of {sum(run.requests for run in (report.runs if is_mean else (main,))):,}"
         found.append(Tile(title, cell, unit, more))
     return found
@@ -451,7 +451,7 @@ def _scenario(report: Report) -> Table | None:
 
 
 def _errors(report: Report) -> Table | None:
-    found = _all_errors(report.runs)
+    found = all_errors(report.runs)
     requests = sum(run.requests for run in report.runs)
     rows = [
         (
@@ -464,16 +464,6 @@ def _errors(report: Report) -> Table | None:
     ]
     head = ("Kind", "Count", "Of all requests", "The first said")
     return Table("Errors", head, tuple(rows)) if rows else None
-
-
-def _all_errors(runs: Iterable[Run]) -> dict[str, Errors]:
-    """By kind, over all runs."""
-    found: dict[str, Errors] = {}
-    for run in runs:
-        for kind, what in run.errors.items():
-            before = found.get(kind)
-            found[kind] = Errors(before.count + what.count, before.example) if before else what
-    return found
 
 
 def flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:

@@ -30,6 +30,7 @@ class Plan:
         without, it is until the last answer.
     :param in_flight_max: requests on the way at once, all processes together.
     :param requests_max: all processes together.
+    :param rows: of a request, on average.
     :param share: which of ``shares`` processes this is.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     rtol: float
     atol: float
     requests_max: int | None
+    rows: float
     share: int
     shares: int
 
@@ -109,7 +111,8 @@ def make_plan(
         requests/s a perceptron's mean latency was 15 to 110 ms with an alarm, and over 1 s with such a loop.
     """
     warmup, seconds = resolve(settings)
-    rows = max(sample.rows for sample in samples)
+    rows = np.array([sample.rows for sample in samples])
+    weights = np.array([sample.weight for sample in samples])
     schedule: Schedule | Fixed | None = None
     callers, is_timed = None, True
     if settings.trace is not None:
@@ -118,13 +121,11 @@ def make_plan(
     elif settings.scenario == "offline":
         count = settings.requests or offline_requests(settings, seconds)
         rng = np.random.default_rng((settings.seed, 5))
-        weights = np.array([sample.weight for sample in samples])
         what = rng.choice(len(samples), count, p=weights / weights.sum())
         schedule = Fixed(np.zeros(count, np.int64), what, 0.0)
         is_timed = False
     elif settings.is_open:
         profile = _shaped(settings, warmup + seconds)
-        weights = np.array([sample.weight for sample in samples])
         schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
     elif settings.scenario is not None:
         callers = Profile.parse("1", seconds)
@@ -133,9 +134,13 @@ def make_plan(
     pacing = settings.pacing if settings.pacing != "auto" else "adaptive" if is_server else "timer"
     measured_ns = int(seconds * 1e9)
     window_s, _ = window_seconds(settings)
-    in_flight_max = settings.max_outstanding or max(1, rows_max // rows)
+    in_flight_max = settings.max_outstanding or max(1, rows_max // int(rows.max()))
     if callers is not None and settings.max_outstanding is None:
         in_flight_max = max(in_flight_max, math.ceil(callers.largest))
+    if isinstance(schedule, Fixed):
+        mean_rows = rows[schedule.samples].mean()
+    else:
+        mean_rows = np.average(rows, weights=weights)
     return Plan(
         schedule=schedule,
         callers=callers,
@@ -151,6 +156,7 @@ def make_plan(
         rtol=settings.rtol,
         atol=settings.atol,
         requests_max=settings.requests,
+        rows=float(mean_rows),
         share=share,
         shares=shares,
     )

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import multiprocessing
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,9 +23,8 @@ from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
+from asynctrt.process import keep_what_is_there, let_threads_in
 
-SWITCH_INTERVAL_S: Final = 0.0005
-"""How soon a thread that has computed a batch gets the interpreter, as in ``asynctrt serve``."""
 GC_THRESHOLDS: Final = (20_000, 50, 1000)
 """The collector's: with Python's own it is a third of what 256 requests on the way cost over HTTP."""
 LEAD_NS: Final = 100_000_000
@@ -85,7 +83,7 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
     """A process's whole life: open the target, do the runs that are ordered, close it."""
     # Ctrl-C goes to every process of a terminal; the one that shows the results tells the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    let_threads_in()
     try:
         anyio.run(
             _serve_runs,
@@ -123,9 +121,7 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
                 orders.put_nowait(order)
 
         _receive(connection, loop, take, CLOSE)
-        # What is there now stays; a collection that looked through it would hold the loop for milliseconds.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_there()
         gc.set_threshold(*GC_THRESHOLDS)
         connection.send(Ready(local.target.name, local.target.kind))
         while isinstance(order := await orders.get(), Order):

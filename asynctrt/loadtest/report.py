@@ -9,8 +9,9 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final
@@ -237,22 +238,42 @@ class Report:
         content: dict[str, Any] = {"format": FORMAT, "complete": self.complete, **_plain(self)}
         return content
 
+    def as_text(self) -> str:
+        """The JSON, as it is in a file."""
+        return json.dumps(self.as_json(), indent=1) + "\n"
+
     def save(self, path: Path) -> None:
         """Write it as JSON.
 
         :raises UsageError: if it cannot be written; what was there before is then as it was.
         """
-        write_whole(path, json.dumps(self.as_json(), indent=1) + "\n")
+        write_whole(path, self.as_text())
 
 
 def mean_figures(runs: Sequence[Run]) -> dict[str, float]:
     """The means over some runs, by the names that criteria have for figures, of those that every run has."""
+    return _means([run.figure for run in runs])
+
+
+def saved_figures(content: Mapping[str, Any]) -> dict[str, float]:
+    """As :func:`mean_figures`, of a report's runs as JSON."""
+    return _means([partial(_saved_figure, run) for run in content["runs"]])
+
+
+def _means(runs: Sequence[Callable[[str], float | None]]) -> dict[str, float]:
     found = {}
     for name in FIGURES:
-        known = [value for run in runs if (value := run.figure(name)) is not None]
+        known = [value for figure in runs if (value := figure(name)) is not None]
         if known and len(known) == len(runs):
             found[name] = sum(known) / len(known)
     return found
+
+
+def _saved_figure(run: Mapping[str, Any], name: str) -> float | None:
+    """As :meth:`Run.figure`, of a run as JSON."""
+    if name in ("throughput", "goodput"):
+        return run.get(name)
+    return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

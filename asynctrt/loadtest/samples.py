@@ -4,11 +4,13 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from asynctrt.bench import random_inputs
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import Array, TensorSpec, convert
@@ -89,7 +91,7 @@ def _random(
     specs: Sequence[TensorSpec],
     kinds: Sequence[tuple[dict[str, int], int, int, float]],
 ) -> list[Sample]:
-    """Random rows: floats from -1 to 1, other numbers 0 and 1, short texts."""
+    """Random rows, so many of each kind."""
     if len(kinds) > KINDS_MAX:
         raise OptionsError(
             f"{len(kinds)} kinds of requests, by shape and priority, are more than {KINDS_MAX}"
@@ -113,7 +115,7 @@ def _random(
     each = max(1, min(settings.samples // len(kinds), NBYTES_MAX // max(nbytes, 1)))
     return [
         Sample(
-            {spec.name: _random_rows(spec, dims, rows, rng) for spec in specs},
+            random_inputs(specs, dims, rows, rng),
             rows,
             priority,
             weight,
@@ -126,15 +128,6 @@ def _random(
 
 def _row_nbytes(spec: TensorSpec, dims: Mapping[str, int]) -> int:
     return math.prod(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims) * spec.dtype.itemsize
-
-
-def _random_rows(spec: TensorSpec, dims: Mapping[str, int], rows: int, rng: np.random.Generator) -> Array:
-    shape = (rows, *(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims))
-    if spec.dtype.kind == "S":
-        return rng.integers(97, 123, (*shape, 1)).astype(np.uint8).view("S1")[..., 0].astype(spec.dtype)
-    if spec.dtype.kind in "fV":  # V is bfloat16, whose kind NumPy does not know.
-        return rng.uniform(-1, 1, shape).astype(np.float32).astype(spec.dtype)
-    return rng.integers(0, 2, shape).astype(spec.dtype)
 
 
 def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator[Sample]:
@@ -196,9 +189,7 @@ def find_reader(where: str) -> Reader:
     """
     module_name, _, name = where.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found: Any = attrgetter(name)(importlib.import_module(module_name))
     except Exception as error:  # To import a module is to run it.
         raise UsageError(
             f"the reader {where!r} is not there ({type(error).__name__}: {error}). It is written "

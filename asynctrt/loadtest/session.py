@@ -175,7 +175,6 @@ class Session:
     ) -> tuple[Plan, list[Outcome]]:
         """The run itself, looked at from time to time."""
         progress, settings = self.progress, case.settings
-        window_s, _ = window_seconds(settings)
         self._is_enough = False
 
         def emit(windows: Windows) -> None:
@@ -187,7 +186,7 @@ class Session:
             while True:
                 monitor.look()
                 if settings.until is not None:
-                    width = narrowness(progress.windows, window_s)
+                    width = narrowness(progress.windows, progress.window_s)
                     if width is not None and width <= settings.until and not self._is_enough:
                         self._is_enough = True
                         sender.stop()

@@ -10,6 +10,7 @@ from asynctrt.loadtest.figures import latencies
 from asynctrt.loadtest.recorder import Window, total
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.session import Progress
+from asynctrt.loadtest.views import all_errors
 
 try:
     from rich import box
@@ -136,13 +137,12 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
 
 
 def _show_errors(console: Console, runs: Sequence[Run]) -> None:
-    errors = {kind: error for run in runs for kind, error in run.errors.items()}
+    errors = all_errors(runs)
     if not errors:
         return
     table = Table("error", "times", "such as", title="What was not answered, or not rightly")
-    for kind in sorted(errors):
-        count = sum(run.errors[kind].count for run in runs if kind in run.errors)
-        table.add_row(_clean(kind), f"{count:,}", _clean(errors[kind].example))
+    for kind, what in sorted(errors.items()):
+        table.add_row(_clean(kind), f"{what.count:,}", _clean(what.example))
     console.print(table)
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
-from asynctrt.loadtest.report import Bar, Report, Run
+from asynctrt.loadtest.report import Bar, Errors, Report, Run
 
 GROUPS_MAX: Final = 10
 """Runs side by side in one plot: more cannot be told apart."""
@@ -199,6 +199,16 @@ def stages(runs: Iterable[Run]) -> dict[str, float]:
         inside = (its.queue, its.copy_in, its.compute, its.copy_out)
         for stage, took in zip(STAGES, (*inside, max(0.0, mean - sum(inside))), strict=True):
             found[stage] += took / len(known)
+    return found
+
+
+def all_errors(runs: Iterable[Run]) -> dict[str, Errors]:
+    """Errors by kind, over all these runs, and what the first of each said."""
+    found: dict[str, Errors] = {}
+    for run in runs:
+        for kind, what in run.errors.items():
+            before = found.get(kind)
+            found[kind] = Errors(before.count + what.count, before.example) if before else what
     return found
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import sys
 import tomllib
@@ -13,13 +12,11 @@ from typing import Any, Final
 
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.options import Options, check_names
+from asynctrt.process import find_modules_here, keep_what_is_there, let_threads_in
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
-
-SWITCH_INTERVAL_S: Final = 0.0005
-"""How soon a thread that computes gets the GIL back from the loop. Python's own 5 ms suits no server."""
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
@@ -85,9 +82,8 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     logging.getLogger("asynctrt").setLevel(logging.INFO)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))  # For module:attribute, as `python -m` has it.
+    let_threads_in()
+    find_modules_here()
     settings = planned.settings
     repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
     for source in planned.models:
@@ -114,9 +110,7 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
     count = len(repository.index())
     say(f"loading {count} model{'s' * (count != 1)}")
     await repository.load_all()
-    # What is there now stays: a full collection that looked through it held the loop for 40 ms.
-    gc.collect()
-    gc.freeze()
+    keep_what_is_there()
     for served in repository:
         inputs = ", ".join(str(spec) for spec in served.engine.inputs)
         say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")

@@ -21,8 +21,9 @@ import uvloop
 import asynctrt
 from asynctrt import loadtest
 from asynctrt.backends.function import FunctionModel
+from asynctrt.bench import random_inputs
 from asynctrt.devices.host import HostDevice
-from asynctrt.loadtest.processes import SWITCH_INTERVAL_S
+from asynctrt.process import let_threads_in
 from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.mlp import mlp_onnx
 from tests.serving import test_perf_analyzer as analyzer
@@ -62,7 +63,7 @@ async def under_loadgen(model, scenario, seconds, count, folder):
     loop = asyncio.get_running_loop()
     logs = tempfile.mkdtemp(dir=folder)
     async with opened(model, folder) as engine:
-        inputs = random_inputs(engine)
+        inputs = random_inputs(engine.inputs, {}, 1)
         await engine.infer(inputs)
         responses = []
 
@@ -130,11 +131,6 @@ async def under_ours(model, scenario, seconds, count, folder):
     return {"throughput": run.throughput, "p99_ms": run.latency["p99"]}
 
 
-def random_inputs(engine):
-    rng = np.random.default_rng(0)
-    return {spec.name: rng.random((1, *spec.dims), np.float32) for spec in engine.inputs}
-
-
 def apart(who, *details):
     """One measurement in a process of its own."""
     done = subprocess.run(
@@ -149,7 +145,7 @@ def apart(who, *details):
 
 def one(text):
     who, *details = json.loads(text)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    let_threads_in()
     run = under_loadgen if who == "LoadGen" else under_ours
     print(json.dumps(uvloop.run(run(*details))))
 

@@ -3,7 +3,6 @@
 One process, an open loop of Poisson arrivals; each way of waiting in turn.
 """
 
-import asyncio
 import gc
 from functools import partial
 
@@ -13,41 +12,22 @@ import uvloop
 from asynctrt import clock, loadtest
 from asynctrt.loadtest.arrivals import Profile, Schedule
 from asynctrt.loadtest.processes import GC_THRESHOLDS
+from asynctrt.process import keep_what_is_there
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
+from tests.loadtest.support import Target
 
 RATES = (1_000, 5_000, 20_000, 50_000)
 
 
-class IdleTarget:
-    """Answers everything before it is asked."""
+class IdleTarget(Target):
+    """Answers everything at once, and remembers nothing of it."""
 
-    name = "idle"
-    kind = "function"
-    inputs = ()
     in_flight_max = 1 << 20
-
-    def prepare(self, inputs, priority):
-        return None
 
     def start(self, prepared):
         future = self.loop.create_future()
         future.set_result(None)
         return future
-
-    def outputs(self, answer):
-        return {}
-
-    async def batches(self):
-        return None
-
-    def trace(self):
-        return []
-
-    async def aclose(self):
-        return None
-
-    def __init__(self):
-        self.loop = asyncio.get_running_loop()
 
 
 def bare(rate, seconds):
@@ -69,9 +49,9 @@ def bare(rate, seconds):
     }
 
 
-async def measure(pacing, rate, seconds, path):
+async def measure(pacing, rate, seconds):
     report = await loadtest.run(
-        IdleTarget(), rate=rate, pacing=pacing, seconds=seconds, warmup=0.2, inputs=path, seed=1
+        IdleTarget(), rate=rate, pacing=pacing, seconds=seconds, warmup=0.2, samples=1, seed=1
     )
     (run,) = report.runs
     assert not run.void, run.void
@@ -81,17 +61,12 @@ async def measure(pacing, rate, seconds, path):
 
 def main():
     options = arguments(__doc__, seconds=3.0, repeats=5)
-    path = "/dev/shm/asynctrt-lateness.npz"
-    np.savez(path, x=np.zeros((1, 1), np.float32))
     cases = [(pacing, rate) for rate in RATES for pacing in ("spin", "adaptive", "timer")]
-    runs = {
-        case: partial(lambda case: uvloop.run(measure(*case, options.seconds, path)), case) for case in cases
-    }
+    runs = {case: partial(lambda case: uvloop.run(measure(*case, options.seconds)), case) for case in cases}
     for rate in RATES:
         runs["a bare loop", rate] = partial(bare, rate, options.seconds)
     # As the processes of the command do.
-    gc.collect()
-    gc.freeze()
+    keep_what_is_there()
     gc.set_threshold(*GC_THRESHOLDS)
     results = in_turn(runs, options.repeats, "lateness")
     lines, figures = [], {}

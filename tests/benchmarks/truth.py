@@ -4,7 +4,6 @@ What is measured is compared with what the very same arrivals and service times 
 recursion for a queue), and with theory.
 """
 
-import asyncio
 import heapq
 import math
 from collections import deque
@@ -15,21 +14,19 @@ import uvloop
 from asynctrt import clock, loadtest
 from asynctrt.loadtest.arrivals import Profile, Schedule
 from tests.benchmarks.common import arguments, save, show
+from tests.loadtest.support import Target
 
 PERCENTILES = ("p50", "p90", "p99", "p99.9")
 SEED = 7
 
 
-class KnownTarget:
+class KnownTarget(Target):
     """Answers after service times that are given; at once side by side, or one after the other."""
 
-    name = "known"
-    kind = "function"
-    inputs = ()
     in_flight_max = 1 << 20
 
     def __init__(self, services_ns, *, is_queue, freeze_ns=None):
-        self.loop = asyncio.get_running_loop()
+        super().__init__()
         self.services = deque(services_ns.tolist())
         self.is_queue = is_queue
         self.freeze_ns = freeze_ns
@@ -38,9 +35,6 @@ class KnownTarget:
         self.heap = []
         self.number = 0
         self.is_scheduled = False
-
-    def prepare(self, inputs, priority):
-        return None
 
     def start(self, prepared):
         now_ns = clock.now_ns()
@@ -76,18 +70,6 @@ class KnownTarget:
                 future.set_result(None)
         self._wait()
 
-    def outputs(self, answer):
-        return {}
-
-    async def batches(self):
-        return None
-
-    def trace(self):
-        return []
-
-    async def aclose(self):
-        return None
-
 
 def due_ns(rate, seconds):
     """The arrivals that the run will have."""
@@ -110,7 +92,7 @@ def on_paper(due, services, *, is_queue):
     }
 
 
-async def compare(name, rate, seconds, mean_ms, *, is_exponential, is_queue, path):
+async def compare(name, rate, seconds, mean_ms, *, is_exponential, is_queue):
     due = due_ns(rate, seconds)
     rng = np.random.default_rng(SEED)
     services = np.full(len(due), mean_ms * 1e6)
@@ -124,7 +106,7 @@ async def compare(name, rate, seconds, mean_ms, *, is_exponential, is_queue, pat
         seconds=seconds,
         warmup=0.0,
         seed=SEED,
-        inputs=path,
+        samples=1,
         answer_timeout=60.0,
         pacing="spin",
     )
@@ -147,7 +129,7 @@ async def compare(name, rate, seconds, mean_ms, *, is_exponential, is_queue, pat
     }
 
 
-async def freeze(seconds, path):
+async def freeze(seconds):
     """1,000 requests/s of 2 ms, 8 on the way at most; it freezes for a second in the middle."""
     rate, start = 1000, seconds / 2
     due = due_ns(rate, seconds)
@@ -160,7 +142,7 @@ async def freeze(seconds, path):
         seconds=seconds,
         warmup=0.0,
         seed=SEED,
-        inputs=path,
+        samples=1,
         max_outstanding=8,
         pacing="spin",
     )
@@ -184,8 +166,6 @@ async def freeze(seconds, path):
 
 def main():
     options = arguments(__doc__, seconds=30.0)
-    path = "/dev/shm/asynctrt-truth.npz"
-    np.savez(path, x=np.zeros((1, 1), np.float32))
     seconds = options.seconds
     cases = [
         ("deterministic 5 ms, side by side", 1000, 5.0, False, False),
@@ -198,12 +178,10 @@ def main():
     for name, rate, mean_ms, is_exponential, is_queue in cases:
         found.append(
             uvloop.run(
-                compare(
-                    name, rate, seconds, mean_ms, is_exponential=is_exponential, is_queue=is_queue, path=path
-                )
+                compare(name, rate, seconds, mean_ms, is_exponential=is_exponential, is_queue=is_queue)
             )
         )
-    frozen = uvloop.run(freeze(min(seconds, 20.0), path))
+    frozen = uvloop.run(freeze(min(seconds, 20.0)))
     lines = []
     for one in found:
         cells = []

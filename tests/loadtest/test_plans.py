@@ -349,3 +349,13 @@ def test_what_the_settings_say_is_in_the_plan():
     assert (made.think, made.timeout_ns, made.requests_max) == (0.5, 2_500_000_000, 100)
     assert (made.pacing, made.seed, made.rtol, made.atol) == ("spin", 9, 0.1, 0.2)
     assert (made.share, made.shares) == (0, 1)
+
+
+def test_rows_are_those_that_are_sent(trace, tmp_path):
+    """On average, and not those that the settings have for requests that are made up."""
+    mixed = [sample(1, weight=3.0), sample(5)]
+    assert plan(mixed, rate=10, rows=7).rows == 2.0
+    assert plan(mixed, callers=2).rows == 2.0
+    path = tmp_path / "two.csv"
+    path.write_text("time,rows\n0,3\n1,1\n2,3\n3,3\n")
+    assert plan([sample(3), sample(1)], trace=path).rows == 2.5
