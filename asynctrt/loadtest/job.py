@@ -128,7 +128,10 @@ def make_report(job: Job, runs: Sequence[Run], search: Search | None) -> Report:
     :raises UsageError: if it is nothing.
     """
     if not runs:
-        raise UsageError("it was stopped before anything was measured: there is nothing to report")
+        raise UsageError(
+            "it was stopped, or over, before anything was measured: there is nothing to report. A shorter "
+            "warmup leaves more of it"
+        )
     return Report(
         kind=job.kind,
         target=_described(job.target),
@@ -185,8 +188,9 @@ def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
 
 def _comparison(runs: Sequence[Run]) -> Comparison | None:
     """The ratios of B to A, of the pairs that are complete."""
-    whole = [run for run in runs if run.complete]
-    pairs = [(whole[place], whole[place + 1]) for place in range(0, len(whole) - 1, 2)]
+    # The last A may have no B.
+    turns = zip(runs[::2], runs[1::2], strict=False)
+    pairs = [(a, b) for a, b in turns if a.complete and b.complete]
     ratios = {}
     for name in FIGURES:
         values = [(a.figure(name), b.figure(name)) for a, b in pairs]

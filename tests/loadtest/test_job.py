@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from asynctrt.loadtest.session import Session
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from tests.helpers import WAIT_S, until
+from tests.loadtest import reports
 from tests.loadtest.support import SPEC, Target, at_once
 from tests.models import double_onnx
 
@@ -141,6 +143,22 @@ async def test_what_was_cut_short_is_reported():
     assert [run.complete for run in report.runs] == [True, False]
     assert not report.complete
     assert report.intervals == {}  # Of one whole run there is none.
+
+
+def test_a_pair_with_a_run_that_was_cut_short_is_left_out_and_the_others_stay_pairs():
+    """As when the generator gives up B once, in the middle of A B A B."""
+    one = reports.single().runs[0]
+    a, b = replace(one, label="A", throughput=10.0), replace(one, label="B", throughput=5.0)
+    job = Job(TargetSpec("model.onnx"), LoadSettings(), compare={"max_rows": 2})
+    found = make_report(job, [a, replace(b, complete=False), a, b, a, b], None).comparison
+    assert found.ratios["throughput"].mean == pytest.approx(0.5)
+    assert found.ratios["throughput"].count == 2
+    assert (found.a, found.b) == ("A", "B")
+
+
+async def test_what_was_over_within_the_warm_up_is_said():
+    with pytest.raises(UsageError, match="or over, before anything was measured.*A shorter warmup"):
+        await loadtest.run(Target(at_once), callers=2, requests=5, warmup=30.0)
 
 
 def test_nothing_at_all_is_no_report():
