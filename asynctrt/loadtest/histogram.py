@@ -151,10 +151,25 @@ class Counts:
 
 
 def merged(parts: Iterable[Counts]) -> Counts:
-    """All of them together."""
+    """All of them together: thousands at once in milliseconds, where one after the other takes seconds."""
     whole = Counts()
+    keys, counts = [], []
     for part in parts:
-        whole.merge(part)
+        whole.total_ns += part.total_ns
+        whole._loose += part._loose
+        whole._loose_count += part._loose_count
+        if len(part._keys):
+            keys.append(part._keys)
+            counts.append(part._counts)
+    if keys:
+        every = np.concatenate(keys)
+        first = int(every.min())
+        summed = np.bincount(every - first, np.concatenate(counts))
+        places = np.flatnonzero(summed)
+        whole._keys = (places + first).astype(np.int32)
+        whole._counts = summed[places].astype(np.int64)
+    if whole._loose_count > LOOSE_MAX:
+        whole.compact()
     return whole
 
 
