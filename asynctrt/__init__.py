@@ -8,6 +8,8 @@
 """
 
 from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.arrays import DeviceArray
 from asynctrt.devices.host import HostDevice
 from asynctrt.engine import Engine, Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.errors import (
@@ -47,12 +49,14 @@ from asynctrt.tensors import InferResult, TensorSpec, Timing
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arenas",
     "AsynctrtError",
     "BatchStatistics",
     "BatchTrace",
     "CallerError",
     "ConnectionLostError",
     "DeadlineError",
+    "DeviceArray",
     "DeviceError",
     "DeviceLostError",
     "DeviceMemoryError",

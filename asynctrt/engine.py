@@ -10,31 +10,31 @@ import logging
 import os
 import sys
 import warnings
-from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Literal, Self, Unpack
 
 import anyio
 
 from asynctrt import clock
 from asynctrt.backends.base import Model
+from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
-from asynctrt.errors import AsynctrtError, EngineClosedError, InputError, ModelError, UsageError
-from asynctrt.loading import Sizes, find_device, in_thread, load_model, settled
+from asynctrt.errors import EngineClosedError, InputError, UsageError
+from asynctrt.loading import Built, build_on, in_thread, profiles_of, running_loop, settled
 from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
-from asynctrt.runtime.pool import Pool
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
-from asynctrt.tensors import BatchRecord, Dims, InferResult, InputCheck, Inputs, TensorSpec
+from asynctrt.tensors import BatchRecord, DeviceBucket, Dims, InferResult, InputCheck, Inputs, TensorSpec
 
 STREAM_END_S: Final = 0.1
 """How long a stream whose batches have ended may take to come to rest."""
@@ -46,6 +46,7 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
     model: str | os.PathLike[str] | Model,
     *,
     device: str | Device = "host",
+    shared_arenas: Arenas | None = None,
     options: Options | None = None,
     **settings: Unpack[Settings],
 ) -> "Opening":
@@ -54,24 +55,33 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
     Use it as ``async with asynctrt.open(...) as engine:``, or ``engine = await asynctrt.open(...)`` and
     ``await engine.aclose()`` in the end. Loading is done in a thread; the engine belongs to the running loop.
 
-    :param model: a path to an ``.onnx`` file; ``"module:attribute"``, a model in a Python module or a
+    :param model: a path to an ``.onnx`` file, or to a TensorRT plan (``.plan``, ``.engine``, ``.trt``), which
+        is code: open only plans that you trust; ``"module:attribute"``, a model in a Python module or a
         function there that makes one; or a model object, which stays the caller's to close.
-    :param device: ``"host"``, or a device object.
+    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object.
+    :param shared_arenas: the enqueue memory to work in, shared with other engines on the same device object.
     :param options: an :class:`Options`; ``settings`` are single options, and win over it.
     :raises OptionsError: at once, for an option that is unknown or impossible.
     :raises ModelNotFoundError, ModelError: when it is entered, for a model that cannot be served.
     :raises DeviceUnavailableError: when it is entered, for a device that is not here.
     :raises MissingExtraError: when it is entered, if the model needs a package that is not installed.
     """
-    return Opening(model, device, Options.from_settings(options, dict(settings)))
+    return Opening(model, device, shared_arenas, Options.from_settings(options, dict(settings)))
 
 
 class Opening:
     """An engine about to be opened: enter it with ``async with``, or await it."""
 
-    def __init__(self, model: str | os.PathLike[str] | Model, device: str | Device, options: Options) -> None:
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Model,
+        device: str | Device,
+        shared_arenas: Arenas | None,
+        options: Options,
+    ) -> None:
         self._model = model
         self._device = device
+        self._shared_arenas = shared_arenas
         self._options = options
         self._engine: Engine | None = None
 
@@ -112,48 +122,9 @@ class Opening:
 
     async def _open(self) -> "Engine":
         loop = running_loop()
-        device = find_device(self._device)
-        owns_device = isinstance(self._device, str)
-        owns_model = isinstance(self._model, str | os.PathLike)
-
-        def build() -> tuple[Model, Pool, Sizes]:
-            model = load_model(self._model)
-            try:
-                sizes = Sizes.of(model, device, self._options)
-                pool = Pool(
-                    device,
-                    model,
-                    contexts=sizes.contexts,
-                    arenas=sizes.arenas,
-                    rows_max=sizes.rows_max,
-                )
-            except BaseException as error:
-                if owns_model:
-                    model.close()
-                if isinstance(error, AsynctrtError) or not isinstance(error, Exception):
-                    raise
-                raise ModelError(
-                    f"{model.name!r} could not be set up on {device.name!r}: {type(error).__name__}: {error}"
-                ) from error
-            return model, pool, sizes
-
-        def tear_down(built: tuple[Model, Pool, Sizes]) -> None:
-            model, pool, _ = built
-            pool.close(0.0)
-            if owns_model:
-                model.close()
-
-        model, pool, sizes = await in_thread(build, undo=tear_down)
-        return Engine(
-            loop,
-            device,
-            model,
-            pool,
-            sizes,
-            self._options,
-            owns_model=owns_model,
-            owns_device=owns_device,
-        )
+        build = partial(build_on, self._model, self._device, self._options, self._shared_arenas)
+        built = await in_thread(build, undo=lambda built: built.close(STREAM_END_S))
+        return Engine(loop, built, self._options)
 
 
 class Engine:
@@ -162,31 +133,31 @@ class Engine:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        device: Device,
-        model: Model,
-        pool: Pool,
-        sizes: Sizes,
+        built: Built,
         options: Options,
-        *,
-        owns_model: bool,
-        owns_device: bool,
     ) -> None:
+        device, model, pool, sizes = built.device, built.model, built.pool, built.sizes
         self._loop = loop
         # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
         # makes a system call each time before Python 3.12 (145 ns against 40).
         self._is_running = loop.is_running
         self._thread = get_ident()
+        self._built = built
         self._device = device
         self._model = model
         self._pool = pool
         self._options = options
-        self._owns_model = owns_model
-        self._owns_device = owns_device
         self._rows_max = sizes.rows_max
-        self._contexts = sizes.contexts
-        self._arenas = sizes.arenas
+        self._sizes = sizes
         self._now_ns = clock.now_ns
-        self._input_check = InputCheck(model.inputs, check_finite=options.check_finite)
+        self._opened_ns = clock.now_ns()
+        profiles = profiles_of(model, sizes.rows_max)
+        self._input_check = InputCheck(
+            model.inputs,
+            check_finite=options.check_finite,
+            check_dims=None if profiles is None else profiles.check,
+            import_array=device.import_array,
+        )
         self._admit = self._input_check.admit
         self._timeout_ns = None if options.timeout is None else _timeout_ns(options.timeout)
         self._scheduler = Scheduler(
@@ -202,15 +173,18 @@ class Engine:
             contexts=sizes.contexts,
             arenas=sizes.arenas,
             in_flight_max=sizes.in_flight_max,
+            arena_users=None if built.arenas is None else built.arenas.users,
+            kind_of=None if profiles is None else profiles.kind_of,
         )
         self._driver = Driver(
             loop=loop,
             scheduler=self._scheduler,
             pool=pool,
             now_ns=self._now_ns,
-            rows_fixed=model.rows_fixed,
-            spin=options.waiting == "spin",
-            name=repr(model.name),
+            model=model,
+            device=device,
+            waiting=options.waiting,
+            batch_timeout_ns=None if options.batch_timeout is None else _timeout_ns(options.batch_timeout),
         )
         self._slots = SlotBoard(
             loop=loop,
@@ -225,7 +199,7 @@ class Engine:
 
     def __repr__(self) -> str:
         return (
-            f"<Engine {self._model.name!r} on {self._device.name} {self._state} "
+            f"<Engine {self._model.name!r} on {self._device.name} {self.state} "
             f"queued={self._scheduler.queued_requests} "
             f"in_flight={len(self._scheduler.ledger.in_flight)}>"
         )
@@ -252,18 +226,23 @@ class Engine:
         await self.aclose()
 
     @property
+    def state(self) -> str:
+        """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any more."""
+        return "lost" if self._state == "open" and self._driver.lost is not None else self._state
+
+    @property
     def name(self) -> str:
         """The model's name."""
         return self._model.name
 
     @property
     def platform(self) -> str:
-        """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``python``."""
+        """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
         return str(getattr(self._model, "platform", "custom"))
 
     @property
     def device_name(self) -> str:
-        """The device's name: ``host``."""
+        """The device's name: ``host``, ``cuda:0``."""
         return self._device.name
 
     @property
@@ -286,14 +265,23 @@ class Engine:
         """The options that it was opened with."""
         return self._options
 
-    async def infer(self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0) -> InferResult:
+    async def infer(
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Literal["host", "device"] = "host",
+    ) -> InferResult:
         """Run rows through the model, batched with those of other callers.
 
         :param inputs: arrays by tensor name, each ``(rows, *dims)`` of the tensor's dtype; or one array, if
             the model has one input. Nested lists are converted. The arrays are read until this returns or
             raises: do not write to them meanwhile. More rows than a batch holds are split, and rejoined.
+            Arrays on the engine's own GPU (DLPack, ``__cuda_array_interface__``) are taken where they are.
         :param timeout: seconds that the request may be queued; ``None`` takes the engine's default.
         :param priority: 0 up to the engine's ``priorities - 1``; a larger one goes first.
+        :param outputs: ``device`` leaves them on the engine's GPU, each as a :class:`DeviceArray`.
         :raises InputError: for inputs that do not fit the model, before anything is queued.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
@@ -303,6 +291,8 @@ class Engine:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, bucket = self._admit(inputs)
+        if outputs != "host":
+            bucket = self._bucket_on_device(outputs, bucket, rows)
         if timeout is None and not priority:
             timeout_ns = self._timeout_ns
         else:
@@ -357,7 +347,7 @@ class Engine:
         ledger = self._scheduler.ledger
         totals = ledger.totals
         return Statistics(
-            state=self._state,
+            state=self.state,
             submitted=self._scheduler.submitted,
             succeeded=totals.succeeded,
             failed=totals.failed,
@@ -374,9 +364,17 @@ class Engine:
             queued_requests=self._scheduler.queued_requests,
             queued_rows=self._scheduler.queued_rows,
             in_flight_batches=len(ledger.in_flight),
-            contexts=self._contexts,
+            rows_padded=totals.rows_padded,
+            batches_timed=totals.batches_timed,
+            contexts=self._sizes.contexts,
             contexts_quarantined=len(ledger.quarantined),
-            arenas=self._arenas,
+            arenas=self._sizes.arenas,
+            arena_waits=totals.arena_waits,
+            arena_wait_ns=totals.arena_wait_ns,
+            arena_busy_share=self._busy_share(totals.busy_ns),
+            arena_nbytes=self._pool.arenas_nbytes,
+            arena_nbytes_private=self._sizes.contexts * self._model.enqueue_nbytes,
+            graphs=self._pool.graph_sizes,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
             by_batch_rows=MappingProxyType(
                 {
@@ -448,16 +446,9 @@ class Engine:
     def _give_back(self) -> None:
         """Blocks: joins threads, frees memory, unloads the model."""
         self._driver.end_copies(STREAM_END_S)
-        abandoned = self._pool.close(STREAM_END_S)
+        abandoned = self._built.close(STREAM_END_S, self._slots.close)
         if abandoned:
-            # What runs still uses the weights, so they stay too.
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
-            return
-        self._slots.close()
-        if self._owns_model:
-            self._model.close()
-        if self._owns_device:
-            self._device.close()
 
     async def _infer_split(
         self,
@@ -516,6 +507,22 @@ class Engine:
             )
         return self._timeout_ns if timeout is None else _timeout_ns(timeout)
 
+    def _busy_share(self, busy_ns: int) -> float:
+        """Which share of the time since it was opened its arenas computed for it."""
+        passed_ns = max(self._now_ns() - self._opened_ns, 1) * self._sizes.arenas
+        return busy_ns / passed_ns if passed_ns else 0.0
+
+    def _bucket_on_device(self, outputs: str, bucket: Hashable, rows: int) -> DeviceBucket:
+        """The bucket of a request whose outputs stay on the device."""
+        if outputs != "device":
+            raise InputError(f"outputs is 'host' or 'device', not {outputs!r}")
+        if rows > self._rows_max:
+            raise InputError(
+                f"outputs='device' takes at most the rows of a batch ({self._rows_max}), given {rows}. "
+                "Send them in several calls"
+            )
+        return DeviceBucket(bucket.bucket if isinstance(bucket, DeviceBucket) else bucket, has_outputs=True)
+
     def _check_loop(self) -> None:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
@@ -557,23 +564,6 @@ class _Answer(asyncio.Future[InferResult]):
             self.driver.cancel(self.request)
             self.request = None
         return True
-
-
-def running_loop() -> asyncio.AbstractEventLoop:
-    """The running asyncio loop.
-
-    :raises UsageError: without one, or on trio.
-    """
-    loop = _get_running_loop()
-    if loop is not None:
-        return loop
-    trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_run():
-        raise UsageError(
-            "asynctrt runs on asyncio, and this is trio. Run the application with "
-            "anyio.run(main, backend='asyncio', backend_options={'use_uvloop': True})"
-        )
-    raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
 
 
 def _caller() -> str:

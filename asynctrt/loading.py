@@ -3,8 +3,10 @@
 import asyncio
 import os
 import re
+import sys
+from asyncio import _get_running_loop
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,10 +16,21 @@ from typing import Any, Final, TypeVar
 import anyio
 
 from asynctrt.backends.base import Model
+from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError
+from asynctrt.errors import (
+    AsynctrtError,
+    DeviceUnavailableError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    UsageError,
+)
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
+from asynctrt.runtime.pool import Pool
+from asynctrt.scheduling.request import WholeBucket
+from asynctrt.tensors import DeviceBucket, Dims, TensorSpec
 
 T = TypeVar("T")
 
@@ -38,13 +51,16 @@ def find_device(device: str | Device) -> Device:
     if device == "host":
         return HostDevice()
     if device.startswith("cuda"):
-        raise DeviceUnavailableError(
-            f"device {device!r}: this version of asynctrt does not run on CUDA yet. Use device='host'"
-        )
-    raise DeviceUnavailableError(f"there is no device {device!r}. Use device='host'")
+        # Not before it is needed: it loads CUDA's bindings.
+        from asynctrt.devices.cuda import find_cuda_device  # noqa: PLC0415
+
+        return find_cuda_device(device)
+    raise DeviceUnavailableError(
+        f"there is no device {device!r}. There are 'host' and 'cuda:0', 'cuda:1' and so on"
+    )
 
 
-def load_model(model: str | os.PathLike[str] | Model) -> Model:
+def load_model(model: str | os.PathLike[str] | Model, device: Device, flavour: str | None = None) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
     if not isinstance(model, str | os.PathLike):
         if not isinstance(model, Model):
@@ -57,10 +73,15 @@ def load_model(model: str | os.PathLike[str] | Model) -> Model:
         return _checked(_attribute(model))
     path = Path(model)
     if path.suffix in PLAN_SUFFIXES:
-        raise ModelError(
-            f"{str(path)!r} is named like a TensorRT plan, which needs a CUDA device; this version of "
-            "asynctrt does not run on CUDA yet. Give the ONNX model that the plan was built from"
-        )
+        if device.name == "host":
+            raise DeviceUnavailableError(
+                f"{str(path)!r} is named like a TensorRT plan, which runs on a GPU: open it with "
+                "device='cuda:0'. For the host device give the ONNX model that the plan was built from"
+            )
+        from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
+
+        plan: Model = TensorRTModel(path, device=device, flavour=flavour)
+        return plan
     if path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
     # Not before it is needed: it loads ONNX Runtime.
@@ -116,15 +137,39 @@ class Sizes:
     contexts: int
     arenas: int
     in_flight_max: int
+    graphs: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Model, device: Device, options: Options) -> "Sizes":
+    def of(cls, model: Model, device: Device, options: Options, shared: Arenas | None = None) -> "Sizes":
         """The numbers, or an error that says which option the model cannot be opened with."""
         contexts = options.contexts or max(
             device.contexts_default, options.max_in_flight or 0, options.arenas or 0
         )
-        arenas = min(options.arenas or contexts, contexts) if model.enqueue_nbytes else 0
+        arenas = min(options.arenas or contexts, contexts)
+        if shared is not None:
+            arenas = cls._shared(device, options, shared, contexts)
+        if not model.enqueue_nbytes:
+            arenas = 0
         in_flight_max = min(options.max_in_flight or contexts, contexts)
+        rows_max = cls._rows_max(model, options)
+        return cls(rows_max, contexts, arenas, in_flight_max, cls._graphs(model, device, options, rows_max))
+
+    @staticmethod
+    def _shared(device: Device, options: Options, shared: Arenas, contexts: int) -> int:
+        if shared.device is not device:
+            raise OptionsError(
+                f"{shared!r} belong to another device object than the engine. Open both with the same one: "
+                f"device = ...; Arenas(device, 2); asynctrt.open(..., device=device, shared_arenas=arenas)"
+            )
+        if options.arenas not in (None, len(shared)) or contexts < len(shared):
+            raise OptionsError(
+                f"{len(shared)} arenas are shared, so leave the option arenas out, and have at least as many "
+                f"contexts; arenas is {options.arenas} and there are {contexts} contexts"
+            )
+        return len(shared)
+
+    @staticmethod
+    def _rows_max(model: Model, options: Options) -> int:
         fixed = model.rows_fixed
         if fixed is not None and options.max_rows != fixed:
             raise ModelError(
@@ -137,13 +182,166 @@ class Sizes:
                 f"max_rows is {options.max_rows}, but {model.name!r} takes at most {limit} rows. "
                 f"Open it with max_rows={limit} or less"
             )
-        rows_max = options.max_rows or min(
-            MAX_ROWS_DEFAULT, limit or MAX_ROWS_DEFAULT, options.max_queue_rows
+        return options.max_rows or min(MAX_ROWS_DEFAULT, limit or MAX_ROWS_DEFAULT, options.max_queue_rows)
+
+    @staticmethod
+    def _graphs(model: Model, device: Device, options: Options, rows_max: int) -> tuple[int, ...]:
+        """The batch sizes to capture."""
+        if options.graphs == "off" or (options.graphs == "auto" and not device.prefers_graphs):
+            return ()
+        if model.rows_fixed is not None:
+            return (model.rows_fixed,)
+        least = int(getattr(model, "rows_min", 1))
+        if options.graphs == "auto":
+            # Each size takes a context of its own in every bay, so there are few: powers of four.
+            powers = (4**power for power in range(rows_max.bit_length()))
+            return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
+        sizes = tuple(int(rows) for rows in options.graphs)
+        if sizes[-1] > rows_max or sizes[0] < least:
+            raise OptionsError(
+                f"graphs is {sizes}, but {model.name!r} takes batches of {least} to {rows_max} rows here"
+            )
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """All that an engine stands on. Who made a part closes it."""
+
+    device: Device
+    model: Model
+    pool: Pool
+    arenas: Arenas | None
+    sizes: Sizes
+    owns_device: bool
+    owns_model: bool
+    owns_arenas: bool
+
+    def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
+        """Give back what is ours; returns how many contexts had to be abandoned. Blocks."""
+        abandoned = self.pool.close(timeout_s)
+        if abandoned:
+            # What runs still uses the weights and the memory, so they stay too.
+            return abandoned
+        if slots is not None:
+            slots()
+        if self.owns_arenas and self.arenas is not None:
+            self.arenas.close()
+        if self.owns_model:
+            self.model.close()
+        if self.owns_device:
+            self.device.close()
+        return 0
+
+
+def build_on(
+    model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
+) -> Built:
+    """Load a model and make what its batches need. Blocks; what fails leaves nothing behind.
+
+    :raises AsynctrtError: whatever a model or a device refuses.
+    """
+    found = find_device(device)
+    loaded: Model | None = None
+    arenas: Arenas | None = None
+    try:
+        loaded = load_model(model, found, options.flavour)
+        sizes = Sizes.of(loaded, found, options, shared)
+        if sizes.arenas:
+            arenas = shared or Arenas(found, sizes.arenas)
+        pool = Pool(
+            found,
+            loaded,
+            contexts=sizes.contexts,
+            arenas=arenas,
+            rows_max=sizes.rows_max,
+            graphs=sizes.graphs,
         )
-        return cls(rows_max, contexts, arenas, in_flight_max)
+    except BaseException as error:
+        if arenas is not None and arenas is not shared:
+            arenas.close()
+        if loaded is not None and loaded is not model:
+            loaded.close()
+        if found is not device:
+            found.close()
+        if loaded is None or isinstance(error, AsynctrtError) or not isinstance(error, Exception):
+            raise
+        raise ModelError(
+            f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
+        ) from error
+    return Built(
+        found,
+        loaded,
+        pool,
+        arenas,
+        sizes,
+        owns_device=found is not device,
+        owns_model=isinstance(model, str | os.PathLike),
+        owns_arenas=arenas is not shared,
+    )
 
 
-async def in_thread(function: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+class Profiles:
+    """Which profile of a model takes which rows. Contexts are kept on theirs, as to change it costs time."""
+
+    def __init__(
+        self,
+        inputs: Sequence[TensorSpec],
+        profile_of: Callable[[tuple[Dims, ...], int], int],
+        rows_min: int,
+        rows_max: int,
+    ) -> None:
+        self._inputs = inputs
+        self._profile_of = profile_of
+        self._rows_min = rows_min
+        self._rows_max = rows_max
+
+    def check(self, dims: tuple[Dims, ...], rows: int) -> None:
+        """Whether some profile takes such rows.
+
+        :raises InputError: if none does.
+        """
+        self._profile_of(dims, max(self._rows_min, min(rows, self._rows_max)))
+
+    def kind_of(self, bucket: Hashable, rows: int) -> int:
+        """The profile for a batch of this bucket."""
+        if isinstance(bucket, WholeBucket | DeviceBucket):
+            bucket = bucket.bucket
+        assert isinstance(bucket, tuple)
+        symbols = dict(bucket)
+        resolved = (spec.resolve(symbols) for spec in self._inputs)
+        dims = tuple(dims for dims in resolved if dims is not None)
+        return self._profile_of(dims, max(self._rows_min, rows))
+
+
+def profiles_of(model: Model, rows_max: int) -> Profiles | None:
+    """The profiles of a model, if it has any."""
+    profile_of = getattr(model, "profile_of", None)
+    if profile_of is None:
+        return None
+    # Smaller batches are padded.
+    rows_min = model.rows_fixed or int(getattr(model, "rows_min", 1))
+    return Profiles(model.inputs, profile_of, rows_min, rows_max)
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """The running asyncio loop.
+
+    :raises UsageError: without one, or on trio.
+    """
+    loop = _get_running_loop()
+    if loop is not None:
+        return loop
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        raise UsageError(
+            "asynctrt runs on asyncio, and this is trio. Run the application with "
+            "anyio.run(main, backend='asyncio', backend_options={'use_uvloop': True})"
+        )
+    raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
+
+
+async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run a blocking function in a thread that ends with it.
 
     It cannot be stopped half way, so a caller who is cancelled waits for it all the same; what it has made

@@ -15,7 +15,6 @@ MAX_ROWS_DEFAULT: Final = 64
 ELSEWHERE: Final = {
     "batch_size": "max_rows",
     "max_batch_size": "max_rows",
-    "batch_timeout": "max_delay",
     "batch_wait_timeout_s": "max_delay",
     "max_latency_ms": "max_delay",
     "max_queue_delay": "max_delay",
@@ -30,6 +29,10 @@ ELSEWHERE: Final = {
 """What other servers call what is an option here, for the message to someone who comes from one."""
 
 
+WAITING: Final = ("adaptive", "spin", "thread")
+FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
+
+
 class Settings(TypedDict, total=False):
     """The keywords that :func:`asynctrt.open` takes besides model and device; see :class:`Options`."""
 
@@ -41,8 +44,11 @@ class Settings(TypedDict, total=False):
     priorities: int
     contexts: int | None
     arenas: int | None
-    waiting: Literal["adaptive", "spin"]
+    graphs: str | Sequence[int]
+    flavour: str | None
+    waiting: Literal["adaptive", "spin", "thread"]
     check_finite: bool
+    batch_timeout: float | None
     close_timeout: float
 
 
@@ -81,11 +87,25 @@ class Options:
     """Blocks of enqueue memory that the contexts share. Default: one a context. A model that brings its own
     working memory, as ONNX Runtime does, needs none, and then none is made."""
 
-    waiting: Literal["adaptive", "spin"] = "adaptive"
-    """How completions are found: ``adaptive`` sleeps while it can, ``spin`` burns a core to be prompt."""
+    graphs: str | Sequence[int] = "auto"
+    """Batch sizes to capture as CUDA graphs, as ``(1, 8, 64)`` or ``"1,8,64"``; a batch is padded to the next
+    one where that pays. ``auto``: the powers of four and ``max_rows``, on a GPU. ``off``: none. Each size of
+    each context takes an execution context of its own, with what persistent memory that has."""
+
+    flavour: str | None = None
+    """Which package runs a TensorRT plan: ``tensorrt``, ``tensorrt_lean``, ``tensorrt_dispatch`` or
+    ``tensorrt_rtx``. Default: the first that is installed and fits the plan."""
+
+    waiting: Literal["adaptive", "spin", "thread"] = "adaptive"
+    """How completions are found: ``adaptive`` sleeps while it can, ``spin`` burns a core to be prompt, and
+    ``thread`` has a thread wait, for loops that are mostly idle."""
 
     check_finite: bool = False
     """Refuse inputs that hold a NaN or an infinity. Off by default, since it reads every value once more."""
+
+    batch_timeout: float | None = 60.0
+    """How long a batch may take on the device before it is given up for hung: its callers fail with
+    ``DeviceLostError`` and its context is not used again. ``None``: for ever."""
 
     close_timeout: float = 30.0
     """How long closing waits for batches in flight before it gives them up."""
@@ -96,8 +116,13 @@ class Options:
         self._check_seconds("max_delay", most=1.0, none_allowed=False)
         self._check_seconds("timeout", most=math.inf, none_allowed=True)
         self._check_seconds("close_timeout", most=math.inf, none_allowed=False)
-        if self.waiting not in ("adaptive", "spin"):
-            raise OptionsError(f"waiting is 'adaptive' or 'spin', not {self.waiting!r}")
+        self._check_seconds("batch_timeout", most=math.inf, none_allowed=True)
+        if self.waiting not in WAITING:
+            raise OptionsError(f"waiting is one of {', '.join(WAITING)}, not {self.waiting!r}")
+        if self.flavour is not None and self.flavour not in FLAVOURS:
+            raise OptionsError(f"flavour is one of {', '.join(FLAVOURS)}, not {self.flavour!r}")
+        if not (isinstance(self.graphs, str) and self.graphs in ("auto", "off")):
+            object.__setattr__(self, "graphs", _sizes(self.graphs))
         if not isinstance(self.check_finite, bool):
             raise OptionsError(f"check_finite is True or False, not {self.check_finite!r}")
         self._check_together()
@@ -148,6 +173,20 @@ class Options:
                     f"{name} ({value}) is more than contexts ({self.contexts}), and each batch in flight "
                     f"holds a context. Raise contexts, or lower {name}"
                 )
+
+
+def _sizes(given: str | Sequence[int]) -> tuple[int, ...]:
+    """Batch sizes, rising."""
+    try:
+        parts = map(int, given.split(",")) if isinstance(given, str) else map(whole, given)
+        sizes = sorted({0 if part is None else part for part in parts})
+    except (TypeError, ValueError):
+        sizes = []
+    if not sizes or sizes[0] < 1:
+        raise OptionsError(
+            f"graphs is 'auto', 'off' or batch sizes of at least 1, as (1, 8, 64) or '1,8,64'; not {given!r}"
+        )
+    return tuple(sizes)
 
 
 def whole(value: Any) -> int | None:

@@ -25,15 +25,60 @@ LEAST = {
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
 }
+LEAST_ON_GPU = {
+    "completion": ["--seconds", "0.02", "--kernels", "200", "--varying", "200", "--loops", "idle,busy"],
+    "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
+    "overlap": ["--seconds", "0.05", "--repeats", "1", "--mib", "0.25"],
+    "sharing": ["--seconds", "0.05", "--repeats", "1", "--mib", "1"],
+    "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
+    "million": ["--batches", "2000"],
+}
+"""Without a GPU they run on the host device."""
 PARTS = {"client", "servers", "mosec_server"}
 """What the benchmark of serving starts as processes of their own."""
+PARTS_ON_GPU = {"kernels", "raw", "support", "torch_model"}
 
 
 def test_every_benchmark_is_run_and_explained():
     names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "common", *PARTS}
     assert names == set(LEAST)
+    on_gpu = {path.stem for path in (FOLDER / "gpu").glob("*.py")} - {"__init__", "run_all", *PARTS_ON_GPU}
+    assert on_gpu == set(LEAST_ON_GPU)
     explained = (FOLDER / "README.md").read_text()
     assert all(f"tests.benchmarks.{name}`" in explained for name in names)
+    assert all(f"tests.benchmarks.gpu.{name}`" in explained for name in on_gpu)
+
+
+@pytest.mark.parametrize("name", LEAST_ON_GPU)
+def test_benchmark_for_a_gpu(name, tmp_path):
+    path = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"tests.benchmarks.gpu.{name}", *LEAST_ON_GPU[name], "--device", "host"]
+    if name == "overlap":
+        command += ["--picture", str(tmp_path / "overlap.svg")]
+    done = subprocess.run(
+        [*command, "--json", str(path)], capture_output=True, text=True, check=False, timeout=55, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert content["figures"]
+    assert content["machine"]["gpu"] is None
+    if name == "overlap":
+        assert "<svg" in (tmp_path / "overlap.svg").read_text()
+
+
+def test_all_of_them_are_run_in_turn_and_one_that_fails_is_said(tmp_path):
+    command = [sys.executable, "-m", "tests.benchmarks.gpu.run_all", "--out", str(tmp_path), "--quick"]
+    done = subprocess.run(
+        [*command, "--only", "overlap", "--only", "million", "--device", "nowhere:0", "--budget", "40"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=55,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "overlap: FAILED" in done.stdout
+    assert "million: FAILED" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("name", LEAST)
@@ -57,5 +102,7 @@ def test_benchmark(name, tmp_path):
 
 
 def test_the_results_that_are_kept_are_of_benchmarks_that_there_are():
-    kept = {path.stem.split("-")[0] for path in (FOLDER / "results").glob("*.json")}
-    assert kept == {*LEAST, "overhead"}
+    names = {path.stem for path in (FOLDER / "results").glob("*.json")}
+    on_gpu = {name for name in names if name.startswith("gpu-")}
+    assert {name.split("-")[1] for name in on_gpu} <= set(LEAST_ON_GPU)
+    assert {name.split("-")[0] for name in names - on_gpu} == {*LEAST, "overhead"}

@@ -13,6 +13,7 @@ import trio
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeadlineError,
@@ -75,7 +76,7 @@ class TestOpening:
         [
             ("missing.onnx", ModelNotFoundError, "no file 'missing.onnx'"),
             (".", ModelNotFoundError, "is a folder"),
-            ("model.plan", ModelError, "TensorRT plan"),
+            ("model.plan", DeviceUnavailableError, "TensorRT plan.*device='cuda:0'"),
             (object(), ModelError, "neither a path nor a model"),
             (None, ModelError, "neither a path nor a model"),
         ],
@@ -87,7 +88,7 @@ class TestOpening:
     @pytest.mark.parametrize(
         ("device", "says"),
         [
-            ("cuda:0", "does not run on CUDA yet"),
+            ("cuda:99", "cuda:99"),
             ("cpu", "no device 'cpu'"),
             ("", "no device"),
             (0, "0 is neither the name of a device nor a device"),
@@ -198,6 +199,44 @@ class TestOpening:
             setattr(model, side, specs)
             with pytest.raises(ModelError, match=f"needs {side}, each with a name of its own"):
                 await asynctrt.open(model)
+
+    @pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
+    async def test_every_way_of_waiting(self, waiting):
+        before = threading.active_count()
+        device = HostDevice(threads=2, in_place="never")
+        async with asynctrt.open(double_model(), device=device, waiting=waiting, max_rows=4) as engine:
+            results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(50)])
+            assert [result["output"][0, 0] for result in results] == [2 * value for value in range(50)]
+        await until(lambda: threading.active_count() == before)
+
+    async def test_a_batch_timeout_without_an_end(self):
+        for batch_timeout in (None, float("inf")):
+            async with asynctrt.open(double_model(), batch_timeout=batch_timeout) as engine:
+                await engine.infer(rows(1))
+
+    async def test_arenas_that_it_shares_with_another(self):
+        device = HostDevice(threads=2, in_place="never")
+        models = [double_model(), double_model()]
+        for model in models:
+            model.enqueue_nbytes = 1000
+        with Arenas(device, 1) as arenas:
+            async with (
+                asynctrt.open(models[0], device=device, shared_arenas=arenas, contexts=2) as one,
+                asynctrt.open(models[1], device=device, shared_arenas=arenas, contexts=2) as other,
+            ):
+                sent = [engine.infer(rows(value)) for value in range(20) for engine in (one, other)]
+                results = await asyncio.gather(*sent)
+                assert [result["output"][0, 0] for result in results[::2]] == [2 * n for n in range(20)]
+                for engine in (one, other):
+                    assert engine.statistics().arena_nbytes == arenas.nbytes == 1024
+                    assert engine.statistics().arenas == 1
+
+    async def test_arenas_of_another_device_object(self):
+        model = double_model()
+        model.enqueue_nbytes = 1000
+        says = "belong to another device object than the engine"
+        with Arenas(HostDevice(), 1) as arenas, pytest.raises(OptionsError, match=says):
+            await asynctrt.open(model, shared_arenas=arenas)
 
     async def test_an_endless_timeout(self):
         async with asynctrt.open(double_model(), timeout=float("inf")) as engine:
@@ -877,6 +916,65 @@ class TestStatistics:
             assert {size: batches.count for size, batches in after.by_batch_rows.items()} == {1: 1, 2: 2}
             assert all(batches.compute_ns > 0 for batches in after.by_batch_rows.values())
             assert before.succeeded == 0
+
+    async def test_of_arenas_graphs_and_padding(self):
+        model = double_model()
+        model.enqueue_nbytes = 1000
+        model.is_capturable = True
+        async with asynctrt.open(model, contexts=3, arenas=2, max_rows=8, graphs=(1, 8)) as engine:
+            before = engine.statistics()
+            assert (before.contexts, before.arenas, before.graphs) == (3, 2, (1, 8))
+            assert (before.arena_nbytes, before.arena_nbytes_private) == (2 * 1024, 3 * 1000)
+            assert before.memory_nbytes == 3 * 512 + 2 * 1024
+            assert before.arena_busy_share == 0
+            assert before.arena_waits == before.arena_wait_ns == before.rows_padded == 0
+            await asyncio.gather(*[engine.infer(rows(value)) for value in range(5)])
+            after = engine.statistics()
+            assert (after.rows, after.rows_padded, after.batches) == (5, 3, 1)
+            assert 0 < after.arena_busy_share <= 1
+            assert before.arena_busy_share == 0, "a snapshot stays as it was"
+
+    async def test_a_batch_that_waits_for_its_arena_is_counted(self):
+        gate = Gate()
+        model = double_model(gate)
+        model.enqueue_nbytes = 1000
+        device = HostDevice(threads=2, in_place="never")
+        async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=1) as engine:
+            tasks = [send(engine, value) for value in range(2)]
+            await until(lambda: gate.entered.acquire(blocking=False))
+            await until(lambda: engine.statistics().in_flight_batches == 2)
+            # The second lies on the device and can only wait for the first: let that take its time.
+            until_ns = time.monotonic_ns() + 5_000_000
+            await until(lambda: time.monotonic_ns() > until_ns)
+            assert not gate.entered.acquire(blocking=False)
+            gate.go.release(2)
+            await asyncio.gather(*tasks)
+            statistics = engine.statistics()
+            assert statistics.arena_waits == 1
+            assert 4_000_000 < statistics.arena_wait_ns < statistics.total_ns
+            assert statistics.arena_busy_share <= 1
+
+    async def test_without_any_of_them(self):
+        async with asynctrt.open(double_model(), contexts=2) as engine:
+            await engine.infer(rows(1))
+            statistics = engine.statistics()
+            assert (statistics.arenas, statistics.graphs, statistics.rows_padded) == (0, (), 0)
+            assert statistics.arena_nbytes == statistics.arena_nbytes_private == 0
+            assert statistics.arena_busy_share == statistics.arena_waits == statistics.arena_wait_ns == 0
+
+    async def test_the_state_of_an_engine_whose_batches_all_hang(self):
+        gate = Gate()
+        device = HostDevice(threads=1, in_place="never")
+        async with asynctrt.open(double_model(gate), device=device, contexts=1, batch_timeout=0.01) as engine:
+            assert engine.state == engine.statistics().state == "open"
+            with pytest.raises(DeviceLostError, match="batch_timeout of 0.01 s"):
+                await engine.infer(rows(1))
+            assert engine.state == engine.statistics().state == "lost"
+            assert engine.statistics().contexts_quarantined == 1
+            with pytest.raises(DeviceLostError, match="no context of 'Gate' is left"):
+                await engine.infer(rows(1))
+            gate.go.release()
+        assert engine.state == "closed"
 
     async def test_frozen(self):
         async with asynctrt.open(double_model()) as engine:

@@ -15,6 +15,7 @@ EXPECTED = {
     "overload.py": r"(?s)ordinary: DeadlineError.*ordinary: QueueFullError.*urgent: answered.*refused=\d+",
     "load_test.py": r"(\d+) of \1 answered, 0% errors\nheld: True, p50 [\d.]+ ms, p99 [\d.]+ ms\n[\d.]+ rows",
     "slots.py": r"\[0\.0, 16\.0, 32\.0, .*, 240\.0\]",
+    "tensorrt_plan.py": r"plan on host: (?s:.*)200 answers(?s:.*)16,896 bytes;.* 33,792\nviolations: \(\)",
     "testing_an_application.py": r"^sorry\n-2\.0\n$",
 }
 

@@ -34,8 +34,11 @@ OPTIONAL = {
     "websockets": {"serving/frames.py"},
     "rich": {"cli.py", "loadtest/terminal.py"},  # One for each extra.
     "magika": set(),  # The demo takes its data and never imports it.
-    "cuda": set(),
-    "tensorrt": set(),
+    "cuda": {"devices/cuda.py", "devices/cuda_objects.py", "testing/tensorrt/cuda.py"},
+    "tensorrt": set(),  # The adapter imports whichever flavour it chose, by name.
+    "tensorrt_lean": set(),
+    "tensorrt_dispatch": set(),
+    "tensorrt_rtx": set(),
     "trio": set(),
 }
 

@@ -38,6 +38,9 @@ def test_frozen():
         ("max_queue_delay", "max_delay"),
         ("max_queue_size", "max_queue_rows"),
         ("workers", "contexts"),
+        ("batch_timout", "batch_timeout"),
+        ("graph", "graphs"),
+        ("flavor", "flavour"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
@@ -70,8 +73,16 @@ def test_an_unknown_option_that_is_like_none():
         ({"timeout": -1}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"close_timeout": None}, "close_timeout"),
-        ({"waiting": "busy"}, "'adaptive' or 'spin'"),
+        ({"waiting": "busy"}, "adaptive, spin, thread"),
+        ({"waiting": None}, "adaptive, spin, thread, not None"),
         ({"check_finite": 1}, "True or False"),
+        ({"batch_timeout": -1}, "batch_timeout is in seconds and not negative, not -1"),
+        ({"batch_timeout": "60"}, "batch_timeout"),
+        ({"batch_timeout": float("nan")}, "batch_timeout"),
+        ({"batch_timeout": True}, "batch_timeout"),
+        ({"flavour": "trt"}, "tensorrt, tensorrt_lean, tensorrt_dispatch, tensorrt_rtx, not 'trt'"),
+        ({"flavour": ""}, "flavour is one of"),
+        ({"flavour": 11}, "flavour is one of"),
         ({"max_rows": 64, "max_queue_rows": 32}, "less than max_rows"),
         ({"contexts": 2, "max_in_flight": 3}, "more than contexts"),
         ({"contexts": 2, "arenas": 3}, "more than contexts"),
@@ -95,3 +106,62 @@ def test_single_settings_win_over_options():
 def test_options_of_another_type_are_refused():
     with pytest.raises(OptionsError, match="options is an asynctrt.Options, not dict"):
         asynctrt.open("model.onnx", options={"max_rows": 3})
+
+
+@pytest.mark.parametrize(
+    ("graphs", "sizes"),
+    [
+        ("auto", "auto"),
+        ("off", "off"),
+        ((1, 8, 64), (1, 8, 64)),
+        ([64, 8, 1, 8], (1, 8, 64)),
+        ("1,8,64", (1, 8, 64)),
+        (" 64, 8 ,1", (1, 8, 64)),
+        ("4", (4,)),
+        (range(1, 4), (1, 2, 3)),
+        ((np.int64(8),), (8,)),
+        (np.array([8, 1]), (1, 8)),
+    ],
+)
+def test_sizes_of_graphs(graphs, sizes):
+    options = Options(graphs=graphs)
+    assert options.graphs == sizes
+    assert all(type(size) is int for size in options.graphs if not isinstance(options.graphs, str))
+    assert Options.from_settings(options, {"contexts": 3}).graphs == sizes
+
+
+@pytest.mark.parametrize(
+    "graphs", ["", "on", "AUTO", "1,,8", "1;8", "0", "1,-8", "1.5", (), [0], (1, -1), None, 8, True, ("a",)]
+)
+def test_sizes_of_graphs_that_are_none(graphs):
+    with pytest.raises(OptionsError, match=r"graphs is 'auto', 'off' or batch sizes .* not ") as caught:
+        Options(graphs=graphs)
+    assert repr(graphs) in str(caught.value)
+
+
+@pytest.mark.parametrize("graphs", [(1.5, 8), (True, 8), (8.0,)])
+def test_sizes_of_graphs_are_whole_numbers_as_max_rows_is(graphs):
+    """To round one down would capture another size than was asked for."""
+    with pytest.raises(OptionsError, match="graphs is"):
+        Options(graphs=graphs)
+
+
+@pytest.mark.parametrize("flavour", [None, "tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx"])
+def test_flavours(flavour):
+    assert Options(flavour=flavour).flavour == flavour
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, None), (5, 5.0), (0.5, 0.5), (float("inf"), float("inf"))]
+)
+def test_a_batch_timeout_may_be_long_or_none(given, kept):
+    assert Options(batch_timeout=given).batch_timeout == kept
+
+
+def test_by_default_a_batch_that_hangs_is_given_up():
+    assert Options().batch_timeout == 60
+
+
+@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
+def test_ways_of_waiting(waiting):
+    assert Options(waiting=waiting).waiting == waiting

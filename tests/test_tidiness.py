@@ -126,10 +126,12 @@ def test_tests_mirror_the_package():
         if module.name not in ("__init__.py", "base.py")
         and not (ROOT / "tests" / folder / f"test_{module.name}").exists()
     ]
-    # The driver is what tests/test_engine.py and tests/contract/test_engine.py are about; routes are tried
+    # What a CUDA device makes is tried in test_cuda.py and, on a GPU, by the contract suites. The driver is
+    # what tests/test_engine.py and tests/contract/test_engine.py are about; routes are tried
     # through HTTP, the command as a process, `loadtest.run` by test_local.py and test_job.py there.
     assert missing == [
         "asynctrt/runtime/driver.py",
+        "asynctrt/devices/cuda_objects.py",
         "asynctrt/serving/api.py",
         "asynctrt/serving/command.py",
         "asynctrt/loadtest/api.py",

@@ -12,30 +12,27 @@ Python's global lock (the GIL):
   the GIL, and then hands the GIL over until that thread has moved on.
 """
 
+import ctypes
+import itertools
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from queue import SimpleQueue
+from pathlib import Path
 from typing import Final, Literal
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 
 from asynctrt import clock
-from asynctrt.devices.base import ALIGNMENT, Buffer, Event
-from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
+from asynctrt.devices.arrays import DeviceArray
+from asynctrt.devices.base import ALIGNMENT, Buffer, Event, MemoryFigures, Stream
+from asynctrt.devices.crew import Crew
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError
 
 HAND_OVER_NS: Final = 50_000
 """What giving work to a thread and hearing back from it costs (measured: 44 µs p50 on an idle loop)."""
-
-LEND_S: Final = 200e-6
-"""How long a loop may stand still to hand the GIL over."""
-
-LEND_PAUSE_NS_MIN: Final = 100_000
-LEND_PAUSE_NS_MAX: Final = 10_000_000
-"""The pause after a hand-over that turned out to be in vain; it doubles each time."""
 
 CONTEXTS_MAX: Final = 32
 """Contexts of an engine whose options do not say, at the most."""
@@ -43,15 +40,13 @@ CONTEXTS_MAX: Final = 32
 LABELS_MAX: Final = 1024
 """How many labels a stream remembers the pace of."""
 
-GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
-
 InPlace = Literal["auto", "always", "never"]
 
 
 class HostBuffer:
     """Zeroed memory of the process, aligned to 256 bytes. Views keep it alive after :meth:`close`."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, on_close: Callable[[int], None] | None = None) -> None:
         try:
             block = np.zeros(nbytes + ALIGNMENT, np.uint8)
         except MemoryError as error:
@@ -60,6 +55,8 @@ class HostBuffer:
             ) from error
         start = -block.ctypes.data % ALIGNMENT
         self._bytes = block[start : start + nbytes]
+        # It gives its bytes back once: when it is closed, or when nobody has it any more.
+        self._give_back = None if on_close is None else finalize(self, on_close, nbytes)
 
     @property
     def address(self) -> int:
@@ -78,6 +75,8 @@ class HostBuffer:
         return self._bytes[offset : offset + nbytes].view(dtype).reshape(shape)
 
     def close(self) -> None:
+        if self._give_back is not None:
+            self._give_back()
         self._bytes = self._bytes[:0].copy()
 
 
@@ -202,123 +201,12 @@ class _Pace:
             self._hold = self._holding = min(2 * self._hold, 1024)
 
 
-class _Worker:
-    """One thread of a crew."""
-
-    def __init__(self, crew: "Crew", name: str) -> None:
-        self._crew = crew
-        self._ready = crew.ready
-        self.is_running = False
-        self._cpu_ns: Callable[[], int] | None = None
-        self._seen: tuple[int, int] | None = None
-        # A daemon: a model that hangs must not keep the interpreter from exiting.
-        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self.thread.start()
-
-    def is_stalled(self, now_ns: int) -> bool:
-        """Whether it has work and did not compute since the last look: then it wants the GIL."""
-        if not self.is_running or self._cpu_ns is None:
-            return False
-        cpu_ns = self._cpu_ns()
-        seen, self._seen = self._seen, (now_ns, cpu_ns)
-        return seen is not None and 2 * (cpu_ns - seen[1]) < now_ns - seen[0]
-
-    def _serve(self) -> None:
-        self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
-        while (stream := self._ready.get()) is not None:
-            self._seen = None
-            self.is_running = True
-            stream.serve()
-            self.is_running = False
-            self._crew.served()
-            del stream
-        self._ready.put(None)  # The next one ends too.
-
-
-class Crew:
-    """The threads that the streams of a device share. They start when needed and end with the last stream."""
-
-    def __init__(self, threads_max: int, name: str, now_ns: Callable[[], int]) -> None:
-        self._threads_max = threads_max
-        self._name = name
-        self._now_ns = now_ns
-        # Guards what engines on several threads may change at once: streams, workers, tickets.
-        self._lock = threading.Lock()
-        self._streams = 0
-        self._workers: list[_Worker] = []
-        # Streams that were scheduled and not served yet: each could keep a thread busy.
-        self._tickets = 0
-        self.ready: SimpleQueue[HostStream | None] = SimpleQueue()
-        # The hand-over of the GIL: a thread frees the baton whenever it gets anywhere.
-        self._baton = threading.Lock()
-        self._baton.acquire()
-        self._lend_pause_ns = LEND_PAUSE_NS_MIN
-        self._lend_next_ns = 0
-
-    def join(self) -> None:
-        """One more stream."""
-        with self._lock:
-            self._streams += 1
-
-    def leave(self, timeout_s: float) -> bool:
-        """One stream less; with the last, the threads end. False if they do not within ``timeout_s``."""
-        with self._lock:
-            self._streams -= 1
-            if self._streams:
-                return True
-            # Who opens the next stream begins with threads and a queue of its own.
-            workers, self._workers = self._workers, []
-            ready, self.ready = self.ready, SimpleQueue()
-        ready.put(None)
-        for worker in workers:
-            worker.thread.join(timeout_s)
-        return not any(worker.thread.is_alive() for worker in workers)
-
-    def schedule(self, stream: "HostStream") -> None:
-        """Let a thread serve this stream, which has work."""
-        with self._lock:
-            self._tickets += 1
-            if len(self._workers) < min(self._tickets, self._threads_max):
-                self._workers.append(_Worker(self, f"{self._name}-{len(self._workers)}"))
-            self.ready.put(stream)
-
-    def served(self) -> None:
-        """From a worker: a stream that was scheduled has been served."""
-        with self._lock:
-            self._tickets -= 1
-
-    def hand_back(self) -> None:
-        """From a worker, whenever it gets anywhere: who lent it the GIL may have it back."""
-        if self._baton.locked():
-            try:  # noqa: SIM105  (a context manager costs more than the rest)
-                self._baton.release()
-            except RuntimeError:
-                pass  # Another worker was quicker.
-
-    def lend_gil(self) -> bool:
-        """Let a thread that waits for the GIL have it; False, at once, if none seems to."""
-        now_ns = self._now_ns()
-        if now_ns < self._lend_next_ns or not GIL:
-            return False
-        stalled = [worker.is_stalled(now_ns) for worker in self._workers]
-        wanted = self.ready.qsize() and not all(worker.is_running for worker in self._workers)
-        if not wanted and not any(stalled):
-            return False
-        # An old sign of life must not end the hand-over before it has begun.
-        self._baton.acquire(blocking=False)
-        if self._baton.acquire(timeout=LEND_S):
-            self._lend_pause_ns = LEND_PAUSE_NS_MIN
-            return True
-        self._lend_next_ns = self._now_ns() + self._lend_pause_ns
-        self._lend_pause_ns = min(2 * self._lend_pause_ns, LEND_PAUSE_NS_MAX)
-        return False
-
-
 class HostStream:
     """Work in order: on a thread of the device or, if it is short enough, in place."""
 
-    def __init__(self, *, crew: Crew, in_place: InPlace, now_ns: Callable[[], int]) -> None:
+    def __init__(self, *, crew: Crew, in_place: InPlace, now_ns: Callable[[], int], handle: int) -> None:
         self.crew = crew
+        self.handle = handle
         self._in_place = in_place
         self._now_ns = now_ns
         self._operations: deque[Callable[[], bool]] = deque()
@@ -327,6 +215,7 @@ class HostStream:
         self._is_served = False
         self._error: BaseException | None = None
         self._paces: dict[Hashable, _Pace] = {}
+        self._captured: HostGraph | None = None
         self._closed = False
         crew.join()
 
@@ -339,6 +228,9 @@ class HostStream:
 
         What it raises becomes the error of the next event that is recorded here.
         """
+        if self._captured is not None:
+            self._captured.add(partial(HostStream.launch, work=work, label=label))
+            return
         in_place = False
         if not self._is_served:
             if self._in_place == "auto":
@@ -353,6 +245,9 @@ class HostStream:
 
     def record(self, event: Event) -> None:
         event = _own(event)
+        if self._captured is not None:
+            self._captured.add(partial(HostStream.record, event=event))
+            return
         event.begin(self)
         if self._is_served:
             self._put(partial(self._reach, event))
@@ -361,6 +256,9 @@ class HostStream:
 
     def wait(self, event: Event) -> None:
         event = _own(event)
+        if self._captured is not None:
+            self._captured.add(partial(HostStream.wait, event=event))
+            return
         if self._is_served or not event.query():
             self._put(partial(self._await, event, event.recording))
 
@@ -369,9 +267,32 @@ class HostStream:
         out_of = source.array(np.dtype(np.uint8), (nbytes,), offset)
         self.launch(partial(np.copyto, into, out_of), label=("copy", nbytes))
 
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        def copy() -> None:
+            ctypes.memmove(target, source, nbytes)
+
+        self.launch(copy, label=("copy", nbytes))
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is put on it is collected instead of done."""
+        return self._captured is not None
+
+    def begin_capture(self) -> None:
+        if self._captured is not None:
+            raise DeviceError(f"{self!r} is capturing already")
+        self._captured = HostGraph()
+
+    def end_capture(self) -> "HostGraph":
+        graph, self._captured = self._captured, None
+        if graph is None:
+            raise DeviceError(f"{self!r} is not capturing")
+        return graph
+
     def close(self, timeout_s: float) -> bool:
         if self._closed:
             return True
+        self._captured = None
         if self._is_served:
             last = HostEvent()
             self.record(last)
@@ -434,6 +355,28 @@ class HostStream:
         return False
 
 
+class HostGraph:
+    """What was put on a stream while it captured, to be put on a stream again."""
+
+    def __init__(self) -> None:
+        self._operations: list[Callable[[HostStream], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<HostGraph operations={len(self._operations)}>"
+
+    def add(self, operation: Callable[[HostStream], None]) -> None:
+        """For the stream: one more."""
+        self._operations.append(operation)
+
+    def launch(self, *, stream: Stream) -> None:
+        assert isinstance(stream, HostStream)
+        for operation in self._operations:
+            operation(stream)
+
+    def close(self) -> None:
+        self._operations.clear()
+
+
 def _own(event: Event) -> HostEvent:
     if not isinstance(event, HostEvent):
         raise DeviceError(f"{event!r} is not an event of the host device")
@@ -449,6 +392,7 @@ class HostDevice:
     :param in_place: ``auto`` runs short work in the launching thread; ``always`` and ``never`` force it.
     :param unified: ``False`` gives the device memory of its own, so that every batch is copied in and out
         as on a GPU. For tests of what runs on one.
+    :param memory_nbytes: what its buffers may come to at the most. Default: what the machine has.
     :raises OptionsError: for an impossible number of threads.
     """
 
@@ -458,6 +402,7 @@ class HostDevice:
         threads: int | None = None,
         in_place: InPlace = "auto",
         unified: bool = True,
+        memory_nbytes: int | None = None,
         name: str = "asynctrt-host",
         now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
@@ -468,6 +413,12 @@ class HostDevice:
         self._unified = unified
         self._now_ns = now_ns
         self._crew = Crew(self._threads, name, now_ns)
+        self._memory_nbytes = memory_nbytes
+        # Guards what engines on several threads may change at once.
+        self._lock = threading.Lock()
+        self._held_nbytes = 0
+        self._streams: WeakValueDictionary[int, HostStream] = WeakValueDictionary()
+        self._handles = itertools.count(1)
 
     def __repr__(self) -> str:
         return f"<HostDevice threads={self._threads} in_place={self._in_place} unified={self._unified}>"
@@ -489,22 +440,76 @@ class HostDevice:
         return True
 
     @property
+    def prefers_graphs(self) -> bool:
+        return False
+
+    @property
+    def times_nothing(self) -> bool:
+        return True
+
+    @property
     def contexts_default(self) -> int:
         # Twice as many as can compute, so that a thread which is done finds the next batch waiting; but each
         # has a slab, and on a machine with many cores those would come to a lot of memory.
         return min(2 * self._threads, CONTEXTS_MAX)
 
-    def create_stream(self) -> HostStream:
-        return HostStream(crew=self._crew, in_place=self._in_place, now_ns=self._now_ns)
+    @property
+    def lost(self) -> DeviceLostError | None:
+        return None
 
-    def create_event(self) -> HostEvent:
+    def activate(self) -> None:
+        """There is no other."""
+
+    def memory(self) -> MemoryFigures:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryFigures(_available_nbytes() or total, total, self._held_nbytes, self._memory_nbytes)
+
+    def create_stream(self, *, priority: int = 0) -> HostStream:
+        with self._lock:
+            handle = next(self._handles)
+            stream = HostStream(crew=self._crew, in_place=self._in_place, now_ns=self._now_ns, handle=handle)
+            self._streams[handle] = stream
+        return stream
+
+    def stream_of(self, handle: int) -> HostStream:
+        """The stream with that handle, for libraries that are given handles as CUDA's are.
+
+        :raises DeviceError: if there is none.
+        """
+        stream = self._streams.get(handle)
+        if stream is None:
+            raise DeviceError(f"{handle} is the handle of no stream of {self!r}")
+        return stream
+
+    def create_event(self, *, is_timed: bool = True) -> HostEvent:
         return HostEvent()
 
     def allocate_staging(self, nbytes: int) -> HostBuffer:
-        return HostBuffer(nbytes)
+        return self.allocate(nbytes)
 
     def allocate(self, nbytes: int) -> HostBuffer:
-        return HostBuffer(nbytes)
+        with self._lock:
+            if self._memory_nbytes is not None and self._held_nbytes + nbytes > self._memory_nbytes:
+                raise DeviceMemoryError(
+                    f"the host device holds {self._held_nbytes} bytes of the {self._memory_nbytes} that it "
+                    f"may, and has no room for {nbytes} more. Lower max_rows, contexts or arenas"
+                )
+            self._held_nbytes += nbytes
+        try:
+            return HostBuffer(nbytes, self._gave_back)
+        except BaseException:
+            self._gave_back(nbytes)
+            raise
+
+    def import_array(self, value: object) -> DeviceArray | None:
+        return value if isinstance(value, DeviceArray) and value.device is self else None
+
+    def allocate_output(self, nbytes: int, *, stream: Stream) -> HostBuffer:
+        return self.allocate(nbytes)
+
+    def _gave_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._held_nbytes -= nbytes
 
     def close(self) -> None:
         """Its threads end with its last stream, and its buffers are the process's."""
@@ -515,3 +520,13 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _available_nbytes() -> int | None:
+    """What the machine can give without swapping, caches that it would drop included; Linux says."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * kib[0] if kib else None

@@ -7,13 +7,16 @@ the callers and lets the next batch go.
 """
 
 import asyncio
+import itertools
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from asynctrt.alarm import create_alarm
-from asynctrt.devices.base import Event
-from asynctrt.devices.host import HostDevice
+from asynctrt.backends.base import Model
+from asynctrt.devices.base import Device, Event
+from asynctrt.devices.host import HostDevice, cores
 from asynctrt.errors import (
     AsynctrtError,
     DeadlineError,
@@ -22,26 +25,32 @@ from asynctrt.errors import (
     ExecutionError,
 )
 from asynctrt.runtime import batch
-from asynctrt.runtime.pool import Lease, Pool
-from asynctrt.runtime.reaper import Reaper
+from asynctrt.runtime.placement import place
+from asynctrt.runtime.pool import Lease, Pool, abandon
+from asynctrt.runtime.reaper import Reaper, Waiting
 from asynctrt.runtime.slots import SlabRows, SlotSlab
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.tensors import Array, BatchRecord, InferResult
+from asynctrt.tensors import BUCKET_FIXED, Array, BatchRecord, DeviceBucket, InferResult
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out. Measured: 4 MiB hold the loop for
 100 µs, 16 MiB for 530; a thread holds it for 40 and adds 200 to the batch's latency."""
 
+COPIERS: Final = min(cores(), 4)
+"""Threads that copy off the loop, each started when it is needed. One copies 6 to 13 GB/s, four copy 20."""
+
 PUMP_NS_MAX: Final = 1_000_000
 """A pump that runs batches in place gives the loop back after this long."""
+
+logger = logging.getLogger("asynctrt")
 
 
 class _Flight:
     """A batch under way."""
 
-    __slots__ = ("error", "launch", "lease", "owner", "rows", "spans")
+    __slots__ = ("error", "is_timed", "launch", "lease", "owner", "rows", "spans")
 
     def __init__(
         self,
@@ -56,6 +65,7 @@ class _Flight:
         self.spans = spans
         self.rows = rows
         self.owner = owner
+        self.is_timed = False
         self.error: BaseException | None = None
 
     def end(self) -> None:
@@ -75,27 +85,37 @@ class Driver:
         scheduler: Scheduler,
         pool: Pool,
         now_ns: Callable[[], int],
-        rows_fixed: int | None,
-        spin: bool,
-        name: str,
+        model: Model,
+        device: Device,
+        waiting: Waiting,
+        batch_timeout_ns: int | None,
     ) -> None:
         self._loop = loop
         self._create_future = loop.create_future
         self._scheduler = scheduler
         self._pool = pool
         self._now_ns = now_ns
-        self._rows_fixed = rows_fixed
-        self._name = name
+        self._rows_fixed = model.rows_fixed
+        self._rows_min: int = getattr(model, "rows_min", 1)
+        self._name = repr(model.name)
+        self._device = device
+        self._batch_timeout_ns = batch_timeout_ns
+        self.lost: DeviceLostError | None = None
+        """Why no batch can run here ever again, once that is so."""
         self._pump_is_scheduled = False
         self._in_pump = False
         self._flights: dict[int, _Flight] = {}
+        self._endless: list[tuple[_Flight, list[Any]]] = []
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Launch, BatchRecord, int], None] | None = None
         """Called with each batch that is answered, and the time; it must not raise."""
-        self._reaper = Reaper(loop, now_ns, spin=spin)
+        self._reaper = Reaper(loop, now_ns, waiting=waiting)
+        scheduler.latency.direct_ns = pool.direct_ns
+        scheduler.latency.graph_ns = pool.graph_ns
         self._alarm = create_alarm(loop, self._pump, now_ns)
-        self._host = HostDevice(threads=1, in_place="never", name="asynctrt-copy", now_ns=now_ns)
-        self._copier = self._host.create_stream()
+        self._host = HostDevice(threads=COPIERS, in_place="never", name="asynctrt-copy", now_ns=now_ns)
+        self._copiers = [self._host.create_stream() for _ in range(COPIERS)]
+        self._next_copier = itertools.cycle(self._copiers)
 
     def __repr__(self) -> str:
         return f"<Driver {self._name} {self._scheduler!r}>"
@@ -170,8 +190,9 @@ class Driver:
             self._fail(flight.launch, error, quarantine=True)
 
     def end_copies(self, timeout_s: float) -> None:
-        """After :meth:`close`: end the thread that copied off the loop. Blocks, up to ``timeout_s``."""
-        self._copier.close(timeout_s)
+        """After :meth:`close`: end the threads that copied off the loop. Blocks, up to ``timeout_s`` each."""
+        for copier in self._copiers:
+            copier.close(timeout_s)
 
     def _request(
         self, payload: Any, rows: int, bucket: Hashable, priority: int, timeout_ns: int | None
@@ -217,19 +238,23 @@ class Driver:
         try:
             if isinstance(payload, SlabRows):
                 owner = payload.owner
-                lease = self._pool.lease(launch, owner.slab)
+                lease = self._pool.lease(launch, owner.slab, is_timed=self._wants_times(launch))
                 spans = [request.payload.span for request in launch.requests]
                 # Rows of slots that were left behind or given up lie between: they run, unseen.
-                rows = self._rows_fixed or max(span.stop for span in spans)
+                rows = self._rows_fixed or max(self._rows_min, *(span.stop for span in spans))
+                launch.rows_run = rows
                 flight = _Flight(launch, lease, spans, rows, owner)
                 self._flights[launch.number] = flight
                 owner.launched()
                 self._enqueue(flight)
             else:
-                lease = self._pool.lease(launch, None)
                 one_row_each = launch.rows == len(launch.requests)
                 spans = None if one_row_each else batch.spans_of(launch.requests)
-                rows = self._rows_fixed or launch.rows
+                rows = self._rows_fixed or max(launch.rows, self._rows_min)
+                if self._pool.graph_sizes and launch.bucket == BUCKET_FIXED:
+                    rows = self._scheduler.rows_to_run(launch, rows, self._pool.graph_sizes)
+                launch.rows_run = rows
+                lease = self._pool.lease(launch, None, is_timed=self._wants_times(launch))
                 flight = _Flight(launch, lease, spans, rows, None)
                 self._flights[launch.number] = flight
                 self._gather(flight)
@@ -239,6 +264,16 @@ class Driver:
     def _gather(self, flight: _Flight) -> None:
         """Copy the rows into the slab, off the loop if they are many bytes, and enqueue the batch."""
         launch, slab = flight.launch, flight.lease.slab
+        if isinstance(launch.bucket, DeviceBucket):
+            flight.lease.placement = place(
+                launch.requests,
+                slab,
+                device=self._device,
+                stream=flight.lease.bay.stream,
+                has_outputs=launch.bucket.has_outputs,
+            )
+            self._enqueue(flight)
+            return
         nbytes = slab.layout.input_row_nbytes * launch.rows
         if nbytes > COPY_ON_LOOP_NBYTES_MAX:
             copy = partial(batch.gather, launch.requests, slab.inputs, launch.rows)
@@ -250,6 +285,8 @@ class Driver:
 
     def _gathered(self, flight: _Flight, copied: Event) -> None:
         """The rows are in the slab, copied by another thread."""
+        if flight.launch.number not in self._flights:
+            return
         flight.lease.record.copy_in_ns = self._now_ns() - flight.launch.launched_ns
         if copied.error is not None:
             self._fail(flight.launch, copied.error)
@@ -259,37 +296,51 @@ class Driver:
     def _enqueue(self, flight: _Flight) -> None:
         lease, launch = flight.lease, flight.launch
         try:
+            self._device.activate()
             lease.enqueue(flight.rows)
         except Exception as error:
             # Part of the batch may be on the stream already: the lease ends when that has run.
             flight.error = error
-            lease.enqueue_end()
+            if self._device.lost is None:
+                lease.enqueue_end()
         end = lease.end
-        if end.query():
+        if end.query() or self._device.lost is not None:
             self._landed(flight)
         else:
-            expected_ns = self._scheduler.latency.expected_ns(launch.bucket, launch.rows)
-            self._reaper.watch(end, partial(self._landed, flight), expected_ns=expected_ns)
+            self._reaper.watch(
+                end,
+                partial(self._landed, flight),
+                expected_ns=self._scheduler.timeline.launched(launch, self._now_ns()),
+                hung_after_ns=self._batch_timeout_ns,
+                on_hung=partial(self._hung, flight),
+                lane=launch.arena,
+            )
 
     def _landed(self, flight: _Flight) -> None:
         """The device is done with a batch: copy its outputs out, off the loop if they are many bytes."""
         lease, launch = flight.lease, flight.launch
-        error = flight.error or lease.error()
+        if launch.number not in self._flights:
+            return  # It was given up before, and has ended after all.
+        error = flight.error or lease.error() or self._device.lost
         if error is not None:
             self._fail(launch, error)
             return
-        rows = launch.rows if flight.spans is None else flight.rows
+        rows = launch.rows if flight.owner is None else flight.rows
         nbytes = lease.slab.layout.output_row_nbytes * rows
         try:
-            lease.note_times()
             landed_ns = self._now_ns()
+            self._note_times(flight)
+            self._scheduler.timeline.landed(launch, landed_ns)
+            if lease.placement is not None and lease.placement.outputs is not None:
+                self._answer(flight, landed_ns, lease.placement.outputs)
+                return
             outputs = lease.outputs(flight.rows)
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
-                copied: list[list[dict[str, Array]]] = []
+                reserved = batch.reserve(outputs, flight.spans, rows)
                 self._copy_off_loop(
-                    lambda: copied.append(batch.copy_out(outputs, flight.spans, rows, shared=False)),
+                    partial(batch.fill, reserved, outputs, flight.spans),
                     nbytes,
-                    lambda done: self._copied_out(flight, landed_ns, copied, done),
+                    partial(self._copied_out, flight, landed_ns, reserved),
                 )
                 return
             shared = nbytes <= batch.SHARED_NBYTES_MAX
@@ -299,20 +350,40 @@ class Driver:
             return
         self._answer(flight, landed_ns, values)
 
+    def _wants_times(self, launch: Launch) -> bool:
+        return (
+            self._device.times_nothing
+            or self.observe is not None
+            or self._scheduler.timeline.wants_times(launch)
+        )
+
+    def _note_times(self, flight: _Flight) -> None:
+        """The device's times, or those that it took for other batches of this size."""
+        record, timeline = flight.lease.record, self._scheduler.timeline
+        copies = flight.lease.note_times()
+        if copies is not None:
+            timeline.timed(flight.launch, copy_in_ns=copies[0], copy_out_ns=copies[1])
+            flight.is_timed = True
+            return
+        copy_in_ns, record.compute_ns, record.copy_out_ns = timeline.usual_ns(flight.launch)
+        record.copy_in_ns += copy_in_ns
+
     def _copied_out(
         self,
         flight: _Flight,
         landed_ns: int,
-        copied: list[list[dict[str, Array]]],
+        copied: list[dict[str, Array]],
         done: Event,
     ) -> None:
         """The outputs were copied by another thread."""
+        if flight.launch.number not in self._flights:
+            return
         if done.error is not None:
             self._fail(flight.launch, done.error)
         else:
-            self._answer(flight, landed_ns, copied[0])
+            self._answer(flight, landed_ns, copied)
 
-    def _answer(self, flight: _Flight, landed_ns: int, outputs: list[dict[str, Array]]) -> None:
+    def _answer(self, flight: _Flight, landed_ns: int, outputs: Sequence[dict[str, Any]]) -> None:
         """Free the lease, answer the callers, and let the next batch go before any of them runs on."""
         lease, launch = flight.lease, flight.launch
         record = lease.record
@@ -326,6 +397,8 @@ class Driver:
             copy_in_ns=record.copy_in_ns,
             compute_ns=record.compute_ns,
             copy_out_ns=record.copy_out_ns,
+            arena_wait_ns=record.arena_wait_ns,
+            is_timed=flight.is_timed,
         )
         if self.observe is not None:
             self.observe(launch, record, now_ns)
@@ -335,13 +408,57 @@ class Driver:
     def _fail(self, launch: Launch, error: BaseException, *, quarantine: bool = False) -> None:
         """End a batch with an error for each caller that still waits; the next batch goes on."""
         flight = self._flights.pop(launch.number, None)
-        if flight is not None:
+        if flight is not None and quarantine:
+            # What a batch without an end uses may still be read and written: its lease never ends.
+            self._endless.append((flight, [request.payload for request in launch.requests]))
+        elif flight is not None:
             flight.end()
         self._scheduler.fail(launch, quarantine=quarantine)
         for request in launch.requests:
             self._answer_error(request, self._typed(launch, error))
-        if not quarantine:
+        lost = self._device.lost
+        if lost is None and isinstance(error, DeviceLostError) and not quarantine:
+            lost = error
+        if lost is not None:
+            self._lose(lost)
+        elif not quarantine:
             self._schedule_pump()
+        self._tell_if_idle()
+
+    def _hung(self, flight: _Flight) -> None:
+        """A batch that does not end: give up its context and its arena, and go on with the others."""
+        launch = flight.launch
+        if launch.number not in self._flights:
+            return  # Another one that hangs took it along.
+        assert self._batch_timeout_ns is not None
+        error = DeviceLostError(
+            f"batch {launch.number} of {self._name} ({launch.rows} rows, context {launch.context}) did not "
+            f"end within the batch_timeout of {self._batch_timeout_ns / 1e9:g} s. Its context is not used "
+            "any more, nor are others in its arena, and their memory stays allocated; other contexts go on. "
+            "If batches may take so long, open the engine with a larger batch_timeout"
+        )
+        logger.error("%s", error)
+        abandon(self._device)
+        self._fail(launch, error, quarantine=True)
+        if self._scheduler.is_stuck:
+            self._lose(
+                DeviceLostError(
+                    f"no context of {self._name} is left: batches on all of them did not end. Only a new "
+                    "process helps"
+                )
+            )
+        else:
+            self._schedule_pump()
+
+    def _lose(self, why: DeviceLostError) -> None:
+        """Nothing can run here any more: fail what is queued and in flight, and refuse what comes."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        for request in self._scheduler.close(why):
+            self._answer_error(request, type(why)(*why.args))
+        for flight in list(self._flights.values()):
+            self._fail(flight.launch, why, quarantine=True)
         self._tell_if_idle()
 
     def _typed(self, launch: Launch, error: BaseException) -> AsynctrtError:
@@ -365,10 +482,11 @@ class Driver:
             future.set_exception(error)
 
     def _copy_off_loop(self, copy: Callable[[], None], nbytes: int, then: Callable[[Event], None]) -> None:
-        """Run ``copy`` in the copier's thread and ``then(event)`` on the loop when it is done."""
+        """Run ``copy`` in a copier's thread and ``then(event)`` on the loop when it is done."""
         event = self._host.create_event()
-        self._copier.launch(copy, label=nbytes)
-        self._copier.record(event)
+        copier = next(self._next_copier)
+        copier.launch(copy, label=nbytes)
+        copier.record(event)
         self._reaper.watch(event, partial(then, event), expected_ns=None)
 
     def _tell_if_idle(self) -> None:

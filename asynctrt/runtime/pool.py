@@ -1,166 +1,46 @@
-"""Execution contexts with all that a batch needs to run on one, and the leases on them.
+"""All the bays of an engine, and the leases on them.
 
-A bay is what stays together for the engine's life: a context, its stream, its events, its staging memory.
-A lease is the right to one bay, and to one arena, for one batch. It dies when it is released.
+A lease is the right to one bay, and to the arena that it works in, for one batch. It dies when it is
+released.
 """
 
+import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
-from asynctrt.backends.base import Binding, ExecutionContext, Model, TensorMemory
-from asynctrt.devices.base import Buffer, Device, Event
-from asynctrt.errors import ExecutionError, InternalError
-from asynctrt.runtime.batch import Layout, Place, lay_out
+from asynctrt.backends.base import Model
+from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InternalError
+from asynctrt.runtime.batch import Layout, lay_out
+from asynctrt.runtime.bay import SLABS_MAX, Bay, Memory, Placement, Slab
 from asynctrt.scheduling.ledger import Launch
-from asynctrt.tensors import BUCKET_FIXED, Array, BatchRecord
+from asynctrt.tensors import BUCKET_FIXED, Array, BatchRecord, DeviceBucket
 
-SLABS_MAX: Final = 64
-"""Slabs, and so bindings, that a bay remembers: one a bucket, and one a slot slab."""
+UNDO_S: Final = 0.1
+"""How long a stream may take to come to rest when a pool that was begun is taken back. With no time at all it
+would count as hung, as its last event is not done at once, and a device keeps the memory of what is hung."""
 
-
-class Memory:
-    """Staging memory and, on a device with memory of its own, its twin there, at equal offsets."""
-
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.staging = device.allocate_staging(nbytes)
-        self.twin: Buffer | None = None
-        if not device.unified:
-            try:
-                self.twin = device.allocate(nbytes)
-            except BaseException:
-                self.staging.close()
-                raise
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, on both sides together."""
-        return self.staging.nbytes + (self.twin.nbytes if self.twin else 0)
-
-    def close(self) -> None:
-        """Give both back. Idempotent."""
-        self.staging.close()
-        if self.twin is not None:
-            self.twin.close()
-
-
-class Slab:
-    """Memory seen through the layout of one bucket: an array of ``rows_max`` rows for each tensor."""
-
-    def __init__(self, layout: Layout, memory: Memory) -> None:
-        self.layout = layout
-        self.memory = memory
-        staging = memory.staging
-        self.inputs = tuple(self._array(staging, place) for place in layout.inputs)
-        self.outputs = {
-            place.name: self._array(staging, place) for place in layout.outputs if place is not None
-        }
-
-    def bind(self, context: ExecutionContext) -> Binding:
-        """Tie a context to this slab, or to its twin on the device."""
-        return context.bind(
-            tuple(self._tensor_memory(place) for place in self.layout.inputs),
-            tuple(None if place is None else self._tensor_memory(place) for place in self.layout.outputs),
-        )
-
-    def _array(self, buffer: Buffer, place: Place) -> Array:
-        shape = (self.layout.rows_max, *place.dims)
-        return buffer.array(place.dtype, shape, place.offset)
-
-    def _tensor_memory(self, place: Place) -> TensorMemory:
-        buffer = self.memory.twin or self.memory.staging
-        array = self._array(buffer, place) if buffer.is_host_visible else None
-        return TensorMemory(place.name, place.dtype, place.dims, buffer.address + place.offset, array)
-
-
-class Arena:
-    """One block of enqueue memory, in the order of the streams that use it."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
-        self.last_use: Event | None = None
-
-
-class Bay:
-    """A context and all that it needs to run one batch at a time."""
-
-    def __init__(self, device: Device, model: Model) -> None:
-        self._device = device
-        self.stream = device.create_stream()
-        self.begun = device.create_event()
-        self.copied_in = device.create_event()
-        self.computed = device.create_event()
-        self.copied_out = device.create_event()
-        try:
-            self.context = model.create_context(device)
-        except BaseException:
-            self.stream.close(0.0)
-            raise
-        self._memory: Memory | None = None
-        self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
-        self._bindings: OrderedDict[Slab, Binding] = OrderedDict()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of staging memory and its twin."""
-        return self._memory.nbytes if self._memory else 0
-
-    def slab(self, bucket: Hashable, layout: Layout) -> Slab:
-        """This bay's own slab for a bucket. All its slabs share one memory, which grows as needed."""
-        slab = self._slabs.get(bucket)
-        if slab is None:
-            if self._memory is None or self._memory.staging.nbytes < layout.nbytes:
-                grown = Memory(self._device, layout.nbytes)
-                self._forget()
-                self._memory = grown
-            slab = self._slabs[bucket] = Slab(layout, self._memory)
-            if len(self._slabs) > SLABS_MAX:
-                _, dropped = self._slabs.popitem(last=False)
-                self._bindings.pop(dropped, None)
-        self._slabs.move_to_end(bucket)
-        return slab
-
-    def binding(self, slab: Slab) -> Binding:
-        """The context tied to a slab: to one of its own, or to one that callers filled."""
-        binding = self._bindings.get(slab)
-        if binding is None:
-            binding = self._bindings[slab] = slab.bind(self.context)
-            if len(self._bindings) > SLABS_MAX:
-                self._bindings.popitem(last=False)
-        return binding
-
-    def forget(self, slab: Slab) -> None:
-        """A slab that callers filled is no more."""
-        self._bindings.pop(slab, None)
-
-    def close(self, timeout_s: float) -> bool:
-        """Give everything back; False, and keep it, if the stream's work does not end in time."""
-        if not self.stream.close(timeout_s):
-            return False
-        self._forget()
-        self.context.close()
-        return True
-
-    def _forget(self) -> None:
-        self._slabs.clear()
-        self._bindings.clear()
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+logger = logging.getLogger("asynctrt")
 
 
 class Lease:
-    """The right to a bay and an arena, for one batch."""
+    """The right to a bay and its arena, for one batch.
 
-    __slots__ = ("_arena", "_bay", "end", "record", "slab")
+    :param is_timed: whether the device takes the times of this batch.
+    """
 
-    def __init__(self, bay: Bay, arena: Arena | None, slab: Slab, record: BatchRecord) -> None:
+    __slots__ = ("_bay", "end", "marks", "placement", "record", "slab")
+
+    def __init__(self, bay: Bay, slab: Slab, record: BatchRecord, *, is_timed: bool) -> None:
         self._bay: Bay | None = bay
-        self._arena = arena
         self.slab = slab
         self.record = record
-        # Done when the batch is: what the reaper waits for.
-        self.end: Event = bay.computed if slab.memory.twin is None else bay.copied_out
+        self.placement: Placement | None = None
+        self.marks = bay.timed if is_timed else bay.plain
+        self.end: Event = self.marks.computed if slab.memory.twin is None else self.marks.copied_out
+        """Done when the batch is: what the reaper waits for."""
 
     @property
     def bay(self) -> Bay:
@@ -171,56 +51,50 @@ class Lease:
 
     def enqueue(self, rows: int) -> None:
         """Put the whole batch on the bay's stream: copy in, compute, copy out. Returns at once."""
-        bay, memory = self.bay, self.slab.memory
-        stream = bay.stream
-        stream.record(bay.begun)
-        if memory.twin is not None:
-            for place in self.slab.layout.inputs:
-                stream.copy(
-                    memory.twin,
-                    memory.staging,
-                    offset=place.offset,
-                    nbytes=place.row_nbytes * rows,
-                )
-            stream.record(bay.copied_in)
-        arena = self._arena
-        if arena is not None and arena.last_use is not None:
-            stream.wait(arena.last_use)
-        bay.binding(self.slab).enqueue(rows, stream=stream, arena=None if arena is None else arena.buffer)
-        stream.record(bay.computed)
-        if arena is not None:
-            arena.last_use = bay.computed
-        if memory.twin is not None:
-            for output in self.slab.layout.outputs:
-                if output is not None:
-                    stream.copy(
-                        memory.staging,
-                        memory.twin,
-                        offset=output.offset,
-                        nbytes=output.row_nbytes * rows,
-                    )
-            stream.record(bay.copied_out)
+        bay, placement = self.bay, self.placement
+        if placement is not None and placement.outputs is not None:
+            self.end = self.marks.copied_out
+        arena = bay.arena
+        if arena is None:
+            bay.put(self.slab, rows, self.marks, None, placement)
+            return
+        # What this very stream did before is over before anyway.
+        bay.put(self.slab, rows, self.marks, None if bay.was_last_in_arena else arena.last_use, placement)
+        arena.last_use = self.marks.computed
 
     def enqueue_end(self) -> None:
         """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""
-        self.bay.stream.record(self.end)
+        bay, marks = self.bay, self.marks
+        bay.stream.record(marks.computed)
+        if bay.arena is not None:
+            bay.arena.last_use = marks.computed
+        if self.end is marks.copied_out:
+            bay.stream.record(marks.copied_out)
 
     def error(self) -> BaseException | None:
         """What went wrong on the way, once the batch is done."""
-        bay = self.bay
-        if self.slab.memory.twin is None:
-            return bay.computed.error
-        return bay.copied_in.error or bay.computed.error or bay.copied_out.error
+        return self.marks.error
 
-    def note_times(self) -> None:
-        """Add what the device measured to the batch's record, once the batch is done."""
-        bay, record = self.bay, self.record
-        if self.slab.memory.twin is None:
-            record.compute_ns = bay.computed.elapsed_ns(bay.begun)
-        else:
-            record.copy_in_ns += bay.copied_in.elapsed_ns(bay.begun)
-            record.compute_ns = bay.computed.elapsed_ns(bay.copied_in)
-            record.copy_out_ns = bay.copied_out.elapsed_ns(bay.computed)
+    def note_times(self) -> tuple[int, int] | None:
+        """Add what the device measured to the batch's record, once the batch is done.
+
+        :returns: the device's own times of copying in and out, in ns; ``None`` if it took no times.
+        """
+        marks, record = self.marks, self.record
+        if marks.begun is None or marks.copied_in is None or marks.started is None:
+            return None
+        before, copy_in_ns, copy_out_ns = marks.begun, 0, 0
+        if self.slab.memory.twin is not None:
+            before = marks.copied_in
+            copy_in_ns = before.elapsed_ns(marks.begun)
+            copy_out_ns = marks.copied_out.elapsed_ns(marks.computed)
+        if self.bay.arena is not None:
+            record.arena_wait_ns = marks.started.elapsed_ns(before)
+            before = marks.started
+        record.compute_ns = marks.computed.elapsed_ns(before)
+        record.copy_in_ns += copy_in_ns
+        record.copy_out_ns = copy_out_ns
+        return copy_in_ns, copy_out_ns
 
     def outputs(self, rows: int) -> Mapping[str, Array]:
         """The outputs of the batch, by name; those in the slab are overwritten by the next one.
@@ -241,43 +115,67 @@ class Lease:
 
     def release(self) -> None:
         """End it. Idempotent."""
-        self._bay = self._arena = None
+        self._bay = None
 
 
 class Pool:
     """All bays and arenas of an engine. The ledger says which is free; this has the objects.
 
+    :param arenas: the arenas that its contexts work in; ``None`` for a model that needs none.
+    :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
     :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
     """
 
-    def __init__(self, device: Device, model: Model, *, contexts: int, arenas: int, rows_max: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        *,
+        contexts: int,
+        arenas: Arenas | None,
+        rows_max: int,
+        graphs: Sequence[int] = (),
+    ) -> None:
         self._device = device
         self._model = model
         self._rows_max = rows_max
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
-        self._arenas: list[Arena] = []
+        self._arenas = arenas
         self._bays: list[Bay] = []
         self._closed = False
+        self.graph_sizes: tuple[int, ...] = ()
+        """The batch sizes that were captured."""
+        self.direct_ns = self.graph_ns = 0
+        """What the CPU needs to put a batch on a stream: call by call, and captured; if it was measured."""
+        if arenas is not None:
+            arenas.reserve(model.enqueue_nbytes)
+            arenas.engines += 1
         try:
-            for _ in range(arenas):
-                self._arenas.append(Arena(device.allocate(model.enqueue_nbytes)))
-            for _ in range(contexts):
-                self._bays.append(Bay(device, model))
+            self._make_bays(contexts)
             if all(spec.is_fixed for spec in model.inputs):
                 # Rows of one shape only: what a batch needs is known, and is refused here if at all.
-                for bay in self._bays:
-                    bay.binding(bay.slab(BUCKET_FIXED, self.layout(BUCKET_FIXED)))
+                self._make_slabs()
+                if graphs and getattr(model, "is_capturable", False):
+                    self._capture(graphs)
         except BaseException:
-            self.close(0.0)
+            self.close(UNDO_S)
             raise
 
     def __repr__(self) -> str:
-        return f"<Pool bays={len(self._bays)} arenas={len(self._arenas)} nbytes={self.nbytes}>"
+        arenas = 0 if self._arenas is None else len(self._arenas)
+        return f"<Pool bays={len(self._bays)} arenas={arenas} nbytes={self.nbytes}>"
+
+    @property
+    def arenas_nbytes(self) -> int:
+        """Bytes of the arenas."""
+        return 0 if self._arenas is None else self._arenas.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of staging memory, of its twin on the device, and of arenas."""
-        return sum(bay.nbytes for bay in self._bays) + sum(arena.buffer.nbytes for arena in self._arenas)
+        if self._closed:
+            return sum(bay.nbytes for bay in self._bays)
+        return sum(bay.nbytes for bay in self._bays) + self.arenas_nbytes
 
     def layout(self, bucket: Hashable) -> Layout:
         """How a slab holds the batches of a bucket."""
@@ -304,17 +202,17 @@ class Pool:
             bay.forget(slab)
         slab.memory.close()
 
-    def lease(self, launch: Launch, slab: Slab | None) -> Lease:
+    def lease(self, launch: Launch, slab: Slab | None, *, is_timed: bool = True) -> Lease:
         """What the ledger took for ``launch``; with ``slab``, the batch lies there already.
 
         :raises DeviceMemoryError: when the bucket's rows need more memory than there is.
         """
         bay = self._bays[launch.context]
-        arena = None if launch.arena is None else self._arenas[launch.arena]
         record = BatchRecord(launch.rows, launch.launched_ns)
         if slab is None:
-            slab = bay.slab(launch.bucket, self.layout(launch.bucket))
-        return Lease(bay, arena, slab, record)
+            bucket = launch.bucket.bucket if isinstance(launch.bucket, DeviceBucket) else launch.bucket
+            slab = bay.slab(bucket, self.layout(bucket))
+        return Lease(bay, slab, record, is_timed=is_timed)
 
     def close(self, timeout_s: float) -> int:
         """Give everything back; returns how many bays had to be abandoned, their work still running."""
@@ -322,8 +220,76 @@ class Pool:
             return 0
         self._closed = True
         abandoned = sum(not bay.close(timeout_s) for bay in self._bays)
-        if not abandoned:
-            for arena in self._arenas:
-                arena.buffer.close()
+        if abandoned:
+            abandon(self._device)
+        else:
             self._bays.clear()
+        if self._arenas is not None:
+            self._arenas.engines -= 1
         return abandoned
+
+    def _make_bays(self, contexts: int) -> None:
+        """The first context shows what one takes besides; the others are made if as much is left for each."""
+        for index in range(contexts):
+            arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
+            free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
+            self._bays.append(Bay(self._device, self._model, arena))
+            if index == 0 and contexts > 1 and not self._device.unified:
+                each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
+                check_room(
+                    self._device,
+                    each_nbytes * (contexts - 1),
+                    f"{contexts - 1} more contexts of {self._model.name!r}, each as large as the first "
+                    f"({mib(each_nbytes)}),",
+                    "Open the engine with fewer contexts",
+                )
+
+    def _make_slabs(self) -> None:
+        layout = self.layout(BUCKET_FIXED)
+        if not self._device.unified:
+            check_room(
+                self._device,
+                layout.nbytes * len(self._bays),
+                f"the slabs of {len(self._bays)} contexts, {mib(layout.nbytes)} for {self._rows_max} rows",
+                "Open the engine with fewer contexts or a smaller max_rows",
+            )
+        for bay in self._bays:
+            bay.binding(bay.slab(BUCKET_FIXED, layout))
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        """Capture the sizes on every bay, or none: an engine that cannot be captured runs call by call."""
+        arenas, own = self._arenas, None
+        if arenas is not None and arenas.engines > 1:
+            # Other engines are running in these arenas, and nothing here is in order with them.
+            own = self._device.allocate(arenas.arenas[0].memory.nbytes)
+        try:
+            took_ns = [self._capture_one(bay, rows, own) for bay in self._bays for rows in sizes]
+        except (DeviceMemoryError, DeviceLostError):
+            raise
+        except Exception as error:
+            logger.warning(
+                "%r cannot be captured as a CUDA graph, so its batches are put on the device call by call "
+                "(graphs='off' does so from the start): %s",
+                self._model.name,
+                error,
+            )
+            for bay in self._bays:
+                bay.uncapture()
+        else:
+            self.graph_sizes = tuple(sizes)
+            self.direct_ns = sorted(direct_ns for direct_ns, _ in took_ns)[len(took_ns) // 2]
+            self.graph_ns = sorted(graph_ns for _, graph_ns in took_ns)[len(took_ns) // 2]
+        finally:
+            if own is not None:
+                own.close()
+
+    def _capture_one(self, bay: Bay, rows: int, own: Buffer | None) -> tuple[int, int]:
+        scratch = own or (None if bay.arena is None else bay.arena.memory)
+        return bay.capture(bay.slab(BUCKET_FIXED, self.layout(BUCKET_FIXED)), rows, scratch)
+
+
+def abandon(device: Device) -> None:
+    """Tell a device that something on it may run for ever, if it has to know."""
+    tell = getattr(device, "abandon", None)
+    if tell is not None:
+        tell()

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
-from asynctrt.runtime.pool import Pool, Slab
+from asynctrt.runtime.bay import Slab
+from asynctrt.runtime.pool import Pool
 from asynctrt.scheduling.request import WholeBucket
 from asynctrt.tensors import Array, InferResult
 

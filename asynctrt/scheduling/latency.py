@@ -14,13 +14,37 @@ BUCKETS_MAX: Final = 256
 QUANTILE: Final = 4  # The expectation is the value a quarter of the way up the sorted window.
 
 
+class _Window:
+    """The last few durations of one size, and what they let expect."""
+
+    __slots__ = ("_expected_ns", "_recent")
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._expected_ns: int | None = None
+
+    def observe(self, duration_ns: int) -> None:
+        self._recent.append(duration_ns)
+        self._expected_ns = None
+
+    @property
+    def expected_ns(self) -> int:
+        if self._expected_ns is None:
+            self._expected_ns = sorted(self._recent)[len(self._recent) // QUANTILE]
+        return self._expected_ns
+
+
 class LatencyModel:
     """Observed durations in ns of the last few batches of each (bucket, rows)."""
 
-    __slots__ = ("_buckets",)
+    __slots__ = ("_buckets", "direct_ns", "graph_ns")
 
     def __init__(self) -> None:
-        self._buckets: OrderedDict[Hashable, dict[int, deque[int]]] = OrderedDict()
+        self._buckets: OrderedDict[Hashable, dict[int, _Window]] = OrderedDict()
+        self.direct_ns = 0
+        """What the CPU needs to put a batch on a stream call by call; 0 if it was not measured."""
+        self.graph_ns = 0
+        """What it needs for a captured one."""
 
     def observe(self, bucket: Hashable, rows: int, duration_ns: int) -> None:
         """Remember how long a batch took. The least recently seen bucket makes room for a new one."""
@@ -32,8 +56,8 @@ class LatencyModel:
         self._buckets.move_to_end(bucket)
         window = sizes.get(rows)
         if window is None:
-            window = sizes[rows] = deque(maxlen=WINDOW)
-        window.append(duration_ns)
+            window = sizes[rows] = _Window()
+        window.observe(duration_ns)
 
     def expected_ns(self, bucket: Hashable, rows: int) -> int | None:
         """How long such a batch will take, at the least; ``None`` before anything was seen.
@@ -50,4 +74,8 @@ class LatencyModel:
             if seen is None:
                 return None
             window = sizes[seen]
-        return sorted(window)[len(window) // QUANTILE]
+        return window.expected_ns
+
+    def has_seen(self, bucket: Hashable, rows: int) -> bool:
+        """Whether a batch of just this size was seen."""
+        return rows in self._buckets.get(bucket, ())

@@ -10,7 +10,7 @@ from asynctrt.scheduling.request import Request
 class Launch:
     """A decision: these requests, as one batch, on this context and in this arena."""
 
-    __slots__ = ("arena", "bucket", "context", "launched_ns", "number", "requests", "rows")
+    __slots__ = ("arena", "bucket", "context", "launched_ns", "number", "requests", "rows", "rows_run")
 
     def __init__(
         self,
@@ -26,6 +26,8 @@ class Launch:
         self.bucket = bucket
         self.requests = requests
         self.rows = rows
+        self.rows_run = rows
+        """Rows that the device computes: more than ``rows`` where a batch is padded."""
         self.context = context
         self.arena = arena
         self.launched_ns = launched_ns
@@ -57,7 +59,12 @@ class Totals:
     expired: int = 0
     refused: int = 0
     rows: int = 0
+    rows_padded: int = 0
     batches: int = 0
+    batches_timed: int = 0
+    busy_ns: int = 0
+    arena_waits: int = 0
+    arena_wait_ns: int = 0
     queue_ns: int = 0
     copy_in_ns: int = 0
     compute_ns: int = 0
@@ -67,11 +74,30 @@ class Totals:
 
 
 class Ledger:
-    """Contexts and arenas as numbers. The pool holds the objects that the numbers stand for."""
+    """Contexts and arenas as numbers. The pool holds the objects that the numbers stand for.
 
-    def __init__(self, *, contexts: int, arenas: int, in_flight_max: int) -> None:
-        self._free = list(reversed(range(contexts)))
-        self._arena_users = [0] * arenas
+    A context always works in the same arena (context modulo arenas), so what is bound or captured for one
+    stays good. Batches go to the arena with the fewest.
+
+    :param arena_users: batches in flight in each arena; ledgers of engines that share arenas share it.
+    """
+
+    def __init__(
+        self,
+        *,
+        contexts: int,
+        arenas: int,
+        in_flight_max: int,
+        arena_users: list[int] | None = None,
+    ) -> None:
+        self._contexts = contexts
+        self._arenas = arenas
+        # Free contexts by arena, the last one used on top; a single list if there is no arena.
+        lanes = max(arenas, 1)
+        self._free = [list(reversed(range(lane, contexts, lanes))) for lane in range(lanes)]
+        self._free_count = contexts
+        self._users = [0] * arenas if arena_users is None else arena_users
+        self._kinds: dict[int, Hashable] = {}
         self._in_flight_max = in_flight_max
         self.in_flight: dict[int, Launch] = {}
         self.quarantined: set[int] = set()
@@ -80,27 +106,42 @@ class Ledger:
 
     def __repr__(self) -> str:
         return (
-            f"<Ledger free={len(self._free)} in_flight={len(self.in_flight)} "
+            f"<Ledger free={self._free_count} in_flight={len(self.in_flight)} "
             f"quarantined={len(self.quarantined)}>"
         )
 
     @property
     def can_launch(self) -> bool:
         """Whether a context is free and the limit on batches in flight allows one more."""
-        return bool(self._free) and len(self.in_flight) < self._in_flight_max
+        return self._free_count > 0 and len(self.in_flight) < self._in_flight_max
 
     @property
     def usable_contexts(self) -> int:
         """Contexts that are free or will be free again."""
-        return len(self._free) + len(self.in_flight)
+        return self._contexts - len(self.quarantined)
 
-    def launch(self, bucket: Hashable, requests: list[Request], rows: int, now_ns: int) -> Launch:
-        """Take a context, the last one used first because it is warm, and the least used arena."""
-        context = self._free.pop()
+    def launch(
+        self, bucket: Hashable, requests: list[Request], rows: int, now_ns: int, kind: Hashable = None
+    ) -> Launch:
+        """Take a context in the least used arena: the last one used, because it is warm.
+
+        One that ran the same ``kind`` before comes first: to change a context's profile costs time.
+        """
+        lane = 0
+        if len(self._free) > 1:
+            users = self._users
+            lane = min((users[lane], lane) for lane, free in enumerate(self._free) if free)[1]
+        free = self._free[lane]
+        context = free[-1] if kind is None else self._of_kind(free, kind)
+        if context == free[-1]:
+            free.pop()
+        else:
+            free.remove(context)
+        self._free_count -= 1
         arena = None
-        if self._arena_users:
-            arena = self._arena_users.index(min(self._arena_users))
-            self._arena_users[arena] += 1
+        if self._arenas:
+            arena = lane
+            self._users[lane] += 1
         self._number += 1
         launch = Launch(self._number, bucket, requests, rows, context, arena, now_ns)
         self.in_flight[launch.number] = launch
@@ -109,15 +150,35 @@ class Ledger:
     def release(self, launch: Launch) -> None:
         """The batch is over and its context may be used again."""
         self._end(launch)
-        self._free.append(launch.context)
+        if launch.context not in self.quarantined:
+            self._free[launch.arena or 0].append(launch.context)
+            self._free_count += 1
 
     def quarantine(self, launch: Launch) -> None:
-        """Nobody can know whether the batch still runs: its context is never used again."""
+        """Nobody can know whether the batch still runs: its context is never used again.
+
+        Nor is any other in its arena, since a batch there would wait for this one for ever.
+        """
         self._end(launch)
         self.quarantined.add(launch.context)
+        if launch.arena is not None:
+            free = self._free[launch.arena]
+            self._free_count -= len(free)
+            free.clear()
+            self.quarantined.update(range(launch.arena, self._contexts, self._arenas))
 
     def _end(self, launch: Launch) -> None:
         if self.in_flight.pop(launch.number, None) is not launch:
             raise InternalError(f"{launch!r} is not in flight")
         if launch.arena is not None:
-            self._arena_users[launch.arena] -= 1
+            self._users[launch.arena] -= 1
+
+    def _of_kind(self, free: list[int], kind: Hashable) -> int:
+        """The free context to run this kind of batch on: one that ran it last, or never ran, or any."""
+        for wanted in (kind, None):
+            for context in reversed(free):
+                if self._kinds.get(context) == wanted:
+                    self._kinds[context] = kind
+                    return context
+        self._kinds[free[-1]] = kind
+        return free[-1]

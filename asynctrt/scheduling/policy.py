@@ -13,7 +13,8 @@ Among buckets that may launch, the most urgent head wins; equals take turns, so 
 cannot keep another waiting.
 """
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,3 +85,28 @@ class Policy:
         share = min(-(-bucket.rows // parts), self.rows_max)
         head = bucket.head()
         return max(share, head.rows if head is not None else 0)
+
+    def rows_to_run(self, bucket: Hashable, rows: int, sizes: Sequence[int], latency: LatencyModel) -> int:
+        """Rows that the device shall compute for a batch of ``rows``: so many, or the next captured size.
+
+        To pad costs the computing of more rows; to launch what was captured saves the CPU the calls, and the
+        device the gaps between them. Sizes that were never run are estimated between those that were.
+
+        :param sizes: the captured sizes, rising.
+        """
+        at = bisect_left(sizes, rows)
+        if at == len(sizes) or sizes[at] == rows:
+            return rows
+        padded = sizes[at]
+        more_ns = latency.expected_ns(bucket, padded)
+        if more_ns is None or not latency.has_seen(bucket, padded):
+            return padded
+        if latency.has_seen(bucket, rows):
+            fewer_ns = latency.expected_ns(bucket, rows) or 0
+        else:
+            below = sizes[at - 1] if at else 0
+            below_ns = latency.expected_ns(bucket, below) if latency.has_seen(bucket, below) else None
+            if below_ns is None:
+                return padded
+            fewer_ns = below_ns + (more_ns - below_ns) * (rows - below) // (padded - below)
+        return padded if more_ns + latency.graph_ns <= fewer_ns + latency.direct_ns else rows

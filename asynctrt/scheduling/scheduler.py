@@ -5,7 +5,8 @@ nor differ between two runs with the same inputs.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
 
 from asynctrt.errors import AsynctrtError, QueueFullError
 from asynctrt.scheduling.latency import LatencyModel
@@ -22,6 +23,11 @@ from asynctrt.scheduling.request import (
     change,
     change_all,
 )
+from asynctrt.scheduling.timeline import Timeline
+
+ARENA_WAIT_NS_MIN: Final = 10_000
+"""A shorter time between the end of the copy in and the beginning of the computing is no wait for an arena:
+one event after the other takes some microseconds by itself."""
 
 
 class Scheduler:
@@ -32,6 +38,8 @@ class Scheduler:
     :param priorities: number of priority levels; a larger priority is more urgent.
     :param contexts: execution contexts to launch on; ``arenas``: enqueue-memory arenas they share.
     :param in_flight_max: batches that may be in flight at once.
+    :param arena_users: the count of batches in each arena, if engines share arenas.
+    :param kind_of: from a bucket and rows to the kind of batch that contexts are kept on: the profile.
     """
 
     def __init__(
@@ -43,8 +51,11 @@ class Scheduler:
         contexts: int,
         arenas: int,
         in_flight_max: int,
+        arena_users: list[int] | None = None,
+        kind_of: Callable[[Hashable, int], Hashable] | None = None,
     ) -> None:
         self._policy = policy
+        self._kind_of = kind_of
         self._queue_rows_max = queue_rows_max
         self._priorities = priorities
         # Buckets that have work, in the order of their turns.
@@ -55,8 +66,11 @@ class Scheduler:
         self._closed: AsynctrtError | None = None
         self._masked = 0
         self.queued_rows = 0
-        self.ledger = Ledger(contexts=contexts, arenas=arenas, in_flight_max=in_flight_max)
+        self.ledger = Ledger(
+            contexts=contexts, arenas=arenas, in_flight_max=in_flight_max, arena_users=arena_users
+        )
         self.latency = LatencyModel()
+        self.timeline = Timeline(arenas=arenas, compute=self.latency)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
@@ -154,7 +168,12 @@ class Scheduler:
             self._buckets.move_to_end(bucket.key)
         else:
             self._drop_bucket(bucket)
-        return self.ledger.launch(bucket.key, requests, rows, now_ns)
+        kind = None if self._kind_of is None else self._kind_of(bucket.key, rows)
+        return self.ledger.launch(bucket.key, requests, rows, now_ns, kind)
+
+    def rows_to_run(self, launch: Launch, rows: int, sizes: Sequence[int]) -> int:
+        """How many rows the device shall compute for the ``rows`` of a batch: see :class:`Policy`."""
+        return self._policy.rows_to_run(launch.bucket, rows, sizes, self.latency)
 
     def next_wakeup(self) -> int | None:
         """When to look again though nothing happens, in ns: a deadline, or the end of a delay."""
@@ -167,7 +186,15 @@ class Scheduler:
         return wakeup_ns
 
     def complete(
-        self, launch: Launch, now_ns: int, *, copy_in_ns: int, compute_ns: int, copy_out_ns: int
+        self,
+        launch: Launch,
+        now_ns: int,
+        *,
+        copy_in_ns: int,
+        compute_ns: int,
+        copy_out_ns: int,
+        arena_wait_ns: int = 0,
+        is_timed: bool = True,
     ) -> None:
         """The batch has been answered; its context is free again."""
         requests = launch.requests
@@ -180,9 +207,15 @@ class Scheduler:
         totals.succeeded += answered
         change_all(requests, Change.COMPLETE)
         self.ledger.release(launch)
-        self.latency.observe(launch.bucket, launch.rows, compute_ns)
+        if is_timed:
+            self.latency.observe(launch.bucket, launch.rows_run, compute_ns)
         totals.rows += launch.rows
+        totals.rows_padded += launch.rows_run - launch.rows
         totals.batches += 1
+        totals.busy_ns += compute_ns
+        totals.batches_timed += is_timed
+        totals.arena_wait_ns += arena_wait_ns
+        totals.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
         queue_ns = launch.launched_ns * answered - sum(arrivals_ns)
         totals.queue_ns += queue_ns
         totals.copy_in_ns += copy_in_ns * answered
@@ -204,6 +237,7 @@ class Scheduler:
         self._masked -= masked
         self.ledger.totals.failed += len(requests) - masked
         change_all(requests, Change.FAIL)
+        self.timeline.forget(launch)
         if quarantine:
             self.ledger.quarantine(launch)
         else:
@@ -212,6 +246,11 @@ class Scheduler:
     def refuse(self, why: AsynctrtError) -> None:
         """From now on every submission is refused with an error like ``why``; the queue goes on."""
         self._closed = why
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no context is left that a batch could ever run on again."""
+        return not self.ledger.usable_contexts
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and take everything that is queued."""

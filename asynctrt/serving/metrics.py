@@ -83,7 +83,22 @@ GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
         "Contexts that were given up because their work did not end.",
         lambda done: done.contexts_quarantined,
     ),
-    ("asynctrt_arenas", "Arenas of working memory that contexts share.", lambda done: done.arenas),
+    ("asynctrt_arenas", "Arenas of enqueue memory that contexts share.", lambda done: done.arenas),
+    (
+        "asynctrt_arena_bytes",
+        "Enqueue memory that the arenas hold, in bytes.",
+        lambda done: done.arena_nbytes,
+    ),
+    (
+        "asynctrt_arena_private_bytes",
+        "Enqueue memory that a workspace of its own for each context would hold, in bytes.",
+        lambda done: done.arena_nbytes_private,
+    ),
+    (
+        "asynctrt_arena_busy_share",
+        "Which share of the time since the model was loaded its arenas were computing for it.",
+        lambda done: done.arena_busy_share,
+    ),
     (
         "asynctrt_memory_bytes",
         "Memory of slabs, their twins on the device, and arenas, in bytes.",

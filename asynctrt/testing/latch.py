@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from asynctrt import clock
-from asynctrt.devices.host import Crew, HostDevice, HostStream
+from asynctrt.devices.crew import Crew, Served
+from asynctrt.devices.host import HostDevice
 
 
 class LatchCrew(Crew):
@@ -22,10 +23,10 @@ class LatchCrew(Crew):
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         super().__init__(1, "asynctrt-latch", now_ns)
-        self.held: deque[HostStream] = deque()
+        self.held: deque[Served] = deque()
         self.is_open = False
 
-    def schedule(self, stream: HostStream) -> None:
+    def schedule(self, stream: Served) -> None:
         if self.is_open:
             stream.serve()
         else:

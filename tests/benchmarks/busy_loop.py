@@ -13,7 +13,8 @@ import uvloop
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.devices.host import Crew, HostDevice
+from asynctrt.devices.crew import Crew
+from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import arguments, save, show
 from tests.benchmarks.mlp import mlp_onnx
 

@@ -3,21 +3,27 @@
 import argparse
 import json
 import statistics
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from asynctrt.bench import describe_machine
 
-console = Console()
+try:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+except ImportError:  # Those for a GPU do without: there may be no more on its machine than the engine needs.
+    console = None
+else:
+    console = Console()
 
 
 def arguments(doc, **defaults):
     """The options that every benchmark has, and those of one with their defaults."""
     parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", "--results", type=Path, metavar="FILE", help="write the figures here")
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     return parser.parse_args()
@@ -44,6 +50,34 @@ def spread(results, figure):
     return f"{min(values):,.0f} to {max(values):,.0f}"
 
 
+def describe_gpu(device):
+    """The GPU that the figures were taken on, and what drove it; ``None`` for the host device."""
+    if device.name == "host":
+        return None
+    from cuda.bindings import driver
+
+    cuda_version = int(driver.cuDriverGetVersion()[1])
+    described = {
+        "name": device.gpu,
+        "compute_capability": ".".join(map(str, device.compute_capability)),
+        "driver": driver_version(),
+        "cuda": f"{cuda_version // 1000}.{cuda_version % 1000 // 10}",
+    }
+    for package in ("cuda-bindings", "torch"):
+        with suppress(PackageNotFoundError):
+            described[package] = version(package)
+    return described
+
+
+def driver_version():
+    """As ``nvidia-smi`` says it, if it is there."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        return said.split()[0] if said.split() else "unknown"
+    return "unknown"
+
+
 def show(title, columns, lines, caption=""):
     machine = describe_machine()
     table = Table(title=title, caption=f"{caption} {machine['cpu']}, {machine['cores']} cores".strip())
@@ -54,8 +88,11 @@ def show(title, columns, lines, caption=""):
     console.print(table)
 
 
-def save(path, title, figures):
+def save(path, title, figures, device=None):
     if path is not None:
-        content = {"title": title, "machine": describe_machine(), "figures": figures}
+        machine = describe_machine()
+        if device is not None:
+            machine["gpu"] = describe_gpu(device)
+        content = {"title": title, "machine": machine, "figures": figures}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")

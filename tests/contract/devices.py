@@ -1,7 +1,10 @@
 """Every device there is, for the contract suites."""
 
+from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
+from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.gpu.support import gpu_is_here
 
 
 def open_latch(**kw):
@@ -19,3 +22,18 @@ DEVICES = {
     "latch": open_latch,
     "latch-separate-memory": lambda: open_latch(unified=False),
 }
+
+if gpu_is_here():
+    from asynctrt.devices.cuda import CudaDevice
+
+    DEVICES["cuda"] = CudaDevice
+
+
+def strict(device, spec):
+    """A plan of the strict double, through the TensorRT adapter."""
+    return TensorRTModel(double_plan(spec), device=device, flavour=StrictTensorRT(device))
+
+
+def four_floats(**kw):
+    """An engine whose rows are four floats in and four out."""
+    return EngineSpec(inputs=(TensorIO("input", dims=(-1, 4)),), **kw)

@@ -6,7 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from asynctrt.devices.base import ALIGNMENT, aligned
+from asynctrt.devices.base import ALIGNMENT, aligned, check_room
+from asynctrt.errors import DeviceError, DeviceMemoryError
 from tests.contract.devices import DEVICES
 
 WAIT_S = 20
@@ -27,13 +28,48 @@ def stream(device):
     assert made.close(WAIT_S)
 
 
-def filled(buffer, value):
-    buffer.array(BYTES, (buffer.nbytes,), 0)[...] = value
-    return buffer
+class Memory:
+    """Memory of the device as bytes, through staging memory where the CPU cannot see it."""
+
+    def __init__(self, device):
+        self._device = device
+        self._stream = device.create_stream()
+
+    def write(self, buffer, value):
+        """Fill it, and give it back."""
+        self._seen(buffer)[...] = value
+        if not buffer.is_host_visible:
+            self._copy(buffer, self._staging)
+        return buffer
+
+    def read(self, buffer):
+        """Its bytes."""
+        seen = self._seen(buffer)
+        if not buffer.is_host_visible:
+            self._copy(self._staging, buffer)
+        return seen
+
+    def values(self, buffer):
+        """Which bytes there are in it."""
+        return set(self.read(buffer).tolist())
+
+    def _seen(self, buffer):
+        self._staging = buffer if buffer.is_host_visible else self._device.allocate_staging(buffer.nbytes)
+        return self._staging.array(BYTES, (buffer.nbytes,), 0)
+
+    def _copy(self, target, source):
+        self._stream.copy(target, source, offset=0, nbytes=source.nbytes)
+        finish(self._stream, self._device)
+
+    def close(self):
+        assert self._stream.close(WAIT_S)
 
 
-def values(buffer):
-    return set(buffer.array(BYTES, (buffer.nbytes,), 0).tolist())
+@pytest.fixture
+def memory(device):
+    made = Memory(device)
+    yield made
+    made.close()
 
 
 def finish(stream, device):
@@ -52,11 +88,11 @@ def test_what_it_says_of_itself(device):
 
 
 @pytest.mark.parametrize("nbytes", [1, 255, 256, 100_000])
-def test_buffers_are_aligned_zeroed_and_as_large_as_asked(device, nbytes):
+def test_buffers_are_aligned_zeroed_and_as_large_as_asked(device, nbytes, memory):
     for buffer in (device.allocate_staging(nbytes), device.allocate(nbytes)):
         assert buffer.nbytes == nbytes
         assert buffer.address % ALIGNMENT == 0
-        assert values(buffer) == {0}
+        assert memory.values(buffer) == {0}
         buffer.close()
         buffer.close()
 
@@ -70,8 +106,8 @@ def test_views_of_a_buffer_share_its_memory(device):
     assert buffer.array(BYTES, (512,), 0).sum() == 0
 
 
-def test_a_view_outlives_its_buffer(device):
-    buffer = filled(device.allocate_staging(64), 7)
+def test_a_view_outlives_its_buffer(device, memory):
+    buffer = memory.write(device.allocate_staging(64), 7)
     view = buffer.array(BYTES, (64,), 0)
     buffer.close()
     assert set(view.tolist()) == {7}
@@ -89,43 +125,43 @@ def test_a_new_event_is_done(device):
     assert not event.nudge()
 
 
-def test_an_event_is_done_when_its_stream_gets_there(device, stream):
-    source, target = filled(device.allocate_staging(1 << 16), 3), device.allocate(1 << 16)
+def test_an_event_is_done_when_its_stream_gets_there(device, stream, memory):
+    source, target = memory.write(device.allocate_staging(1 << 16), 3), device.allocate(1 << 16)
     stream.copy(target, source, offset=0, nbytes=1 << 16)
     assert finish(stream, device).query()
-    assert values(target) == {3}
+    assert memory.values(target) == {3}
 
 
-def test_a_part_is_copied_at_its_offset(device, stream):
-    source, target = filled(device.allocate_staging(1024), 3), device.allocate(1024)
+def test_a_part_is_copied_at_its_offset(device, stream, memory):
+    source, target = memory.write(device.allocate_staging(1024), 3), device.allocate(1024)
     stream.copy(target, source, offset=256, nbytes=512)
     finish(stream, device)
-    content = target.array(BYTES, (1024,), 0)
+    content = memory.read(target)
     assert content[:256].sum() == content[768:].sum() == 0
     assert set(content[256:768].tolist()) == {3}
 
 
-def test_a_stream_keeps_its_order(device, stream):
+def test_a_stream_keeps_its_order(device, stream, memory):
     buffers = [device.allocate(4096) for _ in range(50)]
-    filled(buffers[0], 9)
+    memory.write(buffers[0], 9)
     for source, target in pairwise(buffers):
         stream.copy(target, source, offset=0, nbytes=4096)
     finish(stream, device)
-    assert values(buffers[-1]) == {9}
+    assert memory.values(buffers[-1]) == {9}
 
 
-def test_a_stream_waits_for_an_event_of_another(device):
+def test_a_stream_waits_for_an_event_of_another(device, memory):
     first, second = device.create_stream(), device.create_stream()
     a, b, c = (device.allocate(1 << 20) for _ in range(3))
     for value in range(1, 20):
-        filled(a, value)
+        memory.write(a, value)
         between = device.create_event()
         first.copy(b, a, offset=0, nbytes=1 << 20)
         first.record(between)
         second.wait(between)
         second.copy(c, b, offset=0, nbytes=1 << 20)
         finish(second, device)
-        assert values(c) == {value}
+        assert memory.values(c) == {value}
     assert first.close(WAIT_S)
     assert second.close(WAIT_S)
 
@@ -183,3 +219,79 @@ def test_closing_a_stream_twice(device):
     finish(stream, device)
     assert stream.close(WAIT_S)
     assert stream.close(WAIT_S)
+
+
+def test_what_is_captured_is_not_done_until_it_is_launched(device, stream, memory):
+    source, target = memory.write(device.allocate_staging(4096), 5), device.allocate(4096)
+    stream.begin_capture()
+    stream.copy(target, source, offset=0, nbytes=4096)
+    graph = stream.end_capture()
+    finish(stream, device)
+    assert memory.values(target) == {0}
+    for value in (6, 7, 8):
+        memory.write(source, value)
+        graph.launch(stream=stream)
+        finish(stream, device)
+        assert memory.values(target) == {value}
+    graph.close()
+    graph.close()
+
+
+def test_graphs_keep_the_order_of_the_streams_they_are_launched_on(device, memory):
+    """As arenas need it: each after the batch of another stream, whichever that was."""
+    first, second = device.create_stream(), device.create_stream()
+    a, b, c = (device.allocate(1 << 20) for _ in range(3))
+    second.begin_capture()
+    second.copy(c, b, offset=0, nbytes=1 << 20)
+    graph = second.end_capture()
+    written = [device.create_event(is_timed=False) for _ in range(2)]
+    for value in range(1, 20):
+        memory.write(a, value)
+        first.copy(b, a, offset=0, nbytes=1 << 20)
+        first.record(written[value % 2])
+        second.wait(written[value % 2])
+        graph.launch(stream=second)
+        finish(second, device)
+        assert memory.values(c) == {value}
+    graph.close()
+    assert first.close(WAIT_S)
+    assert second.close(WAIT_S)
+
+
+def test_a_capture_needs_a_beginning_and_an_end(device, stream):
+    with pytest.raises(DeviceError):
+        stream.end_capture()
+    stream.begin_capture()
+    with pytest.raises(DeviceError):
+        stream.begin_capture()
+    stream.end_capture().close()
+    finish(stream, device)
+
+
+def test_memory_is_counted(device):
+    before = device.memory()
+    assert 0 < before.free_nbytes <= before.total_nbytes
+    buffer = device.allocate(1 << 20)
+    held = device.memory().held_nbytes
+    assert held == before.held_nbytes + (1 << 20)
+    assert device.memory().room_nbytes == device.memory().free_nbytes
+    buffer.close()
+    assert device.memory().held_nbytes == before.held_nbytes
+
+
+def test_what_would_not_fit_is_refused_with_the_arithmetic(device):
+    memory = device.memory()
+    with pytest.raises(DeviceMemoryError, match=r"3 things need .*MiB on .* there is room for .*Take fewer"):
+        check_room(device, memory.total_nbytes + 1, "3 things", "Take fewer")
+    check_room(device, 0, "nothing", "")
+
+
+def test_streams_have_handles_of_their_own(device):
+    streams = [device.create_stream(priority=priority) for priority in (0, 1, 100, -1)]
+    handles = {stream.handle for stream in streams}
+    assert len(handles) == 4
+    assert 0 not in handles
+    device.activate()
+    assert device.lost is None
+    for stream in streams:
+        assert stream.close(WAIT_S)

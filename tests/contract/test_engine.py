@@ -7,43 +7,88 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import EngineClosedError
-from tests.contract.devices import DEVICES
+from tests.contract.devices import DEVICES, four_floats, strict
 from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx, unnamed_output_onnx
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
 
 
-@pytest.fixture(params=DEVICES)
-def device(request):
+def pairs():
+    """Each device with each backend that runs on it."""
+    for name in DEVICES:
+        for kind in ("function", "onnxruntime", "tensorrt"):
+            if kind == "tensorrt" or name != "cuda":
+                yield name, kind
+
+
+@pytest.fixture(params=pairs(), ids="-".join)
+def pair(request):
+    return request.param
+
+
+@pytest.fixture
+def device(pair):
+    made = DEVICES[pair[0]]()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[name for name in DEVICES if name != "cuda"])
+def host_device(request):
     made = DEVICES[request.param]()
     yield made
     made.close()
 
 
-@pytest.fixture(params=["function", "onnxruntime"])
-def model(request, tmp_path):
-    return double_model() if request.param == "function" else double_onnx(tmp_path / "double.onnx")
+class Twice:
+    """What the function and the ONNX model compute."""
+
+    @staticmethod
+    def expected(inputs):
+        return {"output": 2 * inputs["input"]}
 
 
-async def test_a_lone_request(device, model):
+@pytest.fixture
+def spec(pair):
+    return four_floats() if pair[1] == "tensorrt" else Twice
+
+
+@pytest.fixture
+def model(pair, spec, device, tmp_path):
+    if pair[1] == "function":
+        yield double_model()
+    elif pair[1] == "onnxruntime":
+        yield double_onnx(tmp_path / "double.onnx")
+    else:
+        made = strict(device, spec)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def answer(spec):
+    return lambda sent: spec.expected({"input": sent})["output"]
+
+
+async def test_a_lone_request(device, model, answer):
     async with asynctrt.open(model, device=device) as engine:
         result = await engine.infer({"input": rows(1, 2)})
-        np.testing.assert_array_equal(result["output"], rows(2, 4))
+        np.testing.assert_array_equal(result["output"], answer(rows(1, 2)))
         assert result.batch_rows == 2
         timing = result.timing
         assert min(timing.queue_ns, timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns) >= 0
         assert timing.compute_ns > 0
 
 
-async def test_many_callers_at_once_each_get_their_own_rows(device, model):
+async def test_many_callers_at_once_each_get_their_own_rows(device, model, answer):
     async with asynctrt.open(model, device=device, max_rows=16) as engine:
 
         async def caller(number):
             count = number % 5 + 1
             sent = rows(*range(number, number + count))
             result = await engine.infer(sent)
-            np.testing.assert_array_equal(result["output"], 2 * sent)
+            np.testing.assert_array_equal(result["output"], answer(sent))
             return count
 
         async with asyncio.timeout(WAIT_S):
@@ -54,31 +99,31 @@ async def test_many_callers_at_once_each_get_their_own_rows(device, model):
         assert statistics.mean_batch_rows > 8
 
 
-async def test_more_rows_than_a_batch_are_split_and_rejoined_in_order(device, model):
+async def test_more_rows_than_a_batch_are_split_and_rejoined_in_order(device, model, answer):
     async with asynctrt.open(model, device=device, max_rows=8) as engine:
         sent = rows(*range(30))
         result = await engine.infer(sent)
-        np.testing.assert_array_equal(result["output"], 2 * sent)
+        np.testing.assert_array_equal(result["output"], answer(sent))
         assert result.batch_rows == 8
         assert engine.statistics().submitted == 4
 
 
-async def test_slots_are_written_straight_into_the_slab(device, model):
+async def test_slots_are_written_straight_into_the_slab(device, model, answer):
     async with asynctrt.open(model, device=device) as engine:
 
         async def caller(number):
             async with engine.slot(rows=2) as slot:
                 slot["input"][...] = rows(number, number + 1)
                 result = await slot.infer()
-            np.testing.assert_array_equal(result["output"], rows(2 * number, 2 * number + 2))
+            np.testing.assert_array_equal(result["output"], answer(rows(number, number + 1)))
 
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*[caller(number) for number in range(200)])
 
 
-async def test_large_rows_are_copied_off_the_loop(device, tmp_path):
+async def test_large_rows_are_copied_off_the_loop(host_device, tmp_path):
     dims = (300_000,)
-    async with asynctrt.open(double_model(dims=dims), device=device, max_rows=4) as engine:
+    async with asynctrt.open(double_model(dims=dims), device=host_device, max_rows=4) as engine:
         sent = [rows(number, dims=dims) for number in range(10)]
         async with asyncio.timeout(WAIT_S):
             results = await asyncio.gather(*[engine.infer(row) for row in sent])
@@ -87,7 +132,7 @@ async def test_large_rows_are_copied_off_the_loop(device, tmp_path):
         assert result.timing.copy_in_ns > 0
 
 
-async def test_closing_answers_everybody(device, model):
+async def test_closing_answers_everybody(device, model, answer):
     async with asyncio.timeout(WAIT_S):
         engine = await asynctrt.open(model, device=device, max_rows=4)
         callers = [asyncio.create_task(engine.infer(rows(1))) for _ in range(50)]
@@ -96,11 +141,11 @@ async def test_closing_answers_everybody(device, model):
         outcomes = await asyncio.gather(*callers, return_exceptions=True)
     for outcome in outcomes:
         if not isinstance(outcome, EngineClosedError):
-            np.testing.assert_array_equal(outcome["output"], rows(2))
+            np.testing.assert_array_equal(outcome["output"], answer(rows(1)))
 
 
-async def test_several_tensors_of_mixed_types(device, tmp_path):
-    async with asynctrt.open(mixed_onnx(tmp_path / "mixed.onnx"), device=device) as engine:
+async def test_several_tensors_of_mixed_types(host_device, tmp_path):
+    async with asynctrt.open(mixed_onnx(tmp_path / "mixed.onnx"), device=host_device) as engine:
         ids = np.arange(6).reshape(2, 3)
         values = np.full((2, 3), 0.5, np.float32)
         several = [engine.infer({"ids": ids + n, "values": values + n}) for n in range(20)]
@@ -111,8 +156,8 @@ async def test_several_tensors_of_mixed_types(device, tmp_path):
 
 
 @pytest.mark.parametrize("make", [sequence_onnx, unnamed_output_onnx])
-async def test_shapes_are_batched_each_with_its_like(device, make, tmp_path):
-    async with asynctrt.open(make(tmp_path / "m.onnx"), device=device) as engine:
+async def test_shapes_are_batched_each_with_its_like(host_device, make, tmp_path):
+    async with asynctrt.open(make(tmp_path / "m.onnx"), device=host_device) as engine:
 
         async def caller(number):
             length = (3, 700)[number % 2]
@@ -127,3 +172,41 @@ async def test_shapes_are_batched_each_with_its_like(device, make, tmp_path):
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*[caller(number) for number in range(100)])
         assert engine.statistics().mean_batch_rows > 5
+
+
+async def test_outputs_that_stay_on_the_device_are_inputs_again(device, model, answer):
+    async with asynctrt.open(model, device=device, max_rows=8) as engine:
+
+        async def caller(number):
+            held = (await engine.infer(rows(number, number + 1), outputs="device"))["output"]
+            np.testing.assert_array_equal(held.numpy(), answer(rows(number, number + 1)))
+            twice = await engine.infer(held)
+            np.testing.assert_array_equal(twice["output"], answer(answer(rows(number, number + 1))))
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*[caller(number) for number in range(40)])
+
+
+@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
+@pytest.mark.parametrize("arenas", [1, 2])
+@pytest.mark.parametrize("name", DEVICES)
+async def test_each_way_of_waiting_and_of_launching(name, waiting, arenas):
+    """With graphs and without, in one arena and in two: the same answers."""
+    device = DEVICES[name]()
+    spec = four_floats()
+    model = strict(device, spec)
+    for graphs in ("off", "1,4,8"):
+        async with asynctrt.open(
+            model, device=device, contexts=3, arenas=arenas, max_rows=8, graphs=graphs, waiting=waiting
+        ) as engine:
+            assert engine.statistics().graphs == (() if graphs == "off" else (1, 4, 8))
+
+            async def caller(number, engine=engine):
+                sent = rows(*range(number, number + number % 3 + 1))
+                result = await engine.infer(sent)
+                np.testing.assert_array_equal(result["output"], spec.expected({"input": sent})["output"])
+
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.gather(*[caller(number) for number in range(100)])
+    model.close()
+    device.close()

@@ -10,7 +10,7 @@ from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError
 from asynctrt.runtime.batch import lay_out
-from asynctrt.runtime.pool import Memory, Slab
+from asynctrt.runtime.bay import Memory, Slab
 from asynctrt.tensors import TensorSpec
 from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx
 

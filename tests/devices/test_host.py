@@ -1,11 +1,8 @@
-"""What is the host device's own: threads, running in place, failing work, the hand-over of the GIL."""
+"""What is the host device's own: running in place, failing work, threads that wait for nobody."""
 
-import gc
-import sys
 import threading
 from functools import partial
 
-import numpy as np
 import pytest
 
 from asynctrt.devices.host import HAND_OVER_NS, LABELS_MAX, HostBuffer, HostDevice, cores
@@ -148,26 +145,6 @@ def test_ctrl_c_in_place_is_the_applications():
         stream.launch(interrupt, label="work")
 
 
-def test_streams_share_the_threads_and_each_keeps_its_order():
-    device = HostDevice(threads=2, in_place="never")
-    streams = [device.create_stream() for _ in range(6)]
-    logs = [[] for _ in streams]
-    threads = set()
-
-    def note(log, number):
-        threads.add(threading.current_thread().name)
-        log.append(number)
-
-    for number in range(100):
-        for stream, log in zip(streams, logs, strict=True):
-            stream.launch(partial(note, log, number), label="note")
-    for stream in streams:
-        finish(stream, device)
-        assert stream.close(WAIT_S)
-    assert all(log == list(range(100)) for log in logs)
-    assert threads <= {"asynctrt-host-0", "asynctrt-host-1"}
-
-
 def test_a_stream_that_waits_holds_no_thread():
     device = HostDevice(threads=1, in_place="never")
     waits, goes_on = device.create_stream(), device.create_stream()
@@ -182,58 +159,6 @@ def test_a_stream_that_waits_holds_no_thread():
     finish(third, device)
     assert done.synchronize(WAIT_S)
     assert all(stream.close(WAIT_S) for stream in (waits, goes_on, third))
-
-
-def test_threads_end_with_the_last_stream_and_begin_again():
-    device = HostDevice(threads=3, in_place="never")
-    before = threading.active_count()
-    for _ in range(5):
-        streams = [device.create_stream() for _ in range(4)]
-        for stream in streams:
-            finish_behind_work(stream, device)
-        assert threading.active_count() > before
-        assert all(stream.close(WAIT_S) for stream in streams)
-        assert threading.active_count() == before
-
-
-def test_work_that_comes_at_once_gets_a_thread_each():
-    device = HostDevice(threads=4, in_place="never")
-    together = threading.Barrier(4)
-    streams = [device.create_stream() for _ in range(4)]
-    for stream in streams:
-        stream.launch(partial(together.wait, WAIT_S), label="together")
-    for stream in streams:
-        assert finish(stream, device).error is None
-        assert stream.close(WAIT_S)
-
-
-def test_a_device_is_shared_by_threads_that_open_and_close():
-    """Engines on several loops may share one device: its threads end with the last stream and not before."""
-    device = HostDevice(threads=2, in_place="never")
-    failures = []
-
-    def come_and_go():
-        try:
-            for _ in range(50):
-                stream = device.create_stream()
-                finish_behind_work(stream, device)
-                assert stream.close(WAIT_S)
-        except BaseException as error:
-            failures.append(error)
-
-    before = threading.active_count()
-    users = [threading.Thread(target=come_and_go) for _ in range(4)]
-    for user in users:
-        user.start()
-    for user in users:
-        user.join(WAIT_S)
-    assert not failures
-    assert threading.active_count() == before
-
-
-def finish_behind_work(stream, device):
-    stream.launch(lambda: None, label="work")
-    finish(stream, device)
 
 
 def test_a_stream_whose_work_hangs_is_not_waited_for_longer_than_asked():
@@ -274,68 +199,6 @@ def test_recording_a_pending_event_again_is_refused():
 def test_memory_that_is_not_there_is_a_typed_error():
     with pytest.raises(DeviceMemoryError, match="Lower max_rows or contexts"):
         HostBuffer(1 << 60)
-
-
-@pytest.fixture
-def _nobody_else_gets_the_gil():
-    """Python never asks a thread to give up the GIL: who has it keeps it until it blocks."""
-    before = sys.getswitchinterval()
-    gc.disable()
-    sys.setswitchinterval(1e6)
-    yield
-    sys.setswitchinterval(before)
-    gc.enable()
-
-
-def spin(condition, nudge):
-    """A loop that is never idle, bounded in count and not in time."""
-    for _ in range(3_000_000):
-        if condition():
-            return True
-        nudge()
-    return condition()
-
-
-@pytest.mark.usefixtures("_nobody_else_gets_the_gil")
-def test_a_nudge_hands_the_gil_to_a_thread_that_cannot_get_it():
-    device = HostDevice(in_place="never")
-    stream = device.create_stream()
-    finish_behind_work(stream, device)  # The thread is there, and waits.
-    event = device.create_event()
-    matrix = np.random.default_rng(0).random((200, 200))
-    stream.launch(partial(np.linalg.svd, matrix), label="computes without the GIL")
-    stream.record(event)
-    assert not spin(event.query, lambda: None), "the thread got the GIL by itself: this proves nothing"
-    helped = []
-    assert spin(event.query, lambda: helped.append(event.nudge()) or helped)
-    assert any(helped)
-    assert stream.close(WAIT_S)
-
-
-def test_an_idle_device_needs_no_nudge():
-    device = HostDevice(in_place="never")
-    stream = device.create_stream()
-    assert not finish(stream, device).nudge()
-    assert stream.close(WAIT_S)
-
-
-def test_a_thread_that_computes_is_left_alone():
-    device = HostDevice(in_place="never")
-    stream, event = device.create_stream(), device.create_event()
-    started = threading.Event()
-    matrix = np.random.default_rng(0).random((600, 600))
-
-    def compute():
-        started.set()
-        np.linalg.svd(matrix)
-
-    stream.launch(compute, label="compute")
-    stream.record(event)
-    assert started.wait(WAIT_S)
-    assert not event.nudge(), "one look cannot tell a stalled thread from a computing one"
-    assert event.synchronize(WAIT_S)
-    assert not event.nudge()
-    assert stream.close(WAIT_S)
 
 
 @pytest.mark.parametrize("threads", [0, -1])

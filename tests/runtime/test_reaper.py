@@ -1,12 +1,20 @@
 """The reaper: finds what is done on devices that call and on devices that do not, and lets the loop sleep."""
 
 import asyncio
+import itertools
 
 import pytest
 
 from asynctrt import clock
 from asynctrt.devices.host import HostEvent
-from asynctrt.runtime.reaper import GUARD_NS, LATE_NS, LATE_PAUSE_NS, Reaper
+from asynctrt.runtime.reaper import (
+    BUSY_TICK_NS,
+    GUARD_NS,
+    LATE_NS,
+    LATE_PAUSE_NS,
+    QUIET_TICKS,
+    Reaper,
+)
 from asynctrt.testing import LatchDevice
 
 pytestmark = pytest.mark.anyio
@@ -33,9 +41,9 @@ class SilentEvent(HostEvent):
 class Waiter:
     """A reaper, events held by a latch, and the order in which they were found."""
 
-    def __init__(self, *, spin=False, now_ns=clock.now_ns):
+    def __init__(self, *, waiting="adaptive", now_ns=clock.now_ns):
         self.device = LatchDevice()
-        self.reaper = Reaper(asyncio.get_running_loop(), now_ns, spin=spin)
+        self.reaper = Reaper(asyncio.get_running_loop(), now_ns, waiting=waiting)
         self.found = []
         self._changed = asyncio.Event()
 
@@ -64,11 +72,11 @@ async def ticks(count):
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("spin", [False, True])
+@pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
 @pytest.mark.parametrize("kind", [HostEvent, SilentEvent])
 @pytest.mark.parametrize("expected_ns", [None, 0, 300_000, 3_000_000])
-async def test_what_is_done_is_found_once(spin, kind, expected_ns):
-    waiter = Waiter(spin=spin)
+async def test_what_is_done_is_found_once(waiting, kind, expected_ns):
+    waiter = Waiter(waiting=waiting)
     for name in range(3):
         waiter.watch(kind(), name, expected_ns)
     await ticks(5)
@@ -97,7 +105,7 @@ async def test_before_the_expected_end_nobody_looks():
     waiter.watch(event, "a", expected_ns=3600 * 10**9)
     looks = event.queries
     await ticks(50)
-    assert event.queries == looks
+    assert event.queries == looks + QUIET_TICKS  # Until it knew that nobody else keeps the loop awake.
     waiter.reaper.close()
 
 
@@ -113,8 +121,43 @@ async def test_from_the_expected_end_on_there_is_a_look_every_tick():
     waiter.reaper.close()
 
 
+async def test_on_a_loop_that_others_keep_busy_there_is_a_look_every_tick():
+    time_ns = itertools.count(0, 2 * BUSY_TICK_NS)
+    waiter, event = Waiter(now_ns=lambda: next(time_ns)), SilentEvent()
+    waiter.watch(event, "a", expected_ns=3600 * 10**9)
+    looks = event.queries
+    await ticks(50)
+    assert event.queries >= looks + 50
+    waiter.device.release()
+    await ticks(1)
+    assert waiter.found == ["a"]
+    waiter.reaper.close()
+
+
+async def test_what_does_not_end_is_given_up():
+    waiter, hung = Waiter(), []
+    event = SilentEvent()
+    waiter.pend(event)
+    waiter.reaper.watch(
+        event,
+        lambda: hung.append("done"),
+        expected_ns=0,
+        hung_after_ns=1_000_000,
+        on_hung=lambda: hung.append("hung"),
+    )
+    for _ in range(100_000):
+        if hung:
+            break
+        await asyncio.sleep(0.001)
+    assert hung == ["hung"]
+    waiter.device.release()
+    await ticks(5)
+    assert hung == ["hung"]
+    waiter.reaper.close()
+
+
 async def test_spinning_looks_every_tick_whatever_is_expected():
-    waiter, event = Waiter(spin=True), SilentEvent()
+    waiter, event = Waiter(waiting="spin"), SilentEvent()
     waiter.watch(event, "a", expected_ns=3600 * 10**9)
     looks = event.queries
     await ticks(50)
@@ -205,7 +248,7 @@ async def test_after_closing_nothing_is_reported():
 def test_an_event_that_is_done_after_the_loop_was_closed_harms_nobody():
     loop = asyncio.new_event_loop()
     device = LatchDevice()
-    reaper = Reaper(loop, clock.now_ns, spin=False)
+    reaper = Reaper(loop, clock.now_ns, waiting="adaptive")
     event, stream = device.create_event(), device.create_stream()
     stream.launch(lambda: None, label="held")
     stream.record(event)

@@ -47,3 +47,16 @@ def test_the_least_recently_seen_bucket_is_forgotten():
     model.observe("new", 1, 10)
     assert model.expected_ns(0, 1) == 10
     assert model.expected_ns(1, 1) is None
+
+
+def test_what_was_seen_is_of_just_that_size():
+    model = seen(100, rows=2)
+    assert model.has_seen("bucket", 2)
+    assert not model.has_seen("bucket", 3)
+    assert not model.has_seen("other", 2)
+    assert model.expected_ns("bucket", 3) == 100
+
+
+def test_what_launching_costs_is_not_known_from_the_start():
+    model = LatencyModel()
+    assert model.direct_ns == model.graph_ns == 0

@@ -1,6 +1,8 @@
 """What may launch, when, and how much of it: a table a rule."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from asynctrt.scheduling.latency import LatencyModel
 from asynctrt.scheduling.policy import NEVER_NS, PART_NS_MIN, Policy
@@ -123,3 +125,79 @@ def test_a_share_has_room_for_the_head():
 def test_shares_of_a_long_queue_are_full_batches():
     rules = policy(slots=2, is_parallel=True)
     assert rules.rows_to_take(bucket(*range(100)), 1, 0, latency_of(10**9)) == 8
+
+
+def measured(sizes, direct_ns=0, graph_ns=0):
+    """Batches of these rows took so long; and what the CPU needs to launch one."""
+    model = LatencyModel()
+    for rows, duration_ns in sizes.items():
+        model.observe("bucket", rows, duration_ns)
+    model.direct_ns, model.graph_ns = direct_ns, graph_ns
+    return model
+
+
+@pytest.mark.parametrize(
+    ("rows", "seen", "direct_ns", "graph_ns", "run"),
+    [
+        # Captured sizes run as they are, and there is none above the largest.
+        (1, {}, 0, 0, 1),
+        (8, {8: 900}, 0, 0, 8),
+        (9, {8: 100}, 0, 0, 9),
+        # What was never tried is tried: else nobody would ever know.
+        (3, {}, 0, 0, 8),
+        (3, {1: 100}, 0, 0, 8),
+        (3, {3: 100}, 0, 0, 8),
+        # Measured both ways: the cheaper one, and the captured one among equals.
+        (3, {3: 100, 8: 100}, 0, 0, 8),
+        (3, {3: 100, 8: 101}, 0, 0, 3),
+        (3, {3: 100, 8: 101}, 50, 10, 8),
+        (3, {3: 100, 8: 200}, 50, 10, 3),
+        (3, {3: 100, 8: 140}, 50, 10, 8),
+        (3, {3: 100, 8: 141}, 50, 10, 3),
+        # Never run without padding: on the line between the captured sizes around it.
+        (3, {1: 100, 8: 800}, 0, 0, 3),
+        (3, {1: 100, 8: 800}, 600, 100, 8),  # 300 and 600 are more than 800 and 100.
+        (3, {1: 100, 8: 800}, 599, 100, 3),
+        (3, {1: 100, 8: 100}, 0, 0, 8),  # A device that is not full takes as long for more.
+        (3, {8: 800}, 0, 0, 8),  # Nothing is known below.
+        # A size in between that is not captured says nothing about the line.
+        (3, {2: 10, 8: 800}, 0, 0, 8),
+    ],
+)
+def test_a_batch_is_padded_to_a_captured_size_where_that_pays(rows, seen, direct_ns, graph_ns, run):
+    latency = measured(seen, direct_ns, graph_ns)
+    assert policy().rows_to_run("bucket", rows, (1, 8), latency) == run
+
+
+def test_below_the_smallest_captured_size_there_is_no_line():
+    assert policy().rows_to_run("bucket", 3, (8,), measured({8: 800})) == 8
+    assert policy().rows_to_run("bucket", 3, (8,), measured({3: 300, 8: 800})) == 3
+
+
+def test_without_captured_sizes_nothing_is_padded():
+    assert policy().rows_to_run("bucket", 3, (), measured({3: 300, 8: 8})) == 3
+
+
+def test_other_buckets_do_not_decide_about_padding():
+    assert policy().rows_to_run("other", 3, (8,), measured({3: 1, 8: 800})) == 8
+
+
+@given(
+    rows=some.integers(1, 70),
+    sizes=some.sets(some.integers(1, 64)),
+    seen=some.dictionaries(some.integers(1, 70), some.integers(0, 10**9)),
+    direct_ns=some.integers(0, 10**6),
+    graph_ns=some.integers(0, 10**6),
+)
+def test_rows_run_as_they_are_or_at_the_next_captured_size(rows, sizes, seen, direct_ns, graph_ns):
+    captured = sorted(sizes)
+    latency = measured(seen, direct_ns, graph_ns)
+    run = policy().rows_to_run("bucket", rows, captured, latency)
+    above = [size for size in captured if size >= rows]
+    assert run in (rows, *above[:1])
+    if rows in sizes:
+        assert run == rows
+    if run != rows and run in seen and rows in seen:
+        assert seen[run] + graph_ns <= seen[rows] + direct_ns
+    # The same measurements decide the same way: nothing is remembered.
+    assert policy().rows_to_run("bucket", rows, captured, latency) == run

@@ -5,7 +5,7 @@ import pytest
 from asynctrt.errors import DeviceLostError, EngineClosedError, QueueFullError
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request, State
-from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.scheduler import ARENA_WAIT_NS_MIN, Scheduler
 
 
 def scheduler(rows_max=4, delay_ns_max=0, queue_rows_max=16, contexts=2, slots=2, **kw):
@@ -16,6 +16,7 @@ def scheduler(rows_max=4, delay_ns_max=0, queue_rows_max=16, contexts=2, slots=2
         contexts=contexts,
         arenas=kw.pop("arenas", 0),
         in_flight_max=kw.pop("in_flight_max", contexts),
+        **kw,
     )
 
 
@@ -25,8 +26,8 @@ def submit(plan, rows=1, bucket="b", priority=0, now_ns=0, **kw):
     return request
 
 
-def complete(plan, launch, now_ns=0):
-    plan.complete(launch, now_ns, copy_in_ns=1, compute_ns=20, copy_out_ns=300)
+def complete(plan, launch, now_ns=0, **kw):
+    plan.complete(launch, now_ns, copy_in_ns=1, compute_ns=20, copy_out_ns=300, **kw)
 
 
 def test_an_idle_device_launches_at_once_and_everything_that_is_there():
@@ -184,6 +185,48 @@ def test_a_quarantined_batch_keeps_its_context():
     assert plan.next_launch(0) is None
 
 
+def test_with_its_last_context_in_quarantine_it_is_stuck():
+    plan = scheduler(contexts=4, arenas=2)
+    launches = []
+    for bucket in "ab":
+        submit(plan, bucket=bucket)
+        launches.append(plan.next_launch(0))
+    assert [launch.arena for launch in launches] == [0, 1]
+    for launch in launches:
+        assert not plan.is_stuck
+        plan.fail(launch, quarantine=True)
+    assert plan.is_stuck
+
+
+def test_batches_are_kept_on_contexts_of_their_kind():
+    asked = []
+
+    def kind_of(bucket, rows):
+        asked.append((bucket, rows))
+        return rows > 1
+
+    plan = scheduler(contexts=2, slots=2, kind_of=kind_of)
+    contexts = {}
+    for rows in (1, 2, 2, 1, 2):
+        submit(plan, rows=rows, bucket="b")
+        launch = plan.next_launch(0)
+        assert contexts.setdefault(rows, launch.context) == launch.context
+        complete(plan, launch)
+    assert contexts[1] != contexts[2]
+    assert asked == [("b", rows) for rows in (1, 2, 2, 1, 2)]
+
+
+def test_a_batch_that_failed_is_not_expected_any_more():
+    plan = scheduler(contexts=2, arenas=1)
+    plan.latency.observe("b", 1, 10**9)
+    submit(plan)
+    launch = plan.next_launch(0)
+    assert plan.timeline.launched(launch, 0) == 10**9
+    plan.fail(launch)
+    submit(plan)
+    assert plan.timeline.launched(plan.next_launch(50), 50) == 10**9
+
+
 def test_refusing_lets_the_queue_go_on():
     plan = scheduler()
     submit(plan)
@@ -239,6 +282,42 @@ def test_a_masked_request_is_in_no_sum_of_times():
     assert (totals.succeeded, totals.cancelled, totals.rows) == (1, 1, 2)
     assert (totals.queue_ns, totals.compute_ns, totals.total_ns) == (80, 20, 980)
     assert there.state is State.DONE
+
+
+def test_rows_that_fill_a_batch_up_are_counted_apart():
+    plan = scheduler(rows_max=8)
+    submit(plan, rows=3)
+    launch = plan.next_launch(0)
+    assert launch.rows_run == 3, "as many as there are, until somebody says otherwise"
+    launch.rows_run = plan.rows_to_run(launch, launch.rows, (1, 8))
+    assert launch.rows_run == 8
+    complete(plan, launch)
+    totals = plan.ledger.totals
+    assert (totals.rows, totals.rows_padded) == (3, 5)
+    assert list(totals.by_size) == [3], "a batch is known by the rows that were asked for"
+    assert plan.latency.has_seen("b", 8), "but it took as long as it did because of those that ran"
+    assert not plan.latency.has_seen("b", 3)
+
+
+def test_a_batch_that_was_not_timed_teaches_nothing():
+    plan = scheduler()
+    for is_timed in (False, True):
+        submit(plan)
+        complete(plan, plan.next_launch(0), is_timed=is_timed)
+        assert plan.latency.has_seen("b", 1) is is_timed
+    totals = plan.ledger.totals
+    assert (totals.batches, totals.batches_timed) == (2, 1)
+
+
+def test_waits_for_an_arena_are_counted_if_they_are_any():
+    plan = scheduler(contexts=1, arenas=1)
+    for wait_ns in (0, ARENA_WAIT_NS_MIN, ARENA_WAIT_NS_MIN + 1, 10**6):
+        submit(plan)
+        complete(plan, plan.next_launch(0), arena_wait_ns=wait_ns)
+    totals = plan.ledger.totals
+    assert totals.arena_waits == 2
+    assert totals.arena_wait_ns == 2 * ARENA_WAIT_NS_MIN + 1 + 10**6
+    assert totals.busy_ns == 4 * 20
 
 
 def test_repr_shows_the_state():

@@ -3,10 +3,12 @@
 import pytest
 
 from asynctrt.errors import InternalError
+from asynctrt.scheduling.ledger import Ledger
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import State
 from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.timeline import Timeline
 from asynctrt.testing.simulator import simulate
 
 
@@ -28,6 +30,13 @@ def test_the_seeds_together_see_every_way_for_a_request_to_end():
     assert ends == {State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED}
 
 
+def test_the_seeds_together_see_contexts_hang_and_batches_padded():
+    runs = [simulate(seed, events=500) for seed in range(60)]
+    assert any(run.quarantined for run in runs)
+    assert any(run.rows_padded for run in runs)
+    assert sum(not run.quarantined for run in runs) > 20, "most run undisturbed"
+
+
 def broken_take(self, rows_max):
     return original_take(self, rows_max + 1)
 
@@ -38,6 +47,36 @@ def broken_share(self, bucket, buckets, in_flight, latency):
 
 def broken_cancel(self, request):
     return False
+
+
+def broken_quarantine(self, launch):
+    """Forgets those that share the arena."""
+    self._end(launch)
+    self.quarantined.add(launch.context)
+
+
+def broken_release(self, launch):
+    """Forgets the quarantine."""
+    self._end(launch)
+    self._free[launch.arena or 0].append(launch.context)
+    self._free_count += 1
+
+
+def broken_end(self, launch):
+    """Forgets to count the users of an arena down."""
+    del self.in_flight[launch.number]
+
+
+def broken_kind(self, free, kind):
+    return free[-1]
+
+
+def broken_rows_to_run(self, bucket, rows, sizes, latency):
+    return max(sizes, default=rows)
+
+
+def broken_launched(self, launch, now_ns):
+    return 0
 
 
 original_take = BucketQueue.take
@@ -51,6 +90,12 @@ original_take = BucketQueue.take
         (Scheduler, "cancel", broken_cancel),
         (Scheduler, "expire", lambda self, now_ns: []),
         (BucketQueue, "discard", lambda self, request: None),
+        (Ledger, "quarantine", broken_quarantine),
+        (Ledger, "release", broken_release),
+        (Ledger, "_end", broken_end),
+        (Ledger, "_of_kind", broken_kind),
+        (Policy, "rows_to_run", broken_rows_to_run),
+        (Timeline, "launched", broken_launched),
     ],
 )
 def test_a_broken_scheduler_is_found_out(monkeypatch, owner, name, broken):

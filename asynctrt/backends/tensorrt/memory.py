@@ -1,0 +1,211 @@
+"""The device memory that TensorRT asks for: counted, bounded, and refused with the arithmetic.
+
+TensorRT's ``IGpuAllocator`` stands on ``Device.allocate``, so weights and what contexts keep come out of the
+same budget as slabs and arenas. A refusal is recorded, because TensorRT itself only reports that an
+allocation failed ("How TensorRT works", Bounding TensorRT Memory in Production).
+"""
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+from asynctrt.devices.base import ALIGNMENT, Buffer, Device, mib
+from asynctrt.errors import DeviceLostError
+
+REFUSALS_MAX: Final = 16
+"""Refusals that are remembered until somebody asks for them."""
+
+logger = logging.getLogger("asynctrt.tensorrt")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRefusal:
+    """An allocation that was refused, in bytes."""
+
+    asked_nbytes: int
+    held_nbytes: int
+    """What TensorRT held for the model at that time."""
+    budget_nbytes: int | None
+    watermark_nbytes: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        limits = [
+            f"{what} {mib(nbytes)}"
+            for what, nbytes in (("budget", self.budget_nbytes), ("watermark", self.watermark_nbytes))
+            if nbytes is not None
+        ]
+        bounds = f" ({', '.join(limits)})" if limits else ""
+        return (
+            f"TensorRT asked for {mib(self.asked_nbytes)} and held {mib(self.held_nbytes)} for this "
+            f"model{bounds}: {self.reason}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStatistics:
+    """What TensorRT holds for one model, in bytes, and how it came to it."""
+
+    held_nbytes: int
+    peak_nbytes: int
+    blocks: int
+    """Allocations that are held now."""
+    allocations: int
+    """All that were granted."""
+    refusals: int
+    budget_nbytes: int | None
+    watermark_nbytes: int | None
+
+
+class DeviceMemory:
+    """All memory that TensorRT holds for one model. Any thread may call.
+
+    :param budget: bytes that it may hold at the most.
+    :param watermark: beyond what use of the device, by anybody, nothing is given: a fraction or bytes.
+    """
+
+    def __init__(self, device: Device, *, budget: int | None, watermark: float | None) -> None:
+        self._device = device
+        self._budget = budget
+        total = device.memory().total_nbytes if isinstance(watermark, float) else 0
+        self._watermark = int(total * watermark) if isinstance(watermark, float) else watermark
+        # Reentrant: Python may collect something of TensorRT's, and so free memory, wherever memory is made.
+        self._lock = threading.RLock()
+        self._blocks: dict[int, Buffer] = {}
+        self._held = 0
+        self._peak = 0
+        self._allocations = 0
+        self._refused = 0
+        self._refusals: deque[MemoryRefusal] = deque(maxlen=REFUSALS_MAX)
+
+    def __repr__(self) -> str:
+        return f"<DeviceMemory blocks={len(self._blocks)} held={self._held}>"
+
+    def statistics(self) -> MemoryStatistics:
+        """A snapshot."""
+        with self._lock:
+            return MemoryStatistics(
+                self._held,
+                self._peak,
+                len(self._blocks),
+                self._allocations,
+                self._refused,
+                self._budget,
+                self._watermark,
+            )
+
+    def take_refusals(self) -> tuple[MemoryRefusal, ...]:
+        """What was refused since the last time."""
+        with self._lock:
+            taken = tuple(self._refusals)
+            self._refusals.clear()
+        return taken
+
+    def take(self, nbytes: int, alignment: int = ALIGNMENT) -> int | None:
+        """The address of so much memory; None where it is refused, as the allocator's callbacks say it."""
+        # Buffers are aligned to what CUDA's own allocations are, which TensorRT does not ask to exceed.
+        spare = alignment if alignment > ALIGNMENT else 0
+        try:
+            with self._lock:
+                refusal = self._refusal(nbytes + spare)
+                if refusal is None:
+                    buffer = self._device.allocate(nbytes + spare)
+                    address = -(-buffer.address // alignment) * alignment if spare else buffer.address
+                    self._blocks[address] = buffer
+                    self._held += buffer.nbytes
+                    self._peak = max(self._peak, self._held)
+                    self._allocations += 1
+        except DeviceLostError as error:
+            refusal = self._record(nbytes, str(error))
+        except Exception as error:  # TensorRT calls this, and an exception would go through its code.
+            refusal = self._record(nbytes, f"the device refused: {error}")
+        if refusal is not None:
+            logger.warning("%s", refusal)
+            return None
+        logger.debug("TensorRT was given %s at %#x, and holds %s", mib(nbytes), address, mib(self._held))
+        return address
+
+    def give_back(self, address: int) -> bool:
+        """Free what lies there; False if nothing of ours does, or if it cannot be freed."""
+        with self._lock:
+            buffer = self._blocks.pop(address, None)
+            if buffer is None:
+                return False
+            nbytes = buffer.nbytes
+            self._held -= nbytes
+        try:
+            buffer.close()
+        except Exception as error:
+            logger.warning("%s of TensorRT's could not be freed: %s", mib(nbytes), error)
+            return False
+        return True
+
+    def buffer_at(self, address: int) -> Buffer:
+        """The buffer behind an address that :meth:`take` gave, for our own use."""
+        return self._blocks[address]
+
+    def _refusal(self, nbytes: int) -> MemoryRefusal | None:
+        """Why so much more is too much, if it is."""
+        if self._budget is not None and self._held + nbytes > self._budget:
+            return self._record(nbytes, "that is beyond the budget. Raise memory_budget or lower contexts")
+        if self._watermark is not None:
+            memory = self._device.memory()
+            used = memory.total_nbytes - memory.free_nbytes
+            if used + nbytes > self._watermark:
+                return self._record(
+                    nbytes,
+                    f"{mib(used)} of {self._device.name} are in use, so that is above the watermark. Raise "
+                    "memory_watermark, lower contexts, or end what else uses the device",
+                )
+        return None
+
+    def _record(self, nbytes: int, reason: str) -> MemoryRefusal:
+        with self._lock:
+            refusal = MemoryRefusal(nbytes, self._held, self._budget, self._watermark, reason)
+            self._refused += 1
+            self._refusals.append(refusal)
+        return refusal
+
+
+def said_of_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
+    """Refusals as a message has them: the last one, which is what failed, and how many there were."""
+    if not refusals:
+        return ""
+    more = f" ({len(refusals)} refusals)" if len(refusals) > 1 else ""
+    return f"{refusals[-1]}{more}"
+
+
+def make_allocator(module: Any, source: DeviceMemory) -> Any:
+    """An ``IGpuAllocator`` of the flavour ``module`` over that memory.
+
+    Every method is overridden, since the bindings call none that is not. Freeing waits for the device where
+    the device's memory demands it, so ``deallocate_async`` need not order anything on the stream it is given.
+    """
+
+    class Allocator(module.IGpuAllocator):  # type: ignore[misc]  # Which module is known at run time.
+        def __init__(self) -> None:
+            module.IGpuAllocator.__init__(self)
+
+        def allocate(self, size: int, alignment: int, flags: int) -> int | None:
+            """Memory, or None where it is refused."""
+            return source.take(size, alignment) if size else None
+
+        def reallocate(self, address: int, alignment: int, new_size: int) -> int | None:
+            """None: as TensorRT reads it, resizing is not implemented, and the block stays as it is."""
+            return None
+
+        def deallocate(self, memory: int) -> bool:
+            """Give a block back; 0 is none."""
+            return not memory or source.give_back(memory)
+
+        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int | None:
+            """Memory that is there at once, so in the order of every stream."""
+            return source.take(size, alignment) if size else None
+
+        def deallocate_async(self, memory: int, stream: int) -> bool:
+            """Give a block back, once nothing uses it any more."""
+            return not memory or source.give_back(memory)
+
+    return Allocator()

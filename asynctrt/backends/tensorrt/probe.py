@@ -1,0 +1,142 @@
+"""Which input dimension each dynamic dimension of an output follows, found by trying.
+
+An engine says -1 for a dynamic dimension and not where its value comes from. A context that runs nothing is
+given many shapes, and infers those of the outputs: what equals one input dimension each time is that one.
+What it turns out to be is checked again whenever a batch has a new shape, so a wrong guess is an error and
+never a write beyond the memory that was bound.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
+from asynctrt.errors import ModelError
+from asynctrt.tensors import Dims, TensorSpec
+
+ROWS: Final = ""
+"""Stands for the batch axis among the names of dimensions."""
+
+Values = Mapping[str, int]
+"""The value of each dynamic dimension of the inputs, the batch axis included."""
+
+
+class OutputProbe:
+    """What a context infers for many shapes."""
+
+    def __init__(self, signature: Signature) -> None:
+        self._signature = signature
+        self._seen: list[tuple[Values, dict[str, Dims]]] = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether an output has a dimension that has to be found out about."""
+        signature = self._signature
+        return signature.rows_fixed is None or any(not spec.is_fixed for spec in signature.outputs)
+
+    def observe(self, context: Any, stream_handle: int) -> None:
+        """Try shapes of every profile. Those that the engine refuses are left out."""
+        for profile in self._signature.profiles:
+            try:
+                if not context.set_optimization_profile_async(profile.index, stream_handle):
+                    continue
+            except RuntimeError:
+                continue
+            for values in _values(self._signature, profile):
+                shapes = self._infer(context, values)
+                if shapes is not None:
+                    self._seen.append((values, shapes))
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs, with their dynamic dimensions named after those of inputs that they follow.
+
+        :raises ModelError: for an output whose first axis does not count rows, or another one does.
+        """
+        return tuple(self._output(spec) for spec in self._signature.outputs)
+
+    def _infer(self, context: Any, values: Values) -> dict[str, Dims] | None:
+        for spec in self._signature.inputs:
+            shape = tuple(values[dim] if isinstance(dim, str) else dim for dim in spec.dims)
+            if not context.set_input_shape(spec.name, (values[ROWS], *shape)):
+                return None
+        try:
+            if context.infer_shapes():
+                return None
+            return {
+                spec.name: shape_of(context.get_tensor_shape(spec.name)) for spec in self._signature.outputs
+            }
+        except RuntimeError:
+            return None  # Inputs that do not fit together.
+
+    def _output(self, spec: TensorSpec) -> TensorSpec:
+        model = self._signature.model
+        followed = [self._followed(spec, axis) for axis in range(1 + len(spec.dims))]
+        if self._seen and ROWS not in followed[0]:
+            raise ModelError(
+                f"the first axis of output {spec.name!r} of {model!r} does not count rows: it is "
+                f"{self._example(spec)}. So its rows cannot be told apart. Build the plan from a model whose "
+                "outputs have a first axis that counts rows; what is found in a row goes on the second"
+            )
+        dims: list[int | str] = []
+        for axis, dim in enumerate(spec.dims, start=1):
+            names = [name for name in followed[axis] if name != ROWS]
+            if isinstance(dim, int):
+                dims.append(dim)
+            elif names:
+                dims.append(names[0])
+            elif ROWS in followed[axis] and self._rows_vary:
+                raise ModelError(
+                    f"output {spec.name!r} of {model!r} has the batch size on axis {axis} too: rows of one "
+                    "batch would see each other, so requests cannot share one"
+                )
+            else:
+                dims.append(dim)
+        return TensorSpec(spec.name, spec.dtype, tuple(dims))
+
+    def _followed(self, spec: TensorSpec, axis: int) -> list[str]:
+        """The dimensions of inputs that were equal to this one every time."""
+        if not self._seen:
+            return []
+        return [
+            name
+            for name in self._seen[0][0]
+            if all(values[name] == _at(shapes[spec.name], axis) for values, shapes in self._seen)
+        ]
+
+    @property
+    def _rows_vary(self) -> bool:
+        return len({values[ROWS] for values, _ in self._seen}) > 1
+
+    def _example(self, spec: TensorSpec) -> str:
+        values, shapes = self._seen[-1]
+        first = _at(shapes[spec.name], 0)
+        found = "known only when the batch has run" if first < 0 else str(first)
+        return f"{found} for {values[ROWS]} rows"
+
+
+def _at(shape: Dims, axis: int) -> int:
+    return shape[axis] if axis < len(shape) else -1
+
+
+def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
+    """Values to try within one profile: each dimension on its own, and all of them together."""
+    samples: dict[str, list[int]] = {ROWS: []}
+    for spec, (low, usual, high) in zip(signature.inputs, profile.shapes, strict=True):
+        for name, axis in ((ROWS, 0), *((dim, axis) for axis, dim in enumerate(spec.dims, start=1))):
+            if isinstance(name, str):
+                samples[name] = _samples(low[axis], usual[axis], high[axis])
+    middle = {name: tried[len(tried) // 2] for name, tried in samples.items()}
+    for name, tried in samples.items():
+        for value in tried:
+            yield {**middle, name: value}
+    # Inputs that have to agree on a dimension refuse all of the above but the middle.
+    lengths = {name: tried for name, tried in samples.items() if name != ROWS}
+    for step in range(max((len(tried) for tried in lengths.values()), default=0)):
+        together = {name: tried[min(step, len(tried) - 1)] for name, tried in lengths.items()}
+        yield {ROWS: middle[ROWS], **together}
+
+
+def _samples(low: int, usual: int, high: int) -> list[int]:
+    """Values of one dimension: even and odd ones, at both ends, in the middle and at the usual size."""
+    half = (low + high) // 2
+    near = {low, low + 1, half, half + 1, usual - 1, usual, usual + 1, high - 1, high}
+    return sorted(value for value in near if low <= value <= high)

@@ -1,0 +1,455 @@
+"""The double's work on a CUDA device: kernels that are compiled at run time for the GPU that is there.
+
+Nothing here allocates or waits in an enqueue, so it can be captured; only a data-dependent output waits for
+its batch, as of the real library. Counters for arenas, contexts and failures are kept by the kernels
+themselves, so that they are right under the launches of a graph as well, and are mirrored in pinned memory.
+"""
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from cuda.bindings import driver, nvrtc
+
+from asynctrt.devices.base import ALIGNMENT, aligned
+from asynctrt.devices.cuda import CudaDevice
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceUnavailableError
+from asynctrt.testing.tensorrt.kernels import SOURCE
+from asynctrt.testing.tensorrt.monitor import GONE, MODIFIED, Fault, Job, Monitor, Ticket
+from asynctrt.testing.tensorrt.spec import COMPUTED, INPUTS_MAX
+
+SLOTS: Final = 2048
+CELLS: Final = 1024
+RECORDS: Final = 256
+NEIGHBOURS: Final = 8
+"""How many arenas a batch looks at: its own, and the latest that overlap it."""
+
+REMEMBERED: Final = 4096
+"""How many batches and dead contexts messages can name."""
+
+THREADS: Final = 256
+ANY: Final = 0xFFFF_FFFF
+KINDS: Final = tuple(COMPUTED)
+CHECK_KINDS: Final = {
+    1: "two enqueues in one arena without an order between them: {batch} starts to execute in {arena} "
+    "while another batch executes in it or in one that overlaps it",
+    2: "two enqueues in one arena without an order between them: {batch} starts to execute before a batch "
+    "that was enqueued earlier in {arena}",
+    3: "the enqueue memory of {batch} was written to while it executed",
+    4: MODIFIED,
+    5: GONE,
+}
+
+_u32 = ctypes.c_uint32
+_u64 = ctypes.c_uint64
+
+
+class _Input(ctypes.Structure):
+    _fields_ = (
+        ("source", _u64),
+        ("target", _u64),
+        ("states", _u64),
+        ("count", _u64),
+        ("stride", _u64),
+        ("kind", _u64),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("control", _u64),
+        ("pinned", _u64),
+        ("guards", _u64 * 2),
+        ("weights", _u64),
+        ("packed", _u64),
+        ("counts", _u64),
+        ("work_ns", _u64),
+        ("rows", _u64),
+        ("row_length", _u64),
+        ("state", _u64),
+        ("number", _u32),
+        ("slot", _u32),
+        ("captured", _u32),
+        ("inputs", _u32),
+        ("steps", _u32),
+        ("lanes", _u32),
+        ("cells", _u32),
+        ("pad", _u32),
+        ("cell", _u32 * NEIGHBOURS),
+        ("expected", _u32 * NEIGHBOURS),
+        ("input", _Input * INPUTS_MAX),
+    )
+
+
+class _Record(ctypes.Structure):
+    _fields_ = (("kind", _u32), ("number", _u32), ("cell", _u32), ("valid", _u32))
+
+
+class _Pinned(ctypes.Structure):
+    _fields_ = (
+        ("hangs_armed", _u32),
+        ("hangs_begun", _u32),
+        ("hangs_released", _u32),
+        ("faults_armed", _u32),
+        ("states", _u64 * SLOTS),
+        ("started", _u32 * SLOTS * 2),
+        ("finished", _u32 * SLOTS * 2),
+        ("longest", _u32 * SLOTS),
+        ("records", _Record * RECORDS),
+    )
+
+
+CONTROL_NBYTES: Final = 4 * (4 + 2 * CELLS + 5 * SLOTS)
+
+
+class _Context:
+    """What is known of one execution context, under one number on the device."""
+
+    def __init__(self, slot: int, finished: int) -> None:
+        self.slot = slot
+        # Counters on the device go on where the slot's former context has left them.
+        self.queued = finished
+        self.batch = _Batch()
+        self.key: object = None
+        self.events: list[Any] = []
+        # The last of each kind, so that it lives as long as it may be pending.
+        self.last: CudaTicket | None = None
+        self.captured: CudaTicket | None = None
+
+
+class CudaTicket(Ticket):
+    """An enqueue on a CUDA stream; done when its context's counter says so."""
+
+    __slots__ = ("_executor", "_slot", "_wanted")
+
+    def __init__(
+        self, text: str, handle: int, executor: "CudaExecutor", slot: int, wanted: int | None
+    ) -> None:
+        super().__init__(text, handle)
+        self._executor = executor
+        self._slot = slot
+        self._wanted = wanted
+
+    @property
+    def is_done(self) -> bool:
+        """As of every ticket."""
+        pinned = self._executor.pinned
+        if self._wanted is None:
+            return bool(pinned.started[1][self._slot] == pinned.finished[1][self._slot])
+        ahead: int = (pinned.finished[0][self._slot] - self._wanted) & ANY
+        return ahead < 1 << 31
+
+
+class CudaExecutor:
+    """Work of the double on a :class:`CudaDevice`."""
+
+    def __init__(self, device: CudaDevice, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self._device = device
+        # A context that is destroyed retires, in the middle of anything that its thread is doing.
+        self._lock = threading.RLock()
+        device.activate()
+        self._kernels = _compiled(device)
+        multiprocessors = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        self._processors = int(driver.cuDeviceGetAttribute(multiprocessors, device.ordinal)[1])
+        self._control = device.allocate(CONTROL_NBYTES)
+        self._staging = device.allocate_staging(ctypes.sizeof(_Pinned))
+        memory = self._staging.array(np.dtype(np.uint8), (ctypes.sizeof(_Pinned),), 0)
+        memory[:] = 0
+        self.pinned = _Pinned.from_address(self._staging.address)
+        self._stream = device.create_stream()
+        self._contexts: dict[int, _Context] = {}
+        self._gone: OrderedDict[int, _Context] = OrderedDict()
+        self._cells: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._queued = [0] * CELLS
+        self._slots = 0
+        self._texts: OrderedDict[int, tuple[str, str]] = OrderedDict()
+        self._seen = 0
+
+    def problem_of(self, handle: int) -> str | None:
+        # CUDA cannot be asked about a handle that is none without risking the process.
+        return None if handle > 2 else f"{handle} is the handle of no stream but a default one"
+
+    def memory_problem(self, address: int, nbytes: int) -> str | None:
+        attribute = driver.CUpointer_attribute
+        code, start = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
+        if code != driver.CUresult.CUDA_SUCCESS:
+            return f"{address:#x} is no memory that the GPU can reach"
+        code, size = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)
+        left = int(start) + int(size) - address
+        if code == driver.CUresult.CUDA_SUCCESS and left < nbytes:
+            return f"{nbytes} bytes are needed at {address:#x}, and its allocation ends after {left}"
+        return None
+
+    def is_capturing(self, handle: int) -> bool:
+        code, status = driver.cuStreamIsCapturing(handle)
+        self._check(code, "asking a stream whether it captures")
+        return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def enqueue(self, job: Job, handle: int, aux: Sequence[int]) -> Ticket:
+        self._device.activate()
+        captured = self.is_capturing(handle)
+        context = self._context_of(job.context)
+        batch = self._described(job, context, 1 + len(aux))
+        batch.captured = captured
+        batch.state = job.context << 32 | job.generation & ANY
+        self._place(job, batch, counted=not captured)
+        kernel = self._launcher(batch)
+        if job.spec.fills_gpu and batch.work_ns:
+            kernel("begin", 2 * self._processors, 1024, handle)
+        else:
+            kernel("begin", 1, 1024 if batch.work_ns else 1, handle)
+        self._steps(job, context, kernel, (handle, *aux))
+        if job.spec.data_dependent:
+            blocks = -(-batch.rows // THREADS)
+            kernel("count", blocks, THREADS, handle)
+            kernel("pack", blocks, THREADS, handle)
+        kernel("finish", self._blocks(job, 1), THREADS, handle)
+        if captured:
+            self.pinned.states[context.slot] = batch.state
+            if context.captured is None:
+                context.captured = CudaTicket(f"a graph with {job.text}", handle, self, context.slot, None)
+            return context.captured
+        context.queued = (context.queued + 1) & ANY
+        context.last = CudaTicket(job.text, handle, self, context.slot, context.queued)
+        return context.last
+
+    def mark(self, context: int, text: str, handle: int) -> Ticket:
+        self._device.activate()
+        known = self._context_of(context)
+        if self.is_capturing(handle):
+            # Nothing has to be waited for that is not done now.
+            return CudaTicket(text, handle, self, known.slot, self.pinned.finished[0][known.slot])
+        batch = _Batch(control=self._control.address, pinned=self._staging.address, slot=known.slot)
+        self._launcher(batch)("mark", 1, 1, handle)
+        known.queued = (known.queued + 1) & ANY
+        known.last = CudaTicket(text, handle, self, known.slot, known.queued)
+        return known.last
+
+    def longest(self, job: Job, ticket: Ticket) -> int:
+        self._check(driver.cuStreamSynchronize(ticket.handle)[0], f"waiting for {job.text}")
+        return int(self.pinned.longest[self._contexts[job.context].slot])
+
+    def record(self, event: int, handle: int) -> None:
+        self._check(driver.cuEventRecord(event, handle)[0], "recording the event for consumed inputs")
+
+    def write(self, address: int, data: bytes) -> None:
+        self._device.activate()
+        self._check(
+            driver.cuMemcpyHtoDAsync(address, data, len(data), self._stream.handle)[0], "writing weights"
+        )
+        self._check(driver.cuStreamSynchronize(self._stream.handle)[0], "writing weights")
+
+    def modified(self, context: int, generation: int) -> None:
+        known = self._contexts.get(context)
+        # Only who was captured has to be looked at.
+        if known is not None and known.captured is not None:
+            self.pinned.states[known.slot] = context << 32 | generation & ANY
+
+    def retire(self, context: int) -> None:
+        with self._lock:
+            gone = self._contexts.pop(context, None)
+            if gone is not None:
+                self.pinned.states[gone.slot] = 0
+                self._gone[context] = gone
+
+    def poll(self) -> None:
+        lost = self._device.lost
+        if lost is not None and self.monitor.lost is None:
+            self.monitor.lost = str(lost)
+        with self._lock:
+            while self._seen < RECORDS and self.pinned.records[self._seen].valid == self._seen + 1:
+                record = self.pinned.records[self._seen]
+                self._seen += 1
+                batch, arena = self._texts.get(record.number, (f"batch {record.number}", "its arena"))
+                self.monitor.note(CHECK_KINDS[record.kind].format(batch=batch, arena=arena))
+
+    def armed(self, what: Fault, count: int) -> None:
+        if what == "hang":
+            self.pinned.hangs_armed += count
+        elif what == "illegal-address":
+            self.pinned.faults_armed += count
+
+    def release_hangs(self) -> None:
+        self.pinned.hangs_released = self.pinned.hangs_begun
+
+    def _check(self, code: Any, what: str) -> None:
+        """Turn a status into an error, and remember the loss of the device."""
+        try:
+            self._device.check(code, what)
+        except DeviceLostError:
+            if self.monitor.lost is None:
+                self.monitor.lost = driver.cuGetErrorString(code)[1].decode()
+            raise
+
+    def _context_of(self, number: int) -> _Context:
+        with self._lock:
+            context = self._contexts.get(number)
+            if context is None:
+                slot = self._slots
+                if slot < SLOTS:
+                    self._slots += 1
+                else:
+                    slot = self._freed_slot()
+                context = self._contexts[number] = _Context(slot, self.pinned.finished[0][slot])
+            return context
+
+    def _freed_slot(self) -> int:
+        """The slot of a context that is gone and through with everything; the longest gone first."""
+        for number, gone in self._gone.items():
+            tickets = [ticket for ticket in (gone.last, gone.captured) if ticket is not None]
+            if all(ticket.is_done for ticket in tickets):
+                del self._gone[number]
+                return gone.slot
+        raise DeviceError(f"the TensorRT double has no more than {SLOTS} execution contexts at once")
+
+    def _described(self, job: Job, context: _Context, lanes: int) -> _Batch:
+        """The batch as its kernels see it; made anew only when something has changed."""
+        batch = context.batch
+        batch.number = job.number & ANY
+        key = (job.shapes, job.inputs, job.outputs, job.arena, job.weights, lanes)
+        if key == context.key:
+            return batch
+        context.key = key
+        spec = job.spec
+        batch.control, batch.pinned = self._control.address, self._staging.address
+        batch.guards[0], batch.guards[1] = job.arena, job.arena + job.arena_nbytes - ALIGNMENT
+        batch.weights, batch.slot = job.weights, context.slot
+        batch.rows = job.shapes[0][0]
+        batch.row_length = int(np.prod(job.shapes[0][1:], dtype=np.int64))
+        batch.work_ns = spec.work_ns + batch.rows * spec.work_ns_per_row
+        batch.inputs, batch.steps, batch.lanes = len(spec.inputs), spec.steps, lanes
+        at = job.arena + ALIGNMENT
+        for index, io in enumerate(spec.inputs):
+            count = int(np.prod(job.shapes[index], dtype=np.int64))
+            stride = aligned(count * (4 if io.is_floating else 8))
+            batch.input[index] = _Input(
+                job.inputs[index], job.outputs[index], at, count, stride, KINDS.index(io.dtype)
+            )
+            at += spec.steps * stride
+        batch.counts = at
+        batch.packed = job.outputs[-1] if spec.data_dependent else 0
+        return batch
+
+    def _place(self, job: Job, batch: _Batch, *, counted: bool) -> None:
+        """Which arenas the batch looks at, and how many batches have to be through in them before it."""
+        low, high = job.arena, job.arena + job.arena_size
+        with self._lock:
+            own = (job.arena, job.arena_size)
+            index = self._cells.get(own)
+            if index is None:
+                index = len(self._cells)
+                if index == CELLS:
+                    _, index = self._cells.popitem(last=False)
+                self._cells[own] = index
+            self._cells.move_to_end(own)
+            near = [index]
+            for (start, size), other in reversed(self._cells.items()):
+                if other != index and start < high and low < start + size and len(near) < NEIGHBOURS:
+                    near.append(other)
+            batch.cells = len(near)
+            for position, cell in enumerate(near):
+                batch.cell[position] = cell
+                batch.expected[position] = self._queued[cell] if counted else ANY
+            if counted:
+                self._queued[index] = (self._queued[index] + 1) % ANY
+            self._texts[batch.number] = job.text, f"[{low:#x}, +{job.arena_size})"
+            if len(self._texts) > REMEMBERED:
+                self._texts.popitem(last=False)
+
+    def _launcher(self, batch: _Batch) -> Any:
+        """Launches kernels with a batch as their argument, which is copied with each launch."""
+        extra = (_u32(0), _u32(0))
+        pointers = (ctypes.c_void_p * 3)(
+            ctypes.addressof(batch), ctypes.addressof(extra[0]), ctypes.addressof(extra[1])
+        )
+        address = ctypes.addressof(pointers)
+
+        def launch(
+            name: str, blocks: int, threads: int, handle: int, first: int = 0, second: int = 0
+        ) -> None:
+            extra[0].value, extra[1].value = first, second
+            code = driver.cuLaunchKernel(
+                self._kernels[name], blocks, 1, 1, threads, 1, 1, 0, handle, address, 0
+            )[0]
+            self._check(code, f"launching the double's kernel {name}")
+            # The pointers have to live as long as this does.
+            assert pointers
+
+        return launch
+
+    def _blocks(self, job: Job, lanes: int) -> int:
+        largest = max(int(np.prod(shape, dtype=np.int64)) for shape in job.shapes)
+        return max(1, min(-(-largest // lanes // THREADS) + 1, 4 * self._processors))
+
+    def _steps(self, job: Job, context: _Context, kernel: Any, handles: Sequence[int]) -> None:
+        """Every lane has its share of the elements, and a stream; the first one's waits for the others."""
+        main, *others = handles
+        while len(context.events) < len(handles) if others else False:
+            flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            code, event = driver.cuEventCreate(flag)
+            self._check(code, "an event")
+            context.events.append(event)
+        if others:
+            self._check(driver.cuEventRecord(context.events[0], main)[0], "forking auxiliary streams")
+        blocks = self._blocks(job, len(handles))
+        for lane, handle in enumerate(handles):
+            if lane:
+                self._check(driver.cuStreamWaitEvent(handle, context.events[0], 0)[0], "an auxiliary stream")
+            for number in range(1, job.spec.steps + 1):
+                kernel("step", blocks, THREADS, handle, number, lane)
+            if lane:
+                self._check(driver.cuEventRecord(context.events[lane], handle)[0], "an auxiliary stream")
+                self._check(driver.cuStreamWaitEvent(main, context.events[lane], 0)[0], "joining them")
+
+
+def _compiled(device: CudaDevice) -> dict[str, Any]:
+    """The kernels, for the GPU that is there.
+
+    :raises DeviceUnavailableError: without the compiler that CUDA has for run time.
+    """
+    major, minor = device.compute_capability
+    cubin = compile_kernels(f"sm_{major}{minor}")
+    code, module = driver.cuModuleLoadData(cubin)
+    device.check(code, "loading the double's kernels")
+    kernels = {}
+    for name in ("begin", "step", "count", "pack", "finish", "mark"):
+        code, kernels[name] = driver.cuModuleGetFunction(module, name.encode())
+        device.check(code, f"finding the double's kernel {name}")
+    return kernels
+
+
+def compile_kernels(architecture: str) -> bytes:
+    """The double's kernels in machine code.
+
+    :param architecture: ``sm_90``, say.
+    :raises DeviceUnavailableError: without the compiler that CUDA has for run time.
+    """
+    try:
+        code, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"double.cu", 0, [], [])
+    except (RuntimeError, OSError, ImportError) as error:
+        raise DeviceUnavailableError(
+            f"the TensorRT double compiles its kernels with NVRTC, which is not here ("
+            f"{str(error).strip()}): pip install "
+            "nvidia-cuda-nvrtc, of the CUDA version that the driver knows"
+        ) from error
+    sizes = {"BATCH": ctypes.sizeof(_Batch), "PINNED": ctypes.sizeof(_Pinned), "CONTROL": CONTROL_NBYTES}
+    options = [f"--gpu-architecture={architecture}".encode(), b"--fmad=false"]
+    options += [f"--define-macro={name}_NBYTES={size}".encode() for name, size in sizes.items()]
+    code = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        said = log.decode().strip("\0 \n")
+        raise DeviceUnavailableError(
+            f"NVRTC cannot compile the TensorRT double's kernels for {architecture}: {said}"
+        )
+    _, size = nvrtc.nvrtcGetCUBINSize(program)
+    cubin: bytes = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin

@@ -1,0 +1,362 @@
+"""The enums, the shapes and the callback interfaces of TensorRT's Python API, as the double has them.
+
+Names, arguments and members are those of the real bindings, and so are traps that an application would
+otherwise meet on the GPU for the first time: a :class:`Dims` cannot be compared with another one, and an
+allocator has to override every method.
+"""
+
+import enum
+import functools
+import operator
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+NOT_OVERRIDDEN: Final = "Method: {} was not overriden. Please provide an implementation for this method."
+"""What the real bindings say, in these words, when an allocator lacks a method."""
+
+
+class _Enum(enum.Enum):
+    """An enum as the real bindings make them: a number can be had of it, but it equals none."""
+
+    def __int__(self) -> int:
+        return int(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+
+class DataType(_Enum):
+    """Types of tensors."""
+
+    FLOAT = 0
+    HALF = 1
+    BF16 = 7
+    INT8 = 2
+    INT32 = 3
+    INT64 = 8
+    BOOL = 4
+    UINT8 = 5
+    FP8 = 6
+    INT4 = 9
+    FP4 = 10
+    E8M0 = 11
+
+    @property
+    def itemsize(self) -> float | None:
+        """Size of an element in bytes."""
+        sizes = {0: 4, 1: 2, 7: 2, 2: 1, 3: 4, 8: 8, 4: 1, 5: 1, 6: 1, 9: 0.5, 10: 0.5}
+        return sizes.get(self.value)
+
+
+class TensorIOMode(_Enum):
+    """Whether a tensor is an input or an output."""
+
+    NONE = 0
+    INPUT = 1
+    OUTPUT = 2
+
+
+class TensorLocation(_Enum):
+    """Where the data of a tensor has to be."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+class ExecutionContextAllocationStrategy(_Enum):
+    """Who provides a context's enqueue memory."""
+
+    STATIC = 0
+    ON_PROFILE_CHANGE = 1
+    USER_MANAGED = 2
+
+
+class ErrorCodeTRT(_Enum):
+    """What an error recorder is told."""
+
+    SUCCESS = 0
+    UNSPECIFIED_ERROR = 1
+    INTERNAL_ERROR = 2
+    INVALID_ARGUMENT = 3
+    INVALID_CONFIG = 4
+    FAILED_ALLOCATION = 5
+    FAILED_INITIALIZATION = 6
+    FAILED_EXECUTION = 7
+    FAILED_COMPUTATION = 8
+    INVALID_STATE = 9
+    UNSUPPORTED_STATE = 10
+
+
+class HardwareCompatibilityLevel(_Enum):
+    """On which other GPUs an engine runs."""
+
+    NONE = 0
+    AMPERE_PLUS = 1
+    SAME_COMPUTE_CAPABILITY = 2
+
+
+class EngineStat(_Enum):
+    """What :meth:`ICudaEngine.get_engine_stat` can be asked for."""
+
+    TOTAL_WEIGHTS_SIZE = 0
+    STRIPPED_WEIGHTS_SIZE = 1
+
+
+class EngineCapability(_Enum):
+    """What an engine was restricted to."""
+
+    STANDARD = 0
+    SAFETY = 1
+    DLA_STANDALONE = 2
+
+
+class ProfilingVerbosity(_Enum):
+    """How much an engine says of its layers."""
+
+    LAYER_NAMES_ONLY = 0
+    NONE = 1
+    DETAILED = 2
+
+
+class TempfileControlFlag(_Enum):
+    """Where a runtime may put executable code."""
+
+    ALLOW_IN_MEMORY_FILES = 0
+    ALLOW_TEMPORARY_FILES = 1
+
+
+class AllocatorFlag(_Enum):
+    """What an allocator is asked for."""
+
+    RESIZABLE = 0
+
+
+class APILanguage(_Enum):
+    """The language an interface is implemented in."""
+
+    CPP = 0
+    PYTHON = 1
+
+
+class Dims:
+    """A shape. As with the real one, it is no tuple, and comparing two of them is a ``TypeError``."""
+
+    MAX_DIMS: ClassVar[int] = 8
+
+    __hash__: ClassVar[None]  # type: ignore[assignment]  # As of whatever defines only equality.
+
+    def __init__(self, shape: Iterable[int] = ()) -> None:
+        self._dims = [operator.index(dim) for dim in shape]
+        if len(self._dims) > self.MAX_DIMS:
+            raise ValueError(f"Input length {len(self._dims)}. Max expected length is {self.MAX_DIMS}")
+
+    def __repr__(self) -> str:
+        return repr(tuple(self._dims))
+
+    def __len__(self) -> int:
+        return len(self._dims)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._dims)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self._dims[index])
+        return self._dims[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._dims[index] = operator.index(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | list):
+            raise TypeError("__eq__(): incompatible function arguments. a Dims equals a tuple or a list only")
+        return self._dims == list(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def volume(iterable: Iterable[int]) -> int:
+    """How many elements a shape has."""
+    return functools.reduce(operator.mul, iterable, 1)
+
+
+def nptype(trt_type: DataType) -> type[np.generic] | type[bool]:
+    """The NumPy type of a tensor's type.
+
+    :raises TypeError: for a type that NumPy lacks.
+    """
+    known: dict[DataType, type[np.generic]] = {
+        DataType.FLOAT: np.float32,
+        DataType.HALF: np.float16,
+        DataType.INT8: np.int8,
+        DataType.INT32: np.int32,
+        DataType.INT64: np.int64,
+        DataType.BOOL: np.bool_,
+        DataType.UINT8: np.uint8,
+    }
+    if trt_type not in known:
+        raise TypeError("Could not resolve TensorRT datatype to an equivalent numpy datatype.")
+    return known[trt_type]
+
+
+class _Severity(enum.IntEnum):
+    INTERNAL_ERROR = 0
+    ERROR = 1
+    WARNING = 2
+    INFO = 3
+    VERBOSE = 4
+
+
+class _Interface:
+    """What Python classes derive from to be called back. As of the real ones, it has to be initialised."""
+
+    _is_initialised = False
+
+    def __init__(self) -> None:
+        self._is_initialised = True
+
+
+def require_initialised(interface: Any, kind: type[Any]) -> None:
+    """What the real bindings check of an object that is handed to them.
+
+    :raises TypeError: when it is of the wrong class, or its base class was not initialised.
+    """
+    if not isinstance(interface, kind):
+        raise TypeError(f"incompatible function arguments: a {kind.__name__} is expected, not {interface!r}")
+    if not interface._is_initialised:
+        raise TypeError(f"{kind.__name__}.__init__() must be called when overriding __init__")
+
+
+class IVersionedInterface(_Interface):
+    """What interfaces with a version have in common."""
+
+    @property
+    def api_language(self) -> APILanguage:
+        """The language it is implemented in."""
+        return APILanguage.PYTHON
+
+
+class ILogger(_Interface):
+    """Derive from it, and override :meth:`log`, which may be called from any thread."""
+
+    Severity = _Severity
+    INTERNAL_ERROR = _Severity.INTERNAL_ERROR
+    ERROR = _Severity.ERROR
+    WARNING = _Severity.WARNING
+    INFO = _Severity.INFO
+    VERBOSE = _Severity.VERBOSE
+
+    def log(self, severity: _Severity, msg: str) -> None:
+        """One message."""
+        raise NotImplementedError('Tried to call pure virtual function "ILogger::log"')
+
+
+class Logger(ILogger):
+    """A logger that writes to the standard error stream."""
+
+    def __init__(self, min_severity: _Severity = ILogger.WARNING) -> None:
+        super().__init__()
+        self._min_severity = min_severity
+
+    @property
+    def min_severity(self) -> _Severity:
+        """What is less severe is not written."""
+        return self._min_severity
+
+    @min_severity.setter
+    def min_severity(self, severity: _Severity) -> None:
+        """Write more, or less."""
+        self._min_severity = severity
+
+    def log(self, severity: _Severity, msg: str) -> None:
+        """One message, if it is severe enough."""
+        if severity <= self.min_severity:
+            sys.stderr.write(f"[TRT] [{severity.name[0]}] {msg}\n")
+
+
+class IErrorRecorder(_Interface):
+    """Derive from it, and override all. While one is attached, errors go to it and not to the logger."""
+
+    @property
+    def MAX_DESC_LENGTH(self) -> int:  # noqa: N802  (the real one's name)
+        """How long a description may be in the safety runtime."""
+        return 127
+
+    def num_errors(self) -> int:
+        """How many errors it holds."""
+        raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::num_errors"')
+
+    def get_error_code(self, arg0: int) -> ErrorCodeTRT:
+        """The code of one of them."""
+        raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::get_error_code"')
+
+    def get_error_desc(self, arg0: int) -> str:
+        """The description of one of them."""
+        raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::get_error_desc"')
+
+    def has_overflowed(self) -> bool:
+        """Whether errors were dropped."""
+        raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::has_overflowed"')
+
+    def clear(self) -> None:
+        """Forget all."""
+        raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::clear"')
+
+    def report_error(self, arg0: ErrorCodeTRT, arg1: str) -> bool:
+        """One more; True if it is fatal."""
+        raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::report_error"')
+
+
+class IGpuAllocator(IVersionedInterface):
+    """Derive from it, and override all. Addresses are numbers; ``None`` refuses an allocation."""
+
+    def allocate(self, size: int, alignment: int, flags: int) -> int | None:
+        """Memory of the device. The real library calls the asynchronous one."""
+        raise NotImplementedError(NOT_OVERRIDDEN.format("allocate"))
+
+    def reallocate(self, address: int, alignment: int, new_size: int) -> int | None:
+        """Memory that was resized; ``None``: it cannot be, and stays."""
+        raise NotImplementedError(NOT_OVERRIDDEN.format("reallocate"))
+
+    def deallocate(self, memory: int) -> bool:
+        """Give it back."""
+        raise NotImplementedError(NOT_OVERRIDDEN.format("deallocate"))
+
+    def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int | None:
+        """Memory of the device, in the order of a stream."""
+        raise NotImplementedError(NOT_OVERRIDDEN.format("allocate"))
+
+    def deallocate_async(self, memory: int, stream: int) -> bool:
+        """Give it back, in the order of a stream."""
+        raise NotImplementedError(NOT_OVERRIDDEN.format("deallocate"))
+
+
+class IGpuAsyncAllocator(IGpuAllocator):
+    """An allocator whose memory comes and goes in the order of streams."""
+
+
+class IOutputAllocator(_Interface):
+    """Derive from it for outputs whose shape depends on the data, and define, as of the real one::
+
+    def reallocate_output(self, tensor_name, memory, size, alignment): ...
+    def reallocate_output_async(self, tensor_name, memory, size, alignment, stream): ...
+    def notify_shape(self, tensor_name, shape): ...
+    """
+
+
+def version_of(text: str) -> tuple[int, int, int, int]:
+    """A version's four numbers.
+
+    :raises ValueError: if it has not four, each of which fits into a byte.
+    """
+    if not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", text):
+        raise ValueError(f"{text!r} is not a version of TensorRT such as 11.4.0.106")
+    major, minor, patch, build = (int(part) for part in text.split("."))
+    if max(major, minor, patch, build) > 255:
+        raise ValueError(f"{text!r}: each part of a plan's version is one byte")
+    return major, minor, patch, build

@@ -1,0 +1,185 @@
+"""The double's ``Runtime``."""
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from asynctrt.devices.base import aligned
+from asynctrt.testing.tensorrt.core import Core, Reporter, Setting, checked
+from asynctrt.testing.tensorrt.engine import ICudaEngine
+from asynctrt.testing.tensorrt.names import (
+    ErrorCodeTRT,
+    IGpuAllocator,
+    ILogger,
+    require_initialised,
+    version_of,
+)
+from asynctrt.testing.tensorrt.spec import Plan, PlanError, read_plan, serialization_version
+
+if TYPE_CHECKING:
+    from asynctrt.testing.tensorrt.double import StrictTensorRT
+
+LEAN_RUNTIME: Final = b"asynctrt lean runtime "
+
+
+def double_lean_runtime(version: str) -> bytes:
+    """What a file has to hold for the double's ``load_runtime`` to be the lean runtime of that version."""
+    version_of(version)
+    return LEAN_RUNTIME + version.encode()
+
+
+class Runtime(Reporter):
+    """Deserialises plans of the double. It may be destroyed before its engines."""
+
+    _trt: ClassVar["StrictTensorRT"]
+    temporary_directory = Setting[str | None](None, "Where code of a plan may be put to be loaded.")
+    tempfile_control_flags = Setting(3, "How it may be put there.")
+
+    def __init__(self, logger: ILogger) -> None:
+        require_initialised(logger, ILogger)
+        super().__init__(Core(self._trt, logger, self._trt.__version__), None)
+        self._max_threads = 1
+        self._core.say(ILogger.VERBOSE, f"[MemUsageChange] Init CUDA; TensorRT double {self._core.version}")
+
+    @property
+    def logger(self) -> ILogger:
+        """As given."""
+        return self._core.logger
+
+    @property
+    def gpu_allocator(self) -> IGpuAllocator | None:
+        """Whoever provides device memory; ``None``: the device itself."""
+        return self._core.allocator
+
+    @gpu_allocator.setter
+    def gpu_allocator(self, allocator: IGpuAllocator | None) -> None:
+        """Let device memory come from there from now on."""
+        if allocator is not None:
+            require_initialised(allocator, IGpuAllocator)
+        self._core.allocator = allocator
+
+    @property
+    def engine_host_code_allowed(self) -> bool:
+        """Whether plans may bring code that runs on the host."""
+        return self._core.is_lean_code_allowed
+
+    @engine_host_code_allowed.setter
+    def engine_host_code_allowed(self, allowed: bool) -> None:
+        """Trust plans, or do not."""
+        self._core.is_lean_code_allowed = allowed
+
+    @property
+    def max_threads(self) -> int:
+        """How many threads it may use."""
+        return self._max_threads
+
+    @max_threads.setter
+    def max_threads(self, threads: int) -> None:
+        """At least one; otherwise a ``RuntimeError``, and an error."""
+        if threads < 1:
+            self._report_usage("IRuntime::setMaxThreads", "condition: maxThreads >= 1.")
+            raise RuntimeError("Failed to set max threads!")
+        self._max_threads = threads
+
+    @property
+    def num_DLA_cores(self) -> int:  # noqa: N802  (the real one's name)
+        """None: no device of the double has any."""
+        return 0
+
+    @checked
+    def load_runtime(self, path: str) -> "Runtime | None":
+        """Another version's runtime, from a file that :func:`double_lean_runtime` describes."""
+        try:
+            found = Path(path).read_bytes()
+            version = found.removeprefix(LEAN_RUNTIME).decode()
+            version_of(version)
+        except (OSError, ValueError) as error:
+            self._report(
+                ErrorCodeTRT.INVALID_ARGUMENT,
+                "IRuntime::loadRuntime",
+                "API Usage Error",
+                f"Unable to load {path}: {error}",
+            )
+            return None
+        other = type(self)(self._core.logger)
+        other._core.version = version
+        other._core.allocator = self._core.allocator
+        other._core.is_lean_code_allowed = self._core.is_lean_code_allowed
+        other._recorder = self._recorder
+        return other
+
+    @checked
+    def deserialize_cuda_engine(self, serialized_engine: Any) -> "ICudaEngine | None":
+        """The engine of a plan; ``None`` on failure, which goes to the error recorder or the logger."""
+        where = "IRuntime::deserializeCudaEngine"
+        if not isinstance(serialized_engine, bytes | bytearray | memoryview):
+            raise TypeError(
+                "deserialize_cuda_engine(): incompatible function arguments: the double takes a plan as bytes"
+            )
+        size_mib = memoryview(serialized_engine).nbytes >> 20
+        self._say_from_thread(f"Loaded engine size: {size_mib} MiB")
+        if self._report_loss(where):
+            return None
+        try:
+            plan = read_plan(bytes(serialized_engine))
+        except PlanError as error:
+            self._core.say(ILogger.VERBOSE, "the plan cannot be read")
+            self._report_raw(where, ErrorCodeTRT.UNSPECIFIED_ERROR, str(error))
+            return None
+        if refusal := self._refusal(plan):
+            self._report_raw(where, *refusal)
+            return None
+        fails = self._core.monitor.take("deserialize-memory")
+        weights = None if fails else self._core.allocate(aligned(plan.spec.weights_nbytes))
+        if weights is None:
+            self._report(
+                ErrorCodeTRT.FAILED_ALLOCATION,
+                where,
+                "OutOfMemory",
+                f"Requested size was {aligned(plan.spec.weights_nbytes)} bytes.",
+            )
+            return None
+        return ICudaEngine(self._core, self._recorder, plan, weights)
+
+    def _report_raw(self, where: str, code: ErrorCodeTRT, text: str) -> None:
+        kind, _, rest = text.partition(" (")
+        self._report(code, where, kind, rest.removesuffix(")"))
+
+    def _say_from_thread(self, message: str) -> None:
+        """The real library logs from threads of its own, so a logger has to be thread-safe."""
+        logger = self._core.logger
+        worker = threading.Thread(target=logger.log, args=(ILogger.VERBOSE, message), name="tensorrt-double")
+        worker.start()
+        worker.join()
+
+    def _refusal(self, plan: Plan) -> tuple[ErrorCodeTRT, str] | None:
+        """Why this runtime cannot have that plan ("Version Compatibility", Compatibility Checks)."""
+        here, built = version_of(self._core.version), version_of(plan.version)
+        if here != built and not (plan.spec.version_compatible and (8, 6) <= built[:2] <= here[:2]):
+            return ErrorCodeTRT.UNSPECIFIED_ERROR, (
+                "Serialization (Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed."
+                "Version tag does not match. Note: Current Version: "
+                f"{serialization_version(self._core.version)}, "
+                f"Serialized Engine Version: {serialization_version(plan.version)})"
+            )
+        if plan.spec.version_compatible and not plan.spec.excludes_lean_runtime:
+            if not self._core.is_lean_code_allowed:
+                return ErrorCodeTRT.INVALID_STATE, (
+                    "API Usage Error (The engine contains host executable code, and engineHostCodeAllowed is "
+                    "false. Call IRuntime::setEngineHostCodeAllowed(true) if the plan is trusted.)"
+                )
+        elif here != built:
+            return ErrorCodeTRT.INVALID_STATE, (
+                f"API Usage Error (The engine was built with version {plan.version} and without its lean "
+                "runtime, which IRuntime::loadRuntime has to load.)"
+            )
+        level = plan.spec.hardware_compatibility
+        compute = self._core.trt.compute_capability
+        fits = compute >= (8, 0) if level == "AMPERE_PLUS" else compute == plan.compute_capability
+        if not fits:
+            expected, got = (f"{major}.{minor}" for major, minor in (compute, plan.compute_capability))
+            return ErrorCodeTRT.FAILED_INITIALIZATION, (
+                "API Usage Error (The engine plan file is generated on an incompatible device, expecting "
+                f"compute {expected} got compute {got}, please rebuild.)"
+            )
+        return None

@@ -1,0 +1,43 @@
+"""What the tests of the TensorRT adapter share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends.tensorrt.helpers import Bench
+
+BUILDER = Path(__file__).parents[2] / "gpu" / "build_identity_plan.py"
+
+
+@pytest.fixture
+def bench():
+    """Makes benches, closes them, and looks that the double found nothing undefined."""
+    made = []
+
+    def make(*args, **kw):
+        made.append(Bench(*args, **kw))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        assert one.trt.violations() == ()
+
+
+@pytest.fixture(scope="session")
+def rtx_plan(tmp_path_factory):
+    """Plans that the real TensorRT for RTX builds, each once. In a process of its own, as it is a large
+    library."""
+    built = {}
+
+    def build(*capabilities):
+        if capabilities not in built:
+            path = tmp_path_factory.mktemp("rtx") / "identity.plan"
+            command = [sys.executable, str(BUILDER), str(path), *capabilities]
+            subprocess.run(command, check=True, capture_output=True, timeout=50)
+            built[capabilities] = path.read_bytes()
+        return built[capabilities]
+
+    return build

@@ -1,0 +1,90 @@
+"""Models over the strict double on a host device, and what runs a batch on one without an engine's pool."""
+
+import struct
+
+import numpy as np
+
+from asynctrt.backends.base import TensorMemory
+from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
+from asynctrt.devices.host import HostDevice
+from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+
+WAIT_S = 20
+
+
+class Bench:
+    """One model of the double, and batches on it by hand."""
+
+    def __init__(self, spec=None, *, device=None, trt=None, plan=None, model=True, **options):
+        self.device = device or HostDevice(in_place="never", threads=2)
+        self.trt = trt or StrictTensorRT(self.device)
+        self.spec = spec or EngineSpec()
+        self.options = TensorRTOptions(**options)
+        self.plan = double_plan(self.spec) if plan is None else plan
+        self.stream = self.device.create_stream()
+        self.model = self.open() if model else None
+        self._buffers = []
+
+    def open(self, plan=None):
+        plan = self.plan if plan is None else plan
+        return TensorRTModel(plan, device=self.device, flavour=self.trt, options=self.options)
+
+    def memory(self, spec, rows, sizes):
+        dims = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.dims)
+        buffer = self.device.allocate(int(np.prod((rows, *dims))) * spec.dtype.itemsize)
+        self._buffers.append(buffer)
+        array = buffer.array(spec.dtype, (rows, *dims), 0)
+        return TensorMemory(spec.name, spec.dtype, dims, buffer.address, array)
+
+    def bind(self, context, rows=64, **sizes):
+        """A binding to fresh memory; the sizes are those of dynamic dimensions, '.' written as '_'."""
+        model = self.model
+        named = {name.replace("_", "."): size for name, size in sizes.items()}
+        inputs = tuple(self.memory(spec, rows, named) for spec in model.inputs)
+        outputs = tuple(
+            None if spec.name in model.signature.unbound else self.memory(spec, rows, named)
+            for spec in model.outputs
+        )
+        return context.bind(inputs, outputs)
+
+    def arena(self, nbytes=None):
+        return self.device.allocate(self.model.enqueue_nbytes if nbytes is None else nbytes)
+
+    def fill(self, binding, seed=1):
+        random = np.random.default_rng(seed)
+        for memory in binding.inputs:
+            memory.array[...] = random.integers(-9, 9, memory.array.shape)
+
+    def finish(self):
+        """Wait for the stream; what went wrong on it."""
+        event = self.device.create_event()
+        self.stream.record(event)
+        assert event.synchronize(WAIT_S)
+        return event.error
+
+    def check(self, binding, rows):
+        """Whether the answers are those that NumPy has for the first ``rows`` rows."""
+        expected = self.spec.expected({memory.name: memory.array[:rows] for memory in binding.inputs})
+        for memory in binding.outputs:
+            if memory is not None:
+                np.testing.assert_array_equal(memory.array[:rows], expected[memory.name])
+        for name, array in binding.unbound_outputs(rows).items():
+            np.testing.assert_array_equal(array, expected[name])
+
+    def run(self, binding, rows, arena, seed=1):
+        """Fill, enqueue, wait, check."""
+        self.fill(binding, seed)
+        binding.enqueue(rows, stream=self.stream, arena=arena)
+        assert self.finish() is None
+        self.check(binding, rows)
+
+    def close(self):
+        if self.model is not None:
+            self.model.close()
+        assert self.stream.close(WAIT_S)
+        self.device.close()
+
+
+def header(tag=b"ftrt", nbytes=64, version=(11, 4, 0, 106), gpus=0):
+    """The first 64 bytes of a plan."""
+    return struct.pack("<4sIQQ4B4sQ24x", tag, 0, 2, nbytes, *version, tag, gpus)

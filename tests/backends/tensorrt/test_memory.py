@@ -1,0 +1,153 @@
+"""The memory that TensorRT is given: counted, bounded, refused with the arithmetic."""
+
+import threading
+
+import pytest
+import tensorrt_lean
+import tensorrt_rtx
+
+from asynctrt.backends.tensorrt.memory import DeviceMemory, make_allocator, said_of_refusals
+from asynctrt.devices.base import MemoryFigures
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import DeviceLostError
+from asynctrt.testing.tensorrt import StrictTensorRT
+
+MIB = 2**20
+
+
+@pytest.fixture
+def device():
+    return HostDevice()
+
+
+def memory(device, budget=None, watermark=None):
+    return DeviceMemory(device, budget=budget, watermark=watermark)
+
+
+def test_what_is_held_is_counted(device):
+    held = memory(device)
+    first, second = held.take(1000), held.take(2000)
+    assert first != second
+    statistics = held.statistics()
+    assert (statistics.held_nbytes, statistics.blocks, statistics.allocations) == (3000, 2, 2)
+    assert device.memory().held_nbytes == 3000
+    assert held.give_back(first)
+    assert held.give_back(second)
+    statistics = held.statistics()
+    assert (statistics.held_nbytes, statistics.peak_nbytes, statistics.blocks) == (0, 3000, 0)
+    assert device.memory().held_nbytes == 0
+    assert repr(held) == "<DeviceMemory blocks=0 held=0>"
+
+
+@pytest.mark.parametrize("alignment", [0, 1, 256, 512, 4096])
+def test_addresses_are_aligned(device, alignment):
+    held = memory(device)
+    for nbytes in (1, 100, 1000):
+        address = held.take(nbytes, alignment)
+        assert address % max(alignment, 256) == 0
+        assert held.give_back(address)
+    assert device.memory().held_nbytes == 0
+
+
+def test_what_is_not_ours_is_not_freed(device):
+    held = memory(device)
+    address = held.take(100)
+    assert held.give_back(address)
+    assert not held.give_back(address)
+    assert not held.give_back(12345)
+
+
+def test_a_budget_is_hard_and_a_refusal_has_the_arithmetic(device, caplog):
+    held = memory(device, budget=3 * MIB)
+    assert held.take(2 * MIB)
+    assert held.take(MIB + 1) is None
+    assert held.take(MIB)
+    (refusal,) = held.take_refusals()
+    assert (refusal.asked_nbytes, refusal.held_nbytes, refusal.budget_nbytes) == (MIB + 1, 2 * MIB, 3 * MIB)
+    assert "asked for 1.0 MiB and held 2.0 MiB" in str(refusal)
+    assert "budget 3.0 MiB" in str(refusal)
+    assert "memory_budget" in str(refusal)
+    assert str(refusal) in caplog.text
+    assert held.take_refusals() == ()
+    assert held.statistics().refusals == 1
+
+
+def test_a_watermark_looks_at_the_whole_device(device, monkeypatch):
+    figures = MemoryFigures(free_nbytes=400, total_nbytes=1000, held_nbytes=0)
+    monkeypatch.setattr(device, "memory", lambda: figures)
+    fraction, absolute = memory(device, watermark=0.8), memory(device, watermark=700)
+    assert fraction.take(200)
+    assert fraction.take(201) is None
+    assert absolute.take(100)
+    assert absolute.take(101) is None
+    assert "watermark" in said_of_refusals(absolute.take_refusals())
+    assert fraction.statistics().watermark_nbytes == 800
+
+
+def test_a_device_without_room_refuses_too():
+    held = memory(HostDevice(memory_nbytes=1000))
+    assert held.take(1001) is None
+    assert "the device refused" in said_of_refusals(held.take_refusals())
+
+
+def test_a_lost_device_refuses_too(device, monkeypatch):
+    def lost(nbytes):
+        raise DeviceLostError("an illegal address")
+
+    monkeypatch.setattr(device, "allocate", lost)
+    held = memory(device)
+    assert held.take(10) is None
+    assert "an illegal address" in said_of_refusals(held.take_refusals())
+
+
+def test_of_several_refusals_the_last_is_told():
+    assert said_of_refusals(()) == ""
+    held = memory(HostDevice(memory_nbytes=100))
+    held.take(200)
+    held.take(300)
+    said = said_of_refusals(held.take_refusals())
+    assert "300 bytes" in said
+    assert "2 refusals" in said
+
+
+def test_many_threads_at_once(device):
+    held = memory(device, budget=50 * 1024)
+    barrier = threading.Barrier(4)
+    failures = []
+
+    def work():
+        barrier.wait(10)
+        for _ in range(300):
+            address = held.take(1024)
+            if address is not None and not held.give_back(address):
+                failures.append(address)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert not failures
+    assert held.statistics().held_nbytes == 0
+    assert held.statistics().allocations == 1200
+
+
+@pytest.mark.parametrize("name", ["double", "tensorrt_lean", "tensorrt_rtx"])
+def test_the_allocator_that_tensorrt_calls(device, name):
+    modules = {"double": StrictTensorRT(device), "tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
+    held = memory(device, budget=1000)
+    allocator = make_allocator(modules[name], held)
+    asynchronous, plain = allocator.allocate_async(500, 256, 0, 7), allocator.allocate(400, 0, 0)
+    assert asynchronous % 256 == 0
+    assert held.statistics().held_nbytes == 900
+    assert allocator.reallocate(plain, 256, 450) is None
+    assert allocator.allocate_async(101, 256, 0, 7) is None
+    assert allocator.allocate(0, 256, 0) is None
+    assert allocator.allocate_async(0, 256, 0, 7) is None
+    assert allocator.deallocate_async(asynchronous, 7)
+    assert allocator.deallocate(plain)
+    assert allocator.deallocate(0)
+    assert allocator.deallocate_async(0, 7)
+    assert not allocator.deallocate(plain)
+    assert held.statistics().held_nbytes == 0

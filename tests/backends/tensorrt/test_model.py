@@ -1,0 +1,197 @@
+"""A plan as a model: what it says of itself, what it lives on, and how it ends."""
+
+import gc
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynctrt.backends.base import Model
+from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import (
+    DeviceLostError,
+    DeviceMemoryError,
+    DeviceUnavailableError,
+    InputError,
+    ModelError,
+    OptionsError,
+    UsageError,
+)
+from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.backends.tensorrt.helpers import Bench, header
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_it_is_a_model(bench):
+    model = bench(EngineSpec(weights_nbytes=5000)).model
+    assert isinstance(model, Model)
+    assert model.name == "plan"
+    assert model.platform == "tensorrt_plan"
+    assert model.is_capturable
+    assert model.weights_nbytes == 5000
+    assert model.enqueue_nbytes % 256 == 0
+    assert model.enqueue_nbytes >= EngineSpec().profile_nbytes(0)
+    assert repr(model) == "<TensorRTModel plan tensorrt 11.4.0.106 on host contexts=0>"
+
+
+def test_its_name_is_the_files_or_as_told(tmp_path):
+    device = HostDevice()
+    trt = StrictTensorRT(device)
+    path = tmp_path / "resnet.plan"
+    path.write_bytes(double_plan(EngineSpec()))
+    for name, expected in ((None, "resnet"), ("classifier", "classifier")):
+        model = TensorRTModel(path, device=device, flavour=trt, name=name)
+        assert model.name == expected
+        model.close()
+    assert trt.violations() == ()
+
+
+def test_profiles_and_their_memory(bench):
+    small, large = {"input": ((1, 4), (4, 4), (8, 4))}, {"input": ((1, 4), (32, 32), (64, 128))}
+    model = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), profiles=(large, small))).model
+    assert model.profile_of(((4,),), 8) == 1
+    assert model.profile_of(((4,),), 9) == 0
+    assert model.enqueue_nbytes_of(1) < model.enqueue_nbytes_of(0) == model.enqueue_nbytes
+    with pytest.raises(InputError, match="profile 1 takes"):
+        model.profile_of(((129,),), 1)
+
+
+def test_what_cannot_be_captured(bench):
+    assert not bench(EngineSpec(data_dependent=True)).model.is_capturable
+    streamed = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
+    assert bench(streamed).model.is_capturable
+    assert not bench(streamed, weight_streaming_budget=1000).model.is_capturable
+
+
+def test_weights_that_are_streamed(bench):
+    spec = EngineSpec(weights_nbytes=81920, streamable_weights_nbytes=40960)
+    made = bench(spec, weight_streaming_budget=20480)
+    assert made.model.weights_nbytes == 61440
+    assert made.model.memory_statistics().held_nbytes == 61440
+    assert made.model.enqueue_nbytes > bench(spec).model.enqueue_nbytes, "room for the weights on their way"
+    context = made.model.create_context(made.device)
+    made.run(made.bind(context), 9, made.arena())
+    context.close()
+
+
+def test_weights_that_cannot_be_streamed(bench):
+    with pytest.raises(OptionsError, match="BuilderFlag.WEIGHT_STREAMING"):
+        bench(model=False, weight_streaming_budget=1000).open()
+
+
+def test_everything_is_given_back(bench, caplog):
+    made = bench(EngineSpec(persistent_nbytes=3000, data_dependent=True))
+    contexts = [made.model.create_context(made.device) for _ in range(3)]
+    for context in contexts:
+        context.close()
+    assert made.model.memory_statistics().blocks == 1
+    made.model.close()
+    made.model.close()
+    assert made.device.memory().held_nbytes == 0
+    assert not caplog.records
+    assert "closed" in repr(made.model)
+    with pytest.raises(UsageError, match="is closed"):
+        made.model.create_context(made.device)
+    with pytest.raises(UsageError, match="is closed"):
+        made.model.memory_statistics()
+
+
+def test_contexts_outlive_their_model(bench, caplog):
+    made = bench(EngineSpec(persistent_nbytes=3000))
+    contexts = [made.model.create_context(made.device) for _ in range(2)]
+    binding, arena = made.bind(contexts[0]), made.arena()
+    made.model.close()
+    assert "closed before 2 of its contexts" in caplog.text
+    made.run(binding, 5, arena)
+    contexts[1].close()
+    made.run(binding, 5, arena)
+    contexts[0].close()
+    arena.close()
+    for buffer in made._buffers:
+        buffer.close()
+    assert made.device.memory().held_nbytes == 0
+
+
+def test_what_nobody_closed_is_given_back_too():
+    """In no order that anybody has made: the interpreter's."""
+    made = Bench(EngineSpec(persistent_nbytes=3000, data_dependent=True))
+    context = made.model.create_context(made.device)
+    made.run(made.bind(context), 5, made.arena())
+    device, trt, stream = made.device, made.trt, made.stream
+    for buffer in made._buffers:
+        buffer.close()
+    held = device.memory().held_nbytes
+    del made, context, buffer
+    gc.collect()
+    assert trt.violations() == ()
+    assert device.memory().held_nbytes < held
+    assert stream.close(20)
+
+
+def test_an_engine_that_can_have_no_context_is_refused_at_once(bench):
+    made = bench(EngineSpec(persistent_nbytes=100_000), model=False, memory_budget=50_000)
+    with pytest.raises(DeviceMemoryError, match="memory_budget"):
+        made.open()
+    gc.collect()
+
+
+def test_a_lost_device_can_still_be_closed(bench, monkeypatch):
+    made = bench(EngineSpec(data_dependent=True))
+    context = made.model.create_context(made.device)
+    made.run(made.bind(context), 5, made.arena())
+
+    def lost():
+        raise DeviceLostError("an illegal address")
+
+    monkeypatch.setattr(made.device, "activate", lost)
+    context.close()
+    made.model.close()
+    assert "closed" in repr(context)
+    assert "closed" in repr(made.model)
+
+
+def test_another_device(bench):
+    made = bench()
+    with pytest.raises(UsageError, match="once for each device"):
+        made.model.create_context(HostDevice())
+
+
+@pytest.mark.parametrize("flavour", ["tensorrt_lean", "tensorrt_dispatch", None])
+def test_a_real_package_runs_on_cuda_alone(flavour):
+    plan = double_plan(EngineSpec())
+    with pytest.raises(DeviceUnavailableError, match="device='cuda:0'"):
+        TensorRTModel(plan, device=HostDevice(), flavour=flavour)
+
+
+def test_the_options_name_a_flavour_too(rtx_plan):
+    with pytest.raises(ModelError, match="tensorrt_rtx"):
+        TensorRTModel(rtx_plan(), device=HostDevice(), options=TensorRTOptions(flavour="tensorrt_lean"))
+
+
+def test_a_real_plan_of_the_other_kind_for_the_double(bench, rtx_plan):
+    with pytest.raises(ModelError, match="Open it with tensorrt_rtx"):
+        bench(model=False).open(rtx_plan())
+
+
+def test_a_header_with_nothing_that_it_announces(bench):
+    with pytest.raises(ModelError, match="damaged"):
+        bench(model=False).open(header(nbytes=80) + bytes(16))
+
+
+def test_messages_go_to_the_logger(bench, caplog):
+    with caplog.at_level(logging.DEBUG, "asynctrt.tensorrt"):
+        bench(verbosity=logging.DEBUG, max_threads=2)
+    assert "Loaded engine size" in caplog.text
+
+
+def test_importing_it_loads_no_library():
+    program = (
+        "import sys, asynctrt.backends.tensorrt\n"
+        "names = {name.split('.')[0] for name in sys.modules}\n"
+        "assert not names & {'tensorrt', 'tensorrt_lean', 'tensorrt_dispatch', 'tensorrt_rtx', 'cuda'}, names"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=50)

@@ -1,0 +1,181 @@
+"""What the GPU benchmarks share: the device, callers in a loop, loops with other things to do, verdicts."""
+
+import asyncio
+from contextlib import contextmanager
+
+import numpy as np
+
+from asynctrt import clock
+from asynctrt.bench import describe_machine
+from asynctrt.devices.host import HostDevice
+from tests.benchmarks.common import describe_gpu
+
+WARM_UP_S = 0.1
+
+
+def open_device(name, **settings):
+    """The device to measure. The host device has memory of its own too, so that the same copies are made."""
+    if name == "host":
+        return HostDevice(threads=1, unified=False)
+    from asynctrt.devices.cuda import CudaDevice, find_cuda_device
+
+    device = find_cuda_device(name)
+    return CudaDevice(device.ordinal, **settings) if settings else device
+
+
+def show(title, columns, lines, caption="", *, device):
+    """A plain table: it goes to log files, and to machines that have no more than the engine needs."""
+    lines = [tuple(columns), *(tuple(line) for line in lines)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    print(f"\n{title}")
+    for line in lines:
+        first, *others = zip(line, widths, strict=True)
+        print("  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]).rstrip())
+        if line is lines[0]:
+            print("  ".join("-" * width for width in widths))
+    gpu = describe_gpu(device)
+    machine = describe_machine()
+    on = f"{machine['cpu']}, {machine['cores']} cores"
+    if gpu is not None:
+        on = f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}; {on}"
+    print(f"{caption} On: {on}".strip(), flush=True)
+
+
+def quantiles_us(times_ns):
+    """Median, 99th percentile and the most, in µs."""
+    p50, p99 = np.percentile(times_ns, [50, 99])
+    return {"p50_us": p50 / 1e3, "p99_us": p99 / 1e3, "max_us": max(times_ns) / 1e3, "count": len(times_ns)}
+
+
+def check(answer, expected):
+    """Every value of every output is right, to the last bit."""
+    for name, values in expected.items():
+        if not np.array_equal(answer[name], values):
+            raise AssertionError(f"a wrong answer: {name} is {answer[name]}, and should be {values}")
+
+
+def exactly(model):
+    """A check of answers to rows, for a model that can say what it should have answered."""
+    return lambda rows, answer: check(answer, model.expected(rows))
+
+
+async def closed_loop(engine, check_answer, inputs, seconds, *, is_timed=False):
+    """One caller for each of ``inputs``, who sends it again and again, for ``seconds`` after a warm-up.
+
+    Each caller's last answer is checked: ``check_answer(rows, answer)``.
+    """
+    is_over = is_measured = False
+    latencies_ns = []
+
+    async def caller(rows):
+        answer = None
+        while not is_over:
+            answer = await engine.infer(rows)
+        check_answer(rows, answer)
+
+    async def timed_caller(rows):
+        answer = None
+        while not is_over:
+            sent_ns = clock.now_ns()
+            answer = await engine.infer(rows)
+            if is_measured:
+                latencies_ns.append(clock.now_ns() - sent_ns)
+        check_answer(rows, answer)
+
+    async with asyncio.TaskGroup() as group:
+        for rows in inputs:
+            group.create_task(timed_caller(rows) if is_timed else caller(rows))
+        await asyncio.sleep(WARM_UP_S)
+        is_measured = True
+        before, start_ns, start_cpu_ns = engine.statistics(), clock.now_ns(), clock.cpu_ns()
+        await asyncio.sleep(seconds)
+        after, end_ns, end_cpu_ns = engine.statistics(), clock.now_ns(), clock.cpu_ns()
+        is_measured, is_over = False, True
+    requests = after.succeeded - before.succeeded
+    batches = max(after.batches - before.batches, 1)
+    cpu_us = (end_cpu_ns - start_cpu_ns) / 1e3
+    figures = {
+        "rows_per_s": (after.rows - before.rows) / (end_ns - start_ns) * 1e9,
+        "batches_per_s": batches / (end_ns - start_ns) * 1e9,
+        "rows_a_batch": (after.rows - before.rows) / batches,
+        "cpu_us_a_batch": cpu_us / batches,
+        "cpu_us_a_request": cpu_us / max(requests, 1),
+        "cores": cpu_us * 1e3 / (end_ns - start_ns),
+    }
+    if is_timed:
+        # Where no request ended meanwhile, each took as long at the least.
+        figures |= quantiles_us(latencies_ns or [end_ns - start_ns])
+    return figures
+
+
+def rows_of_callers(callers, rows, row):
+    """An array for each caller, of whole numbers, unlike any other's."""
+    values = np.arange(callers * rows, dtype=np.float32).reshape(callers, rows, *[1] * len(row))
+    return [np.ascontiguousarray(np.broadcast_to(value, (rows, *row))) for value in values]
+
+
+def burn(duration_ns):
+    """Keep the CPU busy."""
+    end_ns = clock.now_ns() + duration_ns
+    while clock.now_ns() < end_ns:
+        pass
+
+
+class Load:
+    """What else a loop has to do, and when its ticks began: ``idle``, ``busy`` or ``chatty``."""
+
+    BUSY_NS = 20_000
+    CHATTY_TASKS, CHATTY_NS = 32, 5_000
+
+    def __init__(self, kind):
+        self.ticks_ns = []
+        self._is_over = False
+        self._tasks = []
+        self._loop = asyncio.get_running_loop()
+        if kind == "busy":
+            self._loop.call_soon(self._burn)
+        elif kind == "chatty":
+            self._tasks = [self._loop.create_task(self._chat(number)) for number in range(self.CHATTY_TASKS)]
+
+    def _burn(self):
+        self.ticks_ns.append(clock.now_ns())
+        burn(self.BUSY_NS)
+        if not self._is_over:
+            self._loop.call_soon(self._burn)
+
+    async def _chat(self, number):
+        while not self._is_over:
+            if not number:
+                self.ticks_ns.append(clock.now_ns())
+            burn(self.CHATTY_NS)
+            await asyncio.sleep(0)
+
+    async def end(self):
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+
+@contextmanager
+def said(what):
+    """Say what is being measured, and how long it took."""
+    start_ns = clock.now_ns()
+    yield
+    print(f"  measured {what}: {(clock.now_ns() - start_ns) / 1e9:.1f} s", flush=True)
+
+
+def verdict(what, value, target, *, is_at_least, unit):
+    """Whether a target was met."""
+    is_met = value >= target if is_at_least else value <= target
+    wanted = f"{'at least' if is_at_least else 'at most'} {target:g} {unit}".strip()
+    return {"what": what, "value": value, "target": wanted, "unit": unit, "is_met": bool(is_met)}
+
+
+def verdicts(found):
+    """Say which targets were met; where there are many, which were not."""
+    met = sum(line["is_met"] for line in found)
+    print(f"\n{met} of {len(found)} targets met")
+    for line in found:
+        if not line["is_met"] or len(found) <= 8:
+            value = f"{line['value']:.3g} {line['unit']}".strip()
+            print(f"  {'met   ' if line['is_met'] else 'MISSED'} {line['what']}: {value} ({line['target']})")
+    return found

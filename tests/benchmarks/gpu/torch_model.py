@@ -1,0 +1,132 @@
+"""ResNet-50 of torchvision as a model of the engine: one CUDA graph for each batch size and slab."""
+
+from copy import copy
+
+import numpy as np
+import torch
+import torchvision
+
+from asynctrt.tensors import TensorSpec
+
+IMAGE = (3, 224, 224)
+CLASSES = 1000
+
+
+class Memory:
+    """Memory of the device as torch takes it without a copy."""
+
+    def __init__(self, memory, rows):
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (rows, *memory.dims),
+            "typestr": memory.dtype.str,
+            "data": (memory.address, False),
+        }
+
+
+class ResNet50:
+    """Half precision, channels last, random weights. Rows are images, ``float32`` or ``uint8``.
+
+    :param sizes: batch sizes that are captured, rising; a batch of another size runs the next larger graph.
+    """
+
+    platform = "benchmark"
+    # It is a graph already, and torch's to launch.
+    is_capturable = False
+    rows_fixed = None
+    enqueue_nbytes = 0
+
+    def __init__(self, device, dtype, sizes):
+        self.name = f"resnet50, {dtype} images"
+        self.sizes, self.rows_max = sizes, sizes[-1]
+        self.inputs = (TensorSpec("image", np.dtype(dtype), IMAGE),)
+        self.outputs = (TensorSpec("logits", np.dtype("float32"), (CLASSES,)),)
+        self.device = torch.device("cuda", device.ordinal)
+        torch.manual_seed(0)
+        network = torchvision.models.resnet50(weights=None).eval().half()
+        self.network = network.to(self.device, memory_format=torch.channels_last)
+        for parameter in self.network.parameters():
+            parameter.requires_grad_(False)
+
+    def sized(self, sizes):
+        """The same network, captured for other batch sizes."""
+        model = copy(self)
+        model.sizes, model.rows_max = sizes, sizes[-1]
+        return model
+
+    def create_context(self, device):
+        return Context(self)
+
+    def forward(self, images):
+        """The network, from the images as they lie in the slab."""
+        half = images.half().contiguous(memory_format=torch.channels_last)
+        if images.dtype == torch.uint8:
+            half = half / 255
+        return self.network(half).float()
+
+    @torch.inference_mode()
+    def expected(self, rows):
+        """What it answers, without graphs and without the engine."""
+        images = torch.from_numpy(np.ascontiguousarray(rows)).to(self.device)
+        return {"logits": self.forward(images).cpu().numpy()}
+
+    def close(self):
+        """The weights are torch's, and go with the last copy of this."""
+
+
+class Context:
+    """Its graphs share one pool of memory, since one batch runs here at a time."""
+
+    def __init__(self, model):
+        self.model = model
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(model.device)
+
+    def bind(self, inputs, outputs):
+        return Binding(self, inputs[0], outputs[0])
+
+    def close(self):
+        torch.cuda.synchronize(self.model.device)
+
+
+class Binding:
+    """The graphs over one slab's memory."""
+
+    def __init__(self, context, source, target):
+        self._device = context.model.device
+        self._graphs = {}
+        self._streams = {}
+        model = context.model
+        # The largest first, so that the smaller ones find room in what it took.
+        for rows in sorted(model.sizes, reverse=True):
+            self._graphs[rows] = self._captured(context, model, source, target, rows)
+
+    @torch.inference_mode()
+    def _captured(self, context, model, source, target, rows):
+        images = torch.as_tensor(Memory(source, rows), device=model.device)
+        logits = torch.as_tensor(Memory(target, rows), device=model.device)
+        with torch.cuda.stream(context.stream):
+            for _ in range(2):  # So that cuDNN has chosen its algorithms.
+                logits.copy_(model.forward(images))
+        context.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=context.pool, stream=context.stream, capture_error_mode="thread_local"
+        ):
+            logits.copy_(model.forward(images))
+        return graph
+
+    def enqueue(self, rows, *, stream, arena):
+        graph = self._graphs.get(rows)
+        if graph is None:
+            graph = self._graphs[rows] = self._graphs[min(size for size in self._graphs if size > rows)]
+        external = self._streams.get(stream.handle)
+        if external is None:
+            external = self._streams[stream.handle] = torch.cuda.ExternalStream(
+                stream.handle, device=self._device
+            )
+        with torch.cuda.stream(external):
+            graph.replay()
+
+    def unbound_outputs(self, rows):
+        return {}

@@ -1,0 +1,554 @@
+"""What is the CUDA device's own: what is missing is named, and a status becomes the right error.
+
+The driver is a stand-in here that answers as CUDA's does, so it all runs without a GPU. That the device works
+is what the contract suite and ``tests/gpu`` are for, on a real one.
+"""
+
+import ctypes
+import gc
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.devices import cuda, cuda_objects
+from asynctrt.devices.cuda import DRIVER_MIN, STICKY, CudaDevice, find_cuda_device
+from asynctrt.errors import (
+    DeviceError,
+    DeviceLostError,
+    DeviceMemoryError,
+    DeviceUnavailableError,
+    OptionsError,
+)
+from tests.gpu.support import gpu_is_here
+from tests.models import double_model
+
+ROOT = Path(__file__).parent.parent.parent
+REAL = cuda.driver
+OK = REAL.CUresult.CUDA_SUCCESS
+PENDING = REAL.CUresult.CUDA_ERROR_NOT_READY
+NO_MEMORY = REAL.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+ILLEGAL = REAL.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+REFUSED = REAL.CUresult.CUDA_ERROR_INVALID_VALUE
+FREE, TOTAL = 3 << 30, 8 << 30
+
+
+class Driver:
+    """Answers as ``cuda.bindings.driver`` does: a tuple with the status first. Constants are the real ones.
+
+    ``codes`` are the statuses of functions that shall not succeed; ``calls`` are the names in order.
+    """
+
+    def __init__(self):
+        self.codes = {}
+        self.calls = []
+        self.destroyed = []
+        self.version = 13_000
+        self.gpus = 2
+        self.blocks = {}
+        self.handles = iter(range(1, 10**6))
+
+    def __getattr__(self, name):
+        if not name.startswith("cu"):
+            return getattr(REAL, name)
+        answer = getattr(self, f"do_{name}", None)
+
+        def call(*args):
+            self.calls.append(name)
+            code = self.codes.get(name, OK)
+            values = () if answer is None else answer(*args)
+            return (code, *((None,) * len(values) if code != OK else values))
+
+        return call
+
+    # The two that tell what a status means succeed whatever else fails.
+    def cuGetErrorName(self, code):
+        return OK, code.name.encode() + b"\0"
+
+    def cuGetErrorString(self, code):
+        return OK, b"what it means\0"
+
+    def do_cuDriverGetVersion(self):
+        return (self.version,)
+
+    def do_cuDeviceGetCount(self):
+        return (self.gpus,)
+
+    def do_cuDeviceGet(self, ordinal):
+        return (ordinal,)
+
+    def do_cuDevicePrimaryCtxRetain(self, device):
+        return ("context",)
+
+    def do_cuDeviceGetName(self, length, device):
+        return (b"NVIDIA Stand-in".ljust(length, b"\0"),)
+
+    def do_cuDeviceGetAttribute(self, attribute, device):
+        return (9,)
+
+    def do_cuCtxGetStreamPriorityRange(self):
+        return 0, -5
+
+    def do_cuMemGetInfo(self):
+        return FREE, TOTAL
+
+    def do_cuStreamCreateWithPriority(self, flags, priority):
+        self.priority = priority
+        return (next(self.handles),)
+
+    def do_cuEventCreate(self, flags):
+        # No number: what is left of a test that failed must not reach a real driver as if it were one.
+        return (f"event {next(self.handles)}",)
+
+    def do_cuEventDestroy(self, event):
+        self.destroyed.append(event)
+        return ()
+
+    def do_cuMemAllocAsync(self, nbytes, stream):
+        return (256 * next(self.handles),)
+
+    def do_cuStreamEndCapture(self, stream):
+        return ("graph",)
+
+    def do_cuEventElapsedTime(self, since, until):
+        return (1.5,)
+
+    def do_cuMemAlloc(self, nbytes):
+        return (256 * next(self.handles),)
+
+    def do_cuMemHostAlloc(self, nbytes, flags):
+        block = ctypes.create_string_buffer(b"\xff" * nbytes, nbytes)
+        address = ctypes.addressof(block)
+        self.blocks[address] = block
+        return (address,)
+
+    def do_cuMemFreeHost(self, address):
+        del self.blocks[address]
+        return ()
+
+    def count(self, name):
+        """How often it was called."""
+        return self.calls.count(name)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setattr(cuda, "driver", made)
+    monkeypatch.setattr(cuda_objects, "driver", made)
+    yield made
+    gc.collect()
+
+
+@pytest.fixture
+def device(driver):
+    return CudaDevice(memory_nbytes=1 << 20)
+
+
+class TestMissing:
+    def test_the_driver(self, driver):
+        driver.cuInit = lambda flags: exec("raise RuntimeError('libcuda.so.1: cannot open shared object')")
+        with pytest.raises(DeviceUnavailableError) as caught:
+            CudaDevice()
+        message = str(caught.value)
+        assert message.startswith("cuda:0 cannot be used: the NVIDIA driver's library libcuda.so.1 cannot be")
+        assert "(libcuda.so.1: cannot open shared object)" in message
+        for fix in ("Install the driver", "--gpus all", "device='host'"):
+            assert fix in message
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+    def test_a_gpu(self, driver):
+        driver.codes["cuInit"] = REAL.CUresult.CUDA_ERROR_NO_DEVICE
+        with pytest.raises(DeviceUnavailableError, match=r"no GPU \(CUDA_ERROR_NO_DEVICE\)") as caught:
+            CudaDevice()
+        assert "CUDA_VISIBLE_DEVICES" in str(caught.value)
+        assert "device='host'" in str(caught.value)
+
+    @pytest.mark.parametrize("code", ["SYSTEM_DRIVER_MISMATCH", "UNKNOWN", "COMPAT_NOT_SUPPORTED_ON_DEVICE"])
+    def test_a_driver_that_starts(self, driver, code):
+        driver.codes["cuInit"] = getattr(REAL.CUresult, f"CUDA_ERROR_{code}")
+        with pytest.raises(DeviceUnavailableError, match=f"CUDA_ERROR_{code}: what it means") as caught:
+            CudaDevice(1)
+        assert str(caught.value).startswith("cuda:1 cannot be used: the driver could not be started")
+        assert "reboot after an update" in str(caught.value)
+
+    @pytest.mark.parametrize(("version", "said"), [(DRIVER_MIN - 1, "11.99"), (11_080, "11.8")])
+    def test_a_driver_that_is_new_enough(self, driver, version, said):
+        driver.version = version
+        with pytest.raises(DeviceUnavailableError, match=f"CUDA {said}, and at least 12.0 .* Update the"):
+            CudaDevice()
+        driver.version = DRIVER_MIN
+        CudaDevice()
+
+    @pytest.mark.parametrize("ordinal", [2, 7])
+    def test_that_gpu(self, driver, ordinal):
+        with pytest.raises(DeviceUnavailableError, match="2 GPUs are visible, cuda:0 to cuda:1") as caught:
+            find_cuda_device(f"cuda:{ordinal}")
+        assert str(caught.value).startswith(f"there is no cuda:{ordinal}:")
+        assert find_cuda_device("cuda:1").name == "cuda:1"
+
+    def test_room_for_its_context(self, driver):
+        driver.codes["cuDevicePrimaryCtxRetain"] = NO_MEMORY
+        with pytest.raises(DeviceMemoryError, match="no room for the context of cuda:0"):
+            CudaDevice()
+
+    def test_cuda_python(self):
+        program = (
+            "import sys; sys.modules['cuda.bindings'] = None\n"
+            "import asyncio, asynctrt\n"
+            "from tests.models import double_model\n"
+            "async def main(): await asynctrt.open(double_model(), device='cuda:0')\n"
+            "try: asyncio.run(main())\n"
+            "except asynctrt.DeviceUnavailableError as error: print(error)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        assert "needs cuda-python" in done.stdout
+        assert "pip install cuda-python" in done.stdout
+
+    @pytest.mark.skipif(gpu_is_here(), reason="here is a GPU")
+    @pytest.mark.anyio
+    async def test_what_this_machine_has_not(self):
+        for name in ("cuda", "cuda:0"):
+            with pytest.raises(DeviceUnavailableError, match="cuda:0 cannot be used.*device='host'"):
+                await asynctrt.open(double_model(), device=name)
+
+
+class TestNames:
+    @pytest.mark.parametrize(("name", "ordinal"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:01", 1)])
+    def test_that_there_are(self, driver, name, ordinal):
+        assert find_cuda_device(name).ordinal == ordinal
+
+    @pytest.mark.parametrize(
+        "name", ["cuda:", "cuda:-1", "cuda:x", "cuda0", "cuda:0:1", " cuda", "CUDA", "cuda:1.0", "cudaa"]
+    )
+    def test_that_there_are_not(self, driver, name):
+        with pytest.raises(DeviceUnavailableError, match="no device .* called 'cuda:0', 'cuda:1'"):
+            find_cuda_device(name)
+        assert not driver.calls
+
+    def test_what_it_says_of_itself(self, device):
+        assert (device.name, device.gpu, device.compute_capability) == ("cuda:0", "NVIDIA Stand-in", (9, 9))
+        assert repr(device) == "<CudaDevice cuda:0 'NVIDIA Stand-in' ready held=0>"
+        assert not device.unified
+        assert not device.is_parallel
+        assert device.prefers_graphs
+
+    def test_slots(self, driver):
+        assert CudaDevice(slots=3).slots == 3
+        with pytest.raises(OptionsError, match="slots is at least 1, not 0"):
+            CudaDevice(slots=0)
+
+    @pytest.mark.parametrize(("asked", "given"), [(0, 0), (1, -1), (5, -5), (100, -5), (-1, 0)])
+    def test_priorities_are_cudas_the_other_way_round_and_within_its_range(
+        self, device, driver, asked, given
+    ):
+        device.create_stream(priority=asked)
+        assert driver.priority == given
+
+
+class TestStatuses:
+    def test_out_of_memory_says_how_much_there_is_and_leaves_the_device_as_it_was(self, device, driver):
+        driver.codes["cuMemAlloc"] = NO_MEMORY
+        with pytest.raises(DeviceMemoryError) as caught:
+            device.allocate(5000)
+        message = str(caught.value)
+        assert message.startswith("cuda:0 has no room for 5000 bytes of memory (CUDA_ERROR_OUT_OF_MEMORY); ")
+        assert "3,072.0 MiB of 8,192.0 MiB are free, 0 bytes held here out of a budget of 1.0 MiB" in message
+        assert "nvidia-smi" in message
+        assert device.lost is None
+        assert device.memory().held_nbytes == 0
+        driver.codes.clear()
+        device.allocate(5000).close()
+
+    def test_even_if_nobody_knows_how_much_there_is(self, device, driver):
+        driver.codes = {"cuMemAlloc": NO_MEMORY, "cuMemGetInfo": REFUSED}
+        with pytest.raises(DeviceMemoryError, match="how much is free is not known"):
+            device.allocate(5000)
+
+    def test_a_refusal_names_the_call_and_leaves_the_device_as_it_was(self, device, driver):
+        driver.codes["cuMemcpyAsync"] = REFUSED
+        buffer, stream = device.allocate(256), device.create_stream()
+        with pytest.raises(DeviceError) as caught:
+            stream.copy(buffer, buffer, offset=0, nbytes=100)
+        assert str(caught.value) == (
+            "cuda:0: a copy of 100 bytes failed with CUDA_ERROR_INVALID_VALUE (what it means)"
+        )
+        assert not isinstance(caught.value, DeviceLostError)
+        assert device.lost is None
+
+    @pytest.mark.parametrize("code", sorted(STICKY), ids=lambda code: code.name)
+    def test_after_a_sticky_error_the_device_is_lost(self, device, driver, code, caplog):
+        with caplog.at_level(logging.CRITICAL, "asynctrt"):
+            error = device.failed(code, "work on a stream")
+        assert type(error) is DeviceLostError
+        assert device.lost is error
+        for said in (f"work on a stream failed with {code.name}", "only a new process helps", "Restart"):
+            assert said in str(error)
+        assert [record.message for record in caplog.records] == [str(error)]
+        assert "lost" in repr(device)
+
+    def test_every_error_that_ends_the_process_is_sticky(self):
+        """CUDA's own words, where the bindings carry them."""
+        documented = {code: code.__doc__ or "" for code in REAL.CUresult}
+        ends = {code for code, text in documented.items() if "must be terminated" in " ".join(text.split())}
+        if not ends:
+            pytest.skip("these bindings do not document their statuses")
+        assert {code.name for code in ends - STICKY} == set()
+
+    @pytest.mark.parametrize("code", [NO_MEMORY, REFUSED, PENDING], ids=lambda code: code.name)
+    def test_no_other_status_ends_it(self, device, code):
+        assert not isinstance(device.failed(code, "something"), DeviceLostError)
+        assert device.lost is None
+
+    def test_the_first_loss_is_the_one_that_is_told(self, device, caplog):
+        with caplog.at_level(logging.CRITICAL, "asynctrt"):
+            first = device.failed(ILLEGAL, "work on a stream")
+            later = device.failed(REAL.CUresult.CUDA_ERROR_LAUNCH_FAILED, "a copy of 8 bytes")
+        assert isinstance(later, DeviceLostError)
+        assert device.lost is first
+        assert len(caplog.records) == 1
+
+    @pytest.mark.parametrize(
+        ("function", "use"),
+        [
+            ("cuCtxSetCurrent", lambda device: device.activate()),
+            ("cuCtxSetCurrent", lambda device: device.allocate(1)),
+            ("cuCtxSetCurrent", lambda device: device.memory()),
+            ("cuMemGetInfo", lambda device: device.memory()),
+            ("cuMemAlloc", lambda device: device.allocate(1)),
+            ("cuMemsetD8Async", lambda device: device.allocate(1)),
+            ("cuStreamSynchronize", lambda device: device.allocate(1)),
+            ("cuMemHostAlloc", lambda device: device.allocate_staging(1)),
+            ("cuMemAllocAsync", lambda device: device.allocate_output(1, stream=device.create_stream())),
+            ("cuEventCreate", lambda device: device.create_event()),
+            ("cuStreamCreateWithPriority", lambda device: device.create_stream()),
+            ("cuEventRecord", lambda device: device.create_stream().record(device.create_event())),
+            ("cuStreamWaitEvent", lambda device: device.create_stream().wait(device.create_event())),
+            ("cuMemcpyAsync", lambda device: device.create_stream().copy_bytes(1, 2, 3)),
+            ("cuStreamBeginCapture", lambda device: device.create_stream().begin_capture()),
+            ("cuStreamEndCapture", lambda device: device.create_stream().end_capture()),
+            ("cuEventElapsedTime", lambda device: device.create_event().elapsed_ns(device.create_event())),
+        ],
+    )
+    def test_every_call_goes_through_the_funnel(self, device, driver, function, use):
+        driver.codes[function] = ILLEGAL
+        with pytest.raises(DeviceLostError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            use(device)
+        assert driver.count(function)
+        assert device.lost is not None
+
+
+class TestEvents:
+    def test_pending_and_done(self, device, driver):
+        event = device.create_event()
+        driver.codes["cuEventQuery"] = PENDING
+        assert not event.query()
+        assert not event.synchronize(0.001)
+        driver.codes.clear()
+        assert event.query()
+        assert event.synchronize(0.0)
+        assert event.error is None
+
+    def test_after_work_that_failed_it_is_done_and_has_the_error(self, device, driver):
+        """Else the batch would be waited for until it counts as hung."""
+        event = device.create_event()
+        driver.codes["cuEventQuery"] = ILLEGAL
+        assert event.query()
+        assert isinstance(event.error, DeviceLostError)
+        assert device.lost is event.error
+
+    def test_who_waits_without_an_end_is_told_too(self, device, driver):
+        event = device.create_event()
+        driver.codes["cuEventSynchronize"] = ILLEGAL
+        assert event.synchronize()
+        assert isinstance(event.error, DeviceLostError)
+
+    def test_recorded_again_it_has_no_error(self, device, driver):
+        event, stream = device.create_event(), device.create_stream()
+        driver.codes["cuEventQuery"] = REFUSED
+        assert event.query()
+        assert event.error is not None
+        stream.record(event)
+        assert event.error is None
+
+    def test_nobody_is_called_back(self, device):
+        event = device.create_event()
+        assert not event.on_done(lambda: None)
+        assert not event.nudge()
+
+    def test_times_are_in_ns(self, device):
+        assert device.create_event().elapsed_ns(device.create_event()) == 1_500_000
+
+    def test_their_handles_are_given_back(self, device, driver):
+        event = device.create_event()
+        handle = event.cuda
+        assert handle not in driver.destroyed
+        del event
+        gc.collect()
+        assert driver.destroyed.count(handle) == 1
+
+    def test_those_of_other_devices_are_refused(self, device):
+        other = asynctrt.HostDevice().create_event()
+        stream = device.create_stream()
+        for use in (stream.record, stream.wait, device.create_event().elapsed_ns):
+            with pytest.raises(DeviceError, match="not an event of a CUDA device"):
+                use(other)
+
+
+class TestMemory:
+    def test_the_budget(self, device, driver):
+        kept = device.allocate((1 << 20) - 512)
+        with pytest.raises(
+            DeviceMemoryError, match="holds 1048064 bytes of the 1048576 that it may"
+        ) as caught:
+            device.allocate(513)
+        assert "Lower max_rows, contexts or arenas, or raise memory_nbytes" in str(caught.value)
+        assert device.memory().room_nbytes == 512
+        device.allocate(512).close()
+        kept.close()
+        kept.close()
+        assert device.memory().held_nbytes == 0
+        assert driver.count("cuMemFree") == 2
+
+    def test_it_is_zeroed_before_anybody_sees_it(self, device, driver):
+        device.allocate(1000)
+        assert driver.calls[-3:] == ["cuMemAlloc", "cuMemsetD8Async", "cuStreamSynchronize"]
+
+    def test_the_cpu_cannot_look_at_it(self, device):
+        buffer = device.allocate(1000)
+        assert not buffer.is_host_visible
+        with pytest.raises(DeviceError, match="memory of the GPU: copy it to staging memory"):
+            buffer.array(np.dtype("uint8"), (1000,), 0)
+
+    def test_pinned_memory_is_zeroed_and_outlives_its_buffer_for_who_looks_at_it(self, device, driver):
+        buffer = device.allocate_staging(1000)
+        view = buffer.array(np.dtype("float32"), (5, 10), 200)
+        assert not view.any()
+        view[...] = 7
+        buffer.close()
+        buffer.close()
+        del buffer
+        gc.collect()
+        assert (view == 7).all()
+        assert len(driver.blocks) == 1
+        del view
+        gc.collect()
+        assert not driver.blocks
+
+    def test_pinned_memory_is_freed_by_whichever_thread_lets_go_of_it(self, device, driver):
+        """In a context of its own for the call: the thread may never have seen the device."""
+        kept = [device.allocate_staging(1000)]
+        thread = threading.Thread(target=lambda: (kept.clear(), gc.collect()))
+        thread.start()
+        thread.join()
+        assert not driver.blocks
+        assert driver.calls[-3:] == ["cuCtxPushCurrent", "cuMemFreeHost", "cuCtxPopCurrent"]
+
+    @pytest.mark.parametrize("why", ["stuck", "lost"])
+    def test_on_a_device_that_is_stuck_or_lost_nothing_is_freed(self, device, driver, why, caplog):
+        """To free would wait for work that never ends, or fail."""
+        buffer, pinned = device.allocate(1000), device.allocate_staging(1000)
+        if why == "stuck":
+            device.abandon()
+            device.abandon()
+            assert caplog.text.count("work on it did not end") == 1
+        else:
+            device.failed(ILLEGAL, "work on a stream")
+        assert why in repr(device)
+        buffer.close()
+        pinned.close()
+        del pinned
+        gc.collect()
+        assert not driver.count("cuMemFree")
+        assert not driver.count("cuMemFreeHost")
+        assert len(driver.blocks) == 1
+        assert device.memory().held_nbytes == 1000
+
+
+class TestClosing:
+    def test_a_stream_twice(self, device, driver):
+        stream = device.create_stream()
+        assert stream.close(1.0)
+        assert stream.close(1.0)
+        assert driver.count("cuStreamDestroy") == 1
+        assert repr(stream) == "<CudaStream cuda:0 closed>"
+
+    def test_a_stream_whose_work_does_not_end(self, device, driver):
+        stream = device.create_stream()
+        driver.codes["cuEventQuery"] = PENDING
+        assert not stream.close(0.001)
+        assert not driver.count("cuStreamDestroy"), "its work would use what is freed after it"
+        driver.codes.clear()
+        assert stream.close(1.0)
+
+    def test_a_stream_of_a_lost_device_has_nothing_to_wait_for(self, device, driver):
+        stream = device.create_stream()
+        device.failed(ILLEGAL, "work on a stream")
+        driver.codes = dict.fromkeys(("cuEventCreate", "cuEventRecord", "cuCtxSetCurrent"), ILLEGAL)
+        assert stream.close(1.0)
+
+    @pytest.mark.parametrize(
+        "function", ["cuCtxSetCurrent", "cuEventCreate", "cuEventRecord", "cuEventQuery"]
+    )
+    def test_a_stream_by_which_the_loss_is_found(self, device, driver, function):
+        """An engine that is being closed is closed, whatever its device says."""
+        stream = device.create_stream()
+        driver.codes[function] = ILLEGAL
+        assert stream.close(1.0)
+        assert device.lost is not None
+
+    def test_a_device_twice(self, device, driver):
+        device.close()
+        device.close()
+        assert driver.count("cuStreamDestroy") == 1
+
+
+def test_a_graph_is_uploaded_when_it_is_made_and_closed_once(device, driver):
+    """So that its first launch costs no more than the others."""
+    driver.do_cuGraphInstantiate = lambda graph, flags: (f"{graph}, executable",)
+    launched = []
+    driver.do_cuGraphLaunch = lambda *args: launched.append(args) or ()
+    stream = device.create_stream()
+    stream.begin_capture()
+    assert repr(stream) == "<CudaStream cuda:0 capturing>"
+    graph = stream.end_capture()
+    assert repr(stream) == "<CudaStream cuda:0 open>"
+    assert driver.calls[-2:] == ["cuGraphInstantiate", "cuGraphUpload"]
+    graph.launch(stream=stream)
+    graph.launch(stream=stream)
+    assert launched == [("graph, executable", stream.handle)] * 2
+    graph.close()
+    graph.close()
+    assert driver.count("cuGraphExecDestroy") == driver.count("cuGraphDestroy") == 1
+
+
+@pytest.mark.parametrize("function", ["cuGraphInstantiate", "cuGraphUpload", "cuGraphLaunch"])
+def test_a_graph_that_is_refused(device, driver, function):
+    driver.do_cuGraphInstantiate = lambda graph, flags: ("executable",)
+    driver.codes[function] = REFUSED
+    stream = device.create_stream()
+    stream.begin_capture()
+    with pytest.raises(DeviceError, match=r"graph.* failed with CUDA_ERROR_INVALID_VALUE"):
+        stream.end_capture().launch(stream=stream)
+    assert not stream.is_capturing
+    assert device.lost is None
+
+
+def test_events_without_times_are_told_so(device, driver):
+    """They cost less."""
+    flags = []
+    driver.do_cuEventCreate = lambda given: flags.append(given) or ("event",)
+    device.create_event()
+    device.create_event(is_timed=True)
+    device.create_event(is_timed=False)
+    no_times = int(REAL.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    assert [bool(given & no_times) for given in flags] == [False, False, True]
+    blocking = int(REAL.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
+    assert all(given & blocking for given in flags), "a thread that waits for one sleeps"

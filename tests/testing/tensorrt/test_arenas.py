@@ -1,0 +1,185 @@
+"""Two batches in one arena: with an order they give right numbers, without one wrong ones and a violation."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from asynctrt.devices.host import HostDevice
+from asynctrt.testing import LatchDevice
+from asynctrt.testing.tensorrt import EngineSpec, ViolationError
+from tests.testing.tensorrt.support import WAIT_S, Bench, rows, wait
+
+
+class Gate:
+    """Holds a stream at a certain place until the test opens it."""
+
+    def __init__(self):
+        self.reached = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self):
+        self.reached.set()
+        assert self.open.wait(WAIT_S)
+
+
+def two_users(device, **kwargs):
+    bench = Bench(EngineSpec(steps=6, **kwargs), device=device)
+    arena = device.allocate(bench.engine.device_memory_size_v2)
+    users = [bench.user(arena=arena).give(rows(8, 16, seed=seed)) for seed in (1, 2)]
+    return bench, users, [bench.stream(), bench.stream()]
+
+
+def test_batches_that_take_turns_by_an_event_are_right():
+    device = HostDevice(threads=2, in_place="never")
+    bench, users, streams = two_users(device)
+    for turn in range(20):
+        last_use = device.create_event()
+        for user, stream in zip(users, streams, strict=True):
+            user.give(rows(8, 16, seed=turn))
+            stream.wait(last_use)
+            assert user.context.execute_async_v3(stream.handle)
+            last_use = device.create_event()
+            stream.record(last_use)
+        for user, stream in zip(users, streams, strict=True):
+            assert wait(device, stream) is None
+            user.check()
+    assert bench.trt.violations() == ()
+    bench.close()
+
+
+def test_batches_of_two_contexts_on_one_stream_are_right():
+    device = HostDevice(threads=2)
+    bench, users, streams = two_users(device)
+    for user in users:
+        assert user.context.execute_async_v3(streams[0].handle)
+    assert wait(device, streams[0]) is None
+    for user in users:
+        user.check()
+    assert bench.trt.violations() == ()
+    bench.close()
+
+
+def test_two_batches_that_execute_in_one_arena_at_once():
+    """The first is held in the middle, the second runs through: both fail, and the first is wrong too."""
+    device = HostDevice(threads=2, in_place="never")
+    bench, (one, two), (first, second) = two_users(device)
+    gate = Gate()
+    # The third launch of the first batch waits: it has entered the arena, and has its first state there.
+    launch, launched = first.launch, []
+
+    def launch_slowly(work, *, label):
+        launched.append(label)
+        if len(launched) == 3:
+            launch(gate, label="gate")
+        launch(work, label=label)
+
+    first.launch = launch_slowly
+    assert one.context.execute_async_v3(first.handle)
+    assert gate.reached.wait(WAIT_S)
+    assert two.context.execute_async_v3(second.handle)
+    error = wait(device, second)
+    gate.open.set()
+    late = wait(device, first)
+    assert isinstance(error, ViolationError)
+    assert isinstance(late, ViolationError)
+    assert "was written to while it executed" in str(late)
+    found = bench.trt.violations()
+    assert any("two enqueues in one arena" in one and "is executing in it" in one for one in found)
+    assert not np.array_equal(one.answers()["output"], bench.spec.expected(one.arrays)["output"])
+    with pytest.raises(ViolationError, match="two enqueues in one arena"):
+        one.context.infer_shapes()
+    bench.close()
+
+
+def test_two_batches_that_execute_in_the_wrong_order():
+    """Both run, one after the other, but nothing says so: it is found because the later one came first."""
+    device = LatchDevice()
+    bench, (one, two), (first, second) = two_users(device)
+    assert one.context.execute_async_v3(first.handle)
+    assert two.context.execute_async_v3(second.handle)
+    done = device.create_event()
+    second.record(done)
+    device.release(last=True)
+    assert done.query()
+    assert isinstance(done.error, ViolationError)
+    assert "was enqueued before and did not execute" in bench.trt.violations()[0]
+    device.open()
+    bench.close()
+
+
+def test_arenas_that_only_overlap_are_one():
+    device = LatchDevice()
+    bench = Bench(device=device)
+    needed = bench.engine.device_memory_size_v2
+    arena = device.allocate(2 * needed)
+    users = [bench.user(arena=arena).give(rows(64, 16, seed=seed)) for seed in (1, 2, 3)]
+    for user, offset in zip(users, (0, needed - 256, needed), strict=True):
+        user.context.set_device_memory(arena.address + offset, needed)
+    streams = [bench.stream() for _ in users]
+    for user, stream in zip(users, streams, strict=True):
+        assert user.context.execute_async_v3(stream.handle)
+    # The first and the last have nothing in common; the one between overlaps both.
+    device.release()
+    device.release(last=True)
+    found = bench.trt.violations()
+    assert len(found) == 1
+    assert "batch 6 " in found[0]
+    assert "batch 5 " in found[0]
+    device.open()
+    bench.close()
+
+
+def test_a_write_into_enqueue_memory_that_is_in_use():
+    device = LatchDevice()
+    bench, (user, _), (stream, _) = two_users(device)
+    launch, launched = stream.launch, []
+
+    def launch_and_scribble(work, *, label):
+        launched.append(label)
+        if len(launched) == 4:
+            launch(lambda: user.arena.array(np.dtype("u1"), (256,), 0).fill(7), label="scribble")
+        launch(work, label=label)
+
+    stream.launch = launch_and_scribble
+    assert user.context.execute_async_v3(stream.handle)
+    device.open()
+    assert isinstance(wait(device, stream), ViolationError)
+    assert "was written to while it executed" in bench.trt.violations()[0]
+    bench.close()
+
+
+def test_nothing_usable_stays_behind():
+    device = HostDevice()
+    bench, (user, _), (stream, _) = two_users(device)
+    user.run(stream)
+    user.check()
+    state = user.arena.array(np.dtype("float32"), (8 * 16,), 256)
+    assert np.isnan(state).all()
+    user.arena.array(np.dtype("u1"), (user.arena.nbytes,), 0)[:] = 0x5A
+    user.run(stream)
+    user.check()
+    bench.close()
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_work_that_fills_the_device_is_done_one_after_the_other(fills):
+    device = HostDevice(threads=2, in_place="never")
+    bench = Bench(EngineSpec(work_ns=1_000_000, work_ns_per_row=500_000, fills_gpu=fills), device=device)
+    users = [bench.user().give(rows(8, 16, seed=seed)) for seed in (1, 2)]
+    streams = [bench.stream(), bench.stream()]
+    marks = [(device.create_event(), device.create_event()) for _ in users]
+    for user, stream, (start, end) in zip(users, streams, marks, strict=True):
+        stream.record(start)
+        assert user.context.execute_async_v3(stream.handle)
+        stream.record(end)
+    for user, (start, end) in zip(users, marks, strict=True):
+        assert end.synchronize(WAIT_S)
+        # 1 ms, and half a millisecond for each of 8 rows.
+        assert end.elapsed_ns(start) >= 5_000_000
+        user.check()
+    whole = max(b.elapsed_ns(a) for a, _ in marks for _, b in marks)
+    if fills:
+        assert whole >= 10_000_000
+    assert bench.trt.violations() == ()
+    bench.close()

@@ -1,0 +1,531 @@
+"""Contexts of the double: what they are told, what they refuse, what they raise."""
+
+import gc
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from asynctrt.devices.host import HostDevice
+from asynctrt.testing import LatchDevice
+from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
+from tests.testing.tensorrt.support import WAIT_S, Bench, make_output_allocator, rows, same, wait
+
+TWO_PROFILES = (
+    {"input": ((1, 16), (2, 16), (4, 16))},
+    {"input": ((1, 16), (16, 16), (64, 16))},
+)
+
+
+@pytest.fixture
+def bench():
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Bench(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def violated(bench, match):
+    """That the call raises, and that it is remembered."""
+
+    class Check:
+        def __enter__(self):
+            self.raises = pytest.raises(ViolationError, match=match)
+            self.before = len(bench.trt.violations())
+            return self.raises.__enter__()
+
+        def __exit__(self, *raised):
+            done = self.raises.__exit__(*raised)
+            assert len(bench.trt.violations()) == self.before + 1
+            return done
+
+    return Check()
+
+
+# What works
+
+
+def test_batches_of_different_sizes_run_one_after_the_other(bench):
+    made = bench()
+    user, stream = made.user(), made.stream()
+    for count in (1, 64, 7, 7, 33):
+        user.give(rows(count, 16, seed=count)).run(stream)
+        user.check()
+    assert made.trt.violations() == ()
+
+
+def test_several_batches_of_one_context_can_be_queued_on_one_stream(bench):
+    made = bench(device=LatchDevice())
+    user, stream = made.user(), made.stream()
+    expected = []
+    for count in (3, 9):
+        user.give(rows(count, 16, seed=count))
+        expected.append((user.outputs["output"], user.arrays["input"]))
+        assert user.context.execute_async_v3(stream.handle)
+    made.device.open()
+    assert wait(made.device, stream) is None
+    for buffer, x in expected:
+        same({"output": buffer.array(x.dtype, x.shape, 0)}, made.spec.expected(x))
+    assert made.trt.violations() == ()
+
+
+def test_shapes_are_known_as_far_as_they_are_set(bench):
+    made = bench(EngineSpec(inputs=(TensorIO("a", dims=(-1, -1, 4)), TensorIO("b"))))
+    context = made.user().context
+    assert tuple(context.get_tensor_shape("a")) == (-1, -1, 4)
+    assert context.infer_shapes() == ["a", "b"]
+    assert not context.all_binding_shapes_specified
+    assert context.get_max_output_size("output_a") == -1
+    assert context.set_input_shape("a", [2, 3, 4])
+    assert tuple(context.get_tensor_shape("output_a")) == (2, 3, 4)
+    assert tuple(context.get_tensor_shape("output_b")) == (-1, 16)
+    assert tuple(context.get_tensor_strides("a")) == (12, 4, 1)
+    assert tuple(context.get_tensor_strides("b")) == (-1, -1)
+    assert context.infer_shapes() == ["b"]
+    assert context.set_input_shape("b", made.trt.Dims((2, 16)))
+    assert context.infer_shapes() == []
+    assert context.get_max_output_size("output_a") == 2 * 3 * 4 * 4
+    assert context.get_max_output_size("a") == -1
+    assert context.engine is made.engine
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("input", (65, 16), r"Set dimension \[65, 16\] .* Valid range for profile 0: \[1, 16\]..\[64, 16\]"),
+        ("input", (0, 16), "satisfyProfile"),
+        ("input", (8, 15), r"Static dimension mismatch .* Expected dimensions are \[-1, 16\]"),
+        ("input", (8,), "Static dimension mismatch"),
+        ("output", (8, 16), "invalid tensor name: output"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_and_reported(bench, name, shape, said):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    assert not user.context.set_input_shape(name, shape)
+    code, message = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
+    assert re.search(said, message)
+    # Whoever does not look at the answer would run with the old shape.
+    with violated(made, "was refused: it would run with other shapes"):
+        user.context.execute_async_v3(made.stream().handle)
+    assert user.context.set_input_shape("input", (4, 16))
+    user.run()
+    user.check()
+
+
+def test_profiles_are_switched_on_a_stream(bench):
+    made = bench(EngineSpec(profiles=TWO_PROFILES))
+    user, stream = made.user(), made.stream()
+    context = user.context
+    assert not context.set_input_shape("input", (32, 16))
+    assert context.set_optimization_profile_async(1, stream.handle)
+    assert context.active_optimization_profile == 1
+    assert context.infer_shapes() == ["input"]
+    user.give(rows(32, 16)).run(stream)
+    user.check()
+    assert context.set_optimization_profile_async(1, stream.handle)
+    assert context.infer_shapes() == []
+    assert not context.set_optimization_profile_async(2, stream.handle)
+    assert "profileIndex < 2" in made.recorder.last()[1]
+    assert made.trt.violations() == ()
+
+
+def test_a_smaller_profile_needs_less_enqueue_memory(bench):
+    made = bench(EngineSpec(profiles=TWO_PROFILES))
+    small = made.engine.get_device_memory_size_for_profile_v2(0)
+    user = made.user(arena=made.device.allocate(small))
+    user.give(rows(4, 16)).run()
+    user.check()
+
+
+def test_enqueue_memory_can_be_sized_for_the_shapes(bench):
+    made = bench()
+    user = made.user().give(rows(2, 16))
+    needed = user.context.update_device_memory_size_for_shapes()
+    assert needed == made.spec.enqueue_nbytes({"input": (2, 16)}) < made.engine.device_memory_size_v2
+    arena = made.device.allocate(needed)
+    user.context.set_device_memory(arena.address, arena.nbytes)
+    user.run()
+    user.check()
+    # With another shape that is forgotten.
+    user.give(rows(3, 16))
+    with violated(made, f"with {needed} bytes of enqueue memory, and needs"):
+        user.context.execute_async_v3(made.stream().handle)
+
+
+def test_without_shapes_nothing_can_be_sized(bench):
+    made = bench()
+    assert made.user().context.update_device_memory_size_for_shapes() == 0
+    assert "Missing: input" in made.recorder.last()[1]
+
+
+@pytest.mark.parametrize("strategy", ["STATIC", "ON_PROFILE_CHANGE"])
+def test_a_context_can_have_enqueue_memory_of_its_own(bench, strategy):
+    made = bench(EngineSpec(profiles=TWO_PROFILES))
+    user, stream = made.user(strategy=strategy), made.stream()
+    user.give(rows(3, 16)).run(stream)
+    user.check()
+    assert user.context.set_optimization_profile_async(1, stream.handle)
+    user.give(rows(60, 16)).run(stream)
+    user.check()
+    with violated(made, f"created with {strategy}"):
+        user.context.set_device_memory(user.arena.address, user.arena.nbytes)
+
+
+def test_memory_for_another_profile_can_be_refused(bench):
+    made = bench(EngineSpec(profiles=TWO_PROFILES))
+    user, stream = made.user(strategy="ON_PROFILE_CHANGE"), made.stream()
+    made.allocator.refuse = True
+    assert not user.context.set_optimization_profile_async(1, stream.handle)
+    assert made.recorder.last()[0] == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
+    user.give(rows(3, 16)).run(stream)
+    user.check()
+
+
+@pytest.mark.parametrize("given", [0, 1, 2])
+def test_auxiliary_streams_share_the_work(bench, given):
+    made = bench(EngineSpec(aux_streams=2))
+    user = made.user().give(rows(64, 16))
+    aux = [made.stream() for _ in range(given)]
+    user.context.set_aux_streams([stream.handle for stream in aux])
+    main = made.stream()
+    for seed in range(5):
+        user.give(rows(64, 16, seed=seed)).run(main)
+        user.check()
+    assert made.trt.violations() == ()
+
+
+def test_a_data_dependent_output_goes_through_its_allocator(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user, stream = made.user(), made.stream()
+    for count in (2, 40, 5):
+        user.give(rows(count, 16, seed=count))
+        assert tuple(user.context.get_tensor_shape("positives")) == (count, -1)
+        same(user.run(stream), made.spec.expected(user.arrays))
+        name, _, size, alignment, handle = user.allocators["positives"].asked[-1]
+        # The upper bound: nobody knows yet how long the longest row will be.
+        assert size >= user.context.get_max_output_size("positives") == count * 64
+        assert (name, alignment, handle) == ("positives", 256, stream.handle)
+
+
+def test_an_older_output_allocator_is_asked_too(bench):
+    made = bench(EngineSpec(data_dependent=True))
+
+    class Older(made.trt.IOutputAllocator):
+        def __init__(self):
+            made.trt.IOutputAllocator.__init__(self)
+
+        def reallocate_output(self, tensor_name, memory, size, alignment):
+            self.buffer = made.device.allocate(size)
+            return self.buffer.address
+
+        def notify_shape(self, tensor_name, shape):
+            self.shape = tuple(shape)
+
+    user = made.user().give(rows(4, 16))
+    older = user.allocators["positives"] = Older()
+    assert user.context.set_output_allocator("positives", older)
+    assert user.context.get_output_allocator("positives") is older
+    same(user.run(), made.spec.expected(user.arrays))
+
+
+def test_any_output_can_have_an_allocator(bench):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    allocator = make_output_allocator(made)
+    assert user.context.set_tensor_address("output", 0)
+    assert user.context.set_output_allocator("output", allocator)
+    stream = made.stream()
+    assert user.context.execute_async_v3(stream.handle)
+    assert wait(made.device, stream) is None
+    assert allocator.shape == (4, 16)
+    same(
+        {"output": allocator.buffer.array(np.dtype("float32"), (4, 16), 0)},
+        made.spec.expected(user.arrays),
+    )
+    assert not user.context.set_output_allocator("input", allocator)
+    assert user.context.set_output_allocator("output", None)
+    assert user.context.get_output_allocator("output") is None
+
+
+def test_an_output_allocator_that_has_no_memory_makes_the_enqueue_fail(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user = made.user().give(rows(4, 16))
+    type(user.allocators["positives"]).reallocate_output_async = lambda *_: None
+    assert not user.context.execute_async_v3(made.stream().handle)
+    code, said = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
+    assert "enqueueV3: Error Code 5: OutOfMemory (Requested size was 256 bytes for positives.)" in said
+
+
+def test_settings_without_effect_are_kept(bench):
+    made = bench()
+    context = made.user().context
+    context.name = "first"
+    context.debug_sync = True
+    context.enqueue_emits_profile = False
+    context.persistent_cache_limit = 1 << 20
+    context.temporary_allocator = made.allocator
+    context.nvtx_verbosity = made.trt.ProfilingVerbosity.NONE
+    assert context.name == "first"
+    assert context.debug_sync
+    assert not context.enqueue_emits_profile
+    assert context.persistent_cache_limit == 1 << 20
+    assert context.temporary_allocator is made.allocator
+    assert context.nvtx_verbosity == made.trt.ProfilingVerbosity.NONE
+    context.nvtx_verbosity = made.trt.ProfilingVerbosity.DETAILED
+    assert context.nvtx_verbosity == made.trt.ProfilingVerbosity.NONE
+    assert "NvtxVerbosity" in made.recorder.last()[1]
+    assert context.set_input_consumed_event(0)
+    assert context.get_input_consumed_event() == 0
+
+
+def test_addresses_are_kept_and_unset(bench):
+    made = bench()
+    context = made.user().context
+    assert context.get_tensor_address("input") == 0
+    assert context.set_tensor_address("input", 4096)
+    assert context.get_tensor_address("input") == 4096
+    assert context.set_tensor_address("input", 0)
+    assert context.get_tensor_address("input") == 0
+    assert not context.set_tensor_address("nothing", 4096)
+    with pytest.raises(TypeError):
+        context.set_tensor_address("input", None)
+
+
+# What raises
+
+
+def test_an_enqueue_without_shapes(bench):
+    made = bench()
+    with violated(made, "executes without the shapes of input"):
+        made.user().context.execute_async_v3(made.stream().handle)
+
+
+@pytest.mark.parametrize("name", ["input", "output"])
+def test_an_enqueue_without_an_address(bench, name):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    user.context.set_tensor_address(name, 0)
+    with violated(made, f"executes without an address of '{name}'"):
+        user.context.execute_async_v3(made.stream().handle)
+
+
+def test_an_enqueue_without_enqueue_memory(bench):
+    made = bench()
+    strategy = made.trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    user = made.user().give(rows(4, 16))
+    bare = made.engine.create_execution_context(strategy)
+    assert bare.set_input_shape("input", (4, 16))
+    for name in ("input", "output"):
+        bare.set_tensor_address(name, user.context.get_tensor_address(name))
+    with violated(made, "set_device_memory was not called"):
+        bare.execute_async_v3(made.stream().handle)
+
+
+def test_an_enqueue_without_an_output_allocator(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user = made.user().give(rows(4, 16))
+    spare = made.device.allocate(1 << 12)
+    user.context.set_output_allocator("positives", None)
+    user.context.set_tensor_address("positives", spare.address)
+    with violated(made, "without an output allocator for 'positives'"):
+        user.context.execute_async_v3(made.stream().handle)
+
+
+def test_an_output_allocator_that_is_gone(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user = made.user().give(rows(4, 16))
+    user.allocators.clear()
+    gc.collect()
+    with violated(made, "output allocator of 'positives' was destroyed"):
+        user.context.execute_async_v3(made.stream().handle)
+
+
+@pytest.mark.parametrize("off", [1, 64, 128])
+def test_an_address_that_is_not_aligned(bench, off):
+    made = bench()
+    user = made.user()
+    with violated(made, "not aligned to 256"):
+        user.context.set_tensor_address("input", user.arena.address + off)
+    with violated(made, "not aligned to 256"):
+        user.context.set_device_memory(user.arena.address + off, user.arena.nbytes - 256)
+
+
+def test_enqueue_memory_that_is_too_small(bench):
+    made = bench(EngineSpec(profiles=TWO_PROFILES))
+    user = made.user()
+    small, large = (made.engine.get_device_memory_size_for_profile_v2(index) for index in (0, 1))
+    with violated(made, f"no profile can do with less than {small}"):
+        user.context.set_device_memory(user.arena.address, small - 256)
+    user.context.set_device_memory(user.arena.address, large - 256)
+    stream = made.stream()
+    assert user.context.set_optimization_profile_async(1, stream.handle)
+    user.give(rows(64, 16))
+    with violated(made, f"executes with {large - 256} bytes of enqueue memory, and needs {large}"):
+        user.context.execute_async_v3(stream.handle)
+
+
+def test_enqueue_memory_without_a_size(bench):
+    made = bench()
+    context = made.user().context
+    with violated(made, "use set_device_memory"):
+        context.device_memory = 1 << 20
+
+
+def test_memory_that_overlaps(bench):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    address = user.context.get_tensor_address("input")
+    user.context.set_tensor_address("output", address)
+    with violated(made, "overlap in memory"):
+        user.context.execute_async_v3(made.stream().handle)
+    user.context.set_tensor_address("output", user.arena.address + 256)
+    with violated(made, "the enqueue memory and 'output' overlap"):
+        user.context.execute_async_v3(made.stream().handle)
+
+
+def test_two_inputs_may_be_the_same_memory(bench):
+    made = bench(EngineSpec(inputs=(TensorIO("a"), TensorIO("b"))))
+    x = rows(4, 16)
+    user = made.user().give({"a": x, "b": x})
+    user.context.set_tensor_address("b", user.context.get_tensor_address("a"))
+    user.run()
+    user.check()
+    assert made.trt.violations() == ()
+
+
+def test_a_stream_of_nobody(bench):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    for handle in (0, 987_654):
+        with violated(made, "the handle of no stream"):
+            user.context.execute_async_v3(handle)
+        with violated(made, "the handle of no stream"):
+            user.context.set_optimization_profile_async(0, handle)
+        with violated(made, "the handle of no stream"):
+            user.context.set_aux_streams([handle])
+
+
+def test_auxiliary_streams_that_are_not_all_different(bench):
+    made = bench(EngineSpec(aux_streams=2))
+    user, stream = made.user().give(rows(4, 16)), made.stream()
+    with violated(made, "not all different"):
+        user.context.set_aux_streams([stream.handle, stream.handle])
+    user.context.set_aux_streams([stream.handle])
+    with violated(made, "its main and an auxiliary stream at once"):
+        user.context.execute_async_v3(stream.handle)
+
+
+def test_an_enqueue_while_another_is_pending_on_another_stream(bench):
+    made = bench(device=LatchDevice())
+    user = made.user().give(rows(4, 16))
+    first, second = made.stream(), made.stream()
+    assert user.context.execute_async_v3(first.handle)
+    with violated(made, f"executes on stream {second.handle} while batch .* is pending on stream"):
+        user.context.execute_async_v3(second.handle)
+    with violated(made, "its profile is switched on stream"):
+        user.context.set_optimization_profile_async(0, second.handle)
+    made.device.open()
+    assert wait(made.device, first) is None
+    assert user.context.execute_async_v3(second.handle)
+    assert wait(made.device, second) is None
+
+
+def test_an_enqueue_before_the_profile_is_there(bench):
+    made = bench(EngineSpec(profiles=TWO_PROFILES), device=LatchDevice())
+    user = made.user()
+    first, second = made.stream(), made.stream()
+    assert user.context.set_optimization_profile_async(1, first.handle)
+    user.give(rows(60, 16))
+    with violated(made, "switch to profile 1 is pending on stream"):
+        user.context.execute_async_v3(second.handle)
+    assert user.context.execute_async_v3(first.handle)
+    made.device.open()
+    assert wait(made.device, first) is None
+    user.check()
+
+
+def test_a_context_that_two_threads_use_at_once(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user, stream = made.user().give(rows(4, 16)), made.stream()
+    inside, leave = threading.Event(), threading.Event()
+    ask = type(user.allocators["positives"]).reallocate_output_async
+
+    def slow(self, *args):
+        inside.set()
+        assert leave.wait(WAIT_S)
+        return ask(self, *args)
+
+    type(user.allocators["positives"]).reallocate_output_async = slow
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(user.context.execute_async_v3(stream.handle)))
+    thread.start()
+    assert inside.wait(WAIT_S)
+    try:
+        with violated(made, "used by two threads at once: set_input_shape"):
+            user.context.set_input_shape("input", (2, 16))
+        with violated(made, "used by two threads at once: execute_async_v3"):
+            user.context.execute_async_v3(stream.handle)
+    finally:
+        leave.set()
+        thread.join(WAIT_S)
+    assert answers == [True]
+    same(user.answers(), made.spec.expected(user.arrays))
+    # One after the other they may.
+    user.run(stream)
+
+
+def test_contexts_of_one_engine_are_created_and_used_by_several_threads(bench):
+    made = bench(device=HostDevice(threads=2))
+    failed = []
+
+    def work(seed):
+        try:
+            user, stream = made.user(), made.device.create_stream()
+            for turn in range(10):
+                user.give(rows(1 + turn, 16, seed=seed)).run(stream)
+                user.check()
+            assert stream.close(WAIT_S)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert failed == []
+    assert made.trt.violations() == ()
+
+
+def test_a_context_that_is_destroyed_while_its_batch_is_in_flight(bench):
+    made = bench(device=LatchDevice())
+    user, stream = made.user().give(rows(4, 16)), made.stream()
+    assert user.context.execute_async_v3(stream.handle)
+    user.context = None
+    gc.collect()
+    assert "was destroyed while batch" in made.trt.violations()[0]
+    with pytest.raises(ViolationError, match="was destroyed while batch"):
+        made.engine.create_execution_context()
+    # It is raised once.
+    assert made.engine.create_execution_context()
+    made.device.open()
+
+
+def test_a_context_that_is_destroyed_when_its_batch_is_through(bench):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    user.run()
+    user.context = user.engine = made.engine = None
+    gc.collect()
+    assert made.trt.violations() == ()
+    assert made.allocator.held == {}
