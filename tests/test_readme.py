@@ -306,3 +306,77 @@ def test_nothing_is_left_behind_as_measured():
 def test_the_picture_is_there():
     assert (ROOT / ".readme" / "way.svg").exists()
     assert ".readme/way.svg" in README
+
+
+def rows_of(*cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+class TestTheFiguresOfTheGpu:
+    """They are those that were kept of a run on one."""
+
+    @staticmethod
+    def figures(name):
+        return results(f"gpu-{name}")["figures"]
+
+    def test_completion(self):
+        cases = self.figures("completion")["cases"]
+        for work_us in (50, 200, 1000, 5000):
+            cells = [f"{work_us:,} µs"]
+            for waiting in ("adaptive", "spin", "thread"):
+                case = cases[f"{work_us} us, idle loop, {waiting}"]
+                late = case["reaper"]
+                cells += [f"{late['p50_us']:.0f} / {late['p99_us']:.0f}".replace("-0 /", "0 /")]
+                cells += [f"{case['cores']:.2f}"]
+            assert rows_of(*cells) in README
+        busy = max(cases[f"{us} us, busy loop, adaptive"]["reaper"]["p99_us"] for us in (50, 200, 1000, 5000))
+        assert f"comes at the next tick, {busy:.0f} µs at p99" in README
+
+    def test_saturation(self):
+        cases = self.figures("saturation")["cases"]
+        for work_us, size in ((100, 8), (300, 1), (300, 8), (1000, 1)):
+            case = cases[f"{work_us} us, {64 // size} requests of {size}"]
+            assert (
+                rows_of(
+                    f"{work_us:,} µs",
+                    f"{64 // size} of {size} row{'s' if size > 1 else ''}",
+                    f"{case['raw_rows_per_s']['one stream']:,.0f}",
+                    f"{case['engine_rows_per_s']:,.0f}",
+                    f"{case['ratio']['one stream']:.2f}",
+                    f"{case['cpu_us_a_batch']:.0f}",
+                    f"{case['cpu_us_a_request']:.1f}",
+                )
+                in README
+            )
+
+    def test_sharing(self):
+        cases = self.figures("sharing")["cases"]
+        for arenas, case in cases["fills, 500 us"].items():
+            memory = f"{case['device_nbytes'] / 2**20:,.0f} MiB"
+            assert (
+                rows_of(arenas, f"{case['rows_per_s']:,.0f}", f"{case['p99_us'] / 1e3:.1f}", memory) in README
+            )
+        small = cases["small, 2000 us"]
+        said = f"{small['1']['rows_per_s']:,.0f} rows/s\nagainst {small['8']['rows_per_s']:,.0f} with eight"
+        assert said in README
+
+    def test_overlap(self):
+        rates = self.figures("overlap")["batches_per_s"]
+        overlapped = rates["engine overlapped, device"]
+        serial = rates["raw serial"], rates["engine serial, device"]
+        assert (
+            f"{1e6 / overlapped:.0f} µs a batch, where one after the other takes {1e6 / serial[0]:.0f}"
+            in README
+        )
+        assert f"({overlapped / serial[0]:.1f} and {overlapped / serial[1]:.1f} times)" in README
+
+    def test_resnet_and_memory(self):
+        images = self.figures("resnet")["images"]
+        for pair in zip(images["uint8"]["saturation"], images["float32"]["saturation"], strict=True):
+            cells = [str(pair[0]["rows"])]
+            for case in pair:
+                cells += [f"{case['raw_images_per_s']['one stream']:,.0f}"]
+                cells += [f"{case['engine_images_per_s']:,.0f}", f"{case['ratio']['one stream']:.2f}"]
+            assert rows_of(*cells) in README
+        grown = self.figures("million")["resident_mib_growth"]
+        assert f"leave the process {grown:.1f} MiB larger" in README

@@ -137,12 +137,6 @@ class Marks:
         self.copied_in = device.create_event(is_timed=True) if are_timed else None
         self.started = device.create_event(is_timed=True) if are_timed else None
 
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong on the way, once the batch is done."""
-        copied_in = None if self.copied_in is None else self.copied_in.error
-        return copied_in or self.computed.error or self.copied_out.error
-
 
 class Bay:
     """A context and all that it needs to run one batch at a time."""
@@ -204,12 +198,13 @@ class Bay:
         stream, arena = self.stream, self.arena
         if marks.begun is not None:
             stream.record(marks.begun)
-        if placement is not None:
-            placement.put_in(stream)
-        elif slab.memory.twin is not None:
-            slab.put_in(stream, rows)
-        if marks.copied_in is not None:
-            stream.record(marks.copied_in)
+        if placement is not None or slab.memory.twin is not None:
+            if placement is not None:
+                placement.put_in(stream)
+            else:
+                slab.put_in(stream, rows)
+            if marks.copied_in is not None:
+                stream.record(marks.copied_in)
         if after is not None:
             stream.wait(after)
         if marks.started is not None and arena is not None:

@@ -99,6 +99,7 @@ class Driver:
         self._rows_min: int = getattr(model, "rows_min", 1)
         self._name = repr(model.name)
         self._device = device
+        self._times_all = device.times_nothing
         self._batch_timeout_ns = batch_timeout_ns
         self.lost: DeviceLostError | None = None
         """Why no batch can run here ever again, once that is so."""
@@ -238,7 +239,8 @@ class Driver:
         try:
             if isinstance(payload, SlabRows):
                 owner = payload.owner
-                lease = self._pool.lease(launch, owner.slab, is_timed=self._wants_times(launch))
+                is_timed = self._times_all or self._wants_times(launch)
+                lease = self._pool.lease(launch, owner.slab, is_timed=is_timed)
                 spans = [request.payload.span for request in launch.requests]
                 # Rows of slots that were left behind or given up lie between: they run, unseen.
                 rows = self._rows_fixed or max(self._rows_min, *(span.stop for span in spans))
@@ -250,11 +252,14 @@ class Driver:
             else:
                 one_row_each = launch.rows == len(launch.requests)
                 spans = None if one_row_each else batch.spans_of(launch.requests)
-                rows = self._rows_fixed or max(launch.rows, self._rows_min)
+                rows = self._rows_fixed or launch.rows
+                if rows < self._rows_min:
+                    rows = self._rows_min
                 if self._pool.graph_sizes and launch.bucket == BUCKET_FIXED:
                     rows = self._scheduler.rows_to_run(launch, rows, self._pool.graph_sizes)
                 launch.rows_run = rows
-                lease = self._pool.lease(launch, None, is_timed=self._wants_times(launch))
+                is_timed = self._times_all or self._wants_times(launch)
+                lease = self._pool.lease(launch, None, is_timed=is_timed)
                 flight = _Flight(launch, lease, spans, rows, None)
                 self._flights[launch.number] = flight
                 self._gather(flight)
@@ -325,12 +330,20 @@ class Driver:
         if error is not None:
             self._fail(launch, error)
             return
+        timeline = self._scheduler.timeline
         rows = launch.rows if flight.owner is None else flight.rows
         nbytes = lease.slab.layout.output_row_nbytes * rows
         try:
             landed_ns = self._now_ns()
-            self._note_times(flight)
-            self._scheduler.timeline.landed(launch, landed_ns)
+            copies = lease.note_times()
+            if copies is None:
+                self._note_usual_times(flight)
+            else:
+                flight.is_timed = True
+                if copies[0] or copies[1]:
+                    timeline.timed(launch, copy_in_ns=copies[0], copy_out_ns=copies[1])
+            if launch.arena is not None:
+                timeline.landed(launch, landed_ns)
             if lease.placement is not None and lease.placement.outputs is not None:
                 self._answer(flight, landed_ns, lease.placement.outputs)
                 return
@@ -351,22 +364,14 @@ class Driver:
         self._answer(flight, landed_ns, values)
 
     def _wants_times(self, launch: Launch) -> bool:
-        return (
-            self._device.times_nothing
-            or self.observe is not None
-            or self._scheduler.timeline.wants_times(launch)
-        )
+        return self.observe is not None or self._scheduler.timeline.wants_times(launch)
 
-    def _note_times(self, flight: _Flight) -> None:
-        """The device's times, or those that it took for other batches of this size."""
-        record, timeline = flight.lease.record, self._scheduler.timeline
-        copies = flight.lease.note_times()
-        if copies is not None:
-            timeline.timed(flight.launch, copy_in_ns=copies[0], copy_out_ns=copies[1])
-            flight.is_timed = True
-            return
-        copy_in_ns, record.compute_ns, record.copy_out_ns = timeline.usual_ns(flight.launch)
-        record.copy_in_ns += copy_in_ns
+    def _note_usual_times(self, flight: _Flight) -> None:
+        """The device took no times of this batch: note those that it took of others of its size."""
+        record = flight.lease.record
+        usual_ns = self._scheduler.timeline.usual_ns(flight.launch)
+        record.copy_in_ns += usual_ns[0]
+        record.compute_ns, record.copy_out_ns = usual_ns[1:]
 
     def _copied_out(
         self,

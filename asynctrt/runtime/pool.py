@@ -73,7 +73,13 @@ class Lease:
 
     def error(self) -> BaseException | None:
         """What went wrong on the way, once the batch is done."""
-        return self.marks.error
+        marks = self.marks
+        error = marks.computed.error
+        if self.end is marks.copied_out:
+            error = error or marks.copied_out.error
+        if marks.copied_in is not None and (self.slab.memory.twin is not None or self.placement is not None):
+            error = error or marks.copied_in.error
+        return error
 
     def note_times(self) -> tuple[int, int] | None:
         """Add what the device measured to the batch's record, once the batch is done.

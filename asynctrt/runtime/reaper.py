@@ -41,8 +41,9 @@ BUSY_WINDOW_NS: Final = 2_000_000
 """A loop whose thread used more than this share of at least so much time may keep the GIL from others."""
 
 LATE_NS: Final = 5_000_000
-LATE_PAUSE_NS: Final = 1_000_000
-"""A batch that is later than this is looked at with pauses, not every tick."""
+LATE_PAUSE_NS_MIN: Final = 60_000
+LATE_PAUSE_NS_MAX: Final = 1_000_000
+"""A batch that is later than this is looked at with pauses, not every tick: the longer the later it is."""
 
 MARGIN_NS_MIN: Final = 30_000
 MARGIN_NS_MAX: Final = 150_000
@@ -281,7 +282,8 @@ class Reaper:
                 if watch.lane is not None:
                     lanes.add(watch.lane)
                 if not watch.calls and watch.late_ns < now_ns >= watch.look_ns:
-                    watch.look_ns = now_ns + LATE_PAUSE_NS
+                    pause_ns = (now_ns - watch.start_ns) >> 8
+                    watch.look_ns = now_ns + min(max(pause_ns, LATE_PAUSE_NS_MIN), LATE_PAUSE_NS_MAX)
         self._watches = pending
         if done and self._help_events:
             self._help_events -= 1

@@ -127,21 +127,19 @@ class Ledger:
 
         One that ran the same ``kind`` before comes first: to change a context's profile costs time.
         """
-        lane = 0
-        if len(self._free) > 1:
+        arena = None
+        free = self._free[0]
+        if self._arenas:
             users = self._users
-            lane = min((users[lane], lane) for lane, free in enumerate(self._free) if free)[1]
-        free = self._free[lane]
-        context = free[-1] if kind is None else self._of_kind(free, kind)
-        if context == free[-1]:
-            free.pop()
+            arena = min((users[lane], lane) for lane, free in enumerate(self._free) if free)[1]
+            users[arena] += 1
+            free = self._free[arena]
+        if kind is None:
+            context = free.pop()
         else:
+            context = self._of_kind(free, kind)
             free.remove(context)
         self._free_count -= 1
-        arena = None
-        if self._arenas:
-            arena = lane
-            self._users[lane] += 1
         self._number += 1
         launch = Launch(self._number, bucket, requests, rows, context, arena, now_ns)
         self.in_flight[launch.number] = launch
@@ -150,7 +148,7 @@ class Ledger:
     def release(self, launch: Launch) -> None:
         """The batch is over and its context may be used again."""
         self._end(launch)
-        if launch.context not in self.quarantined:
+        if not self.quarantined or launch.context not in self.quarantined:
             self._free[launch.arena or 0].append(launch.context)
             self._free_count += 1
 

@@ -208,14 +208,16 @@ class Scheduler:
         change_all(requests, Change.COMPLETE)
         self.ledger.release(launch)
         if is_timed:
+            totals.batches_timed += 1
             self.latency.observe(launch.bucket, launch.rows_run, compute_ns)
         totals.rows += launch.rows
-        totals.rows_padded += launch.rows_run - launch.rows
         totals.batches += 1
-        totals.busy_ns += compute_ns
-        totals.batches_timed += is_timed
-        totals.arena_wait_ns += arena_wait_ns
-        totals.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
+        if launch.rows_run != launch.rows:
+            totals.rows_padded += launch.rows_run - launch.rows
+        if launch.arena is not None:
+            totals.busy_ns += compute_ns
+            totals.arena_wait_ns += arena_wait_ns
+            totals.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
         queue_ns = launch.launched_ns * answered - sum(arrivals_ns)
         totals.queue_ns += queue_ns
         totals.copy_in_ns += copy_in_ns * answered

@@ -138,7 +138,6 @@ def test_the_order_of_things():
 def test_marks_without_times_have_none():
     marks = Marks(HostDevice(), are_timed=False)
     assert (marks.begun, marks.copied_in, marks.started) == (None, None, None)
-    assert marks.error is None
 
 
 def test_a_captured_size_has_a_context_of_its_own(device):

@@ -11,7 +11,7 @@ from asynctrt.runtime.reaper import (
     BUSY_TICK_NS,
     GUARD_NS,
     LATE_NS,
-    LATE_PAUSE_NS,
+    LATE_PAUSE_NS_MAX,
     QUIET_TICKS,
     Reaper,
 )
@@ -180,7 +180,7 @@ async def test_what_is_very_late_is_looked_at_with_pauses():
 async def test_what_is_late_is_found_all_the_same():
     waiter = Waiter()
     waiter.watch(SilentEvent(), "a", expected_ns=0)
-    late_ns = clock.now_ns() + LATE_NS + LATE_PAUSE_NS
+    late_ns = clock.now_ns() + LATE_NS + LATE_PAUSE_NS_MAX
     while clock.now_ns() < late_ns:
         await ticks(1)
     waiter.device.release()
