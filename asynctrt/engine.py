@@ -25,13 +25,21 @@ from asynctrt.backends.base import Model
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.errors import EngineClosedError, InputError, UsageError
-from asynctrt.loading import Built, build_on, in_thread, profiles_of, running_loop, settled
+from asynctrt.loading import (
+    Built,
+    build_on,
+    in_thread,
+    profiles_of,
+    running_loop,
+    settled,
+    timeout_ns_of,
+)
 from asynctrt.options import Options, Settings
 from asynctrt.runtime.driver import Driver
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 from asynctrt.tensors import BatchRecord, DeviceBucket, Dims, InferResult, InputCheck, Inputs, TensorSpec
@@ -152,6 +160,7 @@ class Engine:
         self._now_ns = clock.now_ns
         self._opened_ns = clock.now_ns()
         profiles = profiles_of(model, sizes.rows_max)
+        self._limit_of = None if profiles is None else profiles.limit_of
         self._input_check = InputCheck(
             model.inputs,
             check_finite=options.check_finite,
@@ -159,7 +168,7 @@ class Engine:
             import_array=device.import_array,
         )
         self._admit = self._input_check.admit
-        self._timeout_ns = None if options.timeout is None else _timeout_ns(options.timeout)
+        self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         self._scheduler = Scheduler(
             policy=Policy(
                 rows_max=sizes.rows_max,
@@ -175,6 +184,7 @@ class Engine:
             in_flight_max=sizes.in_flight_max,
             arena_users=None if built.arenas is None else built.arenas.users,
             kind_of=None if profiles is None else profiles.kind_of,
+            limit_of=self._limit_of,
         )
         self._driver = Driver(
             loop=loop,
@@ -184,13 +194,14 @@ class Engine:
             model=model,
             device=device,
             waiting=options.waiting,
-            batch_timeout_ns=None if options.batch_timeout is None else _timeout_ns(options.batch_timeout),
+            batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
+            admitted=None if profiles is None else profiles.admitted,
         )
         self._slots = SlotBoard(
             loop=loop,
             pool=pool,
             slabs_max=sizes.contexts + 1,
-            rows_max=sizes.rows_max,
+            limit_of=self._rows_limit,
             waiting_rows_max=options.max_queue_rows,
         )
         self._state = "open"
@@ -297,7 +308,7 @@ class Engine:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns = self._checked_timeout_ns(timeout, priority)
-        if rows > self._rows_max:
+        if rows > self._rows_max or (self._limit_of is not None and rows > self._limit_of(bucket)):
             return await self._infer_split(arrays, rows, bucket, timeout_ns, priority)
         request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns)
         try:
@@ -323,7 +334,7 @@ class Engine:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns = self._checked_timeout_ns(timeout, priority)
-        if rows > self._rows_max:
+        if rows > self._rows_max or (self._limit_of is not None and rows > self._limit_of(bucket)):
             return self._loop.create_task(self._infer_split(arrays, rows, bucket, timeout_ns, priority))
         future = _Answer(loop=self._loop)
         future.driver = self._driver
@@ -338,9 +349,11 @@ class Engine:
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """
         self._check_loop()
-        if not (isinstance(rows, int) and 1 <= rows <= self._rows_max):
-            raise InputError(f"a slot has 1 to {self._rows_max} rows, not {rows!r}")
-        return Slot(self._slots, self._slot_bucket(dims or {}), rows, self._infer_placed)
+        bucket = self._slot_bucket(dims or {})
+        rows_max = self._rows_limit(bucket)
+        if not (isinstance(rows, int) and 1 <= rows <= rows_max):
+            raise InputError(f"a slot has 1 to {rows_max} rows, not {rows!r}")
+        return Slot(self._slots, bucket, rows, self._infer_placed)
 
     def statistics(self) -> Statistics:
         """A snapshot of what the engine has done and is doing."""
@@ -387,6 +400,8 @@ class Engine:
     @contextmanager
     def tracing(self, *, batches: int = 4096) -> Iterator[deque[BatchTrace]]:
         """The last ``batches`` batches that were answered while inside: ``with engine.tracing() as trace``.
+
+        A GPU takes the times of every batch then, which makes batches wait for each other that need not.
 
         :raises UsageError: inside of another one.
         """
@@ -464,7 +479,7 @@ class Engine:
                 f"{rows} rows are more than the queue can ever hold ({self._options.max_queue_rows}). "
                 "Send them in several calls, or open the engine with a larger max_queue_rows"
             )
-        parts_max = self._rows_max
+        parts_max = self._rows_limit(bucket)
         requests = self._driver.submit_parts(
             [
                 (tuple(array[start : start + parts_max] for array in arrays), min(parts_max, rows - start))
@@ -505,7 +520,7 @@ class Engine:
             raise InputError(
                 f"priority is 0 to {self._options.priorities - 1} on this engine, not {priority!r}"
             )
-        return self._timeout_ns if timeout is None else _timeout_ns(timeout)
+        return self._timeout_ns if timeout is None else timeout_ns_of(timeout)
 
     def _busy_share(self, busy_ns: int) -> float:
         """Which share of the time since it was opened its arenas computed for it."""
@@ -516,12 +531,20 @@ class Engine:
         """The bucket of a request whose outputs stay on the device."""
         if outputs != "device":
             raise InputError(f"outputs is 'host' or 'device', not {outputs!r}")
-        if rows > self._rows_max:
+        rows_max = self._rows_limit(bucket)
+        if rows > rows_max:
             raise InputError(
-                f"outputs='device' takes at most the rows of a batch ({self._rows_max}), given {rows}. "
+                f"outputs='device' takes at most the rows of a batch ({rows_max}), given {rows}. "
                 "Send them in several calls"
             )
         return DeviceBucket(bucket.bucket if isinstance(bucket, DeviceBucket) else bucket, has_outputs=True)
+
+    def _rows_limit(self, bucket: Hashable) -> int:
+        """Rows that one batch of this bucket holds at the most.
+
+        :raises InputError: for a bucket that no profile of the model takes.
+        """
+        return self._rows_max if self._limit_of is None else self._limit_of(bucket)
 
     def _check_loop(self) -> None:
         if not self._is_running() or get_ident() != self._thread:
@@ -572,16 +595,3 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asynctrt."):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _timeout_ns(timeout: float) -> int:
-    try:
-        return int(timeout * 1e9) if timeout >= 0 else _bad_timeout(timeout)
-    except OverflowError:  # Infinity: 292 years, the longest that fits into the clock's 63 bits.
-        return NO_DEADLINE_NS // 2
-    except (TypeError, ValueError):
-        return _bad_timeout(timeout)
-
-
-def _bad_timeout(timeout: object) -> int:
-    raise InputError(f"timeout is in seconds and not negative, not {timeout!r}")

@@ -6,12 +6,12 @@ import re
 import sys
 from asyncio import _get_running_loop
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
@@ -22,6 +22,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     AsynctrtError,
     DeviceUnavailableError,
+    InputError,
     ModelError,
     ModelNotFoundError,
     OptionsError,
@@ -29,13 +30,16 @@ from asynctrt.errors import (
 )
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.pool import Pool
-from asynctrt.scheduling.request import WholeBucket
+from asynctrt.scheduling.request import NO_DEADLINE_NS, WholeBucket
 from asynctrt.tensors import DeviceBucket, Dims, TensorSpec
 
 T = TypeVar("T")
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """How a model in a Python module is written: ``package.module:attribute``."""
+
+BUCKETS_MAX: Final = 4096
+"""Buckets of which it is remembered what the profiles take."""
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
@@ -281,47 +285,71 @@ def build_on(
     )
 
 
+@runtime_checkable
+class Profiled(Protocol):
+    """What a model with profiles has besides: which of them takes what."""
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What it takes."""
+
+    def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
+        """The profile for a batch of so many rows of these dimensions."""
+
+    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
+        """The smallest and the largest batch of each profile that takes rows of these dimensions."""
+
+
 class Profiles:
-    """Which profile of a model takes which rows. Contexts are kept on theirs, as to change it costs time."""
+    """Which profile of a model takes which rows, and how many. Contexts are kept on theirs.
 
-    def __init__(
-        self,
-        inputs: Sequence[TensorSpec],
-        profile_of: Callable[[tuple[Dims, ...], int], int],
-        rows_min: int,
-        rows_max: int,
-    ) -> None:
-        self._inputs = inputs
-        self._profile_of = profile_of
-        self._rows_min = rows_min
+    :param rows_max: rows that one batch of the engine holds at the most.
+    """
+
+    def __init__(self, model: Profiled, rows_max: int) -> None:
+        self._model = model
         self._rows_max = rows_max
+        self._ranges: dict[Hashable, tuple[tuple[int, int], ...]] = {}
 
-    def check(self, dims: tuple[Dims, ...], rows: int) -> None:
+    def check(self, dims: tuple[Dims, ...]) -> None:
         """Whether some profile takes such rows.
 
         :raises InputError: if none does.
         """
-        self._profile_of(dims, max(self._rows_min, min(rows, self._rows_max)))
+        self._model.rows_of(dims)
+
+    def limit_of(self, bucket: Hashable) -> int:
+        """Rows that one batch of this bucket holds at the most."""
+        return min(self._rows_max, max(most for _, most in self._ranges_of(bucket)))
+
+    def admitted(self, bucket: Hashable, rows: int) -> int:
+        """``rows``, or as many more as the smallest batch has that a profile takes."""
+        return min(max(rows, least) for least, most in self._ranges_of(bucket) if rows <= most)
 
     def kind_of(self, bucket: Hashable, rows: int) -> int:
         """The profile for a batch of this bucket."""
-        if isinstance(bucket, WholeBucket | DeviceBucket):
+        return self._model.profile_of(self._dims_of(bucket), self.admitted(bucket, rows))
+
+    def _ranges_of(self, bucket: Hashable) -> tuple[tuple[int, int], ...]:
+        ranges = self._ranges.get(bucket)
+        if ranges is None:
+            if len(self._ranges) >= BUCKETS_MAX:
+                self._ranges.clear()
+            ranges = self._ranges[bucket] = self._model.rows_of(self._dims_of(bucket))
+        return ranges
+
+    def _dims_of(self, bucket: Hashable) -> tuple[Dims, ...]:
+        while isinstance(bucket, WholeBucket | DeviceBucket):
             bucket = bucket.bucket
         assert isinstance(bucket, tuple)
         symbols = dict(bucket)
-        resolved = (spec.resolve(symbols) for spec in self._inputs)
-        dims = tuple(dims for dims in resolved if dims is not None)
-        return self._profile_of(dims, max(self._rows_min, rows))
+        resolved = (spec.resolve(symbols) for spec in self._model.inputs)
+        return tuple(dims for dims in resolved if dims is not None)
 
 
 def profiles_of(model: Model, rows_max: int) -> Profiles | None:
     """The profiles of a model, if it has any."""
-    profile_of = getattr(model, "profile_of", None)
-    if profile_of is None:
-        return None
-    # Smaller batches are padded.
-    rows_min = model.rows_fixed or int(getattr(model, "rows_min", 1))
-    return Profiles(model.inputs, profile_of, rows_min, rows_max)
+    return Profiles(model, rows_max) if isinstance(model, Profiled) else None
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -339,6 +367,23 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "anyio.run(main, backend='asyncio', backend_options={'use_uvloop': True})"
         )
     raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
+
+
+def timeout_ns_of(timeout: float) -> int:
+    """Seconds in ns.
+
+    :raises InputError: for what is no number of seconds.
+    """
+    try:
+        return int(timeout * 1e9) if timeout >= 0 else _bad_timeout(timeout)
+    except OverflowError:  # Infinity: 292 years, the longest that fits into the clock's 63 bits.
+        return NO_DEADLINE_NS // 2
+    except (TypeError, ValueError):
+        return _bad_timeout(timeout)
+
+
+def _bad_timeout(timeout: object) -> int:
+    raise InputError(f"timeout is in seconds and not negative, not {timeout!r}")
 
 
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:

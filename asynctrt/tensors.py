@@ -170,7 +170,7 @@ class InputCheck:
 
     :param specs: the model's inputs, in the order in which arrays are returned.
     :param check_finite: refuse NaN and infinities in floating-point inputs.
-    :param check_dims: what else to ask about the dimensions of one row of each input, and the rows.
+    :param check_dims: what else to ask about the dimensions of one row of each input.
     :param import_array: takes an array that lies on the engine's device, or says that it is none.
     """
 
@@ -179,7 +179,7 @@ class InputCheck:
         specs: Sequence[TensorSpec],
         *,
         check_finite: bool = False,
-        check_dims: Callable[[tuple[Dims, ...], int], object] | None = None,
+        check_dims: Callable[[tuple[Dims, ...]], object] | None = None,
         import_array: Callable[[object], DeviceArray | None] | None = None,
     ) -> None:
         self.specs = tuple(specs)
@@ -231,7 +231,7 @@ class InputCheck:
             )
         symbols = self.symbols([array.shape[1:] for array in arrays])
         if self._check_dims is not None:
-            self._check_dims(tuple(array.shape[1:] for array in arrays), rows)
+            self._check_dims(tuple(array.shape[1:] for array in arrays))
         bucket: Hashable = tuple(symbols.items())
         if any(isinstance(array, DeviceArray) for array in arrays):
             return arrays, rows, DeviceBucket(bucket, has_outputs=False)

@@ -52,6 +52,9 @@ SLOTS: Final = 2
 CONTEXTS: Final = 4
 """One batch that is copied in, one that computes, one that is copied out, and one to spare."""
 
+CLOSE_S: Final = 0.1
+"""How long the device's own stream may take to come to rest."""
+
 STICKY: Final = frozenset(
     getattr(driver.CUresult, name)
     for name in (
@@ -199,7 +202,7 @@ class CudaDevice:
 
     def close(self) -> None:
         """The context is the process's, and what libraries hold in it outlives this object."""
-        self._own_stream.close(0.0)
+        self._own_stream.close(CLOSE_S)
 
     def import_array(self, value: object) -> DeviceArray | None:
         if isinstance(value, DeviceArray):
@@ -261,9 +264,13 @@ class CudaDevice:
             self.check(code, f"{nbytes} bytes of memory")
             self._held_nbytes += nbytes
         stream = self._own_stream
-        code = driver.cuMemsetD8Async(address, 0, max(nbytes, ALIGNMENT), stream.handle)[0]
-        self.check(code, "zeroing memory")
-        self.check(driver.cuStreamSynchronize(stream.handle)[0], "zeroing memory")
+        try:
+            code = driver.cuMemsetD8Async(address, 0, max(nbytes, ALIGNMENT), stream.handle)[0]
+            self.check(code, "zeroing memory")
+            self.check(driver.cuStreamSynchronize(stream.handle)[0], "zeroing memory")
+        except BaseException:
+            self.give_back(int(address), nbytes)
+            raise
         return int(address)
 
     def give_back(self, address: int, nbytes: int) -> None:

@@ -89,6 +89,7 @@ class Driver:
         device: Device,
         waiting: Waiting,
         batch_timeout_ns: int | None,
+        admitted: Callable[[Hashable, int], int] | None,
     ) -> None:
         self._loop = loop
         self._create_future = loop.create_future
@@ -96,7 +97,7 @@ class Driver:
         self._pool = pool
         self._now_ns = now_ns
         self._rows_fixed = model.rows_fixed
-        self._rows_min: int = getattr(model, "rows_min", 1)
+        self._admitted = admitted
         self._name = repr(model.name)
         self._device = device
         self._times_all = device.times_nothing
@@ -243,7 +244,9 @@ class Driver:
                 lease = self._pool.lease(launch, owner.slab, is_timed=is_timed)
                 spans = [request.payload.span for request in launch.requests]
                 # Rows of slots that were left behind or given up lie between: they run, unseen.
-                rows = self._rows_fixed or max(self._rows_min, *(span.stop for span in spans))
+                rows = self._rows_fixed or max(span.stop for span in spans)
+                if self._admitted is not None:
+                    rows = self._admitted(launch.bucket, rows)
                 launch.rows_run = rows
                 flight = _Flight(launch, lease, spans, rows, owner)
                 self._flights[launch.number] = flight
@@ -253,8 +256,8 @@ class Driver:
                 one_row_each = launch.rows == len(launch.requests)
                 spans = None if one_row_each else batch.spans_of(launch.requests)
                 rows = self._rows_fixed or launch.rows
-                if rows < self._rows_min:
-                    rows = self._rows_min
+                if self._admitted is not None:
+                    rows = self._admitted(launch.bucket, rows)
                 if self._pool.graph_sizes and launch.bucket == BUCKET_FIXED:
                     rows = self._scheduler.rows_to_run(launch, rows, self._pool.graph_sizes)
                 launch.rows_run = rows

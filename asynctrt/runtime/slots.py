@@ -74,13 +74,13 @@ class SlotBoard:
         loop: asyncio.AbstractEventLoop,
         pool: Pool,
         slabs_max: int,
-        rows_max: int,
+        limit_of: Callable[[Hashable], int],
         waiting_rows_max: int,
     ) -> None:
         self._loop = loop
         self._pool = pool
         self._slabs_max = slabs_max
-        self._rows_max = rows_max
+        self._limit_of = limit_of
         self._waiting_rows_max = waiting_rows_max
         self._waiting_rows = 0
         self._slabs: dict[int, SlotSlab] = {}
@@ -148,7 +148,7 @@ class SlotBoard:
 
     def _try(self, bucket: Hashable, rows: int) -> tuple[SlotSlab, slice] | None:
         owner = self._open.get(bucket)
-        if owner is None or owner.is_sealed or owner.rows_given + rows > self._rows_max:
+        if owner is None or owner.is_sealed or owner.rows_given + rows > self._limit_of(bucket):
             owner = self._next_slab(bucket)
             if owner is None:
                 return None

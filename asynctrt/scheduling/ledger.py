@@ -130,9 +130,8 @@ class Ledger:
         arena = None
         free = self._free[0]
         if self._arenas:
-            users = self._users
-            arena = min((users[lane], lane) for lane, free in enumerate(self._free) if free)[1]
-            users[arena] += 1
+            arena = self._arena_for(kind)
+            self._users[arena] += 1
             free = self._free[arena]
         if kind is None:
             context = free.pop()
@@ -170,6 +169,17 @@ class Ledger:
             raise InternalError(f"{launch!r} is not in flight")
         if launch.arena is not None:
             self._users[launch.arena] -= 1
+
+    def _arena_for(self, kind: Hashable) -> int:
+        """The least used arena with a free context; among equals one whose contexts ran this kind before."""
+        users, free = self._users, self._free
+        least = min(users[lane] for lane, contexts in enumerate(free) if contexts)
+        lanes = [lane for lane, contexts in enumerate(free) if contexts and users[lane] == least]
+        if kind is not None:
+            for lane in lanes:
+                if any(self._kinds.get(context) == kind for context in free[lane]):
+                    return lane
+        return lanes[0]
 
     def _of_kind(self, free: list[int], kind: Hashable) -> int:
         """The free context to run this kind of batch on: one that ran it last, or never ran, or any."""

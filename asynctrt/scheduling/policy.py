@@ -45,7 +45,7 @@ class Policy:
 
     def ready_ns(self, bucket: BucketQueue, in_flight: int) -> int:
         """From when on ``bucket`` may launch, in ns, if nothing else happens; 0 means at once."""
-        if bucket.rows >= self.rows_max or not in_flight:
+        if bucket.rows >= self.rows_max or bucket.rows >= bucket.rows_max or not in_flight:
             return 0
         if in_flight >= self.slots:
             return NEVER_NS
@@ -72,17 +72,18 @@ class Policy:
         Two cores compute 16 rows each in about half the time in which one computes 32. Who configured a
         delay asked for large batches, and gets them.
         """
+        rows_max = min(self.rows_max, bucket.rows_max)
         if isinstance(bucket.key, WholeBucket):
-            return self.rows_max
+            return rows_max
         idle_slots = self.slots - in_flight - (buckets - 1)
-        rows = min(bucket.rows, self.rows_max)
+        rows = min(bucket.rows, rows_max)
         if not self.is_parallel or self.delay_ns_max or idle_slots < 2 or rows < 2:
-            return self.rows_max
+            return rows_max
         expected_ns = latency.expected_ns(bucket.key, rows)
         if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
-            return self.rows_max
+            return rows_max
         parts = min(idle_slots, expected_ns // PART_NS_MIN)
-        share = min(-(-bucket.rows // parts), self.rows_max)
+        share = min(-(-bucket.rows // parts), rows_max)
         head = bucket.head()
         return max(share, head.rows if head is not None else 0)
 

@@ -40,6 +40,7 @@ class Scheduler:
     :param in_flight_max: batches that may be in flight at once.
     :param arena_users: the count of batches in each arena, if engines share arenas.
     :param kind_of: from a bucket and rows to the kind of batch that contexts are kept on: the profile.
+    :param limit_of: from a bucket to the rows that one of its batches holds at the most.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class Scheduler:
         in_flight_max: int,
         arena_users: list[int] | None = None,
         kind_of: Callable[[Hashable, int], Hashable] | None = None,
+        limit_of: Callable[[Hashable], int] | None = None,
     ) -> None:
         self._policy = policy
         self._kind_of = kind_of
+        self._limit_of = limit_of
         self._queue_rows_max = queue_rows_max
         self._priorities = priorities
         # Buckets that have work, in the order of their turns.
@@ -275,10 +278,11 @@ class Scheduler:
 
     def _add_bucket(self, key: Hashable) -> BucketQueue:
         bucket, self._spare = self._spare, None
+        limit = self._policy.rows_max if self._limit_of is None else self._limit_of(key)
         if bucket is None:
-            bucket = BucketQueue(key, self._priorities)
+            bucket = BucketQueue(key, self._priorities, limit)
         else:
-            bucket.reuse(key)
+            bucket.reuse(key, limit)
         self._buckets[key] = bucket
         return bucket
 

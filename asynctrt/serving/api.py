@@ -287,7 +287,7 @@ class Api:
             return await self.compressed(headers, self.infer_answer(inference))
         if target.verb == "ready":
             try:
-                self.repository.find(target.name, target.version)
+                self.repository.find_ready(target.name, target.version)
             except AsynctrtError as error:
                 # Clients take 400 for "no", and whatever else for a broken server.
                 return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))

@@ -212,7 +212,7 @@ class GrpcServer:
 
     async def _model_ready(self, request: Any) -> dict[str, Any]:
         try:
-            self._api.repository.find(request.name, request.version)
+            self._api.repository.find_ready(request.name, request.version)
         except AsynctrtError:
             return {"ready": False}
         return {"ready": True}

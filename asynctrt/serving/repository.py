@@ -24,6 +24,9 @@ from asynctrt.tensors import InferResult, TensorSpec
 LATENCIES_MAX: Final = 65536
 """Latencies that are kept between two looks at them; a second has fewer."""
 
+LOST: Final = "its device is lost, and only a new process helps: restart the server"
+"""Why a model is loaded and not ready."""
+
 UNLOADED: Final = "unloaded"
 """Why a model is not served that was unloaded on purpose."""
 
@@ -207,6 +210,11 @@ class _Entry:
     unloaded: ServedModel | None = None
     """What was unloaded, if it is the application's: it stays open, to be loaded again."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is served, by an engine that can still run batches."""
+        return self.served is not None and self.served.engine.state != "lost"
+
 
 class Repository:
     """Models by name and version. What is added open stays its owner's to close.
@@ -236,7 +244,7 @@ class Repository:
     def is_ready(self) -> bool:
         """Whether every model is served that was not unloaded, and the server is not about to stop."""
         return not self.is_draining and all(
-            entry.served is not None or entry.reason == UNLOADED
+            entry.is_ready or (entry.served is None and entry.reason == UNLOADED)
             for versions in self._models.values()
             for entry in versions.values()
         )
@@ -282,6 +290,16 @@ class Repository:
             served = self._served[name, version] = self._find(name, version)
         return served
 
+    def find_ready(self, name: str, version: str = "") -> ServedModel:
+        """As :meth:`find`, if its engine can still run batches.
+
+        :raises ModelNotReadyError: also if its device is lost.
+        """
+        served = self.find(name, version)
+        if served.engine.state == "lost":
+            raise ModelNotReadyError(f"version {served.version} of {name!r} is not served: {LOST}")
+        return served
+
     def _find(self, name: str, version: str) -> ServedModel:
         versions = self._models.get(name)
         if versions is None:
@@ -312,8 +330,8 @@ class Repository:
             {
                 "name": name,
                 "version": version,
-                "state": "READY" if entry.served is not None else "UNAVAILABLE",
-                "reason": entry.reason,
+                "state": "READY" if entry.is_ready else "UNAVAILABLE",
+                "reason": entry.reason if entry.served is None or entry.is_ready else LOST,
             }
             for name, versions in self._models.items()
             for version, entry in versions.items()

@@ -173,3 +173,16 @@ def test_a_batch_ends_once(again):
     with pytest.raises(InternalError, match="not in flight"):
         getattr(book, again)(launch)
     assert repr(book) == "<Ledger free=2 in_flight=0 quarantined=0>"
+
+
+def test_a_context_of_the_same_kind_comes_first_in_whichever_arena():
+    book = ledger(contexts=4, arenas=4, in_flight_max=4)
+    ran = {}
+    launches = [book.launch("b", [], 0, 0, kind=kind) for kind in ("short", "long", "wide")]
+    for launch, kind in zip(launches, ("short", "long", "wide"), strict=True):
+        ran[kind] = launch.context
+        book.release(launch)
+    for kind in ("wide", "short", "long", "short"):
+        launch = book.launch("b", [], 0, 0, kind=kind)
+        assert launch.context == ran[kind]
+        book.release(launch)

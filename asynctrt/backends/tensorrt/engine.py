@@ -119,6 +119,26 @@ class Signature:
             key=lambda profile: (profile.enqueue_nbytes, abs(profile.rows_usual - rows), profile.index),
         )
 
+    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
+        """The smallest and the largest batch of each profile that admits rows of these dimensions.
+
+        :raises InputError: when none does, whatever the number of rows.
+        """
+        ranges = {
+            (profile.rows_min, profile.rows_max)
+            for profile in self.profiles
+            if profile.admits(dims, profile.rows_min)
+        }
+        if not ranges:
+            given = ", ".join(
+                f"{spec.name} {('rows', *shape)}" for spec, shape in zip(self.inputs, dims, strict=False)
+            ).replace("'rows'", "rows")
+            raise InputError(
+                f"{self.model!r} has no profile for {given}. {self.profiles_text()}. Send shapes within one "
+                "of them, or build the plan with a profile for these"
+            )
+        return tuple(sorted(ranges))
+
     def profiles_text(self) -> str:
         """What the profiles admit, for messages."""
         return "; ".join(

@@ -129,6 +129,14 @@ class TensorRTModel:
         """
         return self.signature.profile_of(dims, rows).index
 
+    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
+        """The smallest and the largest batch of each profile that admits rows of these dimensions.
+
+        :param dims: the dimensions of one row of each input.
+        :raises InputError: when none does, with what the profiles do admit.
+        """
+        return self.signature.rows_of(dims)
+
     def enqueue_nbytes_of(self, profile: int) -> int:
         """Bytes of enqueue memory that the largest batch of a profile needs."""
         return self.signature.profiles[profile].enqueue_nbytes

@@ -1,0 +1,120 @@
+"""A model with profiles: batches stay within them, contexts on theirs, and what lies between is padded."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.errors import InputError
+from asynctrt.testing.tensorrt import EngineSpec, TensorIO
+from tests.contract.devices import DEVICES, strict
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+
+SPEC = EngineSpec(
+    inputs=(TensorIO("tokens", dims=(-1, -1)),),
+    profiles=(
+        {"tokens": ((1, 1), (4, 16), (8, 32))},
+        {"tokens": ((4, 33), (8, 64), (16, 256))},
+        {"tokens": ((12, 1), (16, 16), (20, 32))},
+    ),
+)
+
+
+@pytest.fixture(params=[name for name in ("host", "host-separate-memory", "cuda") if name in DEVICES])
+def device(request):
+    made = DEVICES[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def model(device):
+    made = strict(device, SPEC)
+    yield made
+    made.close()
+
+
+def tokens(rows, length, start=0):
+    return np.arange(start, start + rows * length, dtype=np.float32).reshape(rows, length) % 7
+
+
+async def check(engine, sent):
+    async with asyncio.timeout(WAIT_S):
+        result = await engine.infer(sent)
+    np.testing.assert_array_equal(result["output"], SPEC.expected({"tokens": sent})["output"])
+    return result
+
+
+async def test_rows_of_all_profiles_at_once(device, model):
+    async with asynctrt.open(model, device=device, contexts=4, arenas=2, max_rows=20) as engine:
+        lengths = (5, 32, 40, 256)
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*[check(engine, tokens(n % 3 + 1, lengths[n % 4], n)) for n in range(200)])
+        assert engine.statistics().mean_batch_rows > 3
+        assert model.flavour.module.violations() == ()
+
+
+@pytest.mark.parametrize(("rows", "length", "batches"), [(6, 20, 1), (9, 20, 1), (45, 20, 3), (17, 40, 2)])
+async def test_no_batch_is_larger_than_its_profile(device, model, rows, length, batches):
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
+        result = await check(engine, tokens(rows, length))
+        assert result.batches == batches
+
+
+async def test_many_small_requests_make_no_batch_that_no_profile_takes(device, model):
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
+        async with asyncio.timeout(WAIT_S):
+            results = await asyncio.gather(*[check(engine, tokens(6, 40, n)) for n in range(20)])
+        assert max(result.batch_rows for result in results) <= 16
+
+
+async def test_fewer_rows_than_a_profile_takes_are_padded(device, model):
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
+        await check(engine, tokens(1, 40))
+        assert engine.statistics().rows_padded == 3
+        # Between two profiles: 9 to 11 rows of such a length are run as 12.
+        await check(engine, tokens(10, 20))
+        assert engine.statistics().rows_padded == 5
+
+
+async def test_slots_stay_within_the_profile_too(device, model):
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
+
+        async def caller(number):
+            async with engine.slot(rows=6, dims={"tokens": (40,)}) as slot:
+                sent = tokens(6, 40, number)
+                slot["tokens"][...] = sent
+                result = await slot.infer()
+            np.testing.assert_array_equal(result["output"], SPEC.expected({"tokens": sent})["output"])
+            assert result.batch_rows <= 16
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(*[caller(number) for number in range(12)])
+        with pytest.raises(InputError, match="a slot has 1 to 16 rows, not 17"):
+            engine.slot(rows=17, dims={"tokens": (40,)})
+        with pytest.raises(InputError, match="no profile"):
+            engine.slot(rows=1, dims={"tokens": (300,)})
+
+
+async def test_shapes_that_no_profile_takes_are_refused_before_they_are_queued(device, model):
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=20) as engine:
+        with pytest.raises(InputError, match=r"no profile for tokens \(rows, 257\).*1 takes .*33..256"):
+            await engine.infer(tokens(1, 257))
+        assert engine.statistics().submitted == 0
+        await check(engine, tokens(1, 5))
+
+
+async def test_a_fixed_batch_size_is_padded(device):
+    spec = EngineSpec(fixed_rows=8)
+    model = strict(device, spec)
+    async with asynctrt.open(model, device=device, contexts=2, arenas=1, max_rows=8, graphs="8") as engine:
+        assert engine.statistics().graphs == (8,)
+        for rows in (1, 8, 11):
+            sent = tokens(rows, 16)
+            async with asyncio.timeout(WAIT_S):
+                result = await engine.infer(sent)
+            np.testing.assert_array_equal(result["output"], spec.expected({"input": sent})["output"])
+    model.close()
