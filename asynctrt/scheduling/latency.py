@@ -27,6 +27,9 @@ class _Window:
         self._recent.append(duration_ns)
         self._expected_ns = None
 
+    def __len__(self) -> int:
+        return len(self._recent)
+
     @property
     def expected_ns(self) -> int:
         if self._expected_ns is None:
@@ -79,3 +82,8 @@ class LatencyModel:
     def has_seen(self, bucket: Hashable, rows: int) -> bool:
         """Whether a batch of just this size was seen."""
         return rows in self._buckets.get(bucket, ())
+
+    def is_sure(self, bucket: Hashable, rows: int) -> bool:
+        """Whether so many batches of just this size were seen that one slow one among them does no harm."""
+        window = self._buckets.get(bucket, {}).get(rows)
+        return window is not None and len(window) >= QUANTILE

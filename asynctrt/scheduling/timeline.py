@@ -35,7 +35,7 @@ class Timeline:
 
     def wants_times(self, launch: Launch) -> bool:
         """Whether the device shall take the times of this batch: a new size, a long one, or a sample."""
-        if launch.number % TIMED_EVERY == 0 or not self._compute.has_seen(launch.bucket, launch.rows_run):
+        if launch.number % TIMED_EVERY == 0 or not self._compute.is_sure(launch.bucket, launch.rows_run):
             return True
         return (self._compute.expected_ns(launch.bucket, launch.rows_run) or 0) >= TIMED_ALWAYS_NS
 

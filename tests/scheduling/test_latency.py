@@ -60,3 +60,15 @@ def test_what_was_seen_is_of_just_that_size():
 def test_what_launching_costs_is_not_known_from_the_start():
     model = LatencyModel()
     assert model.direct_ns == model.graph_ns == 0
+
+
+def test_a_size_is_known_for_sure_when_one_slow_batch_does_no_harm():
+    model = LatencyModel()
+    for number, duration_ns in enumerate([5000, 1000, 1000, 1000]):
+        assert not model.is_sure("bucket", 2), number
+        model.observe("bucket", 2, duration_ns)
+    assert model.is_sure("bucket", 2)
+    assert not model.is_sure("bucket", 3)
+    assert not model.is_sure("other", 2)
+    model.observe("bucket", 2, 5000)
+    assert model.expected_ns("bucket", 2) == 1000

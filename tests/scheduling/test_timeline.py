@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from asynctrt.scheduling.latency import LatencyModel
+from asynctrt.scheduling.latency import QUANTILE, LatencyModel
 from asynctrt.scheduling.ledger import Launch
 from asynctrt.scheduling.timeline import TIMED_ALWAYS_NS, TIMED_EVERY, Timeline
 
@@ -136,8 +136,9 @@ def test_a_new_size_a_long_batch_and_one_in_a_few_are_timed():
         launch = device.make(0)
         asked.append(timeline.wants_times(launch))
         device.compute.observe(BUCKET, 1, TIMED_ALWAYS_NS - 1)
-    assert asked[0], "nothing is known of it"
-    assert sum(asked[1:]) == 4
+    # As long as one slow batch among them would spoil what is expected, each is.
+    assert all(asked[:QUANTILE])
+    assert sum(asked[QUANTILE:]) == 4
     assert timeline.wants_times(device.make(0, rows_run=2)), "a smaller one says nothing about a larger one"
     device.compute.observe(BUCKET, 8, TIMED_ALWAYS_NS)
     assert all(timeline.wants_times(device.make(0, rows_run=8)) for _ in range(2 * TIMED_EVERY))
