@@ -130,6 +130,8 @@ class Opening:
 
     async def _open(self) -> "Engine":
         loop = running_loop()
+        if self._shared_arenas is not None:
+            self._shared_arenas.claim(get_ident())
         build = partial(build_on, self._model, self._device, self._options, self._shared_arenas)
         built = await in_thread(build, undo=lambda built: built.close(STREAM_END_S))
         return Engine(loop, built, self._options)

@@ -52,6 +52,7 @@ class Arenas:
         """Batches in flight in each, counted by the ledgers of all engines."""
         self.engines = 0
         """Engines that use them."""
+        self._thread = 0
         self._retired: list[Buffer] = []
         self._nbytes = 0
         if nbytes:
@@ -78,6 +79,18 @@ class Arenas:
     def nbytes(self) -> int:
         """Bytes held by all together."""
         return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired)
+
+    def claim(self, thread: int) -> None:
+        """Let engines whose loop runs in this thread use them.
+
+        :raises UsageError: while engines of another thread do: nothing keeps their batches apart.
+        """
+        if self.engines and thread != self._thread:
+            raise UsageError(
+                f"{self!r} are used by engines on another event loop, and nothing would keep the batches of "
+                "two loops apart. Make arenas for each loop"
+            )
+        self._thread = thread
 
     def reserve(self, nbytes: int) -> None:
         """Let each have at least ``nbytes``.

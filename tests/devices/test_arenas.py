@@ -139,3 +139,16 @@ def test_after_closing_they_may_serve_again():
     arenas.reserve(256)
     assert arenas.nbytes == held(device) == 512
     arenas.close()
+
+
+def test_they_belong_to_the_engines_of_one_loop():
+    arenas = Arenas(HostDevice(), 2, nbytes=256)
+    arenas.claim(1)
+    arenas.claim(2)  # Nobody uses them yet.
+    arenas.engines = 1
+    arenas.claim(2)
+    with pytest.raises(UsageError, match="another event loop"):
+        arenas.claim(1)
+    arenas.engines = 0
+    arenas.claim(1)
+    arenas.close()
