@@ -20,7 +20,8 @@ import asynctrt
 from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice, InPlace, cores
-from asynctrt.errors import OptionsError
+from asynctrt.errors import ModelError, OptionsError
+from asynctrt.loading import PLAN_SUFFIXES
 from asynctrt.options import Options
 from asynctrt.tensors import Array, TensorSpec
 
@@ -220,7 +221,13 @@ def model_report(
     The raw runtime is measured with the engine's own session settings and with all cores for each batch.
 
     :raises OptionsError: when the model has dynamic dimensions that ``dims`` does not name.
+    :raises ModelError: for a TensorRT plan, which has no raw runtime here to be compared with.
     """
+    if path.suffix in PLAN_SUFFIXES:
+        raise ModelError(
+            f"{str(path)!r} is named like a TensorRT plan, and this compares ONNX models with ONNX Runtime. "
+            f"Measure the plan under load: asynctrt load {path} --device cuda:0"
+        )
     # Not before it is needed: it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 

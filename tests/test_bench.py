@@ -8,7 +8,7 @@ import pytest
 
 import asynctrt
 from asynctrt.bench import Case, Report, describe_machine, model_report, overhead_report, run_cases
-from asynctrt.errors import OptionsError
+from asynctrt.errors import ModelError, OptionsError
 from asynctrt.options import Options
 from tests.models import double_onnx, mixed_onnx, sequence_onnx
 
@@ -95,3 +95,8 @@ def test_the_machine_is_described():
     machine = describe_machine()
     assert machine["cores"] >= 1
     assert machine["versions"]["asynctrt"] == asynctrt.__version__
+
+
+def test_a_plan_is_measured_under_load_instead(tmp_path):
+    with pytest.raises(ModelError, match=r"asynctrt load .*m.plan --device cuda:0"):
+        model_report(tmp_path / "m.plan", Options(), {}, 1, 1)

@@ -5,14 +5,19 @@ from importlib.util import find_spec
 
 
 @cache
-def gpu_is_here():
-    """Whether the driver sees a GPU."""
+def gpu_count():
+    """How many GPUs the driver sees."""
     try:
         from cuda.bindings import driver
 
-        return driver.cuInit(0)[0] == 0 and driver.cuDeviceGetCount()[1] > 0
+        return int(driver.cuDeviceGetCount()[1]) if driver.cuInit(0)[0] == 0 else 0
     except (ImportError, RuntimeError):
-        return False
+        return 0
+
+
+def gpu_is_here():
+    """Whether the driver sees a GPU."""
+    return gpu_count() > 0
 
 
 @cache
