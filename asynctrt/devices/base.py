@@ -174,7 +174,7 @@ class Device(Protocol):
         """Whether to launch what was captured is cheaper than to put the work on a stream again."""
 
     @property
-    def times_nothing(self) -> bool:
+    def timing_is_free(self) -> bool:
         """Whether events with times cost no more than others, so that every batch has its times."""
 
     @property

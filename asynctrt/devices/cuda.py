@@ -116,18 +116,16 @@ class CudaDevice:
         self.check(code, f"the context of cuda:{ordinal}")
         self.activate()
         self._model = _text(driver.cuDeviceGetName(128, cuda_device)[1])
-        attribute = driver.CUdevice_attribute
-        self.compute_capability = (
-            driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, cuda_device)[
-                1
-            ],
-            driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, cuda_device)[
-                1
-            ],
+        major, minor, l2_nbytes = (
+            int(driver.cuDeviceGetAttribute(attribute, cuda_device)[1])
+            for attribute in (
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE,
+            )
         )
-        self.l2_persisting_nbytes: int = driver.cuDeviceGetAttribute(
-            attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE, cuda_device
-        )[1]
+        self.compute_capability = major, minor
+        self.l2_persisting_nbytes = l2_nbytes
         code, least, greatest = driver.cuCtxGetStreamPriorityRange()
         self.check(code, "the range of stream priorities")
         self._priorities = int(least), int(greatest)
@@ -164,7 +162,7 @@ class CudaDevice:
         return True
 
     @property
-    def times_nothing(self) -> bool:
+    def timing_is_free(self) -> bool:
         return False
 
     @property

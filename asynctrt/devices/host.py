@@ -444,7 +444,7 @@ class HostDevice:
         return False
 
     @property
-    def times_nothing(self) -> bool:
+    def timing_is_free(self) -> bool:
         return True
 
     @property

@@ -100,7 +100,7 @@ class Driver:
         self._admitted = admitted
         self._name = repr(model.name)
         self._device = device
-        self._times_all = device.times_nothing
+        self._times_all = device.timing_is_free
         self._batch_timeout_ns = batch_timeout_ns
         self.lost: DeviceLostError | None = None
         """Why no batch can run here ever again, once that is so."""
