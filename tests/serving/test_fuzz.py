@@ -20,7 +20,7 @@ import orjson
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -1138,8 +1138,16 @@ def session():
         yield session
 
 
+def is_one_path(case):
+    """Whether the whole path is sent. What stands behind a bare ``#`` or ``?`` is none of it, and then the
+    request is for another path than it is described for: ``POST /v2/models/a#b/infer`` is for ``a`` itself.
+    """
+    return not set("#?") & set(case.formatted_path)
+
+
 @fuzzed(150, case=operations(GenerationMode.POSITIVE))
 def test_good_requests_are_answered_as_the_description_says(served, session, case):
+    assume(is_one_path(case))
     background, _ = served
     case.call_and_validate(base_url=background.url, session=session, checks=CHECKS, timeout=WAIT_S)
     assert not background.taken_faults()
@@ -1147,6 +1155,7 @@ def test_good_requests_are_answered_as_the_description_says(served, session, cas
 
 @fuzzed(80, case=operations(GenerationMode.NEGATIVE))
 def test_bad_requests_are_answered_as_the_description_says(served, session, case):
+    assume(is_one_path(case))
     background, _ = served
     case.call_and_validate(base_url=background.url, session=session, checks=CHECKS, timeout=WAIT_S)
     assert not background.taken_faults()
