@@ -124,6 +124,10 @@ class Stream(Protocol):
     def handle(self) -> int:
         """What libraries of the device know it by: for CUDA the ``cudaStream_t`` as a number. Never 0."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what is put on it is collected, not done."""
+
     def record(self, event: Event) -> None:
         """Let ``event`` be done when everything before it on this stream is."""
 
@@ -220,6 +224,9 @@ class Device(Protocol):
 
         :raises DeviceMemoryError: when there is no room.
         """
+
+    def abandon(self) -> None:
+        """Be told that something on it may run for ever: nothing is done from now on that waits for it."""
 
     def close(self) -> None:
         """Give back what the device holds. Idempotent."""

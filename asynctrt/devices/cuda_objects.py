@@ -206,14 +206,6 @@ class CudaStream:
         if code != _OK:
             raise self._device.failed(code, "a wait for an event")
 
-    def wait_for_stream(self, handle: int) -> None:
-        """Let what follows start only after all that was put on a foreign stream until now."""
-        event = CudaEvent(self._device)
-        self._device.check(
-            driver.cuEventRecord(event.cuda, handle)[0], "an event on another library's stream"
-        )
-        self.wait(event)
-
     def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
         self.copy_bytes(target.address + offset, source.address + offset, nbytes)
 

@@ -507,6 +507,9 @@ class HostDevice:
     def allocate_output(self, nbytes: int, *, stream: Stream) -> HostBuffer:
         return self.allocate(nbytes)
 
+    def abandon(self) -> None:
+        """Nothing to do: to free memory of the process waits for nothing."""
+
     def _gave_back(self, nbytes: int) -> None:
         with self._lock:
             self._held_nbytes -= nbytes

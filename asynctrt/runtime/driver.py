@@ -26,7 +26,7 @@ from asynctrt.errors import (
 )
 from asynctrt.runtime import batch
 from asynctrt.runtime.placement import place
-from asynctrt.runtime.pool import Lease, Pool, abandon
+from asynctrt.runtime.pool import Lease, Pool
 from asynctrt.runtime.reaper import Reaper, Waiting
 from asynctrt.runtime.slots import SlabRows, SlotSlab
 from asynctrt.scheduling.ledger import Launch
@@ -446,7 +446,7 @@ class Driver:
             "If batches may take so long, open the engine with a larger batch_timeout"
         )
         logger.error("%s", error)
-        abandon(self._device)
+        self._device.abandon()
         self._fail(launch, error, quarantine=True)
         if self._scheduler.is_stuck:
             self._lose(

@@ -227,7 +227,7 @@ class Pool:
         self._closed = True
         abandoned = sum(not bay.close(timeout_s) for bay in self._bays)
         if abandoned:
-            abandon(self._device)
+            self._device.abandon()
         else:
             self._bays.clear()
         if self._arenas is not None:
@@ -292,10 +292,3 @@ class Pool:
     def _capture_one(self, bay: Bay, rows: int, own: Buffer | None) -> tuple[int, int]:
         scratch = own or (None if bay.arena is None else bay.arena.memory)
         return bay.capture(bay.slab(BUCKET_FIXED, self.layout(BUCKET_FIXED)), rows, scratch)
-
-
-def abandon(device: Device) -> None:
-    """Tell a device that something on it may run for ever, if it has to know."""
-    tell = getattr(device, "abandon", None)
-    if tell is not None:
-        tell()

@@ -45,7 +45,7 @@ class Policy:
 
     def ready_ns(self, bucket: BucketQueue, in_flight: int) -> int:
         """From when on ``bucket`` may launch, in ns, if nothing else happens; 0 means at once."""
-        if bucket.rows >= self.rows_max or bucket.rows >= bucket.rows_max or not in_flight:
+        if bucket.rows >= bucket.rows_max or not in_flight:
             return 0
         if in_flight >= self.slots:
             return NEVER_NS
@@ -72,7 +72,7 @@ class Policy:
         Two cores compute 16 rows each in about half the time in which one computes 32. Who configured a
         delay asked for large batches, and gets them.
         """
-        rows_max = min(self.rows_max, bucket.rows_max)
+        rows_max = bucket.rows_max
         if isinstance(bucket.key, WholeBucket):
             return rows_max
         idle_slots = self.slots - in_flight - (buckets - 1)

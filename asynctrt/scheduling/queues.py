@@ -5,7 +5,6 @@ known by its state, and skipped when it comes up. Both structures rebuild themse
 outnumber what is alive, so they stay bounded by the queue bound and removal stays O(1) on average.
 """
 
-import sys
 from collections import deque
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
@@ -26,10 +25,10 @@ class BucketQueue:
 
     __slots__ = ("_lanes", "_tombstones", "key", "requests", "rows", "rows_max")
 
-    def __init__(self, key: Hashable, priorities: int, rows_max: int = sys.maxsize) -> None:
+    def __init__(self, key: Hashable, priorities: int, rows_max: int) -> None:
         self.key = key
         self.rows_max = rows_max
-        """Rows that one batch of this bucket holds at the most, if the policy does not allow fewer."""
+        """Rows that one batch of this bucket holds at the most."""
         self.rows = 0
         self.requests = 0
         self._lanes: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
@@ -56,7 +55,7 @@ class BucketQueue:
                 lane.extend(alive)
             self._tombstones = 0
 
-    def reuse(self, key: Hashable, rows_max: int = sys.maxsize) -> None:
+    def reuse(self, key: Hashable, rows_max: int) -> None:
         """Serve another bucket; only for a queue that is empty."""
         self.key = key
         self.rows_max = rows_max

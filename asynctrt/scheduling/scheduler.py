@@ -278,11 +278,13 @@ class Scheduler:
 
     def _add_bucket(self, key: Hashable) -> BucketQueue:
         bucket, self._spare = self._spare, None
-        limit = self._policy.rows_max if self._limit_of is None else self._limit_of(key)
+        rows_max = self._policy.rows_max
+        if self._limit_of is not None:
+            rows_max = min(rows_max, self._limit_of(key))
         if bucket is None:
-            bucket = BucketQueue(key, self._priorities, limit)
+            bucket = BucketQueue(key, self._priorities, rows_max)
         else:
-            bucket.reuse(key, limit)
+            bucket.reuse(key, rows_max)
         self._buckets[key] = bucket
         return bucket
 

@@ -17,6 +17,7 @@ from tests.testing.tensorrt.support import (
     rows,
     same,
     set_the_same,
+    take_turns,
     two_profiles,
     until,
     wait,
@@ -82,17 +83,7 @@ def test_batches_that_take_turns_by_an_event_are_right(bench, device):
     arena = device.allocate(made.engine.device_memory_size_v2)
     users = [made.user(arena=arena) for _ in range(3)]
     streams = [made.stream() for _ in users]
-    for turn in range(20):
-        last_use = device.create_event()
-        for user, stream in zip(users, streams, strict=True):
-            user.give(rows(8, 16, seed=turn))
-            stream.wait(last_use)
-            assert user.context.execute_async_v3(stream.handle)
-            last_use = device.create_event()
-            stream.record(last_use)
-        for user, stream in zip(users, streams, strict=True):
-            assert wait(device, stream) is None
-            user.check()
+    take_turns(device, users, streams)
     assert made.trt.violations() == ()
 
 

@@ -9,13 +9,15 @@ from asynctrt.scheduling.policy import NEVER_NS, PART_NS_MIN, Policy
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import Request, WholeBucket
 
+ROWS_MAX = 8
 
-def policy(rows_max=8, delay_ns_max=0, slots=2, is_parallel=False):
-    return Policy(rows_max, delay_ns_max, slots, is_parallel)
+
+def policy(delay_ns_max=0, slots=2, is_parallel=False):
+    return Policy(ROWS_MAX, delay_ns_max, slots, is_parallel)
 
 
 def bucket(*arrivals_ns, key="bucket", rows=1, priority=0):
-    queue = BucketQueue(key, 3)
+    queue = BucketQueue(key, 3, ROWS_MAX)
     for arrival_ns in arrivals_ns:
         queue.push(Request(rows, key, priority, arrival_ns))
     return queue

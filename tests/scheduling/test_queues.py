@@ -6,13 +6,15 @@ from hypothesis import strategies as st
 from asynctrt.scheduling.queues import LOOKAHEAD_MAX, TOMBSTONES_MIN, BucketQueue, DeadlineHeap
 from asynctrt.scheduling.request import Change, Request, State, change
 
+ROWS_MAX = 20
+
 
 def request(rows=1, priority=0, arrival_ns=0, **kw):
     return Request(rows, "bucket", priority, arrival_ns, **kw)
 
 
 def queue_of(*requests, priorities=3):
-    queue = BucketQueue("bucket", priorities)
+    queue = BucketQueue("bucket", priorities, ROWS_MAX)
     for each in requests:
         queue.push(each)
     return queue
@@ -99,7 +101,7 @@ def test_a_reused_queue_remembers_nothing():
     a = request()
     queue = queue_of(a)
     cancel(queue, a)
-    queue.reuse("other")
+    queue.reuse("other", ROWS_MAX)
     assert queue.head() is None
     assert repr(queue) == "<BucketQueue 'other' requests=0 rows=0>"
 
@@ -109,7 +111,7 @@ def test_a_reused_queue_remembers_nothing():
     st.integers(8, 20),
 )
 def test_taking_until_empty_gives_each_live_request_once(plan, rows_max):
-    queue = BucketQueue("bucket", 3)
+    queue = BucketQueue("bucket", 3, ROWS_MAX)
     alive = []
     for rows, priority, is_cancelled in plan:
         each = request(rows, priority)

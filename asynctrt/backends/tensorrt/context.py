@@ -170,14 +170,13 @@ class TensorRTContext:
         done = False
         try:
             self._loaded.device.activate()
-            is_capturing = bool(getattr(stream, "is_capturing", False))
-            self._prepare(binding, profile, rows, stream, arena, is_capturing=is_capturing)
+            self._prepare(binding, profile, rows, stream, arena)
             for output in binding.unbound:
                 output.begin()
             self._call("execute_async_v3", stream.handle)
             for output in binding.unbound:
                 output.collect(stream)
-            self._is_warm = self._is_warm or not is_capturing
+            self._is_warm = self._is_warm or not stream.is_capturing
             done = True
         finally:
             if not done:
@@ -208,13 +207,11 @@ class TensorRTContext:
         rows: int,
         stream: Stream,
         arena: Buffer | None,
-        *,
-        is_capturing: bool,
     ) -> None:
         """Tell TensorRT what it has not been told yet."""
         shapes = (binding.dims, rows)
         is_other_shape = profile.index != self._profile or shapes != self._shapes
-        if is_capturing and (is_other_shape or not self._is_warm):
+        if stream.is_capturing and (is_other_shape or not self._is_warm):
             raise InternalError(
                 f"{self!r} is captured with {rows} rows of {binding.dims}, and was not run with them before"
             )

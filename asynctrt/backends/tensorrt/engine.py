@@ -107,13 +107,7 @@ class Signature:
         """
         admitting = [profile for profile in self.profiles if profile.admits(dims, rows)]
         if not admitting:
-            given = ", ".join(
-                f"{spec.name} {(rows, *shape)}" for spec, shape in zip(self.inputs, dims, strict=False)
-            )
-            raise InputError(
-                f"{self.model!r} has no profile for {given}. {self.profiles_text()}. Send shapes within one "
-                "of them, or build the plan with a profile for these"
-            )
+            raise self._has_no_profile(rows, dims)
         return min(
             admitting,
             key=lambda profile: (profile.enqueue_nbytes, abs(profile.rows_usual - rows), profile.index),
@@ -130,13 +124,7 @@ class Signature:
             if profile.admits(dims, profile.rows_min)
         }
         if not ranges:
-            given = ", ".join(
-                f"{spec.name} {('rows', *shape)}" for spec, shape in zip(self.inputs, dims, strict=False)
-            ).replace("'rows'", "rows")
-            raise InputError(
-                f"{self.model!r} has no profile for {given}. {self.profiles_text()}. Send shapes within one "
-                "of them, or build the plan with a profile for these"
-            )
+            raise self._has_no_profile("rows", dims)
         return tuple(sorted(ranges))
 
     def profiles_text(self) -> str:
@@ -153,6 +141,16 @@ class Signature:
     def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> "Signature":
         """The same with outputs of which more is known."""
         return replace(self, outputs=outputs)
+
+    def _has_no_profile(self, rows: int | str, dims: tuple[Dims, ...]) -> InputError:
+        given = ", ".join(
+            f"{spec.name} {_shape_text((rows, *shape))}"
+            for spec, shape in zip(self.inputs, dims, strict=False)
+        )
+        return InputError(
+            f"{self.model!r} has no profile for {given}. {self.profiles_text()}. Send shapes within one "
+            "of them, or build the plan with a profile for these"
+        )
 
 
 def read_signature(model: str, module: Any, engine: Any) -> Signature:
@@ -306,6 +304,10 @@ def _dtype(model: str, kind: str, name: str, data_type: str) -> np.dtype[Any]:
         f"{', '.join(sorted(DTYPES.values()))} or bfloat16. Build the plan with such inputs and outputs; "
         "inside, it may compute in any type"
     )
+
+
+def _shape_text(shape: tuple[int | str, ...]) -> str:
+    return str(shape).replace("'", "")
 
 
 def _range_text(low: int, high: int) -> str:

@@ -245,6 +245,8 @@ def test_two_threads_in_one_context(bench):
     class Held:
         """A stream that holds whoever asks for its handle."""
 
+        is_capturing = False
+
         @property
         def handle(self):
             inside.set()

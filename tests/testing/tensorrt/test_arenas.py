@@ -8,7 +8,7 @@ import pytest
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
 from asynctrt.testing.tensorrt import EngineSpec, ViolationError
-from tests.testing.tensorrt.support import WAIT_S, Bench, rows, wait
+from tests.testing.tensorrt.support import WAIT_S, Bench, rows, take_turns, wait
 
 
 class Gate:
@@ -33,17 +33,7 @@ def two_users(device, **kwargs):
 def test_batches_that_take_turns_by_an_event_are_right():
     device = HostDevice(threads=2, in_place="never")
     bench, users, streams = two_users(device)
-    for turn in range(20):
-        last_use = device.create_event()
-        for user, stream in zip(users, streams, strict=True):
-            user.give(rows(8, 16, seed=turn))
-            stream.wait(last_use)
-            assert user.context.execute_async_v3(stream.handle)
-            last_use = device.create_event()
-            stream.record(last_use)
-        for user, stream in zip(users, streams, strict=True):
-            assert wait(device, stream) is None
-            user.check()
+    take_turns(device, users, streams)
     assert bench.trt.violations() == ()
     bench.close()
 
