@@ -8,10 +8,11 @@
 """
 
 from asynctrt.backends.function import FunctionModel
+from asynctrt.batching import Batched, batch
 from asynctrt.devices.arenas import Arenas
-from asynctrt.devices.arrays import DeviceArray
+from asynctrt.devices.base import DeviceArray
 from asynctrt.devices.host import HostDevice
-from asynctrt.engine import Engine, Opening, open  # noqa: A004  (as in io.open and tarfile.open)
+from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
     CallerError,
@@ -41,6 +42,7 @@ from asynctrt.errors import (
     UnsupportedError,
     UsageError,
 )
+from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
@@ -53,6 +55,7 @@ __all__ = [
     "AsynctrtError",
     "BatchStatistics",
     "BatchTrace",
+    "Batched",
     "CallerError",
     "ConnectionLostError",
     "DeadlineError",
@@ -90,5 +93,6 @@ __all__ = [
     "UnknownModelError",
     "UnsupportedError",
     "UsageError",
+    "batch",
     "open",
 ]

@@ -1,4 +1,4 @@
-"""The ``asynctrt`` command, also as ``python -m asynctrt``."""
+"""Run the ``asynctrt`` command, also as ``python -m asynctrt``."""
 
 import sys
 
@@ -6,9 +6,9 @@ from asynctrt.errors import MissingExtraError
 
 
 def main() -> None:
-    """Run the command line, or say what to install for it."""
+    """Run the command line, or name the extra that it lacks."""
     try:
-        # Not at the top: it needs an extra, whose absence is to be a message and not a traceback.
+        # Imported here, as a missing extra must become a message rather than a traceback.
         from asynctrt.cli import main as run  # noqa: PLC0415
     except MissingExtraError as error:
         sys.exit(f"MissingExtraError: {error}")

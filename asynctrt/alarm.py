@@ -1,14 +1,20 @@
 """Wakes the loop at a given time, to within tens of microseconds.
 
 The loops' own timers cannot: uvloop rounds to the nearest millisecond, so that 0.3 ms fires after 2 µs,
-and asyncio rounds up. A Linux ``timerfd`` in the loop's selector was measured 20 to 60 µs late on either.
+and asyncio rounds up. A Linux ``timerfd`` in the loop's selector is punctual on either
+(tests/benchmarks/lateness.py).
 """
 
 import asyncio
 import ctypes
 import os
 from collections.abc import Callable
+from contextvars import Context
+from functools import partial
 from typing import Final, Protocol
+
+FAR_NS: Final = 2**62
+"""Later than any alarm has to ring, and as far as the kernel's timers and the loops' reach."""
 
 TICKS_BEFORE_NS: Final = 2_000_000
 """Where there is no timerfd, the loop's timer covers the way up to here and ticks cover the rest."""
@@ -18,20 +24,28 @@ class Alarm(Protocol):
     """Calls back once for each :meth:`set`, or for several at once."""
 
     def set(self, when_ns: int) -> None:
-        """Be called at ``when_ns`` at the latest. It may come earlier: look again and set again."""
+        """Ask for a call at ``when_ns`` at the latest. It may come earlier: look again and set again."""
 
     def close(self) -> None:
         """Never call again. Idempotent."""
 
 
 def create_alarm(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[], None], now_ns: Callable[[], int]
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[], None],
+    now_ns: Callable[[], int],
+    *,
+    context: Context | None = None,
 ) -> Alarm:
-    """The best alarm there is on this platform."""
+    """Make the most punctual alarm that this platform has.
+
+    :param context: what ``callback`` runs in. Default: a context of the caller's, as of now or of a call of
+        :meth:`Alarm.set`.
+    """
     try:
-        return TimerfdAlarm(loop, callback)
+        return TimerfdAlarm(loop, callback if context is None else partial(context.run, callback))
     except (OSError, AttributeError, NotImplementedError):
-        return TickAlarm(loop, callback, now_ns)
+        return TickAlarm(loop, callback, now_ns, context=context)
 
 
 class _Timespec(ctypes.Structure):
@@ -43,7 +57,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class TimerfdAlarm:
-    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc since Python has it from 3.13 on only."""
+    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, as Python has it from 3.13 on only."""
 
     _CLOCK_MONOTONIC = 1
     _ABSOLUTE = 1
@@ -66,7 +80,7 @@ class TimerfdAlarm:
             return
         self._armed_ns = when_ns
         # A value of 0 would disarm it, and a time that has passed fires at once.
-        seconds, nanoseconds = divmod(max(when_ns, 1), 1_000_000_000)
+        seconds, nanoseconds = divmod(min(max(when_ns, 1), FAR_NS), 1_000_000_000)
         self._spec.value.seconds = seconds
         self._spec.value.nanoseconds = nanoseconds
         if self._settime(self._fd, self._ABSOLUTE, self._spec_ref, None) != 0:
@@ -88,17 +102,20 @@ class TimerfdAlarm:
 
 
 class TickAlarm:
-    """The loop's timer up to shortly before, then one look at the clock each tick."""
+    """The loop's timer until shortly before the time, then one look at the clock each tick."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         callback: Callable[[], None],
         now_ns: Callable[[], int],
+        *,
+        context: Context | None = None,
     ) -> None:
         self._loop = loop
         self._callback = callback
         self._now_ns = now_ns
+        self._context = context
         self._armed_ns: int | None = None
         self._handle: asyncio.Handle | None = None
 
@@ -108,7 +125,8 @@ class TickAlarm:
         self._armed_ns = when_ns
         if self._handle is not None:
             self._handle.cancel()
-        self._approach()
+        # Never from within this call, even if the time has passed.
+        self._schedule(when_ns - self._now_ns())
 
     def close(self) -> None:
         if self._handle is not None:
@@ -122,8 +140,13 @@ class TickAlarm:
         if left_ns <= 0:
             self._armed_ns = self._handle = None
             self._callback()
-        elif left_ns > 2 * TICKS_BEFORE_NS:
-            delay_s = (left_ns - TICKS_BEFORE_NS) / 1e9
-            self._handle = self._loop.call_later(delay_s, self._approach)
         else:
-            self._handle = self._loop.call_soon(self._approach)
+            self._schedule(left_ns)
+
+    def _schedule(self, left_ns: int) -> None:
+        """Look again at the next tick or, if the time is far away, after most of it."""
+        if left_ns > 2 * TICKS_BEFORE_NS:
+            delay_s = (min(left_ns, FAR_NS) - TICKS_BEFORE_NS) / 1e9
+            self._handle = self._loop.call_later(delay_s, self._approach, context=self._context)
+        else:
+            self._handle = self._loop.call_soon(self._approach, context=self._context)

@@ -1,7 +1,7 @@
-"""``asynctrt bench``: what the engine costs, and what it gives over the raw runtime, side by side.
+"""``asynctrt bench``: the overhead of the engine, and its throughput beside that of the raw runtime.
 
-Each case runs for a while, then the next, and the whole row is repeated (A B A B ...), so that a machine
-whose speed drifts does not favour one of them. Reported are medians and the spread, of one run.
+The cases run in turn, and all are repeated (A B A B ...), so that a machine whose speed drifts favours none
+of them. Medians and spreads are reported.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from asynctrt.tensors import Array, TensorSpec
 
 WARM_UP_S: Final = 0.15
 RAW_SLICE_S: Final = 0.05
-"""A raw loop gives the event loop a turn this often, so that Ctrl-C is heard."""
+"""Interval at which a raw loop lets the event loop run, so that Ctrl-C works."""
 
 OVERHEAD_DIM: Final = 16
 CALLERS: Final = (1, 32, 256)
@@ -37,8 +37,8 @@ Measures = dict[str, float]
 
 
 @dataclass(slots=True)
-class Case:
-    """One thing to measure: ``run(seconds)`` gives its figures."""
+class BenchCase:
+    """Measure one thing: ``run(seconds)`` returns its figures."""
 
     name: str
     labels: dict[str, Any]
@@ -46,32 +46,32 @@ class Case:
     runs: list[Measures] = field(default_factory=list)
 
     def median(self, figure: str) -> float | None:
-        """The median over the runs so far; ``None`` before the first, or if it has no such figure."""
+        """Return the median over the runs so far; ``None`` before the first, or if they lack the figure."""
         values = [run[figure] for run in self.runs if figure in run]
         return statistics.median(values) if values else None
 
     def spread(self, figure: str) -> tuple[float, float] | None:
-        """The least and the greatest value so far."""
+        """Return the smallest and the largest value so far."""
         values = [run[figure] for run in self.runs if figure in run]
         return (min(values), max(values)) if values else None
 
 
 @dataclass(slots=True)
-class Report:
-    """All cases of one benchmark. Filled while it runs, so that an interrupted one can be shown."""
+class BenchReport:
+    """Hold all cases of one benchmark. It fills while they run, so that an interrupted one can be shown."""
 
     title: str
     settings: dict[str, Any]
-    cases: list[Case]
+    cases: list[BenchCase]
     repeats: int
 
     @property
     def is_complete(self) -> bool:
-        """Whether every case ran as often as was asked for."""
+        """Whether every case ran as often as requested."""
         return all(len(case.runs) == self.repeats for case in self.cases)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for machines."""
+        """Return everything as JSON values."""
         return {
             "title": self.title,
             "complete": self.is_complete,
@@ -89,8 +89,8 @@ class Report:
         }
 
 
-async def run_cases(report: Report, seconds: float, advance: Callable[[Case], None]) -> None:
-    """Run every case once, then all again, as often as the report says."""
+async def run_cases(report: BenchReport, seconds: float, advance: Callable[[BenchCase], None]) -> None:
+    """Run every case once, then all again, ``report.repeats`` times."""
     for _ in range(report.repeats):
         for case in report.cases:
             case.runs.append(await case.run(seconds))
@@ -98,7 +98,7 @@ async def run_cases(report: Report, seconds: float, advance: Callable[[Case], No
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Describe the machine and the versions on which figures were taken."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -118,11 +118,11 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-# The overhead of the engine itself.
+# ---- the overhead of the engine itself
 
 
 def echo_model() -> FunctionModel:
-    """A model that does nothing but copy its float32[16] rows."""
+    """Return a model that only copies its float32[16] rows."""
 
     def echo(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         outputs["output"][...] = inputs["input"]
@@ -134,12 +134,15 @@ def echo_model() -> FunctionModel:
     )
 
 
-def overhead_report(options: Options, repeats: int) -> Report:
-    """Requests/s and CPU a request with a no-op model, on a device whose events are done at once and on the
-    host device, for 1, 32 and 256 callers; and for a lone caller with a delay of 2 ms configured."""
+def overhead_report(options: Options, repeats: int) -> BenchReport:
+    """Return a report, still empty, on the throughput and the CPU time of requests to a no-op model.
+
+    Its cases are 1, 32 and 256 callers on a host device that computes in place and on the default one, and a
+    lone caller with a configured delay of 2 ms.
+    """
     devices: dict[str, InPlace] = {"immediate": "always", "host": "auto"}
     cases = [
-        Case(
+        BenchCase(
             f"{device}, {callers} callers" if callers > 1 else f"{device}, a lone caller",
             {"device": device, "callers": callers, "max_delay": options.max_delay},
             partial(_run_overhead, in_place, callers, options),
@@ -149,14 +152,14 @@ def overhead_report(options: Options, repeats: int) -> Report:
     ]
     delayed = Options.from_settings(options, {"max_delay": 0.002})
     cases.append(
-        Case(
+        BenchCase(
             "host, a lone caller, max_delay=2 ms",
             {"device": "host", "callers": 1, "max_delay": 0.002},
             partial(_run_overhead, "auto", 1, delayed),
         )
     )
     settings = {"row": f"float32[{OVERHEAD_DIM}]", "max_rows": options.max_rows or 64}
-    return Report("overhead of the engine, no-op model", settings, cases, repeats)
+    return BenchReport("overhead of the engine, no-op model", settings, cases, repeats)
 
 
 async def _run_overhead(in_place: InPlace, callers: int, options: Options, seconds: float) -> Measures:
@@ -170,9 +173,10 @@ async def _run_overhead(in_place: InPlace, callers: int, options: Options, secon
 async def closed_loop(
     engine: asynctrt.Engine, inputs: Sequence[Mapping[str, Array]], seconds: float, *, timed: bool
 ) -> tuple[Measures, list[int]]:
-    """One caller for each of ``inputs``, who sends it again and again, for ``seconds`` after a warm-up.
+    """Run one caller for each of ``inputs`` in a closed loop, for ``seconds`` after a warm-up.
 
-    ``timed`` also takes each request's latency, which costs two looks at the clock.
+    :param timed: also take the latency of each request, which reads the clock twice.
+    :returns: the figures, and the latencies in ns.
     """
     is_over = False
     is_measured = False
@@ -210,38 +214,39 @@ async def closed_loop(
     return measures, latencies_ns
 
 
-# A model, against the runtime under it.
+# ---- a model, against its raw runtime
 
 
 def model_report(
     path: Path, options: Options, dims: Mapping[str, int], intra_op_threads: int, repeats: int
-) -> Report:
-    """Rows/s of ONNX Runtime by itself, one caller at a time, and of the engine under 1, 32 and 256 callers.
+) -> BenchReport:
+    """Return a report, still empty, on the rows/s of ONNX Runtime alone and of the engine under 1, 32 and 256
+    callers.
 
-    The raw runtime is measured with the engine's own session settings and with all cores for each batch.
+    The raw runtime runs one batch at a time, with the engine's own session settings and with all cores.
 
     :raises OptionsError: when the model has dynamic dimensions that ``dims`` does not name.
     :raises ModelError: for a TensorRT plan, which has no raw runtime here to be compared with.
     """
     if path.suffix in PLAN_SUFFIXES:
         raise ModelError(
-            f"{str(path)!r} is named like a TensorRT plan, and this compares ONNX models with ONNX Runtime. "
-            f"Measure the plan under load: asynctrt load {path} --device cuda:0"
+            f"{str(path)!r} is named like a TensorRT plan, and this benchmark compares ONNX models with ONNX "
+            f"Runtime. Measure a plan under load: asynctrt load {path} --device cuda:0"
         )
-    # Not before it is needed: it loads ONNX Runtime.
+    # Imported only when it is needed, because it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     model = OnnxModel(path, intra_op_threads=intra_op_threads)
     missing = {dim for spec in model.inputs for dim in spec.dims if isinstance(dim, str) and dim not in dims}
     if missing:
         flags = " ".join(f"--dim {name}=..." for name in sorted(missing))
-        raise OptionsError(f"{model.name!r} has dynamic dimensions. Say how large to make them: {flags}")
+        raise OptionsError(f"{model.name!r} has dynamic dimensions: set their sizes with {flags}")
     sessions = {intra_op_threads: model}
     if cores() not in sessions:
         sessions[cores()] = OnnxModel(path, intra_op_threads=cores())
     fixed = model.rows_fixed
     cases = [
-        Case(
+        BenchCase(
             f"raw, {threads} thread{'s' * (threads > 1)}, batch {rows}",
             {"kind": "raw", "threads": threads, "rows": rows},
             partial(_run_raw, raw, random_inputs(model.inputs, dims, rows)),
@@ -250,7 +255,7 @@ def model_report(
         for rows in ([fixed] if fixed else RAW_ROWS)
     ]
     cases += [
-        Case(
+        BenchCase(
             f"engine, {callers} callers" if callers > 1 else "engine, a lone caller",
             {"kind": "engine", "callers": callers},
             partial(_run_engine, model, options, dims, callers),
@@ -263,7 +268,7 @@ def model_report(
         "max_rows": options.max_rows or 64,
         "intra_op_threads": intra_op_threads,
     }
-    return Report(f"{model.name} against raw ONNX Runtime", settings, cases, repeats)
+    return BenchReport(f"{model.name} against raw ONNX Runtime", settings, cases, repeats)
 
 
 def random_inputs(
@@ -272,10 +277,10 @@ def random_inputs(
     rows: int,
     rng: np.random.Generator | None = None,
 ) -> dict[str, Array]:
-    """Rows of random values that fit the specs: floats from -1 to 1, other numbers 0 and 1, letters.
+    """Return random rows that fit the specs: floats from -1 to 1, integers 0 and 1, letters.
 
     :param dims: the sizes of dynamic dimensions.
-    :param rng: where they come from; by default, the same each time.
+    :param rng: the source of the values; by default they are the same each time.
     """
     rng = rng or np.random.default_rng(rows)
     inputs: dict[str, Array] = {}
@@ -284,7 +289,7 @@ def random_inputs(
         if spec.dtype.kind == "S":
             letters = rng.integers(97, 123, (*shape, 1)).astype(np.uint8).view("S1")[..., 0]
             inputs[spec.name] = letters.astype(spec.dtype)
-        elif spec.dtype.kind in "fV":  # V is bfloat16, whose kind NumPy does not know.
+        elif spec.dtype.kind in "fV":  # NumPy gives bfloat16 the kind V.
             inputs[spec.name] = rng.uniform(-1, 1, shape).astype(np.float32).astype(spec.dtype)
         else:
             inputs[spec.name] = rng.integers(0, 2, shape).astype(spec.dtype)
@@ -304,7 +309,7 @@ async def _run_raw(model: Any, inputs: Mapping[str, Array], seconds: float) -> M
 
 
 async def _repeat(run: Callable[[], object], seconds: float) -> tuple[int, int, int]:
-    """Run back to back for ``seconds``; how often, and the ns of time and of CPU that it took."""
+    """Run back to back for ``seconds``; return how often, and the time and the CPU time in ns."""
     count = elapsed_ns = used_ns = 0
     while elapsed_ns < seconds * 1e9:
         start_ns, start_cpu_ns = clock.now_ns(), clock.cpu_ns()

@@ -1,4 +1,4 @@
-"""The command line: ``demo``, ``bench``, ``serve`` and ``load``. The only importer of ``typer``."""
+"""Define the command line: ``demo``, ``bench``, ``serve`` and ``load``. The only importer of ``typer``."""
 
 import dataclasses
 import inspect
@@ -16,7 +16,8 @@ from asynctrt import demo as demonstration
 from asynctrt.errors import AsynctrtError, MissingExtraError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
-from asynctrt.serving.settings import ServerSettings, attribute_docs
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.validation import docs_of
 
 try:
     import typer
@@ -28,9 +29,12 @@ except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
 INTERRUPTED: Final = 130
-"""The exit status after Ctrl-C, as a shell has it: 128 and the number of SIGINT."""
+"""The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 LABELS_MAX: Final = 20
+
+METAVARS: Final[dict[Any, str]] = {list[str] | None: "<str>"}
+"""What the help shows for a type whose own name is long."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,7 +48,7 @@ err = Console(stderr=True)
 
 
 def main() -> None:
-    """Run the command; an error that the user can mend is shown as its message alone."""
+    """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
     try:
         app()
     except AsynctrtError as error:
@@ -67,11 +71,13 @@ def _root(
 def demo(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Whose files to identify. Default: Python's own library.", exists=True),
+        typer.Argument(
+            help="Identify the files in this folder. Default: Python's standard library.", exists=True
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Files to take at the most, drawn evenly.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 1000,
 ) -> None:
-    """Identify the types of real files with a real model, batched, and beside it one file at a time."""
+    """Identify file types with a real model: in batches, then one file at a time for comparison."""
     model = demonstration.ContentModel.find()
     folders = (folder,) if folder else demonstration.default_folders()
     report = demonstration.DemoReport(folders=folders)
@@ -110,17 +116,21 @@ async def _demo(model: demonstration.ContentModel, report: demonstration.DemoRep
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="An .onnx file, or the word [bold]overhead[/bold].")],
-    seconds: Annotated[float, typer.Option(min=0.05, help="How long each case runs each time.")] = 0.5,
-    repeats: Annotated[int, typer.Option(min=1, help="How often the whole row is run.")] = 5,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Rows a batch.")] = None,
-    max_delay: Annotated[float, typer.Option(min=0, help="Seconds a batch may wait for company.")] = 0.0,
+    seconds: Annotated[
+        float, typer.Option(min=0.05, help="Seconds that each case runs in each repetition.")
+    ] = 0.5,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of all cases.")] = 5,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="The most rows in a batch.")] = None,
+    max_delay: Annotated[
+        float, typer.Option(min=0, help="Seconds that a batch may wait for more rows.")
+    ] = 0.0,
     contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that one batch computes on.")] = 1,
-    dim: Annotated[list[str] | None, typer.Option(help="A dynamic dimension: NAME=SIZE.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute one batch.")] = 1,
+    dim: Annotated[list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")] = None,
     loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure a model against raw ONNX Runtime, or [bold]overhead[/bold]: the engine alone."""
+    """Compare a model with plain ONNX Runtime; or measure [bold]overhead[/bold], the engine alone."""
     options = Options(max_rows=max_rows, max_delay=max_delay, contexts=contexts)
     if model == "overhead":
         report = benchmarks.overhead_report(options, repeats)
@@ -137,77 +147,94 @@ def bench(
     _end(was_interrupted)
 
 
-async def _bench(report: benchmarks.Report, seconds: float) -> None:
+async def _bench(report: benchmarks.BenchReport, seconds: float) -> None:
     with _progress() as progress:
         task = progress.add_task(report.title, total=len(report.cases) * report.repeats)
 
-        def advance(case: benchmarks.Case) -> None:
+        def advance(case: benchmarks.BenchCase) -> None:
             progress.update(task, advance=1, description=case.name)
 
         await benchmarks.run_cases(report, seconds, advance)
 
 
 def _serve(ctx: typer.Context, **given: Any) -> None:
-    """Serve models over KServe's HTTP and gRPC, over websockets, with metrics and a dashboard.
+    """Serve models over HTTP and gRPC (KServe V2) and websockets, with metrics and a dashboard.
 
     MODEL is PATH, NAME=PATH or NAME:VERSION=PATH, where PATH is an .onnx file or module:attribute.
 
-    Every setting can be given as a flag, in the environment (--http-port is ASYNCTRT_SERVE_HTTP_PORT), and
-    in a TOML file (http_port); the first of these that says it wins. Models with options of their own are
-    tables of that file, \\[[models]], each with a path.
+    A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
+    TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
+    options of their own are tables of the file, \\[\\[models]], each with a path.
     """
     # They need the extra `serve`, which the other commands do not.
     from asynctrt.serving import command  # noqa: PLC0415
 
-    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
-    path = said.pop("config", None)
-    planned = command.plan(said, command.read_config(path) if path else {})
+    settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    path = settings.pop("config", None)
+    config = command.configure(settings, command.read_config(path) if path else {})
 
     def say(line: str) -> None:
         err.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    if _run(lambda: command.serve(planned, say)):
+    if _run(lambda: command.serve(config, say)):
         raise typer.Exit(INTERRUPTED)
 
 
-def _is_said(ctx: typer.Context, name: str) -> bool:
-    """Whether the user has given it, in the environment or as a flag."""
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    """Return whether the user gave a parameter, as a flag or in the environment."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _serve_signature() -> inspect.Signature:
-    """The flags of ``serve``: what a server and an engine can be told, under the same names."""
+    """Return the flags of ``serve``: the settings of a server and of its engines, under the same names."""
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [
         context,
         _parameter(
-            "models", list[str] | None, None, typer.Argument(metavar="MODEL...", help="What to serve.")
+            "models", list[str] | None, None, typer.Argument(metavar="MODEL", help="The models to serve.")
         ),
-        _parameter("config", Path | None, None, typer.Option(help="A TOML file with the same names.")),
+        _parameter("config", Path | None, None, typer.Option(help="A TOML file of settings and models.")),
         _parameter("device", str, "host", typer.Option(help="The device that models run on.")),
     ]
     parameters += _field_flags(ServerSettings, "The server")
-    parameters += _field_flags(Options, "Engines, unless a model says otherwise")
+    parameters += _field_flags(Options, "Engines, unless a model overrides it")
     return inspect.Signature(parameters)
 
 
 def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
-    """A flag for each field of a class of settings, with what stands below it as its help."""
-    kinds, texts = get_type_hints(cls), attribute_docs(cls)
+    """Return a flag for each field of a class of settings, with the field's documentation as its help."""
+    kinds, texts = get_type_hints(cls), docs_of(cls)
     flags = []
     for item in dataclasses.fields(cls):
         kind, default = kinds[item.name], item.default
         if get_origin(kind) is tuple:
             kind, default = list[str] | None, None
         elif str in get_args(kind):
-            kind = str | None  # A rate is a number, or more than that.
-        shown = default is not None and default is not False
-        info = typer.Option(
-            help=texts[item.name], rich_help_panel=panel, show_envvar=False, show_default=shown
-        )
-        flags.append(_parameter(item.name, kind, default, info))
+            kind = str | None  # A rate, for example, is a number or a text.
+        flags.append(_flag(item.name, kind, default, texts[item.name], panel))
     return flags
+
+
+def _flag(name: str, kind: Any, default: Any, text: str, panel: str | None = None) -> inspect.Parameter:
+    """Return a flag that the help shows in a panel of this name."""
+    # A flag that is off by default is named here, so that it gets no --no- form: in a narrow terminal the
+    # column of these forms would leave too little room for the names and the texts.
+    names = [f"--{name.replace('_', '-')}"] if default is False else []
+    info = typer.Option(
+        *names,
+        help=text,
+        rich_help_panel=panel,
+        show_envvar=False,
+        show_default=default is not None and default is not False,
+        metavar=METAVARS.get(kind),
+    )
+    return _parameter(name, kind, default, info)
+
+
+def _help_of(command: Callable[..., None]) -> str:
+    """Return a docstring with one line a paragraph: rich would keep the source's line breaks."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
 
 
 def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
@@ -217,24 +244,24 @@ def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Paramet
 
 
 _serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("serve", context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
+app.command("serve", help=_help_of(_serve), context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
 
 
 def _load(ctx: typer.Context, target: str, **given: Any) -> None:
-    """Measure a model or a server: throughput and latency under a load that you choose.
+    """Measure the throughput and latency of a model or a server under a chosen load.
 
-    TARGET is model.onnx or module:attribute, which is opened for the test; a server's address,
-    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or the word
-    demo, the model of `asynctrt demo` on files of this machine.
+    TARGET is a model to open, model.onnx or module:attribute; a server's model,
+    http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or demo, the
+    model of `asynctrt demo` with files of this machine.
 
-    It exits with 3 if an slo is not held or a --fail-if is true, with 4 if the figures are void, that is, the
-    generator's own, or if MLPerf's rules were not met.
+    The exit status is 3 if an --slo is missed or a --fail-if is true, and 4 if the figures are void because
+    the load generator was the bottleneck, or MLPerf's rules were not met.
     """
     # They need the extra `load`, which the other commands do not.
     from asynctrt.loadtest import command, terminal  # noqa: PLC0415
 
-    said = {name: value for name, value in given.items() if _is_said(ctx, name)}
-    planned = command.plan(target, said)
+    settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    planned = command.plan(target, settings)
     command.check_baseline(planned, benchmarks.describe_machine(), any_machine=given["any_machine"])
     reports: list[Any] = []
 
@@ -258,56 +285,65 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
 
 
 LOAD_FLAGS: Final = (
-    ("model", str | None, None, "Which model of a server, if the address does not say."),
+    ("model", str | None, None, "The server's model, if the address does not name it."),
     ("token", str | None, None, "The server's bearer token. Also ASYNCTRT_LOAD_TOKEN."),
-    ("device", str, "host", "The device of a model that is opened here."),
+    ("device", str, "host", "The device of a model that is opened for the test."),
     (
         "sweep",
         list[str] | None,
         None,
-        "Try every value: rate=100,200 or, doubling, callers=1:64. Several: all.",
+        "Try each value: rate=100,200, or doubling, callers=1:64. Several sweeps are combined.",
     ),
-    ("search", bool, False, "Find the highest rate that holds the --slo."),
-    ("precision", float, 0.05, "How exactly a search is to know the rate, as a share."),
-    ("compare", list[str] | None, None, "Run in turn with another value, A B A B, such as max_delay=0.002."),
-    ("json", Path | None, None, "Write the report as JSON to this file."),
-    ("report", Path | None, None, "Write it as an HTML page with plots to this file."),
+    ("search", bool, False, "Find the highest rate that meets the --slo."),
+    ("precision", float, 0.05, "Relative precision of the rate that a search finds."),
+    (
+        "compare",
+        list[str] | None,
+        None,
+        "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
+    ),
+    ("json", Path | None, None, "Write the report to this file as JSON."),
+    ("report", Path | None, None, "Write the report to this file as an HTML page with plots."),
     ("png", Path | None, None, "Write the plots as PNG to this folder."),
-    ("baseline", Path | None, None, "A report, as JSON, that --fail-if compares with."),
-    ("fail_if", list[str] | None, None, "Exit with 3 if this is true: 'p99>+10%', 'errors>0', 'p99>20ms'."),
-    ("any_machine", bool, False, "Compare with a baseline of another machine."),
-    ("uncorrected", bool, False, "Show also the latency from when a request was sent, which hides stalls."),
+    ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),
+    (
+        "fail_if",
+        list[str] | None,
+        None,
+        "Exit with status 3 if this is true: 'p99>+10%', 'errors>0', 'p99>20ms'.",
+    ),
+    ("any_machine", bool, False, "Allow a baseline from another machine."),
+    ("uncorrected", bool, False, "Also show latencies measured from sending, which hide stalls."),
 )
-"""Flags of ``load`` besides the settings of a load test and the options of an engine."""
+"""Flags of ``load`` besides the settings of a load test and of an engine."""
 
 
 def _load_signature() -> inspect.Signature:
-    """The flags of ``load``: its own, and what a load test and an engine can be told."""
-    target = typer.Argument(metavar="TARGET", help="What to measure.", show_default=False)
+    """Return the flags of ``load``: its own, and the settings of a load test and of an engine."""
+    target = typer.Argument(metavar="TARGET", help="The model or server to measure.", show_default=False)
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
         inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, target]),
     ]
     for name, kind, default, text in LOAD_FLAGS:
-        info = typer.Option(help=text, show_envvar=False, show_default=bool(default))
-        parameters.append(_parameter(name, kind, default, info))
+        parameters.append(_flag(name, kind, default, text))
     parameters += _field_flags(LoadSettings, "The load")
-    parameters += _field_flags(Options, "The engine of a model that is opened here")
+    parameters += _field_flags(Options, "The engine of a model that is opened for the test")
     return inspect.Signature(parameters)
 
 
 _load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("load", context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD"})(_load)
+app.command("load", help=_help_of(_load), context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD"})(_load)
 
 
 def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:
-    """Run a job on a fresh loop; True if Ctrl-C ended it, which lets it close what it has opened."""
+    """Run a job on a new event loop; return whether Ctrl-C interrupted it. The job still cleans up."""
     try:
         anyio.run(job, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
     except KeyboardInterrupt:
         return True
     except ExceptionGroup as group:
-        # Many callers met the same error: one of them says what it is.
+        # Many callers failed alike: the first error stands for all.
         error: Exception | None = group.subgroup(AsynctrtError)
         if error is None:
             raise
@@ -319,7 +355,7 @@ def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = Tru
 
 def _end(was_interrupted: bool) -> None:
     if was_interrupted:
-        err.print("[yellow]Interrupted: shown is what was measured until then.[/]")
+        err.print("[yellow]Interrupted: only what was measured until then is shown.[/]")
         raise typer.Exit(INTERRUPTED)
 
 
@@ -338,7 +374,7 @@ def _dims(given: list[str]) -> dict[str, int]:
     for item in given:
         name, _, size = item.partition("=")
         if not size.isdigit() or not int(size):
-            raise typer.BadParameter(f"--dim takes NAME=SIZE, as in --dim seq=128, not {item!r}")
+            raise typer.BadParameter(f"--dim must be NAME=SIZE, such as --dim seq=128, not {item!r}")
         dims[name] = int(size)
     return dims
 
@@ -346,21 +382,21 @@ def _dims(given: list[str]) -> dict[str, int]:
 def _show_demo(report: demonstration.DemoReport, model: demonstration.ContentModel) -> None:
     together, alone = report.together, report.one_by_one
     if not together.files:
-        out.print(f"No file was identified in {', '.join(map(str, report.folders))}.")
+        out.print(f"No file could be identified in {', '.join(map(str, report.folders))}.")
         return
-    found = Table(title="What the files are", caption=f"{len(report.found)} kinds in all")
-    for column in ("kind", "files", "names that agree"):
-        found.add_column(column, justify="left" if column == "kind" else "right")
+    found = Table(title="File types found", caption=f"{len(report.found)} types in all")
+    for column in ("type", "files", "extension agrees"):
+        found.add_column(column, justify="left" if column == "type" else "right")
     for label, files in report.found.most_common(LABELS_MAX):
         judged = report.judged[label]
         found.add_row(label, f"{files:,}", f"{report.right[label] / judged:.0%}" if judged else "-")
     out.print(found)
     judged, right = report.judged.total(), report.right.total()
     out.print(
-        f"[bold]{right:,} of {judged:,}[/] files whose name has a known ending agree with it"
-        f" ([bold]{right / max(judged, 1):.1%}[/]); {report.skipped:,} were too small to tell."
+        f"The model agrees with the extension of [bold]{right:,} of {judged:,}[/] files that have a known one"
+        f" ([bold]{right / max(judged, 1):.1%}[/]); {report.skipped:,} files were unreadable or too small."
     )
-    speed = Table(title="How fast it was")
+    speed = Table(title="Speed")
     for column in ("", "files/s", "mean batch", "p50 ms", "p99 ms"):
         speed.add_column(column, justify="right" if column else "left")
     for name, done in ((f"{demonstration.CALLERS} at a time", together), ("one at a time", alone)):
@@ -376,22 +412,21 @@ def _show_demo(report: demonstration.DemoReport, model: demonstration.ContentMod
     if alone.files:
         out.print(
             f"[bold]{together.files_per_s / alone.files_per_s:.2f}[/] times as many files a second. On a CPU "
-            "a model of this kind gains little from larger batches; what it gains is from computing on "
-            "every core."
+            "a model like this gains little from larger batches; the gain comes from computing on every core."
         )
     out.print(
         "\nTo try next:\n"
         "  asynctrt demo ~/Downloads              your own files\n"
         f"  asynctrt bench {model.path}\n"
-        "                                         this model against raw ONNX Runtime\n"
-        "  asynctrt bench overhead                what the engine itself costs\n"
+        "                                         this model against plain ONNX Runtime\n"
+        "  asynctrt bench overhead                the cost of the engine itself\n"
         "  asynctrt load demo --report run.html   this model under load (needs the extra load)",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _show_overhead(report: benchmarks.Report) -> None:
+def _show_overhead(report: benchmarks.BenchReport) -> None:
     table = _table(report, ("requests/s", "least to most", "CPU µs a request", "round trip µs", "mean batch"))
     for case in report.cases:
         rate, spread = case.median("requests_per_s"), case.spread("requests_per_s")
@@ -409,7 +444,7 @@ def _show_overhead(report: benchmarks.Report) -> None:
     out.print(table)
 
 
-def _show_model(report: benchmarks.Report) -> None:
+def _show_model(report: benchmarks.BenchReport) -> None:
     raw = {
         (case.labels["threads"], case.labels["rows"]): rate
         for case in report.cases
@@ -437,8 +472,10 @@ def _show_model(report: benchmarks.Report) -> None:
     out.print(table)
 
 
-def _over_raw(case: benchmarks.Case, rate: float, raw: dict[tuple[int, int], float], threads: int) -> str:
-    """The engine's rate over that of the largest raw batch that its callers could have filled."""
+def _over_raw(
+    case: benchmarks.BenchCase, rate: float, raw: dict[tuple[int, int], float], threads: int
+) -> str:
+    """Return the engine's rate over that of the largest raw batch that its callers could fill."""
     if case.labels["kind"] != "engine":
         return ""
     sizes = [rows for count, rows in raw if count == threads]
@@ -446,7 +483,7 @@ def _over_raw(case: benchmarks.Case, rate: float, raw: dict[tuple[int, int], flo
     return f"{rate / raw[threads, rows]:.2f} of batch {rows}"
 
 
-def _table(report: benchmarks.Report, columns: tuple[str, ...]) -> Table:
+def _table(report: benchmarks.BenchReport, columns: tuple[str, ...]) -> Table:
     machine = benchmarks.describe_machine()
     settings = ", ".join(f"{key} {value}" for key, value in report.settings.items())
     # Interrupted, some cases have run once more than others, and some perhaps not at all.
@@ -464,6 +501,6 @@ def _table(report: benchmarks.Report, columns: tuple[str, ...]) -> Table:
     return table
 
 
-def _figure(case: benchmarks.Case, name: str, digits: int = 2) -> str:
+def _figure(case: benchmarks.BenchCase, name: str, digits: int = 2) -> str:
     value = case.median(name)
     return "" if value is None else f"{value:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""A client for the websocket of a server: many requests in flight on one connection.
+"""Call a server over its websocket: many requests in flight on one connection.
 
 ::
 
@@ -12,17 +12,17 @@ from collections.abc import Generator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
-import numpy as np
-
 from asynctrt import errors
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
     LifecycleError,
-    RequestError,
     UsageError,
 )
-from asynctrt.serving.datatypes import Buffer, read_tensor, write_tensor
+from asynctrt.kserve.client import as_array, describe_request, place_outputs, read_outputs
+from asynctrt.kserve.codec import PlacedTensor, remember
+from asynctrt.kserve.datatypes import Buffer, write_tensor
+from asynctrt.kserve.json_codec import dump, parse_object, split_id
 from asynctrt.serving.frames import (
     ClientConnection,
     ConnectionClosed,
@@ -34,24 +34,16 @@ from asynctrt.serving.frames import (
 from asynctrt.serving.frames import (
     connect as open_websocket,
 )
-from asynctrt.serving.wire import (
-    as_array,
-    describe_request,
-    dtype_of,
-    dump,
-    parse_object,
-    remember,
-    split_id,
-)
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array
 
 PREFIX_NBYTES: Final = 4
 
 
 class RemoteError(AsynctrtError):
-    """The server answered with an error that asynctrt has no class for; ``status`` is its HTTP status."""
+    """The server answered with an error that asynctrt has no class for."""
 
     status: int = 500
+    """The HTTP status of the answer."""
 
 
 def connect(
@@ -64,31 +56,31 @@ def connect(
     max_size: int | None = None,
     **settings: Any,
 ) -> "Client":
-    """A client of the websocket at ``url``: enter it with ``async with``.
+    """Return a client of the websocket at ``url``, to be entered with ``async with``.
 
     :param url: ``ws://HOST:PORT/v2/ws`` for every model, ``.../v2/models/NAME/ws`` for one; ``wss://`` with
         TLS.
-    :param token: the server's bearer token, if it asks for one.
-    :param max_in_flight: requests on the way at once; further calls wait their turn. More than the server
-        takes (its ``max_requests_per_connection``) wait on the way.
-    :param attempts: how often a request is sent, should the connection be lost under it or the server be
-        stopping or starting. More than 1 is for models without side effects: nobody knows whether a request
-        that was lost was computed.
-    :param reconnect_timeout: seconds to try to connect again after a connection was lost.
-    :param max_size: bytes of the largest answer; ``None``: any.
-    :param settings: for ``websockets.asyncio.client.connect``: ``ssl``, ``proxy``, ``open_timeout``, ...
-    :raises ConnectionLostError: when it is entered, if there is no server.
-    :raises UnauthorizedError: when it is entered, if the server takes no such token.
+    :param token: the server's bearer token, if it requires one.
+    :param max_in_flight: requests in flight at once; further calls wait. Beyond the server's own limit
+        (``max_requests_per_connection``) requests wait on the connection.
+    :param attempts: how often a request is sent if its connection is lost, or the server is stopping or
+        starting. Use more than 1 only for models without side effects: a lost request may have been computed.
+    :param reconnect_timeout: seconds to keep trying to connect again after the connection was lost.
+    :param max_size: the largest answer in bytes; ``None`` for no limit.
+    :param settings: passed to ``websockets.asyncio.client.connect``: ``ssl``, ``proxy`` and others.
+    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1.
+    :raises ConnectionLostError: on entering, if there is no server.
+    :raises UnauthorizedError: on entering, if the server refuses the token.
     """
     if max_in_flight < 1 or attempts < 1:
-        raise UsageError(f"max_in_flight and attempts are at least 1, not {max_in_flight} and {attempts}")
+        raise UsageError(f"max_in_flight and attempts must be at least 1, not {max_in_flight} and {attempts}")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
     return Client(url, settings, max_in_flight, attempts, reconnect_timeout)
 
 
 class Client:
-    """Made by :func:`connect`. Any number of tasks may call it at once."""
+    """Made by :func:`connect`. Any number of tasks may use it at once."""
 
     def __init__(
         self,
@@ -109,9 +101,9 @@ class Client:
         self._task: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[dict[str, Array]]] = {}
         self._number = 0
-        # Headers repeat, but for the id: those of requests by what they say, those of answers by their bytes.
+        # Heads repeat except for the id: those of requests are cached by content, those of answers by bytes.
         self._heads: dict[Any, bytes] = {}
-        self._answers: dict[bytes, list[tuple[TensorSpec, tuple[int, ...], int]]] = {}
+        self._answers: dict[bytes, list[PlacedTensor]] = {}
 
     def __repr__(self) -> str:
         state = "connected" if self._socket is not None else "not connected"
@@ -119,7 +111,7 @@ class Client:
 
     async def __aenter__(self) -> Self:
         if self._task is not None:
-            raise UsageError("this client was entered before: call connect(...) again for another")
+            raise UsageError("this client was already entered: call connect(...) again for a new one")
         self._socket = await self._open()
         self._connected.set()
         self._task = asyncio.create_task(self._run(self._socket))
@@ -156,14 +148,15 @@ class Client:
     ) -> dict[str, Array]:
         """Run rows through a model of the server.
 
-        :param model: its name; not looked at on a websocket that is one model's.
+        :param model: the model's name; ignored on the websocket of a single model.
+        :param version: the model's version; the newest if empty.
         :param inputs: arrays by tensor name, each ``(rows, *dims)`` of the tensor's dtype; for BYTES, byte
             strings or text.
-        :param outputs: which outputs are wanted; all, if it is not given.
+        :param outputs: the wanted outputs; all by default.
         :param timeout: seconds that the request may be queued on the server.
-        :param priority: 1 is the most urgent; 0 the model's default.
-        :raises AsynctrtError: what the server says went wrong, as :meth:`asynctrt.Engine.infer` raises it.
-        :raises ConnectionLostError: if the connection is lost before the answer is there.
+        :param priority: 1 is the most urgent; 0 means the model's default.
+        :raises AsynctrtError: the server's error, as :meth:`asynctrt.Engine.infer` would raise it.
+        :raises ConnectionLostError: if the connection is lost before the answer arrives.
         """
         arrays = {name: as_array(name, value) for name, value in inputs.items()}
         tensors = [write_tensor(array) for array in arrays.values()]
@@ -178,13 +171,13 @@ class Client:
                     if attempt == self._attempts or self._lost is not None:
                         raise
                     if isinstance(error, LifecycleError):
-                        # A server that is about to stop, or has started and not loaded the model yet.
+                        # The server is about to stop, or has not loaded the model yet.
                         await asyncio.sleep(next(delays))
         raise AssertionError("the last attempt answers or raises")
 
     async def _call(self, rest: bytes, tensors: list[Buffer]) -> dict[str, Array]:
         if not self._connected.is_set():
-            await self._connected.wait()  # Which ends when it is connected again, or given up.
+            await self._connected.wait()  # It is also set when reconnecting is given up.
         if self._lost is not None:
             raise type(self._lost)(*self._lost.args)
         socket = self._socket
@@ -199,7 +192,7 @@ class Client:
             await socket.send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
             return await future
         except ConnectionClosed as error:
-            if socket is self._socket:  # The task that receives will be told too, some time.
+            if socket is self._socket:  # The receiving task learns of it later.
                 self._connected.clear()
             raise ConnectionLostError(f"the connection to {self.url} was lost: {error}") from error
         except asyncio.CancelledError:
@@ -211,7 +204,7 @@ class Client:
 
     @staticmethod
     def _cancel(socket: ClientConnection, number: str) -> None:
-        """Tell the server, without waiting for anything: the caller is being cancelled."""
+        """Tell the server that a request is cancelled, without waiting, as its caller is being cancelled."""
         task = asyncio.get_running_loop().create_task(socket.send(dump({"cancel": number}).decode()))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -225,7 +218,7 @@ class Client:
         timeout: float | None,
         priority: int,
     ) -> bytes:
-        """A request's header from behind the id on."""
+        """Return the part of a request's head that follows the id."""
         wanted = tuple(outputs) if outputs is not None else None
         shapes = tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
         key = (model, version, shapes, sizes, wanted, timeout, priority)
@@ -246,14 +239,15 @@ class Client:
         except InvalidStatus as error:
             raise _refused(self.url, error) from error
         except InvalidURI as error:
-            raise UsageError(f"{self.url!r} is no websocket's address: ws://HOST:PORT/v2/ws") from error
+            raise UsageError(
+                f"{self.url!r} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
+            ) from error
         except (OSError, InvalidHandshake, TimeoutError) as error:
-            raise ConnectionLostError(f"cannot connect to {self.url}: {_said(error)}") from error
+            raise ConnectionLostError(f"cannot connect to {self.url}: {_text_of(error)}") from error
 
     async def _run(self, socket: ClientConnection) -> None:
-        """Take answers, and connect again whenever the connection is lost."""
-        # It waits longer after each failure, and goes on after those that may pass. To leave it is to close
-        # the connection that it gave last.
+        """Receive answers, and connect again whenever the connection is lost."""
+        # The iterator retries transient failures with growing delays. Leaving it closes its last connection.
         again = aiter(open_websocket(self.url, reconnect_delays=_delays, **self._settings))
         try:
             while True:
@@ -267,7 +261,7 @@ class Client:
         except Exception as error:
             self._lost = ConnectionLostError(
                 f"the connection to {self.url} was lost and could not be made again within "
-                f"{self._reconnect_timeout:g} s: {_said(error)}"
+                f"{self._reconnect_timeout:g} s: {_text_of(error)}"
             )
         finally:
             self._connected.set()
@@ -275,14 +269,14 @@ class Client:
             await socket.close()
 
     async def _receive(self, socket: ClientConnection) -> None:
-        """Take answers until the connection is lost."""
+        """Receive answers until the connection is lost."""
         try:
             async for message in socket:
                 self._take(message)
         except ConnectionClosed:
-            pass  # Said by what is raised for those that wait.
+            pass  # The waiting callers are told below.
         except Exception as error:
-            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_said(error)}")
+            self._lost = ConnectionLostError(f"{self.url} does not speak this protocol: {_text_of(error)}")
         self._socket = None
         self._connected.clear()
         self._fail_all()
@@ -294,7 +288,7 @@ class Client:
                 future.set_exception(ConnectionLostError(f"the connection to {self.url} was lost"))
 
     def _take(self, message: bytes | str) -> None:
-        if isinstance(message, str):  # What is said about a request that was text: it was to cancel one.
+        if isinstance(message, str):  # Only cancellations are sent as text, so this answers one.
             message = message.encode()
             head, stop = message, len(message)
         else:
@@ -308,14 +302,11 @@ class Client:
             if "error" in content:
                 self._settle(request_id, error=_error(content))
                 return
-            known = _described(content)
+            known = place_outputs(content)
             remember(self._answers, rest, known)
-        outputs = {}
-        for spec, shape, nbytes in known:
-            # A copy, for the caller may write to it.
-            outputs[spec.name] = read_tensor(spec, shape, message, stop, nbytes).copy()
-            stop += nbytes
-        self._settle(request_id, outputs)
+        outputs = read_outputs(known, message, stop)
+        # The caller may write to its outputs, so they are copies.
+        self._settle(request_id, {name: array.copy() for name, array in outputs.items()})
 
     def _settle(
         self,
@@ -332,21 +323,8 @@ class Client:
             future.set_result(outputs)
 
 
-def _described(content: Mapping[str, Any]) -> list[tuple[TensorSpec, tuple[int, ...], int]]:
-    try:
-        described = []
-        for output in content["outputs"]:
-            nbytes = output["parameters"]["binary_data_size"]
-            datatype = output["datatype"]
-            dtype = np.dtype("S") if datatype == "BYTES" else dtype_of(datatype)
-            described.append((TensorSpec(output["name"], dtype), tuple(output["shape"]), nbytes))
-    except (KeyError, TypeError) as error:
-        raise RequestError(f"the server's answer is not what the protocol says: {content!r:.200}") from error
-    return described
-
-
 def _error(content: Mapping[str, Any]) -> AsynctrtError:
-    """What the server says went wrong, as the class that it was there."""
+    """Return the server's error, of the class that it had there if asynctrt has it."""
     kind = getattr(errors, str(content.get("type")), None)
     if isinstance(kind, type) and issubclass(kind, AsynctrtError):
         return kind(content["error"])
@@ -357,11 +335,11 @@ def _error(content: Mapping[str, Any]) -> AsynctrtError:
 
 
 def _delays() -> Generator[float]:
-    """How long to wait between attempts to connect again: little at first, as a server may be restarting."""
+    """Yield the delays between attempts to connect again, growing from 0.1 s to 5 s."""
     return backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 

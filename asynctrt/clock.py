@@ -1,4 +1,4 @@
-"""The only module that reads a clock. Everything else is given its time, or this module's functions."""
+"""The only module that reads a clock. Other modules are given the time, or functions of this module."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ now_ns: Callable[[], int] = time.monotonic_ns
 
 
 cpu_ns: Callable[[], int] = time.process_time_ns
-"""CPU time in ns that the process has used, all its threads together."""
+"""CPU time in ns that all threads of the process have used together."""
 
 
 own_cpu_ns: Callable[[], int] = time.thread_time_ns
@@ -16,9 +16,9 @@ own_cpu_ns: Callable[[], int] = time.thread_time_ns
 
 
 def cpu_clock_of_thread(ident: int) -> Callable[[], int] | None:
-    """A function that reads the CPU time in ns that the running thread ``ident`` has used.
+    """Return a function that reads the CPU time in ns that the running thread ``ident`` has used.
 
-    ``None`` where the platform has no such clock (it is POSIX's ``pthread_getcpuclockid``).
+    Return ``None`` on platforms without POSIX's ``pthread_getcpuclockid``.
     """
     if not hasattr(time, "pthread_getcpuclockid"):
         return None
@@ -27,10 +27,10 @@ def cpu_clock_of_thread(ident: int) -> Callable[[], int] | None:
 
 
 def wall_ns(at_ns: int) -> int:
-    """What the wall clock said, in ns since 1970, when :func:`now_ns` said ``at_ns``."""
+    """Convert a time of :func:`now_ns` to the wall clock, in ns since 1970."""
     return time.time_ns() - time.monotonic_ns() + at_ns
 
 
 def wall_ms(at_ns: int) -> int:
-    """As :func:`wall_ns`, in ms."""
+    """Convert as :func:`wall_ns` does, to ms."""
     return wall_ns(at_ns) // 1_000_000

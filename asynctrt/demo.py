@@ -1,7 +1,7 @@
-"""The main job on real input: what kind of file is each of these? The model is the one that magika ships.
+"""Run a real model on real input: identify file types with the ONNX model that magika ships.
 
-The only importer of ``magika``, and of that only its data: the ONNX model, its configuration and its table of
-content types. The input is made here from each file's bytes, as the configuration says.
+Only magika's data is used: the model, its configuration and its table of content types. The inputs are made
+here from each file's bytes, as the configuration specifies.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.tensors import Array
 
 CALLERS: Final = 256
-"""Requests that are under way at once."""
+"""Requests in flight at once."""
 
 MAX_ROWS: Final = 4
-"""On a CPU this model does 290 rows/s a core in batches of 4, and 210 in batches of 64."""
+"""On a CPU this model is fastest in small batches: `asynctrt bench` on it shows by how much."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentModel:
-    """The model's file, and what its input and output mean."""
+    """The model's file, and the meaning of its input and output."""
 
     path: Path
     labels: tuple[str, ...]
@@ -49,7 +49,7 @@ class ContentModel:
 
     @classmethod
     def find(cls) -> "ContentModel":
-        """The model of the installed ``magika``.
+        """Find the model of the installed ``magika``.
 
         :raises MissingExtraError: if it is not installed.
         """
@@ -76,10 +76,10 @@ class ContentModel:
         )
 
     def row(self, beginning: bytes, end: bytes) -> Array | None:
-        """The input of one file, int32 ``(1, beg_size + end_size)``; ``None`` if it says too little.
+        """Return the input of a file, int32 ``(1, beg_size + end_size)``; ``None`` if the file is too small.
 
-        ``beginning`` and ``end`` are its first and last ``block_size`` bytes; white space around them does
-        not count, and what is missing is padded towards the middle.
+        ``beginning`` and ``end`` are its first and last ``block_size`` bytes. White space around them is
+        stripped, and missing bytes are padded towards the middle.
         """
         head = beginning.lstrip()[: self.beg_size]
         tail = end.rstrip()[-self.end_size :]
@@ -91,7 +91,7 @@ class ContentModel:
         return row
 
     def label(self, scores: Array) -> str:
-        """What a file is: the most likely label, or just text or unknown where the model is not sure."""
+        """Return the most likely label; or "txt" or "unknown" if the model is not confident."""
         best = int(scores.argmax())
         label = self.labels[best]
         shown = self.overwrite.get(label, label)
@@ -100,7 +100,7 @@ class ContentModel:
         return "txt" if shown in self.texts else "unknown"
 
     def agrees(self, path: Path, label: str) -> bool | None:
-        """Whether the label fits the ending of the file's name; ``None`` if the ending says nothing."""
+        """Return whether the label fits the file's extension; ``None`` if the extension is unknown."""
         ending = path.suffix.lower().lstrip(".")
         if not any(ending in known for known in self.extensions.values()):
             return None
@@ -108,8 +108,8 @@ class ContentModel:
 
 
 @dataclass(slots=True)
-class Pass:
-    """One way through all files: how long it took and how long each request did, in ns."""
+class DemoRun:
+    """The timing of one run over all files, in ns."""
 
     files: int = 0
     elapsed_ns: int = 0
@@ -122,30 +122,30 @@ class Pass:
         return self.files / self.elapsed_ns * 1e9 if self.elapsed_ns else 0.0
 
     def latency_ms(self, percent: float) -> float:
-        """A percentile of the requests' latency in ms."""
+        """Return a percentile of the requests' latency in ms."""
         return float(np.percentile(self.latencies_ns, percent)) / 1e6 if self.latencies_ns else 0.0
 
 
 @dataclass(slots=True)
 class DemoReport:
-    """What the demo found and how fast. Filled while it runs, so that an interrupted one can be shown."""
+    """The demo's findings and timings. It is filled while the demo runs, so that Ctrl-C still shows them."""
 
     folders: tuple[Path, ...] = ()
     found: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
     judged: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
-    together: Pass = field(default_factory=Pass)
-    one_by_one: Pass = field(default_factory=Pass)
+    together: DemoRun = field(default_factory=DemoRun)
+    one_by_one: DemoRun = field(default_factory=DemoRun)
 
 
 def default_folders() -> tuple[Path, ...]:
-    """Python's own library and this package's files."""
+    """Return the folders of Python's standard library and of this package."""
     return Path(sysconfig.get_path("stdlib")), Path(asynctrt.__file__).parent
 
 
 def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
-    """Up to ``limit`` files below the folders, drawn evenly and always the same."""
+    """Return up to ``limit`` files below the folders: a random sample, the same each time."""
 
     def walk() -> Iterator[Path]:
         for folder in folders:
@@ -160,7 +160,7 @@ def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
 
 
 def read_row(model: ContentModel, path: Path) -> Array | None:
-    """The model's input for a file; ``None`` if it cannot be read or says too little."""
+    """Return the model's input for a file; ``None`` if it cannot be read or is too small."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -174,7 +174,7 @@ def read_row(model: ContentModel, path: Path) -> Array | None:
 
 
 def read_input(path: Path) -> Array | None:
-    """As :func:`read_row`, of the installed model: a reader for ``asynctrt load --reader``."""
+    """Return the installed model's input for a file, as a reader for ``asynctrt load --reader`` does."""
     return read_row(_installed_model(), path)
 
 
@@ -190,7 +190,7 @@ async def run_together(
     report: DemoReport,
     advance: Callable[[int], None],
 ) -> None:
-    """Send every file through ``await engine.infer``, many at once, and count what they are."""
+    """Identify every file with ``await engine.infer``, many at once, and count the labels."""
     waiting = iter(rows)
     done = report.together
     started_ns = clock.now_ns()
@@ -222,7 +222,7 @@ async def run_together(
 async def run_one_by_one(
     engine: asynctrt.Engine,
     rows: Sequence[tuple[Path, Array]],
-    done: Pass,
+    done: DemoRun,
     advance: Callable[[int], None],
 ) -> None:
     """Send the same files one at a time, for comparison."""

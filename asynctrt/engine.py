@@ -1,193 +1,99 @@
-"""The engine: ``asynctrt.open`` and what it gives. Read this first.
+"""The engine: what ``asynctrt.open`` gives. Read this first.
 
 A request's way, top to bottom: :meth:`Engine.infer` checks its inputs against the model's specs, queues it
-(``scheduling``), and awaits. The driver (``runtime``) launches batches on leased contexts (``backends``) of
-a device (``devices``), and answers the callers when the reaper has seen a batch's event.
+(``scheduling``), and awaits. The driver (``runtime``) carries out what the scheduler decides: it puts batches
+on pooled contexts (``backends``) of a device (``devices``), and answers the callers when the reaper has seen
+a batch's event.
 """
 
 import asyncio
 import logging
-import os
 import sys
+import threading
 import warnings
 from collections import deque
-from collections.abc import Generator, Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
-from types import MappingProxyType, TracebackType
-from typing import Any, Final, Literal, Self, Unpack
-
-import anyio
+from types import TracebackType
+from typing import Any, Final, Literal, Self
 
 from asynctrt import clock
-from asynctrt.backends.base import Model
-from asynctrt.devices.arenas import Arenas
-from asynctrt.devices.base import Device
-from asynctrt.errors import EngineClosedError, InputError, UsageError
-from asynctrt.loading import (
-    Built,
-    build_on,
-    in_thread,
-    profiles_of,
-    running_loop,
-    settled,
-    timeout_ns_of,
-)
-from asynctrt.options import Options, Settings
-from asynctrt.runtime.driver import Driver
+from asynctrt.errors import DeadlineError, EngineClosedError, InputError, UsageError
+from asynctrt.inputs import InputCheck, Inputs
+from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
+from asynctrt.options import Options
+from asynctrt.parts import EngineParts
+from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX, Driver
 from asynctrt.runtime.slots import Slot, SlotBoard
-from asynctrt.scheduling.ledger import Launch
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
-from asynctrt.tensors import BatchRecord, DeviceBucket, Dims, InferResult, InputCheck, Inputs, TensorSpec
+from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
+from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
 
 STREAM_END_S: Final = 0.1
 """How long a stream whose batches have ended may take to come to rest."""
 
+ABANDONED_S: Final = 3600.0
+"""How long is waited at a time for batches that were given up."""
+
 logger = logging.getLogger("asynctrt")
-
-
-def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.open)
-    model: str | os.PathLike[str] | Model,
-    *,
-    device: str | Device = "host",
-    shared_arenas: Arenas | None = None,
-    options: Options | None = None,
-    **settings: Unpack[Settings],
-) -> "Opening":
-    """Load a model onto a device and put an engine in front of it.
-
-    Use it as ``async with asynctrt.open(...) as engine:``, or ``engine = await asynctrt.open(...)`` and
-    ``await engine.aclose()`` in the end. Loading is done in a thread; the engine belongs to the running loop.
-
-    :param model: a path to an ``.onnx`` file, or to a TensorRT plan (``.plan``, ``.engine``, ``.trt``), which
-        is code: open only plans that you trust; ``"module:attribute"``, a model in a Python module or a
-        function there that makes one; or a model object, which stays the caller's to close.
-    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object.
-    :param shared_arenas: the enqueue memory to work in, shared with other engines on the same device object.
-    :param options: an :class:`Options`; ``settings`` are single options, and win over it.
-    :raises OptionsError: at once, for an option that is unknown or impossible.
-    :raises ModelNotFoundError, ModelError: when it is entered, for a model that cannot be served.
-    :raises DeviceUnavailableError: when it is entered, for a device that is not here.
-    :raises MissingExtraError: when it is entered, if the model needs a package that is not installed.
-    """
-    return Opening(model, device, shared_arenas, Options.from_settings(options, dict(settings)))
-
-
-class Opening:
-    """An engine about to be opened: enter it with ``async with``, or await it."""
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | Model,
-        device: str | Device,
-        shared_arenas: Arenas | None,
-        options: Options,
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._shared_arenas = shared_arenas
-        self._options = options
-        self._engine: Engine | None = None
-
-    def __repr__(self) -> str:
-        return f"<asynctrt.open({self._model!r}): not entered yet, use 'async with' or 'await'>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Engine, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise UsageError(
-            f"this engine is not open yet, so it has no {name!r}: "
-            "async with asynctrt.open(...) as engine, or engine = await asynctrt.open(...)"
-        )
-
-    def __enter__(self) -> None:
-        raise UsageError("an engine is opened with 'async with', not with 'with'")
-
-    def __exit__(self, *_: object) -> None:
-        raise UsageError("an engine is opened with 'async with', not with 'with'")
-
-    def __await__(self) -> "Generator[Any, None, Engine]":
-        return self._open().__await__()
-
-    async def __aenter__(self) -> "Engine":
-        if self._engine is not None:
-            raise UsageError("this engine was entered before. Call asynctrt.open(...) again for another")
-        self._engine = await self._open()
-        return self._engine
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._engine is not None:
-            await self._engine.aclose()
-
-    async def _open(self) -> "Engine":
-        loop = running_loop()
-        if self._shared_arenas is not None:
-            self._shared_arenas.claim(get_ident())
-        build = partial(build_on, self._model, self._device, self._options, self._shared_arenas)
-        built = await in_thread(build, undo=lambda built: built.close(STREAM_END_S))
-        return Engine(loop, built, self._options)
 
 
 class Engine:
     """A model behind ``await``. Made by :func:`open`; belongs to the event loop that it was opened on."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        built: Built,
-        options: Options,
-    ) -> None:
-        device, model, pool, sizes = built.device, built.model, built.pool, built.sizes
+    def __init__(self, loop: asyncio.AbstractEventLoop, parts: EngineParts, options: Options) -> None:
+        device, model, pool, capacity = parts.device, parts.model, parts.pool, parts.capacity
         self._loop = loop
         # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
-        # makes a system call each time before Python 3.12 (145 ns against 40).
+        # makes a system call each time before Python 3.12.
         self._is_running = loop.is_running
         self._thread = get_ident()
-        self._built = built
+        self._parts = parts
         self._device = device
         self._model = model
         self._pool = pool
         self._options = options
-        self._rows_max = sizes.rows_max
-        self._sizes = sizes
+        self._capacity = capacity
+        self._rows_max = capacity.rows_max
+        self._has_profiles = parts.shapes.has_profiles
         self._now_ns = clock.now_ns
         self._opened_ns = clock.now_ns()
-        profiles = profiles_of(model, sizes.rows_max)
-        self._limit_of = None if profiles is None else profiles.limit_of
-        self._input_check = InputCheck(
-            model.inputs,
-            check_finite=options.check_finite,
-            check_dims=None if profiles is None else profiles.check,
-            import_array=device.import_array,
-        )
-        self._admit = self._input_check.admit
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         self._scheduler = Scheduler(
             policy=Policy(
-                rows_max=sizes.rows_max,
+                rows_max=capacity.rows_max,
                 delay_ns_max=int(options.max_delay * 1e9),
-                # A slot without a context to fill it is none.
-                slots=min(device.slots, sizes.in_flight_max),
-                is_parallel=device.is_parallel and model.rows_fixed is None,
+                # What has no context to run on keeps no device busy.
+                concurrency=min(
+                    device.concurrency if model.occupies_device else capacity.in_flight_max,
+                    capacity.in_flight_max,
+                ),
+                is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
+                captured=pool.captured,
             ),
+            shapes=parts.shapes,
             queue_rows_max=options.max_queue_rows,
             priorities=options.priorities,
-            contexts=sizes.contexts,
-            arenas=sizes.arenas,
-            in_flight_max=sizes.in_flight_max,
-            arena_users=None if built.arenas is None else built.arenas.users,
-            kind_of=None if profiles is None else profiles.kind_of,
-            limit_of=self._limit_of,
+            contexts=capacity.contexts,
+            arenas=capacity.arenas,
+            in_flight_max=capacity.in_flight_max,
+            arena_users=None if parts.arenas is None else parts.arenas.users,
+            times_all=device.timing_is_free,
         )
+        self._input_check = InputCheck(
+            model.inputs,
+            check_finite=options.check_finite,
+            check_key=self._scheduler.limit if self._has_profiles else None,
+            import_array=device.import_array,
+        )
+        self._validate = self._input_check.validate
         self._driver = Driver(
             loop=loop,
             scheduler=self._scheduler,
@@ -197,13 +103,12 @@ class Engine:
             device=device,
             waiting=options.waiting,
             batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
-            admitted=None if profiles is None else profiles.admitted,
         )
         self._slots = SlotBoard(
             loop=loop,
             pool=pool,
-            slabs_max=sizes.contexts + 1,
-            limit_of=self._rows_limit,
+            slabs_max=capacity.contexts + 1,
+            limit=self._scheduler.limit,
             waiting_rows_max=options.max_queue_rows,
         )
         self._state = "open"
@@ -214,7 +119,7 @@ class Engine:
         return (
             f"<Engine {self._model.name!r} on {self._device.name} {self.state} "
             f"queued={self._scheduler.queued_requests} "
-            f"in_flight={len(self._scheduler.ledger.in_flight)}>"
+            f"in_flight={self._scheduler.in_flight}>"
         )
 
     def __del__(self) -> None:
@@ -251,7 +156,7 @@ class Engine:
     @property
     def platform(self) -> str:
         """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
-        return str(getattr(self._model, "platform", "custom"))
+        return self._model.platform
 
     @property
     def device_name(self) -> str:
@@ -303,16 +208,16 @@ class Engine:
         """
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
-        arrays, rows, bucket = self._admit(inputs)
+        arrays, rows, key = self._validate(inputs)
         if outputs != "host":
-            bucket = self._bucket_on_device(outputs, bucket, rows)
-        if timeout is None and not priority:
+            key = self._key_on_device(outputs, key, rows)
+        if timeout is None and type(priority) is int and not priority:
             timeout_ns = self._timeout_ns
         else:
-            timeout_ns = self._checked_timeout_ns(timeout, priority)
-        if rows > self._rows_max or (self._limit_of is not None and rows > self._limit_of(bucket)):
-            return await self._infer_split(arrays, rows, bucket, timeout_ns, priority)
-        request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns)
+            timeout_ns, priority = self._checked(timeout, priority)
+        if rows > self._rows_max or (self._has_profiles and rows > self._scheduler.limit(key)):
+            return await self._infer_split(self._split(arrays, rows, key), key, timeout_ns, priority)
+        request = self._driver.submit(arrays, rows, key, priority, timeout_ns)
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):
@@ -328,19 +233,20 @@ class Engine:
         Arguments and errors are those of :meth:`infer`; what is wrong with the call is raised here, and the
         rest by the future. To cancel the future is to cancel the request.
         """
-        # The first lines of `infer`, once more: a method for both costs 0.1 of the 2.5 µs of a call.
+        # The first lines of `infer`, once more: they are too hot for a method that serves both.
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
-        arrays, rows, bucket = self._admit(inputs)
-        if timeout is None and not priority:
+        arrays, rows, key = self._validate(inputs)
+        if timeout is None and type(priority) is int and not priority:
             timeout_ns = self._timeout_ns
         else:
-            timeout_ns = self._checked_timeout_ns(timeout, priority)
-        if rows > self._rows_max or (self._limit_of is not None and rows > self._limit_of(bucket)):
-            return self._loop.create_task(self._infer_split(arrays, rows, bucket, timeout_ns, priority))
+            timeout_ns, priority = self._checked(timeout, priority)
+        if rows > self._rows_max or (self._has_profiles and rows > self._scheduler.limit(key)):
+            parts = self._split(arrays, rows, key)
+            return self._loop.create_task(self._infer_split(parts, key, timeout_ns, priority))
         future = _Answer(loop=self._loop)
         future.driver = self._driver
-        future.request = self._driver.submit(arrays, rows, bucket, priority, timeout_ns, future)
+        future.request = self._driver.submit(arrays, rows, key, priority, timeout_ns, future)
         return future
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
@@ -351,78 +257,91 @@ class Engine:
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """
         self._check_loop()
-        bucket = self._slot_bucket(dims or {})
-        rows_max = self._rows_limit(bucket)
-        if not (isinstance(rows, int) and 1 <= rows <= rows_max):
-            raise InputError(f"a slot has 1 to {rows_max} rows, not {rows!r}")
-        return Slot(self._slots, bucket, rows, self._infer_placed)
+        key = self._slot_key({} if dims is None else dims)
+        rows_max = self._scheduler.limit(key)
+        count = int_or_none(rows)
+        if count is None or not 1 <= count <= rows_max:
+            raise InputError(f"rows of a slot must be a whole number from 1 to {rows_max}, not {rows!r}")
+        return Slot(self._slots, key.shape, count, self._infer_slot)
 
     def statistics(self) -> Statistics:
         """A snapshot of what the engine has done and is doing."""
-        ledger = self._scheduler.ledger
-        totals = ledger.totals
+        snapshot = self._scheduler.snapshot()
+        counters = snapshot.counters
         return Statistics(
             state=self.state,
-            submitted=self._scheduler.submitted,
-            succeeded=totals.succeeded,
-            failed=totals.failed,
-            cancelled=totals.cancelled,
-            expired=totals.expired,
-            refused=totals.refused,
-            rows=totals.rows,
-            batches=totals.batches,
-            queue_ns=totals.queue_ns,
-            copy_in_ns=totals.copy_in_ns,
-            compute_ns=totals.compute_ns,
-            copy_out_ns=totals.copy_out_ns,
-            total_ns=totals.total_ns,
-            queued_requests=self._scheduler.queued_requests,
-            queued_rows=self._scheduler.queued_rows,
-            in_flight_batches=len(ledger.in_flight),
-            rows_padded=totals.rows_padded,
-            batches_timed=totals.batches_timed,
-            contexts=self._sizes.contexts,
-            contexts_quarantined=len(ledger.quarantined),
-            arenas=self._sizes.arenas,
-            arena_waits=totals.arena_waits,
-            arena_wait_ns=totals.arena_wait_ns,
-            arena_busy_share=self._busy_share(totals.busy_ns),
+            submitted=counters.submitted,
+            succeeded=counters.succeeded,
+            failed=counters.failed,
+            cancelled=counters.cancelled,
+            expired=counters.expired,
+            refused=counters.refused,
+            rows=counters.rows,
+            batches=counters.batches,
+            queue_ns=counters.queue_ns,
+            copy_in_ns=counters.copy_in_ns,
+            compute_ns=counters.compute_ns,
+            copy_out_ns=counters.copy_out_ns,
+            total_ns=counters.total_ns,
+            queued_requests=snapshot.queued_requests,
+            queued_rows=snapshot.queued_rows,
+            in_flight_batches=snapshot.in_flight_batches,
+            rows_padded=counters.rows_padded,
+            batches_timed=counters.batches_timed,
+            launched={str(reason): count for reason, count in counters.launched.items()},
+            contexts=self._capacity.contexts,
+            contexts_quarantined=snapshot.contexts_quarantined,
+            arenas=self._capacity.arenas,
+            arena_waits=counters.arena_waits,
+            arena_wait_ns=counters.arena_wait_ns,
+            arena_busy_share=self._busy_share(counters.busy_ns),
             arena_nbytes=self._pool.arenas_nbytes,
-            arena_nbytes_private=self._sizes.contexts * self._model.enqueue_nbytes,
-            graphs=self._pool.graph_sizes,
+            arena_nbytes_private=self._capacity.contexts * self._model.enqueue_nbytes,
+            graphs=self._pool.captured.sizes,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
-            by_batch_rows=MappingProxyType(
-                {
-                    rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
-                    for rows, size in sorted(totals.by_size.items())
-                }
-            ),
+            by_batch_rows={
+                rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
+                for rows, size in counters.by_rows.items()
+            },
         )
 
     @contextmanager
-    def tracing(self, *, batches: int = 4096) -> Iterator[deque[BatchTrace]]:
-        """The last ``batches`` batches that were answered while inside: ``with engine.tracing() as trace``.
+    def tracing(self, *, batches: int = 4096, timed: bool = True) -> Iterator[deque[BatchTrace]]:
+        """Collect the last ``batches`` batches answered while inside: ``with engine.tracing() as trace``.
 
-        A GPU takes the times of every batch then, which makes batches wait for each other that need not.
-
+        :param timed: let a GPU take the times of every batch, which makes batches wait for each other that
+            need not. Without it, batches that are not timed have the times of others of their size.
         :raises UsageError: inside of another one.
         """
         if self._driver.observe is not None:
             raise UsageError("this engine's batches are being traced already")
         trace: deque[BatchTrace] = deque(maxlen=batches)
 
-        def observe(launch: Launch, record: BatchRecord, now_ns: int) -> None:
-            times = record.copy_in_ns, record.compute_ns, record.copy_out_ns, now_ns
-            requests = len(launch.requests)
+        def observe(batch: Batch, record: BatchRecord, now_ns: int) -> None:
             trace.append(
-                BatchTrace(launch.context, launch.arena, launch.rows, requests, launch.launched_ns, *times)
+                BatchTrace(
+                    context=batch.context,
+                    arena=batch.arena,
+                    rows=batch.rows,
+                    rows_run=batch.rows_run,
+                    requests=len(batch.requests),
+                    reason=str(batch.reason),
+                    is_timed=batch.is_timed,
+                    launched_ns=batch.launched_ns,
+                    copy_in_ns=record.copy_in_ns,
+                    compute_ns=record.compute_ns,
+                    copy_out_ns=record.copy_out_ns,
+                    answered_ns=now_ns,
+                )
             )
 
         self._driver.observe = observe
+        self._scheduler.times_all = timed or self._device.timing_is_free
         try:
             yield trace
         finally:
             self._driver.observe = None
+            self._scheduler.times_all = self._device.timing_is_free
 
     async def drain(self) -> None:
         """Refuse new requests from now on, and return when all that were taken have been answered."""
@@ -444,71 +363,89 @@ class Engine:
         if self._closing is None:
             self._closing = self._loop.create_task(self._close())
         # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
-        cancelled = await settled(self._closing)
+        cancelled = await wait_shielded(self._closing)
         self._closing.result()
         if cancelled is not None:
             raise cancelled
 
     async def _close(self) -> None:
+        """Close, and see it through although a loop that ends cancels every task, this one included."""
         self._state = "closing"
         why = f"{self._model.name!r} is closed"
         self._slots.refuse(why)
         self._driver.fail_queued(EngineClosedError(why))
-        with anyio.move_on_after(self._options.close_timeout):
-            await self._driver.wait_idle()
+        await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
         self._driver.close()
-        await in_thread(self._give_back)
+        given_back, _ = await see_through_in_thread(self._give_back)
         self._state = "closed"
+        given_back.result()
 
     def _give_back(self) -> None:
         """Blocks: joins threads, frees memory, unloads the model."""
         self._driver.end_copies(STREAM_END_S)
-        abandoned = self._built.close(STREAM_END_S, self._slots.close)
+        abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)
+            # A daemon: what never ends must not keep the interpreter from exiting.
+            later = partial(_give_back_later, self._parts, self._slots)
+            threading.Thread(target=later, name="asynctrt-abandoned", daemon=True).start()
 
-    async def _infer_split(
-        self,
-        arrays: tuple[Any, ...],
-        rows: int,
-        bucket: Hashable,
-        timeout_ns: int | None,
-        priority: int,
-    ) -> InferResult:
-        """More rows than a batch holds: parts in order, all queued or none, rejoined in the end."""
+    def _split(self, arrays: tuple[Any, ...], rows: int, key: BatchKey) -> list[tuple[tuple[Any, ...], int]]:
+        """Return the parts of a call with more rows than a batch holds, each arrays and their rows.
+
+        :raises InputError: for more rows than the queue can ever hold.
+        """
         if rows > self._options.max_queue_rows:
             raise InputError(
                 f"{rows} rows are more than the queue can ever hold ({self._options.max_queue_rows}). "
                 "Send them in several calls, or open the engine with a larger max_queue_rows"
             )
-        parts_max = self._rows_limit(bucket)
-        requests = self._driver.submit_parts(
-            [
-                (tuple(array[start : start + parts_max] for array in arrays), min(parts_max, rows - start))
-                for start in range(0, rows, parts_max)
-            ],
-            bucket,
-            priority,
-            timeout_ns,
-        )
+        part = self._scheduler.limit(key)
+        return [
+            (tuple(array[start : start + part] for array in arrays), min(part, rows - start))
+            for start in range(0, rows, part)
+        ]
+
+    async def _infer_split(
+        self,
+        parts: list[tuple[tuple[Any, ...], int]],
+        key: BatchKey,
+        timeout_ns: int | None,
+        priority: int,
+    ) -> InferResult:
+        """Run a call with more rows than a batch holds: parts in order, all queued or none, then rejoined."""
+        requests = self._driver.submit_parts(parts, key, priority, timeout_ns)
         futures = [request.future for request in requests]
         try:
-            parts = await asyncio.gather(*futures)
-        except BaseException:
-            # One part failed or the caller went away: nobody waits for the others any more.
+            results = await asyncio.gather(*futures)
+        except BaseException as error:
+            answered = sum(
+                future.done() and not future.cancelled() and future.exception() is None for future in futures
+            )
+            # One part failed or the caller went away, so the others are of no use any more.
             for request, future in zip(requests, futures, strict=True):
                 future.cancel()
                 self._driver.cancel(request)
-            raise
-        return InferResult.join(parts)
+            if not isinstance(error, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"{error}. The call was split into {len(parts)} batches, of which {answered} had been "
+                "computed"
+            ) from None
+        nbytes = sum(array.nbytes for result in results for array in result.values())
+        if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
+            return InferResult.join(results)
+        joined: list[InferResult] = []
+        await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results)), nbytes)
+        return joined[0]
 
-    async def _infer_placed(
-        self, payload: Any, rows: int, bucket: Hashable, timeout: float | None, priority: int
+    async def _infer_slot(
+        self, payload: Any, rows: int, key: BatchKey, timeout: float | None, priority: int
     ) -> InferResult:
-        """For slots: rows that lie in a slab already, so there is nothing to check or to split."""
+        """Run rows that lie in a slab already, so that there is nothing to check or to split."""
         self._check_loop()
-        timeout_ns = self._checked_timeout_ns(timeout, priority)
-        request = self._driver.submit(payload, rows, bucket, priority, timeout_ns)
+        timeout_ns, priority = self._checked(timeout, priority)
+        request = self._driver.submit(payload, rows, key, priority, timeout_ns)
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):
@@ -516,57 +453,57 @@ class Engine:
             raise
         return result
 
-    def _checked_timeout_ns(self, timeout: float | None, priority: int) -> int | None:
-        """The timeout in ns, with the priority checked on the way."""
-        if not (isinstance(priority, int) and 0 <= priority < self._options.priorities):
-            raise InputError(
-                f"priority is 0 to {self._options.priorities - 1} on this engine, not {priority!r}"
-            )
-        return self._timeout_ns if timeout is None else timeout_ns_of(timeout)
+    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int]:
+        """Return the timeout in ns, and the priority.
+
+        :raises InputError: for a value that is neither.
+        """
+        level = priority_of(priority, self._options.priorities)
+        return self._timeout_ns if timeout is None else timeout_ns_of(timeout), level
 
     def _busy_share(self, busy_ns: int) -> float:
-        """Which share of the time since it was opened its arenas computed for it."""
-        passed_ns = max(self._now_ns() - self._opened_ns, 1) * self._sizes.arenas
+        """Return the share of the time since it was opened in which its arenas computed for it."""
+        passed_ns = max(self._now_ns() - self._opened_ns, 1) * self._capacity.arenas
         return busy_ns / passed_ns if passed_ns else 0.0
 
-    def _bucket_on_device(self, outputs: str, bucket: Hashable, rows: int) -> DeviceBucket:
-        """The bucket of a request whose outputs stay on the device."""
+    def _key_on_device(self, outputs: str, key: BatchKey, rows: int) -> BatchKey:
+        """Return the key of a request whose outputs stay on the device."""
         if outputs != "device":
-            raise InputError(f"outputs is 'host' or 'device', not {outputs!r}")
-        rows_max = self._rows_limit(bucket)
+            raise InputError(f"outputs must be 'host' or 'device', not {outputs!r}")
+        rows_max = self._scheduler.limit(key)
         if rows > rows_max:
             raise InputError(
-                f"outputs='device' takes at most the rows of a batch ({rows_max}), given {rows}. "
+                f"outputs='device' takes the rows of one batch ({rows_max}), given {rows}. "
                 "Send them in several calls"
             )
-        return DeviceBucket(bucket.bucket if isinstance(bucket, DeviceBucket) else bucket, has_outputs=True)
-
-    def _rows_limit(self, bucket: Hashable) -> int:
-        """Rows that one batch of this bucket holds at the most.
-
-        :raises InputError: for a bucket that no profile of the model takes.
-        """
-        return self._rows_max if self._limit_of is None else self._limit_of(bucket)
+        return key._replace(outputs_on_device=True)
 
     def _check_loop(self) -> None:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
 
-    def _slot_bucket(self, dims: Mapping[str, Dims]) -> Hashable:
+    def _slot_key(self, dims: Mapping[str, Dims]) -> BatchKey:
+        names = [spec.name for spec in self._model.inputs]
+        if not isinstance(dims, Mapping) or not set(dims) <= set(names):
+            raise InputError(
+                f"dims must map names of inputs to the dimensions of one row, not {dims!r}; the inputs are "
+                f"{names}"
+            )
         shapes = []
         for spec in self._model.inputs:
-            shape = tuple(dims.get(spec.name, spec.dims))
+            given = dims.get(spec.name, spec.dims)
+            shape = tuple(map(int_or_none, given)) if isinstance(given, tuple | list) else (None,)
             fits = len(shape) == len(spec.dims) and all(
-                isinstance(given, int) and given >= 0 and (isinstance(dim, str) or dim == given)
-                for dim, given in zip(spec.dims, shape, strict=False)
+                size is not None and size >= 0 and (isinstance(dim, str) or dim == size)
+                for dim, size in zip(spec.dims, shape, strict=False)
             )
             if not fits:
                 raise InputError(
-                    f"input {spec.name!r} has rows of shape {spec.dims}, given {shape}. Say it as "
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {given!r}. Write "
                     f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
                 )
-            shapes.append(tuple(int(dim) for dim in shape))
-        return tuple(self._input_check.symbols(shapes).items())
+            shapes.append(tuple(size for size in shape if size is not None))
+        return self._input_check.key_of(shapes)
 
     def _wrong_loop(self) -> UsageError:
         running_loop()
@@ -597,3 +534,9 @@ def _caller() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("asynctrt."):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _give_back_later(parts: EngineParts, slots: SlotBoard) -> None:
+    """Give back what was abandoned once it has ended after all."""
+    while parts.close(ABANDONED_S, slots.close):
+        pass

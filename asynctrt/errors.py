@@ -12,56 +12,66 @@
     │   └── RequestError                               a message to a server that breaks its protocol
     │       ├── UnauthorizedError   401 UNAUTHENTICATED     the token is missing or wrong
     │       ├── UnknownModelError   404 NOT_FOUND           the server has no such model, version or page
-    │       ├── TooLargeError       413 RESOURCE_EXHAUSTED  more bytes or tensors than the server takes
-    │       └── UnsupportedError    501 UNIMPLEMENTED       a part of the protocol that is not there
+    │       ├── TooLargeError       413 RESOURCE_EXHAUSTED  more bytes or tensors than the server accepts
+    │       └── UnsupportedError    501 UNIMPLEMENTED       a part of the protocol it does not implement
     ├── MissingExtraError       (ImportError)          install the extra that it names
     ├── OverloadError           503 UNAVAILABLE        try again later, or shed load
     │   ├── QueueFullError                             the bounded queue had no room
     │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
     ├── LifecycleError          503 UNAVAILABLE
     │   ├── EngineClosedError                          the engine is draining or closed
-    │   └── ModelNotReadyError                         a server's model is not loaded
+    │   └── ModelNotReadyError                         the server's model is not loaded
     ├── ConnectionLostError     (ConnectionError)      a client lost its server: connect again
-    ├── TargetError                                    what a load test is aimed at cannot be measured
+    ├── TargetError                                    the target of a load test cannot be measured
     ├── DeviceError             500 INTERNAL           look at the device or the model
-    │   ├── DeviceUnavailableError                     no such device here
+    │   ├── DeviceUnavailableError                     this machine has no such device
     │   ├── DeviceMemoryError   (MemoryError)          an allocation was refused
-    │   ├── DeviceLostError     503 UNAVAILABLE        nothing on it can be trusted any more
+    │   ├── DeviceLostError     503 UNAVAILABLE        nothing on it can be trusted any longer
     │   └── ExecutionError                             the model failed while it ran a batch
     └── InternalError           500 INTERNAL           a bug in asynctrt; please report it
 
-Each class carries the status that a server answers with, so that no server needs a table of its own.
+Each class carries the status that a server answers with, so no server needs a table of its own.
+
+Errors that come from a model or an application may be of any class, and so may raise when they are printed
+or copied. :func:`describe` and :func:`copy_for` take any exception and never raise.
 """
 
-from typing import ClassVar
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, cast
 
 
 class AsynctrtError(Exception):
-    """The root. ``except asynctrt.AsynctrtError`` catches whatever asynctrt raises on purpose."""
+    """The root of all errors: ``except asynctrt.AsynctrtError`` catches what asynctrt raises on purpose."""
 
     http_status: ClassVar[int] = 500
     """HTTP status code for this error."""
     grpc_code: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code for this error."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without calling ``__init__``, whose parameters a subclass may have changed."""
+        _, args, *state = cast("tuple[Any, ...]", super().__reduce__())
+        return (_restore, (type(self), args), *state)
+
 
 class CallerError(AsynctrtError):
-    """The call is wrong and will be wrong again: the caller has to change it."""
+    """The call is wrong and would fail again: the caller has to change it."""
 
     http_status = 400
     grpc_code = "INVALID_ARGUMENT"
 
 
 class OptionsError(CallerError, ValueError):
-    """An option is unknown, of the wrong type, out of range, or at odds with another."""
+    """An option is unknown, of the wrong type, out of range, or contradicts another one."""
 
 
 class InputError(CallerError, ValueError):
-    """The inputs of one call do not fit the model. The message names tensor, expected and given."""
+    """A call's inputs do not fit the model. The message names the tensor, what it takes and what it got."""
 
 
 class UsageError(CallerError, RuntimeError):
-    """The call came at the wrong place: another event loop, no loop, trio, or a released slot."""
+    """The call was made in the wrong place: another event loop, no loop, trio, or a released slot."""
 
 
 class ModelError(CallerError):
@@ -69,50 +79,50 @@ class ModelError(CallerError):
 
 
 class ModelNotFoundError(ModelError, FileNotFoundError):
-    """There is no file at the model's path."""
+    """The model's path names no file."""
 
     http_status = 404
     grpc_code = "NOT_FOUND"
 
 
 class RequestError(CallerError):
-    """A message to a server breaks the protocol. It names the field, and what it should be."""
+    """A message to a server breaks the protocol. The error names the field and what it should be."""
 
 
 class UnauthorizedError(RequestError):
-    """The server asks for a token, and there was none or a wrong one."""
+    """The server requires a token, and the one given is missing or wrong."""
 
     http_status = 401
     grpc_code = "UNAUTHENTICATED"
 
 
 class UnknownModelError(RequestError):
-    """The server has no such model, no such version of it, or no such page."""
+    """The server does not have this model, this version of it, or this page."""
 
     http_status = 404
     grpc_code = "NOT_FOUND"
 
 
 class TooLargeError(RequestError):
-    """A message has more bytes, headers or tensors than the server takes."""
+    """A message has more bytes, headers or tensors than the server accepts."""
 
     http_status = 413
     grpc_code = "RESOURCE_EXHAUSTED"
 
 
 class UnsupportedError(RequestError):
-    """A part of the protocol that this server does not have."""
+    """This server does not implement this part of the protocol."""
 
     http_status = 501
     grpc_code = "UNIMPLEMENTED"
 
 
 class MissingExtraError(AsynctrtError, ImportError):
-    """An optional package is not installed. The message names the extra that brings it."""
+    """An optional package is not installed. The message names the extra that installs it."""
 
 
 class OverloadError(AsynctrtError):
-    """The engine has more work than it can do in time. Retry later, or send less."""
+    """The engine has more work than it can finish in time. Retry later, or send less."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -127,7 +137,7 @@ class DeadlineError(OverloadError, TimeoutError):
 
 
 class LifecycleError(AsynctrtError):
-    """The engine is not in a state to take this call."""
+    """The engine is not in a state that accepts this call."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
@@ -138,26 +148,26 @@ class EngineClosedError(LifecycleError):
 
 
 class ModelNotReadyError(LifecycleError):
-    """The server knows the model, but has not loaded it, or has unloaded it."""
+    """The server knows the model but has not loaded it, or has unloaded it."""
 
 
 class ConnectionLostError(AsynctrtError, ConnectionError):
-    """A client's connection to its server is gone. Whether the request was computed is not known."""
+    """A client lost the connection to its server. The request may or may not have been computed."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
 
 
 class TargetError(AsynctrtError):
-    """The target of a load test is not there, does not answer, or answers what nobody can read."""
+    """The target of a load test is missing, does not answer, or sends answers that cannot be read."""
 
 
 class DeviceError(AsynctrtError):
-    """Something under the engine went wrong: the device, its memory or the model's execution."""
+    """Something under the engine failed: the device, its memory or the model's execution."""
 
 
 class DeviceUnavailableError(DeviceError):
-    """The device that was asked for is not here or cannot be used."""
+    """The requested device does not exist on this machine or cannot be used."""
 
 
 class DeviceMemoryError(DeviceError, MemoryError):
@@ -165,15 +175,91 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class DeviceLostError(DeviceError):
-    """Work on the device ended in a way after which nothing on it can be trusted."""
+    """Work on the device ended in a way that makes everything on it untrustworthy."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
 
 
 class ExecutionError(DeviceError):
-    """The model failed while it ran this batch. The next batch is not affected."""
+    """The model failed while it ran this batch. Later batches are not affected."""
 
 
 class InternalError(AsynctrtError):
     """asynctrt broke one of its own rules. Please report it with the traceback."""
+
+
+def describe(error: BaseException) -> str:
+    """Return ``"ValueError: its message"`` for any exception, even one whose ``__str__`` raises."""
+    name = _read(lambda: type(error).__name__, "an exception")
+    text = _read(lambda: str(error), "(its message cannot be read: str() of it raises)")
+    return f"{name}: {text}" if text else name
+
+
+def copy_for(error: BaseException) -> AsynctrtError:
+    """Return a fresh copy of an error for one of several callers, whatever its class does.
+
+    One instance raised in several places would collect all their tracebacks. The copy has the type, the
+    arguments, the attributes and the notes of ``error``, which is its cause if it was raised. An error that
+    cannot be copied faithfully becomes one of its nearest class in this module, ``ExecutionError`` if it has
+    none, with :func:`describe` as its message; so does one that asyncio would not raise in the caller as it
+    is (a ``StopIteration``, or one that is also a ``CancelledError``).
+    """
+    try:
+        made = _copy(error)
+    except BaseException:  # Foreign code ran, and the caller is to be answered whatever it raised.
+        made = None
+    if made is None:
+        nearest = next((kind for kind in _NEAREST if issubclass(type(error), kind)), ExecutionError)
+        made = nearest(describe(error))
+        made.__cause__ = error
+    return made
+
+
+def _copy(error: BaseException) -> AsynctrtError | None:
+    """Copy an error with its own methods, which may raise; ``None`` if the copy is not like it."""
+    if not isinstance(error, AsynctrtError) or any(_is_control_flow(kind) for kind in type(error).__mro__):
+        return None
+    made = copy.copy(error)
+    if made is error or type(made) is not type(error) or describe(made) != describe(error):
+        return None
+    notes = getattr(error, "__notes__", None)
+    if notes is not None:
+        made.__notes__ = list(notes)  # A list of its own: each caller may add to it.
+    made.__cause__ = error.__cause__ if error.__traceback__ is None else error
+    return made
+
+
+def _is_control_flow(kind: type) -> bool:
+    if kind is BaseException or not issubclass(kind, BaseException):
+        return False
+    return not issubclass(kind, Exception) or issubclass(kind, StopIteration)
+
+
+def _restore(kind: type[AsynctrtError], args: tuple[Any, ...]) -> AsynctrtError:
+    """Make an error from what its ``__reduce__`` gave, by the nearest built-in class's ``__new__``."""
+    builtin: Any = kind
+    while builtin.__flags__ & _HEAPTYPE:
+        builtin = builtin.__base__
+    made: AsynctrtError = builtin.__new__(kind, *args)
+    if not made.args:  # OSError leaves them to __init__, where a subclass has one.
+        made.args = args
+    return made
+
+
+def _read(read: Callable[[], str], otherwise: str) -> str:
+    """Return what ``read`` gives, as a plain ``str``; ``otherwise`` if it raises or gives something else."""
+    try:
+        return str.__str__(read())
+    except BaseException:  # Foreign code ran, which may raise anything.
+        return otherwise
+
+
+_HEAPTYPE: Final = 1 << 9
+"""CPython's flag of the classes that were made by a class statement."""
+
+_NEAREST: Final = sorted(
+    (kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, AsynctrtError)),
+    key=lambda kind: -len(kind.__mro__),
+)
+"""Every class above, subclasses before their bases."""

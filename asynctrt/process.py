@@ -1,4 +1,4 @@
-"""What a program of ours sets for its whole process. That is for a command to do, and not for a library."""
+"""Settings of a whole process, which a command may change and a library may not."""
 
 import gc
 import sys
@@ -6,21 +6,24 @@ from pathlib import Path
 from typing import Final
 
 SWITCH_INTERVAL_S: Final = 0.0005
-"""How soon a thread that computes gets the GIL back from the loop. Python's own 5 ms suits no server."""
+"""How soon a computing thread gets the GIL back from the loop. Python's own 5 ms is too long for a server."""
 
 
-def let_threads_in() -> None:
-    """Let threads that compute have the GIL soon."""
+def shorten_switch_interval() -> None:
+    """Hand the GIL to threads that compute sooner than Python does by default."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def find_modules_here() -> None:
-    """Have the working directory on the path, for ``module:attribute``, as ``python -m`` does."""
+def add_cwd_to_path() -> None:
+    """Add the working directory to ``sys.path``, as ``python -m`` does, to find ``module:attribute``."""
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
 
 
-def keep_what_is_there() -> None:
-    """Once all is loaded: full collections that looked through it held the loop for 40 ms each."""
+def freeze_gc() -> None:
+    """Exempt everything that exists from garbage collection, whose full passes would block the loop.
+
+    Call it once everything is loaded.
+    """
     gc.collect()
     gc.freeze()

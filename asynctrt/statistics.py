@@ -1,12 +1,35 @@
-"""What an engine has done and is doing: frozen snapshots, made by ``engine.statistics()``."""
+"""Snapshots of what an engine has done and is doing, made by ``engine.statistics()``.
+
+They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``dataclasses.asdict`` work on them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrozenDict(dict[K, V]):
+    """A ``dict`` that cannot be changed. ``dict(frozen)`` is a copy that can."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("this mapping is part of a snapshot and cannot be changed; dict(mapping) is a copy")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStatistics:
-    """The batches of one size: how many, and their times in ns, summed."""
+    """The batches with one number of rows: how many there were, and the sums of their times in ns."""
 
     count: int
     copy_in_ns: int
@@ -16,12 +39,18 @@ class BatchStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BatchTrace:
-    """One batch that was answered: where it ran and when. Times are in ns; see :meth:`Engine.tracing`."""
+    """One answered batch: where and when it ran. Times are in ns; see :meth:`Engine.tracing`."""
 
     context: int
     arena: int | None
     rows: int
+    rows_run: int
+    """Rows that the device executed: more than ``rows`` where the batch was padded."""
     requests: int
+    reason: str
+    """The reason for launching it: ``full``, ``idle``, ``delay``, ``deadline`` or ``turn``."""
+    is_timed: bool
+    """Whether the device timed it; if not, the times are those of other batches of its size."""
     launched_ns: int
     """On the clock of ``time.monotonic_ns``."""
     copy_in_ns: int
@@ -33,30 +62,34 @@ class BatchTrace:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """A snapshot of an engine. Counts and sums are since it was opened."""
+    """A snapshot of an engine. Counts and sums start when it is opened."""
 
     state: str
-    """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run any more."""
+    """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any longer."""
     submitted: int
-    """Requests taken; a call that was split counts once for each part."""
+    """Requests accepted; a call that was split counts once for each part."""
     succeeded: int
     failed: int
     cancelled: int
     expired: int
     """Requests whose timeout passed while they were queued."""
     refused: int
-    """Requests not taken: the queue was full, or the engine closed."""
+    """Requests not accepted, because the queue was full or the engine was closing."""
     rows: int
     """Rows answered."""
     rows_padded: int
-    """Rows computed for nobody, to fill batches up to a captured or fixed size."""
+    """Padding: rows computed only to fill batches up to a captured or fixed size."""
     batches: int
     batches_timed: int
-    """Batches whose times the device took: all, but on a GPU one in 8 of those below 5 ms."""
+    """Batches that the device timed: all of them, except that a GPU times one in 8 of those below 5 ms."""
+    launched: Mapping[str, int]
+    """Batches by the reason for launching them, those in flight included: ``full`` (the batch could not
+    grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (one would have
+    passed), ``turn`` (it was the bucket's turn when another bucket was full)."""
     queue_ns: int
     """Time in the queue, summed over the answered requests."""
     copy_in_ns: int
-    """Of the batch that each answered request was part of; so too the next two."""
+    """Summed over the answered requests, each with the time of its whole batch; likewise the next two."""
     compute_ns: int
     copy_out_ns: int
     total_ns: int
@@ -66,26 +99,30 @@ class Statistics:
     in_flight_batches: int
     contexts: int
     contexts_quarantined: int
-    """Contexts given up because their work did not end."""
+    """Contexts taken out of use because their work did not end."""
     arenas: int
     arena_waits: int
-    """Batches whose computing had to wait until their arena was free, of those that were timed."""
+    """Timed batches whose computation had to wait until their arena was free."""
     arena_wait_ns: int
-    """How long they waited, summed."""
+    """The sum of those waits."""
     arena_busy_share: float
-    """Which share of the time since it was opened its arenas computed for it, 0 to 1."""
+    """The share of the time since it was opened in which its arenas computed for it, 0 to 1."""
     arena_nbytes: int
-    """Bytes of enqueue memory held, by all engines that share it."""
+    """Bytes of enqueue memory, shared with the other engines on it."""
     arena_nbytes_private: int
-    """Bytes that as many private workspaces as there are contexts would hold."""
+    """Bytes that a private workspace for each context would take instead."""
     graphs: tuple[int, ...]
-    """The batch sizes that were captured as CUDA graphs."""
+    """The batch sizes that are captured as CUDA graphs."""
     memory_nbytes: int
-    """Bytes of slabs, their twins on the device, and arenas."""
+    """Bytes of slabs, of their buffers on the device, and of arenas."""
     by_batch_rows: Mapping[int, BatchStatistics]
-    """Batches by their number of rows."""
+    """Batches by their number of rows. Of this mapping, and of ``launched``, a frozen copy is kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("launched", "by_batch_rows"):
+            object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     @property
     def mean_batch_rows(self) -> float:
-        """Rows a batch, on average; 0 before the first."""
+        """The mean number of rows per batch; 0 before the first batch."""
         return self.rows / self.batches if self.batches else 0.0

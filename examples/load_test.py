@@ -1,4 +1,4 @@
-"""An application's own test of its speed: a load, a target to hold, and what it says if it does not hold.
+"""Test an application's speed: put a load on its engine, and check the result against an slo.
 
 ``python examples/load_test.py``, or as a test: ``assert report.holds``.
 """
@@ -14,6 +14,7 @@ from asynctrt.tensors import Array
 
 
 def double(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+    """Double the rows."""
     outputs["y"][...] = 2 * inputs["x"]
 
 
@@ -21,13 +22,15 @@ async def main() -> None:
     x, y = (TensorSpec(name, np.dtype("float32"), (4,)) for name in "xy")
     model = asynctrt.FunctionModel(double, inputs=x, outputs=y)
     async with asynctrt.open(model) as engine:
-        # 500 requests a second, whether answers come or not; latency counts from when each was due.
+        # 500 requests per second, whether or not answers come; latency counts from when each was due.
         report = await loadtest.run(engine, rate=500, seconds=1.0, warmup=0.2, slo="p99<250ms,errors<1%")
     (run,) = report.runs
     print(f"{run.answered} of {run.requests} answered, {run.error_share:.0%} errors")
     print(f"held: {report.holds}, p50 {run.latency['p50']:.2f} ms, p99 {run.latency['p99']:.2f} ms")
     if run.batches is not None:
-        print(f"{run.batches.mean_rows:.1f} rows a batch, {run.batches.compute:.3f} ms of compute a request")
+        print(
+            f"{run.batches.mean_rows:.1f} rows per batch, {run.batches.compute:.3f} ms of compute per request"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a caller sees when there is too much work: priorities, timeouts, a full queue. Nothing hangs."""
+"""Overload an engine: what callers see with priorities, timeouts and a full queue. Nothing hangs."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from asynctrt.tensors import Array
 
 
 def slow_double(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-    """A model that takes 10 ms a batch."""
+    """Double the rows, which takes 10 ms per batch."""
     time.sleep(0.01)
     outputs["y"][...] = 2 * inputs["x"]
 

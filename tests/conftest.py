@@ -1,36 +1,61 @@
-"""Every coroutine test runs on asyncio and on uvloop."""
+"""What all tests share: the event loops, the two tiers, and Chromium.
 
-import contextlib
+Plain `pytest` runs the first tier. `pytest -m tier2` runs the second: what is slow, what needs more than the
+`dev` extra brings, and what is tried once more on uvloop. A test belongs to it if it is marked so, if it uses
+Chromium, or if it runs on uvloop and is not about what an event loop does (see `LOOPS`).
+"""
+
 import gc
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-CHROMIUM = "/usr/bin/chromium"
+from tests.helpers import installed
+
+ROOT = Path(__file__).parent
+CHROMIUM = Path("/usr/bin/chromium")
+LOOPS = (
+    "contract",
+    "runtime",
+    "serving/test_http.py",
+    "serving/test_server.py",
+    "test_alarm.py",
+    "test_engine.py",
+)
+"""Tests of code that depends on how an event loop behaves: timers, threads, sockets, cancellation."""
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
 def anyio_backend(request):
+    """Run each coroutine test on asyncio and on uvloop."""
     return ("asyncio", {"use_uvloop": request.param})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark what belongs to the second tier, before pytest selects by markers."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        path = item.path.relative_to(ROOT)
+        again = parameters.get("anyio_backend") and not any(path.is_relative_to(one) for one in LOOPS)
+        if again or "chromium" in item.fixturenames:
+            item.add_marker(pytest.mark.tier2)
+
+
+def pytest_collection_finish():
+    """Keep what importing the tests has made out of garbage collections, which are many here."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_engine_is_forgotten():
-    """A warning about an engine that was never closed belongs to the module that forgot it."""
+    """Raise the warning about an engine that was never closed in the module that forgot it."""
     yield
     gc.collect()
 
 
 @pytest.fixture(scope="session")
 def chromium():
-    """Where Chromium is; installed once if it is not there and may be."""
-    if not Path(CHROMIUM).exists() and shutil.which("apt-get"):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(
-                ["apt-get", "install", "-y", "chromium"], capture_output=True, timeout=200, check=False
-            )
-    if not Path(CHROMIUM).exists():
-        pytest.skip("there is no Chromium, and apt-get could not install it")
-    return CHROMIUM
+    """Return the path of Chromium."""
+    return installed(CHROMIUM)

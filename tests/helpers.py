@@ -1,7 +1,10 @@
-"""What tests of every kind need: to wait with a bound, and a port."""
+"""What tests of every kind need: to wait with a bound, a port, a program that was installed."""
 
 import asyncio
+import os
 import socket
+
+import pytest
 
 WAIT_S = 30
 
@@ -18,3 +21,16 @@ def free_port():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]
+
+
+def needed(is_here, message):
+    """Fail in CI, where everything has to be installed, and skip elsewhere, unless something is here."""
+    if not is_here:
+        refuse = pytest.fail if os.environ.get("CI") else pytest.skip
+        refuse(message)
+
+
+def installed(path):
+    """Return the path of a program that .ci/packages installs."""
+    needed(path.exists(), f"{path} is missing: run .ci/packages")
+    return path

@@ -85,12 +85,12 @@ def unnamed_output_onnx(path):
 
 
 def lying_onnx(path):
-    """Says that it gives a row for each that it takes, and gives the first of two."""
+    """Claims to give a row for each that it takes, and gives the first of two."""
     return save(
         path,
         [node("Compress", "input first_only", "output", axis=0)],
         [("input", TensorProto.FLOAT, ["n", 2])],
-        [("output", TensorProto.FLOAT, ["m", 2])],
+        [("output", TensorProto.FLOAT, ["n", 2])],
         [("first_only", np.array([True, False]))],
     )
 

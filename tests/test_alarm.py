@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextvars import ContextVar, copy_context
 
 import pytest
 
@@ -61,6 +62,17 @@ async def test_a_time_that_has_passed_rings_at_once(make):
     alarm.close()
 
 
+@pytest.mark.parametrize("when_ns", [2**62, 2**63, 10**28])
+async def test_a_time_that_is_never_reached(make, when_ns):
+    bell = Bell()
+    alarm = make(bell)
+    alarm.set(when_ns)
+    alarm.set(clock.now_ns() + 100_000)
+    await bell.wait()
+    assert bell.rung == 1
+    alarm.close()
+
+
 async def test_an_earlier_time_replaces_a_later_one(make):
     bell = Bell()
     alarm = make(bell)
@@ -102,6 +114,45 @@ async def test_a_closed_alarm_never_rings(make):
     await other.wait()
     assert bell.rung == 0
     after.close()
+
+
+async def test_it_never_rings_from_within_set(make):
+    """Whoever sets it is in the middle of something."""
+    bell = Bell()
+    alarm = make(bell)
+    alarm.set(0)
+    assert bell.rung == 0
+    await bell.wait()
+    alarm.close()
+
+
+@pytest.mark.parametrize("delay_ns", [0, 8_000_000])
+@pytest.mark.parametrize("kind", [None, OSError])
+async def test_it_rings_in_the_context_that_it_was_given(monkeypatch, kind, delay_ns):
+    """Not in that of whoever happens to set it."""
+    if kind is not None:
+        monkeypatch.setattr(alarms, "TimerfdAlarm", Refusing)
+    who, seen, rung = ContextVar("who", default="nobody"), [], asyncio.Event()
+    own = copy_context()
+    own.run(who.set, "owner")
+
+    def ring():
+        seen.append(who.get())
+        rung.set()
+
+    who.set("caller")
+    alarm = create_alarm(asyncio.get_running_loop(), ring, clock.now_ns, context=own)
+    alarm.set(clock.now_ns() + delay_ns)
+    await asyncio.wait_for(rung.wait(), WAIT_S)
+    assert seen == ["owner"]
+    alarm.close()
+
+
+class Refusing:
+    """Stands for a platform without a timerfd."""
+
+    def __init__(self, *args):
+        raise OSError
 
 
 async def test_it_rings_on_a_loop_that_is_never_idle(make):

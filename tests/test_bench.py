@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 import asynctrt
-from asynctrt.bench import Case, Report, describe_machine, model_report, overhead_report, run_cases
+from asynctrt.bench import BenchCase, BenchReport, describe_machine, model_report, overhead_report, run_cases
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.options import Options
 from tests.models import double_onnx, mixed_onnx, sequence_onnx
@@ -25,7 +25,7 @@ def test_cases_run_in_turn():
     async def measure(seconds):
         return {"figure": seconds}
 
-    report = Report("title", {}, [Case(name, {}, measure) for name in "ab"], repeats=3)
+    report = BenchReport("title", {}, [BenchCase(name, {}, measure) for name in "ab"], repeats=3)
     assert run(report) == ["a", "b"] * 3
     assert report.is_complete
 
@@ -39,7 +39,7 @@ def test_a_report_that_was_cut_short_has_what_there_is():
         except StopIteration:
             raise KeyboardInterrupt from None
 
-    report = Report("title", {}, [Case("a", {}, measure), Case("b", {}, measure)], repeats=2)
+    report = BenchReport("title", {}, [BenchCase("a", {}, measure), BenchCase("b", {}, measure)], repeats=2)
     with pytest.raises(KeyboardInterrupt):
         run(report)
     a, b = report.cases
@@ -76,6 +76,7 @@ def test_a_model(tmp_path):
             assert case.median("mean_batch_rows") <= 16
 
 
+@pytest.mark.tier2
 def test_a_model_with_dynamic_dimensions(tmp_path):
     path = sequence_onnx(tmp_path / "m.onnx")
     with pytest.raises(OptionsError, match="dynamic dimensions.*--dim length=..."):

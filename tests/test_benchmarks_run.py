@@ -1,11 +1,15 @@
-"""Each benchmark still runs, with the least that it can be asked for, and says what it measured."""
+"""Each benchmark still runs, as briefly as it can, and writes what it measured."""
 
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import installed, needed
+from tests.serving.test_perf_analyzer import BINARY
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "benchmarks"
@@ -23,7 +27,9 @@ LEAST = {
     "truth": ["--seconds", "2"],
     "generation": ["--seconds", "0.1", "--repeats", "1"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
+    "decorator": ["--repeats", "1", "--seconds", "0.05"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
+    "compare_commits": ["--repeats", "1", "--seconds", "0.02", "--loops", "asyncio", "--only", "a lone"],
 }
 LEAST_ON_GPU = {
     "completion": ["--seconds", "0.02", "--kernels", "200", "--varying", "200", "--loops", "idle,busy"],
@@ -34,13 +40,13 @@ LEAST_ON_GPU = {
     "million": ["--batches", "2000"],
 }
 """Without a GPU they run on the host device."""
-PARTS = {"client", "servers", "mosec_server"}
-"""What the benchmark of serving starts as processes of their own."""
+PARTS = {"client", "servers", "mosec_server", "compare_commits_child"}
+"""What benchmarks start as processes of their own."""
 PARTS_ON_GPU = {"kernels", "raw", "support", "torch_model"}
 
 
 def test_every_benchmark_is_run_and_explained():
-    names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "common", *PARTS}
+    names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "common", "tables", *PARTS}
     assert names == set(LEAST)
     on_gpu = {path.stem for path in (FOLDER / "gpu").glob("*.py")} - {"__init__", "run_all", *PARTS_ON_GPU}
     assert on_gpu == set(LEAST_ON_GPU)
@@ -49,6 +55,7 @@ def test_every_benchmark_is_run_and_explained():
     assert all(f"tests.benchmarks.gpu.{name}`" in explained for name in on_gpu)
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("name", LEAST_ON_GPU)
 def test_benchmark_for_a_gpu(name, tmp_path):
     path = tmp_path / "figures.json"
@@ -66,6 +73,7 @@ def test_benchmark_for_a_gpu(name, tmp_path):
         assert "<svg" in (tmp_path / "overlap.svg").read_text()
 
 
+@pytest.mark.tier2
 def test_all_of_them_are_run_in_turn_and_one_that_fails_is_said(tmp_path):
     command = [sys.executable, "-m", "tests.benchmarks.gpu.run_all", "--out", str(tmp_path), "--quick"]
     done = subprocess.run(
@@ -81,8 +89,13 @@ def test_all_of_them_are_run_in_turn_and_one_that_fails_is_said(tmp_path):
     assert "million: FAILED" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("name", LEAST)
 def test_benchmark(name, tmp_path):
+    if name == "peers":
+        needed(find_spec("async_batcher"), "there is no async-batcher: pip install '.[peers]'")
+    if name == "agreement":
+        installed(BINARY)
     path = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", f"tests.benchmarks.{name}", *LEAST[name], "--json", str(path)],
@@ -92,9 +105,6 @@ def test_benchmark(name, tmp_path):
         timeout=55,
         cwd=ROOT,
     )
-    if done.returncode and "pip install async-batcher" in done.stderr:
-        assert name == "peers", "only this one needs what is no dependency"
-        return
     assert done.returncode == 0, done.stderr
     content = json.loads(path.read_text())
     assert content["figures"]
@@ -105,4 +115,5 @@ def test_the_results_that_are_kept_are_of_benchmarks_that_there_are():
     names = {path.stem for path in (FOLDER / "results").glob("*.json")}
     on_gpu = {name for name in names if name.startswith("gpu-")}
     assert {name.split("-")[1] for name in on_gpu} <= set(LEAST_ON_GPU)
-    assert {name.split("-")[0] for name in names - on_gpu} == {*LEAST, "overhead"}
+    # A comparison of two commits is of no interest afterwards.
+    assert {name.split("-")[0] for name in names - on_gpu} == {*LEAST, "overhead"} - {"compare_commits"}

@@ -11,6 +11,7 @@ from tests.models import double_onnx
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
+    "batch_function.py": r"1000 answers of \(4,\) in \d\d calls\n0 drow \.\.\. ValueError\('there is",
     "quickstart.py": r"1000 answers of \(1, 4\)\n[\d.]+ rows a batch; the first: Timing\(queue_ns=\d+",
     "overload.py": r"(?s)ordinary: DeadlineError.*ordinary: QueueFullError.*urgent: answered.*refused=\d+",
     "load_test.py": r"(\d+) of \1 answered, 0% errors\nheld: True, p50 [\d.]+ ms, p99 [\d.]+ ms\n[\d.]+ rows",

@@ -1,9 +1,10 @@
-"""The import rule: who may see whom, and what importing asynctrt does not load."""
+"""The import rules: which module may import which, and what importing asynctrt must not load."""
 
 import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,28 @@ STANDARD = set(sys.stdlib_module_names)
 
 OPTIONAL = {
     "onnxruntime": {"backends/onnxruntime.py"},
-    "google": {"serving/messages.py"},
+    "google": {"kserve/protobuf.py"},
     "aiohttp": {"loadtest/http_target.py"},
-    "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # A server's side, and a client's.
+    "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
     "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
     "matplotlib": {"loadtest/plots.py"},
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py"},
     "scipy": {"loadtest/statistics.py"},
-    "yarl": {"loadtest/http_target.py"},  # It comes with aiohttp.
+    "yarl": {"loadtest/http_target.py"},  # aiohttp depends on it.
     "httptools": {"serving/http.py"},
     "opentelemetry": {"serving/telemetry.py"},
-    "orjson": {"serving/wire.py"},
+    "orjson": {"kserve/json_codec.py"},
     "prometheus_client": {"serving/metrics.py"},
-    "starlette": set(),  # An application's own: the endpoints are plain ASGI.
+    "starlette": set(),  # Only applications import it: our endpoints are plain ASGI.
     "typer": {"cli.py"},
     "uvicorn": set(),
     "websockets": {"serving/frames.py"},
-    "rich": {"cli.py", "loadtest/terminal.py"},  # One for each extra.
-    "magika": set(),  # The demo takes its data and never imports it.
-    "cuda": {"devices/cuda.py", "devices/cuda_objects.py", "testing/tensorrt/cuda.py"},
-    "tensorrt": set(),  # The adapter imports whichever flavour it chose, by name.
+    "rich": {"cli.py", "loadtest/terminal.py"},  # Two extras bring it.
+    "magika": set(),  # The demo reads its files and never imports it.
+    "cuda": {"devices/cuda/bindings.py", "testing/tensorrt/cuda.py"},
+    "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
     "tensorrt_lean": set(),
     "tensorrt_dispatch": set(),
     "tensorrt_rtx": set(),
@@ -43,9 +44,14 @@ OPTIONAL = {
 }
 
 
+@cache
 def imports(path):
-    """Every module that a file imports, as dotted names; those of the package without its own name."""
-    for item in ast.walk(ast.parse(path.read_text())):
+    """Return the dotted name of every module that a file imports."""
+    return set(_imports(ast.parse(path.read_text()), path))
+
+
+def _imports(tree, path):
+    for item in ast.walk(tree):
         if isinstance(item, ast.Import):
             for alias in item.names:
                 yield alias.name
@@ -79,7 +85,8 @@ def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
 
 @pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
 def test_devices_and_backends_never_see_scheduling_or_runtime(path):
-    assert own(imports(path)) <= {"backends", "clock", "devices", "errors", "tensors"}
+    leaves = {"clock", "errors", "options", "tensors", "validation"}
+    assert own(imports(path)) <= leaves | {"backends", "devices"}
 
 
 @pytest.mark.parametrize("path", files("devices"), ids=lambda path: path.name)
@@ -89,22 +96,44 @@ def test_devices_never_see_backends(path):
 
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
 def test_runtime_never_sees_what_stands_above_it(path):
-    seen = {"alarm", "backends", "clock", "devices", "errors", "runtime", "scheduling", "tensors"}
+    seen = {"alarm", "backends", "clock", "devices", "errors", "options", "runtime", "scheduling", "tensors"}
     assert own(imports(path)) <= seen
+
+
+@pytest.mark.parametrize("path", files("kserve"), ids=lambda path: path.name)
+def test_the_protocol_sees_tensors_and_errors_alone(path):
+    assert own(imports(path)) <= {"errors", "kserve", "tensors"}
 
 
 @pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)
 def test_serving_sees_the_engine_and_nothing_under_it(path):
-    seen = {"clock", "engine", "errors", "loading", "options", "process", "serving", "statistics", "tensors"}
+    seen = {
+        "clock",
+        "engine",
+        "errors",
+        "kserve",
+        "loading",
+        "options",
+        "process",
+        "serving",
+        "statistics",
+        "tensors",
+        "validation",
+    }
     assert own(imports(path)) - {"__version__"} <= seen | {"Opening"}
 
 
 @pytest.mark.parametrize("path", files("loadtest"), ids=lambda path: path.name)
-def test_loadtest_sees_the_engine_the_client_and_the_words_of_the_protocol(path):
-    seen = {"alarm", "bench", "client", "clock", "demo", "engine", "errors", "loading", "loadtest", "options"}
-    assert own(imports(path)) <= seen | {"process", "serving", "statistics", "tensors"}
-    serving = {name for name in imports(path) if name.startswith("asynctrt.serving.")}
-    assert serving <= {f"asynctrt.serving.{name}" for name in ("datatypes", "messages", "wire")}
+def test_loadtest_sees_the_engine_the_client_and_the_protocol(path):
+    seen = {"alarm", "bench", "client", "clock", "demo", "engine", "errors", "kserve", "loading", "loadtest"}
+    assert own(imports(path)) <= seen | {
+        "opening",
+        "options",
+        "process",
+        "statistics",
+        "tensors",
+        "validation",
+    }
 
 
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
@@ -116,12 +145,47 @@ def test_runtime_sees_no_single_backend(path):
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_an_optional_dependency_lives_in_one_file(name):
-    users = {
-        str(path.relative_to(PACKAGE))
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if name in {module.split(".")[0] for module in imports(path)}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if name in {module.split(".")[0] for module in imports(path)}:
+            user = str(path.relative_to(PACKAGE))
+            assert any(
+                user == home or (home.endswith("/") and user.startswith(home)) for home in OPTIONAL[name]
+            )
+
+
+def test_no_modules_import_one_another():
+    """Imports for types count as well: two modules that need each other's types are one."""
+    modules = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: {to for to in targets(path, modules) if to != name} for name, path in modules.items()}
+    cyclic = {
+        name.removeprefix("asynctrt."): sorted(graph[name]) for name in graph if name in seen(graph, name)
     }
-    assert users == OPTIONAL[name]
+    assert not cyclic
+
+
+def seen(graph, start):
+    """Return everything that is imported from `start` on."""
+    found, left = set(), [start]
+    while left:
+        new = graph[left.pop()] - found
+        found |= new
+        left += new
+    return found
+
+
+def targets(path, modules):
+    """Yield the modules of the package that a file imports, wherever in the file that stands."""
+    for item in ast.walk(ast.parse(path.read_text())):
+        if isinstance(item, ast.Import):
+            yield from (alias.name for alias in item.names if alias.name in modules)
+        elif isinstance(item, ast.ImportFrom):
+            for alias in item.names:
+                inner = f"{item.module}.{alias.name}"
+                if inner in modules or item.module in modules:
+                    yield inner if inner in modules else item.module
 
 
 def loaded_by(code):
@@ -148,9 +212,10 @@ MISSING = [
     *[("bench", __file__, name, "cli") for name in ("typer", "rich")],
     ("bench", __file__, "onnxruntime", "cpu"),
 ]
-"""A command, what it is given, a package that is not installed, and the extra that would bring it."""
+"""A command, its argument, a package that is not installed, and the extra that would bring it."""
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize(("command", "target", "missing", "extra"), MISSING)
 def test_a_missing_extra_is_named(command, target, missing, extra):
     program = f"import sys; sys.modules[{missing!r}] = None; from asynctrt.__main__ import main; main()"
@@ -172,6 +237,6 @@ def test_the_other_commands_need_nothing_of_a_load_test():
 
 
 def test_a_websocket_in_an_application_needs_no_server():
-    """Who mounts the endpoint has a server: neither HTTP's parser nor gRPC nor metrics are loaded for it."""
+    """An application has its own server: mounting the endpoint loads no HTTP parser, gRPC or metrics."""
     code = "from asynctrt.serving import websocket_endpoint; websocket_endpoint(lambda: None)"
     assert not loaded_by(code) & {"grpc", "google", "httptools", "prometheus_client", "websockets", "typer"}

@@ -1,12 +1,12 @@
-"""The protocols that a backend fulfils: :class:`Model` and :class:`ExecutionContext`.
+"""The protocols that a backend implements: :class:`Model`, :class:`ExecutionContext` and :class:`Binding`.
 
-A model is loaded once on a device and has its weights once. Its contexts run batches; one context runs
-one batch at a time, several contexts run side by side.
+A model is loaded once per device and holds its weights once. Its contexts run batches: one context runs
+one batch at a time, and several contexts run side by side.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from asynctrt.tensors import Array, Dims, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
-    """Where a tensor's rows lie, for as many rows as a batch holds at the most.
+    """The memory that one tensor is bound to, with room for the rows of the largest batch.
 
     ``address`` is what the device reads or writes. ``array`` is the same memory as a NumPy array of shape
-    ``(rows_max, *dims)`` where the CPU can see it, and ``None`` elsewhere.
+    ``(rows_max, *dims)`` if the CPU can access it, and ``None`` otherwise.
     """
 
     name: str
@@ -30,62 +30,128 @@ class TensorMemory:
 
 
 class Binding(Protocol):
-    """A context tied to one set of tensor memory, so that what does not change is set once."""
+    """A context bound to one set of tensor memory, so that whatever does not change is set only once."""
 
-    def enqueue(self, rows: int, *, stream: Stream, arena: Buffer | None) -> None:
-        """Put one batch on ``stream``; returns before it has run.
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
+        """Enqueue one batch on ``stream``, and return before it has run.
 
-        ``rows`` is how many rows of the bound memory hold a batch. ``arena`` is the enqueue memory to
-        work in, for a model whose ``enqueue_nbytes`` is not 0; it is this batch's alone, in stream order.
+        :param rows: how many rows of the bound memory the batch occupies.
+        :param profile: the optimisation profile to run it with. ``None`` for a model without profiles, or
+            to leave the choice to the model.
+        :param arena: the enqueue memory to work in, for a model whose ``enqueue_nbytes`` is not 0. It belongs
+            to this batch alone, in stream order.
         """
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
-        """The outputs for which no memory was bound, once the batch is done: the caller's to keep."""
+        """Return the outputs for which no memory was bound, once the batch is done; the caller owns them."""
 
 
 class ExecutionContext(Protocol):
     """Runs batches of one model, one at a time."""
 
     def bind(self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]) -> Binding:
-        """Tie this context to memory. ``None`` stands for an output whose shape depends on the data."""
+        """Bind this context to memory. ``None`` stands for an output whose shape depends on the data."""
 
     def close(self) -> None:
-        """Give back what the context holds. Idempotent."""
+        """Release what the context holds. Idempotent."""
 
 
 @runtime_checkable
 class Model(Protocol):
-    """One loaded engine. ``asynctrt.open`` takes any object that has this surface."""
+    """One loaded engine. ``asynctrt.open`` accepts any object with these members.
+
+    A model of your own is easiest to write as a subclass of :class:`ModelBase`, which has defaults for
+    everything that most models do not care about.
+    """
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name used in messages and metrics."""
+
+    @property
+    def platform(self) -> str:
+        """What runs the model, in KServe's words: ``onnxruntime_onnx``, ``tensorrt_plan``, ``python``."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What it takes."""
+        """The inputs, in the order in which contexts are bound to them."""
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """What it gives."""
+        """The outputs, in the order in which contexts are bound to them."""
 
     @property
     def rows_fixed(self) -> int | None:
-        """The batch size it was built for, if it takes no other; batches are padded up to it."""
+        """The only batch size the model accepts, or ``None``; batches are padded up to it."""
+
+    @property
+    def rows_min(self) -> int:
+        """The smallest batch the model accepts for some shape of its inputs."""
 
     @property
     def rows_max(self) -> int | None:
-        """The largest batch it takes, if it has a limit."""
+        """The largest batch the model accepts, or ``None`` for no limit."""
 
     @property
     def enqueue_nbytes(self) -> int:
-        """Bytes of enqueue memory that a batch needs on the device; 0: it needs none from outside."""
+        """Bytes of enqueue memory that the largest batch needs in its arena; 0 for none."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether batches can be captured into CUDA graphs, as far as is known without trying."""
+
+    @property
+    def occupies_device(self) -> bool:
+        """Whether a batch keeps the device busy. If not, as many run at once as there are contexts."""
 
     def create_context(self, device: Device) -> ExecutionContext:
-        """A new context on ``device``.
+        """Create a context on ``device``.
 
         :raises DeviceUnavailableError: when the model does not run on this kind of device.
         """
 
     def close(self) -> None:
-        """Give back the weights. Idempotent; every context is closed before."""
+        """Release the weights. Idempotent; every context is closed before."""
+
+
+@runtime_checkable
+class ProfiledModel(Model, Protocol):
+    """A model with optimisation profiles, each of which accepts a range of shapes and of batch sizes."""
+
+    def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
+        """Return the index of the profile to run a batch with.
+
+        :param dims: the dimensions of one row of each input.
+        :raises InputError: when no profile accepts the batch.
+        """
+
+    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
+
+        :param dims: the dimensions of one row of each input.
+        :raises InputError: when no profile accepts them.
+        """
+
+
+MODEL_MEMBERS: Final = tuple(name for name in vars(Model) if not name.startswith("_"))
+"""The members of :class:`Model`, in the order in which it declares them."""
+
+
+def missing_members(model: object) -> tuple[str, ...]:
+    """Return the members of :class:`Model` that an object lacks."""
+    return tuple(name for name in MODEL_MEMBERS if not hasattr(model, name))
+
+
+class ModelBase:
+    """Defaults for a model of your own, which adds name, inputs, outputs, create_context and close.
+
+    By default a model accepts batches of any size, needs no enqueue memory, and is not captured into graphs.
+    """
+
+    platform: str = "custom"
+    rows_fixed: int | None = None
+    rows_min: int = 1
+    rows_max: int | None = None
+    enqueue_nbytes: int = 0
+    is_capturable: bool = False
+    occupies_device: bool = True

@@ -1,29 +1,82 @@
-"""A Python function as a model on the host device: for tests, for load tests, for a model of one's own."""
+"""A Python function as a model on the host device: for tests, for load tests, for a model of your own."""
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import inspect
+import secrets
+import sys
+from asyncio import _get_running_loop
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any, Final
 
-from asynctrt.backends.base import TensorMemory
+import numpy as np
+
+from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
-from asynctrt.devices.host import HostStream
-from asynctrt.errors import DeviceUnavailableError, ModelError
+from asynctrt.devices.host import HostStream, Unfinished, Work
+from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe
 from asynctrt.tensors import Array, TensorSpec
 
-BatchFunction = Callable[[Mapping[str, Array], Mapping[str, Array]], None]
+BatchFunction = Callable[..., Any]
+
+FILL: Final = 0xFF
+"""Fills what is not marked: NaN as a float, -1 or the largest value as an integer, so that it stands out."""
+
+FILL_BOOL: Final = 0xA5
+"""Fills a bool output. No bool is stored as this byte, so each value that was not written is recognised."""
+
+MARK_NBYTES: Final = 8
 
 
-class FunctionModel:
-    """Calls ``function(inputs, outputs)`` once a batch.
+class FunctionModel(ModelBase):
+    """Calls a Python function once per batch.
 
-    Both are mappings from tensor name to an array ``(rows, *dims)`` that lies in the batch's slab: the
-    function reads the one and writes the other in place, and keeps neither. It runs in a thread of the
-    device, or in the event loop's if it was measured to be shorter than a hand-over (50 µs).
+    ``function(inputs)`` returns its outputs; ``function(inputs, outputs)`` writes or returns them. Both
+    arguments are mappings from tensor name to an array ``(rows, *dims)``. Each output of a batch has to be
+    given, in any of these ways:
 
-    :param function: called with the batch's inputs and outputs; what it raises fails this batch alone.
-    :param inputs: one spec or several; the same for ``outputs``.
-    :param rows_fixed: the only batch size it takes, if it does.
-    :param rows_max: the largest batch it takes, if it has a limit.
-    :raises ModelError: for an output dimension that no input determines.
+    - Return an array, for a model with one output.
+    - Return a tuple or list of arrays, in the order of ``outputs``.
+    - Return a mapping from output name to array.
+    - Assign: ``outputs["y"] = array``.
+    - Write in place: ``outputs["y"][...] = values``, or ``np.add(a, b, out=outputs["y"])``.
+
+    A returned or assigned array has shape ``(rows, *dims)`` and a dtype that NumPy casts to the output's with
+    ``casting="same_kind"`` (``float64`` to ``float32``, ``int64`` to ``int32``, but not ``float32`` to
+    ``int32``). Integers that do not fit are an error. The array is copied at once, so it may be a view of an
+    input, or a buffer that the function uses again.
+
+    A batch of which some row was not written fails with :class:`ExecutionError`. An output that is written in
+    place is filled and marked when the function asks for it, and the marks are looked for in the end:
+
+    - Rows of 8 bytes or more: a row whose first or last 8 bytes were not written is recognised. What is left
+      out in between is not.
+    - ``bool``: every value that was not written is recognised.
+    - Rows of one ``float32``: each one that was not written is recognised.
+    - Other rows of fewer than 8 bytes: recognised are 8 bytes in a row, at a multiple of 8 bytes from the
+      start of the output, of which none was written: two rows of one ``int32``, eight of one ``uint8``.
+    - An output that the function never asked for is recognised whatever its rows.
+
+    What is not recognised holds NaN among floats and meaningless numbers among integers, but never another
+    caller's rows. A mark is a random number of 64 bits, and in outputs of floats it is made up of NaNs with
+    random payloads, so that no value that a function computes is mistaken for one.
+
+    The function may change both mappings and write to its inputs, but it must not keep the arrays: they lie
+    in the batch's slab, where the next batch will be. It runs in a thread of the device, or on the event loop
+    if its batches were measured to take less time than handing them over (50 µs). Whatever it raises fails
+    its batch alone, as an :class:`ExecutionError`.
+
+    A coroutine function, or any function that returns an awaitable, is awaited on the engine's event loop. It
+    holds no thread, so as many batches are under way as the engine has contexts. It is cancelled when its
+    batch is given up (``batch_timeout``, ``close_timeout``).
+
+    :param function: called with the batch's inputs, or with its inputs and outputs.
+    :param inputs: one spec, or several; likewise ``outputs``.
+    :param rows_fixed: the only batch size that the function accepts; ``None`` if it accepts any.
+    :param rows_max: the largest batch that the function accepts; ``None`` for no limit.
+    :raises ModelError: for an output dimension that no input determines, and for a function that accepts
+        neither one argument nor two, or that is a generator.
     """
 
     def __init__(
@@ -42,15 +95,18 @@ class FunctionModel:
         self.outputs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
         self.rows_fixed = rows_fixed
         self.rows_max = rows_max
-        self.enqueue_nbytes = 0
         self.platform = "python"
+        refuse_generators(function)
+        self.occupies_device = not is_coroutine_function(function)
+        self._takes_outputs = _takes_outputs(function)
         known = {dim for spec in self.inputs for dim in spec.dims}
         for spec in self.outputs:
             for dim in spec.dims:
                 if isinstance(dim, str) and dim not in known:
                     raise ModelError(
-                        f"output {spec.name!r} has the dimension {dim!r}, which no input has. A function "
-                        "writes into memory given to it, so its output shapes follow from its inputs"
+                        f"output {spec.name!r} has the dimension {dim!r}, which no input has. Memory for the "
+                        "outputs is laid out before the function runs, so their shapes must follow from the "
+                        "inputs"
                     )
 
     def __repr__(self) -> str:
@@ -61,52 +117,434 @@ class FunctionModel:
             raise DeviceUnavailableError(
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host'"
             )
-        return FunctionContext(self.function)
+        return FunctionContext(self.function, takes_outputs=self._takes_outputs)
 
     def close(self) -> None:
-        """A function holds nothing."""
+        """Do nothing: a function holds nothing."""
 
 
 class FunctionContext:
-    """A context of a :class:`FunctionModel`; it has no state, so any number may exist."""
+    """A context of a :class:`FunctionModel`. It has no state, so there can be any number."""
 
-    def __init__(self, function: BatchFunction) -> None:
+    def __init__(self, function: BatchFunction, *, takes_outputs: bool) -> None:
         self._function = function
+        self._takes_outputs = takes_outputs
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "FunctionBinding":
-        return FunctionBinding(self._function, inputs, outputs)
+        return FunctionBinding(self._function, inputs, outputs, takes_outputs=self._takes_outputs)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 class FunctionBinding:
-    """The function with its arrays."""
+    """A function bound to the arrays of one slab."""
 
     def __init__(
         self,
         function: BatchFunction,
         inputs: tuple[TensorMemory, ...],
         outputs: tuple[TensorMemory | None, ...],
+        *,
+        takes_outputs: bool = True,
     ) -> None:
         self._function = function
+        self._takes_outputs = takes_outputs
         self._dims = tuple(memory.dims for memory in inputs)
-        self._memory = (inputs, tuple(memory for memory in outputs if memory is not None))
+        self._inputs = tuple((memory.name, memory.array) for memory in inputs if memory.array is not None)
+        self._outputs = {memory.name: OutputMemory(memory) for memory in outputs if memory is not None}
+        self._only_output = next(iter(self._outputs.values())) if len(self._outputs) == 1 else None
         self._rows = 0
-        self._call: Callable[[], None] = lambda: None
+        self._call: Work = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def enqueue(self, rows: int, *, stream: Stream, arena: Buffer | None) -> None:
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
         if rows != self._rows:
-            inputs, outputs = (
-                {memory.name: memory.array[:rows] for memory in side if memory.array is not None}
-                for side in self._memory
-            )
-            self._call = partial(self._function, inputs, outputs)
+            self._call = partial(self._run, rows)
             self._rows = rows
+        if self._loop is None:
+            self._loop = _get_running_loop()
         stream.launch(self._call, label=(self._dims, rows))
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {}
+
+    def _run(self, rows: int) -> "Coroutine | None":
+        # Mappings and views are made for each batch, because the function may pop, rebind and reshape them.
+        inputs = {}
+        for name, array in self._inputs:
+            inputs[name] = array[:rows]
+        outputs = Outputs(self._outputs, rows) if self._takes_outputs else None
+        try:
+            given = self._function(inputs) if outputs is None else self._function(inputs, outputs)
+        except ExecutionError:
+            raise
+        except AsynctrtError as error:
+            raise own_error(error) from error
+        if outputs is None:
+            if self._only_output is not None and type(given) is np.ndarray:
+                self._only_output.store(given, rows)
+                return None
+            outputs = Outputs(self._outputs, rows)
+        if given is not None and not isinstance(given, np.ndarray) and isinstance(given, Awaitable):
+            return Coroutine(given, outputs, self._loop)
+        outputs.finish(given)
+        return None
+
+
+class Coroutine(Unfinished):
+    """What a function returned to be awaited: it runs on the loop that enqueued its batch.
+
+    :param awaitable: gives the function's outputs.
+    :param outputs: what these complete.
+    :param loop: the engine's event loop.
+    """
+
+    def __init__(
+        self, awaitable: Awaitable[Any], outputs: "Outputs", loop: asyncio.AbstractEventLoop | None
+    ) -> None:
+        self._awaitable = awaitable
+        self._outputs = outputs
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+        self._is_cancelled = False
+        self._finish: Callable[[BaseException | None], None] = lambda _: None
+
+    def start(self, finish: Callable[[BaseException | None], None]) -> None:
+        """Begin it on its loop, from any thread, and call `finish` when it is over."""
+        self._finish = finish
+        if self._loop is None:
+            self._refuse("no event loop is running that it could be awaited on")
+        elif _get_running_loop() is self._loop:
+            self._begin()
+        else:
+            try:
+                self._loop.call_soon_threadsafe(self._begin)
+            except RuntimeError:
+                self._refuse("its event loop is closed")
+
+    def cancel(self) -> None:
+        """Cancel it, from any thread."""
+        self._is_cancelled = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # A loop that is closed runs it no longer.
+                self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self) -> None:
+        assert self._loop is not None
+        if self._is_cancelled:
+            self._refuse("its batch was given up before it began")
+            return
+        self._task = self._loop.create_task(self._complete())
+        self._task.add_done_callback(self._ended)
+
+    async def _complete(self) -> None:
+        self._outputs.finish(await self._awaitable)
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self._finish(ExecutionError("the function's coroutine was cancelled"))
+        else:
+            error = task.exception()
+            self._finish(None if error is None else own_error(error))
+
+    def _refuse(self, why: str) -> None:
+        if inspect.iscoroutine(self._awaitable):
+            self._awaitable.close()
+        self._finish(ExecutionError(f"the function returned an awaitable, and {why}"))
+
+
+def own_error(error: BaseException) -> BaseException:
+    """Return what a batch fails with when its function raised ``error``.
+
+    An error of asynctrt from an engine that the function uses says nothing about this one, neither that its
+    callers are wrong nor that its device is lost, so it becomes the cause of an ``ExecutionError``.
+    """
+    if not isinstance(error, AsynctrtError) or isinstance(error, ExecutionError):
+        return error
+    failed = ExecutionError(f"the function raised {describe(error)}")
+    failed.__cause__ = error
+    return failed
+
+
+class Outputs(Mapping[str, Array]):
+    """The outputs of one batch, as a function gets them: arrays by name, to write into or to assign to.
+
+    :param memory: where each output lies.
+    :param rows: how many rows the batch has.
+    """
+
+    __slots__ = ("_arrays", "_marked", "_memory", "_rows")
+
+    def __init__(self, memory: Mapping[str, "OutputMemory"], rows: int) -> None:
+        self._memory = memory
+        self._rows = rows
+        self._arrays: dict[str, Array] = {}
+        # Memory is marked when it is asked for: outputs that are returned or assigned need no marks.
+        self._marked: list[OutputMemory] = []
+
+    def __getitem__(self, name: str) -> Array:
+        array = self._arrays.get(name)
+        if array is None:
+            try:
+                memory = self._memory[name]
+            except KeyError:
+                raise self._unknown(name) from None
+            array = self._arrays[name] = memory.hand_out(self._rows)
+            self._marked.append(memory)
+        return array
+
+    def __setitem__(self, name: str, value: object) -> None:
+        if name not in self._memory:
+            raise self._unknown(name)
+        self._arrays[name] = self._memory[name].store(value, self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._memory
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._memory)
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def __repr__(self) -> str:
+        return f"<Outputs of {self._rows} rows: {', '.join(self._memory)}>"
+
+    def finish(self, given: object) -> None:
+        """Take what a function returned, and check that it has given every row of every output.
+
+        :raises ExecutionError: when it has not, or when an array has another shape or dtype than its output.
+        """
+        if given is not None and given is not self:
+            self._store_all(given)
+        self._check()
+        # A function may have begun something that goes on, but what it writes now would be in another batch.
+        self._memory = {}
+
+    def _store_all(self, given: object) -> None:
+        if isinstance(given, tuple | list):
+            if len(given) != len(self._memory):
+                raise ExecutionError(
+                    f"the function returned a {type(given).__name__} of {len(given)}, and the model has "
+                    f"{len(self._memory)} outputs: {', '.join(self._memory)}. Return one array for each, in "
+                    "this order, and the rows of one output as an array: np.asarray(rows)"
+                )
+            named = dict(zip(self._memory, given, strict=True))
+        elif not isinstance(given, np.ndarray) and isinstance(given, Mapping):
+            named = dict(given)
+        elif len(self._memory) > 1:
+            raise ExecutionError(
+                f"the function returned one {type(given).__name__}, and the model has {len(self._memory)} "
+                f"outputs: {', '.join(self._memory)}. Return a tuple of arrays in this order, or a mapping"
+            )
+        else:
+            named = dict.fromkeys(self._memory, given)
+        if self._arrays and len(named) > 1:
+            # One may be a view of another's memory, which would be overwritten before it was read.
+            named = {name: np.array(value) for name, value in named.items()}
+        for name, value in named.items():
+            self[name] = value
+
+    def _check(self) -> None:
+        for memory in self._marked:
+            if memory.may_be_marked() and (missing := memory.count_marked()):
+                raise self._not_written(memory.name, missing)
+        if len(self._arrays) < len(self._memory):
+            name = next(name for name in self._memory if name not in self._arrays)
+            raise self._not_written(name, self._rows)
+
+    def _not_written(self, name: str, missing: int) -> ExecutionError:
+        return ExecutionError(
+            f"output {name!r}: {missing} of {self._rows} rows were not written. A function returns its "
+            "outputs (an array, a tuple of arrays in the order of the outputs, or a mapping by name), or it "
+            f"takes a second argument, outputs, and assigns them (outputs[{name!r}] = array) or writes them "
+            f"in place (outputs[{name!r}][...] = values)"
+        )
+
+    def _unknown(self, name: str) -> KeyError:
+        if not self._memory:
+            return KeyError(f"{name!r} cannot be written any more: its batch has ended")
+        return KeyError(f"{name!r} is not an output of this model; its outputs: {', '.join(self._memory)}")
+
+
+class OutputMemory:
+    """The memory of one output, and marks in it that show which rows a function did not write.
+
+    A mark is a number that is drawn at random, and drawn anew after it has been found.
+    """
+
+    def __init__(self, memory: TensorMemory) -> None:
+        assert memory.array is not None
+        self.name = memory.name
+        self._array = memory.array
+        self._dtype = memory.dtype
+        self._bytes = memory.array.reshape(-1).view(np.uint8)
+        self._row_nbytes = self._bytes.nbytes // len(memory.array)
+        # The rest is for batches of this many rows.
+        self._rows = 0
+        self._fills: tuple[tuple[Array, Array], ...] = ()
+        self._value = 0
+        # For a single row it is quicker to look at one mark after the other.
+        self._looks: tuple[Callable[[], int], ...] = ()
+        self.mark = b""
+        """The mark, as it lies in memory."""
+        self.places = self._bytes[:0]
+        """Where the marks lie."""
+
+    def hand_out(self, rows: int) -> Array:
+        """Overwrite the first `rows` rows, so that nothing of an earlier batch is left, and mark them.
+
+        :returns: a view of these rows for the function to write into.
+        """
+        if rows != self._rows:
+            self._rows = rows
+            self._fills = self._lay_out(self._bytes[: rows * self._row_nbytes])
+            self._value = int.from_bytes(self.mark, sys.byteorder)
+            ends = range(self.places.shape[-1]) if len(self.places) == 1 else ()
+            self._looks = tuple(self.places[..., end : end + 1].item for end in ends)
+        for target, fill in self._fills:
+            target[...] = fill
+        return self._array[:rows]
+
+    def may_be_marked(self) -> bool:
+        """Return False if no row is marked, at little cost."""
+        for look in self._looks:
+            if look() == self._value:
+                return True
+        return not self._looks and self.mark in self.places.tobytes()
+
+    def count_marked(self) -> int:
+        """Return how many rows are marked, and have another mark drawn."""
+        found = self.places == np.frombuffer(self.mark, self.places.dtype)
+        rows, self._rows = self._rows, 0
+        if found.size % rows == 0 and self._row_nbytes >= self.places.itemsize:
+            return int(found.reshape(rows, -1).any(axis=1).sum())
+        # A mark lies across several rows, and none of them was written.
+        found = np.repeat(found, self.places.itemsize)
+        return int(np.logical_or.reduceat(found, range(0, found.size, self._row_nbytes)).sum())
+
+    def store(self, value: object, rows: int) -> Array:
+        """Copy `value` into the first `rows` rows.
+
+        :returns: a view of these rows.
+        :raises ExecutionError: when it has another shape, or values that the output's dtype cannot hold.
+        """
+        target = self._array[:rows]
+        array = value if isinstance(value, np.ndarray) else self._converted(value)
+        if array.shape != target.shape:
+            raise ExecutionError(
+                f"output {self.name!r} has shape {target.shape} in a batch of {rows} rows, and the "
+                f"function gave {array.shape}. Give one row for each row of the inputs"
+            )
+        dtype = self._dtype
+        if array.dtype == dtype:
+            target[...] = array
+            return target
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ExecutionError(
+                f"output {self.name!r} is {dtype.name}, and the function gave {array.dtype}, which NumPy "
+                f"does not cast to it with casting='same_kind'. Convert it: array.astype({dtype.name!r})"
+            )
+        target[...] = array
+        if dtype.kind in "iu" and not np.array_equal(target, array):
+            limits = np.iinfo(dtype)
+            raise ExecutionError(
+                f"output {self.name!r} is {dtype.name}, which holds {limits.min} to {limits.max}, and the "
+                f"function gave {array.dtype} with a value outside that range"
+            )
+        return target
+
+    def _lay_out(self, filled: Array) -> tuple[tuple[Array, Array], ...]:
+        """Decide where marks lie in the bytes of a batch; return what to fill with what."""
+        nbytes = self._row_nbytes
+        fill = np.array(FILL, np.uint8)
+        self.mark = self._draw()
+        if self._dtype == np.bool_ or not nbytes:
+            self.mark, self.places = bytes([FILL_BOOL]), filled
+        elif nbytes >= MARK_NBYTES:
+            row = np.full(nbytes, fill)
+            row[:MARK_NBYTES] = row[-MARK_NBYTES:] = np.frombuffer(self.mark, np.uint8)
+            strides = (nbytes, nbytes - MARK_NBYTES)
+            shape = (self._rows, 2 if strides[1] else 1)
+            self.places = np.ndarray(shape, np.uint64, filled, strides=strides)
+            unit = np.dtype(np.uint8 if nbytes % 8 else np.uint64)
+            return ((filled.view(unit).reshape(self._rows, -1), row.view(unit)),)
+        elif self._dtype == np.float32:
+            self.mark, self.places = self.mark[:4], filled.view(np.uint32)
+        else:
+            self.places = filled[: filled.nbytes // MARK_NBYTES * MARK_NBYTES].view(np.uint64)
+        marks = (self.places, np.frombuffer(self.mark, self.places.dtype))
+        return (marks,) if self.places.nbytes == filled.nbytes else ((filled, fill), marks)
+
+    def _draw(self) -> bytes:
+        """Draw a mark: a random number or, among floats, NaNs with random payloads.
+
+        Computing with a NaN results in one with the same payload, and in such a payload in no other way.
+        """
+        drawn = np.frombuffer(secrets.token_bytes(MARK_NBYTES), np.uint8)
+        if self._dtype.kind in "fc" or self._dtype.name == "bfloat16":
+            drawn = drawn | np.full(MARK_NBYTES, np.nan).astype(self._dtype).view(np.uint8)[:MARK_NBYTES]
+        return drawn.tobytes()
+
+    def _converted(self, value: object) -> Array:
+        if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+            raise ExecutionError(
+                f"output {self.name!r} is an array, and the function gave a {type(value).__name__}. Give an "
+                "array: np.asarray(rows)"
+            )
+        return np.asarray(value)
+
+
+def is_coroutine_function(function: BatchFunction) -> bool:
+    """Return whether a function is declared with ``async def``, or is an object whose ``__call__`` is."""
+    return any(map(inspect.iscoroutinefunction, _calls_of(function)))
+
+
+def _calls_of(function: BatchFunction) -> tuple[Any, ...]:
+    return (function,) if inspect.isroutine(function) else (function, type(function).__call__)
+
+
+def refuse_generators(function: BatchFunction) -> None:
+    """Check that a function gives its outputs at once.
+
+    :raises ModelError: for a generator function, asynchronous or not.
+    """
+    for kind in _calls_of(function):
+        if inspect.isgeneratorfunction(kind) or inspect.isasyncgenfunction(kind):
+            raise ModelError(
+                f"{function!r} is a generator function, and a batch has one set of outputs. Return them "
+                "instead of yielding them"
+            )
+
+
+def _takes_outputs(function: BatchFunction) -> bool:
+    """Return whether a function is called with its inputs and outputs, and not with its inputs alone.
+
+    :raises ModelError: when it accepts neither.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True  # It is built in and does not say.
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    needed = sum(one.default is one.empty for one in positional)
+    is_open = any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    keywords = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    most = 2 if is_open else len(positional)
+    if needed > 2 or most < 1 or keywords:
+        raise ModelError(
+            f"{function!r} is called as function(inputs) or function(inputs, outputs), and its signature "
+            f"is {inspect.signature(function)}"
+        )
+    if needed == 2 or (not needed and is_open):
+        return True
+    # An optional second parameter is the function's own, unless its name says otherwise.
+    return len(positional) > 1 and positional[1].name == "outputs"

@@ -1,17 +1,19 @@
-"""An ONNX model on the host device through ONNX Runtime. The only importer of ``onnxruntime``.
+"""ONNX models on the host device through ONNX Runtime. The only importer of ``onnxruntime``.
 
-One session holds the weights; contexts are I/O bindings over it, and ``InferenceSession.run`` may be called
+One session holds the weights. Contexts are I/O bindings over it, since ``InferenceSession.run`` may be called
 from several threads at once. Inputs and outputs are bound to the slabs themselves, so nothing is copied.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.backends.base import TensorMemory
+from asynctrt.backends.base import ModelBase, TensorMemory
+from asynctrt.backends.batch_axis import BatchAxis
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import (
@@ -19,10 +21,14 @@ from asynctrt.errors import (
     MissingExtraError,
     ModelError,
     ModelNotFoundError,
-    OptionsError,
     UsageError,
 )
 from asynctrt.tensors import Array, TensorSpec
+from asynctrt.validation import count
+
+# When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
+# home directory. An application that wants it sets the variable itself.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 try:
     import onnxruntime as ort
@@ -37,31 +43,39 @@ DTYPES: Final = {
     "tensor(float16)": "float16",
     "tensor(bool)": "bool",
 } | {f"tensor({kind}{bits})": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""ONNX Runtime's names of the types that NumPy has too."""
+"""NumPy's dtype for each type of ONNX Runtime's that NumPy has."""
 
-LOG_NOTHING_BUT_FATAL: Final = 4
-"""Whatever ONNX Runtime reports as an error is in the exception; it need not be on stderr as well."""
+LOG_FATAL_ONLY: Final = 4
+"""What ONNX Runtime reports as an error is in the exception, and need not be on stderr as well."""
+
+UNKNOWN: Final = re.compile(r"unk__\d+")
+"""How tf2onnx writes dimensions that it does not know: each has another number, so these are not names."""
+
+ROWS_ASSUMED: Final = 7919
+"""A batch size for shape inference: a prime that no other dimension has by chance."""
 
 
-class OnnxModel:
-    """An ONNX model, loaded. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
+class OnnxModel(ModelBase):
+    """A loaded ONNX model. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
+
+    The first axis of every input and output counts rows. If an output's first axis has another name than the
+    inputs', ONNX Runtime's shape inference has to show that it counts rows all the same. A first axis without
+    a name, or with one as tf2onnx writes it (``unk__7``), is trusted when the model is loaded; a batch that
+    returns another number of rows fails.
 
     :param path: the ``.onnx`` file.
-    :param intra_op_threads: threads that one batch computes on. The default is 1, since the host device
-        computes as many batches at once as there are cores. Measured with an MLP on 2 cores: 50,000 rows/s
-        under 256 callers, against 45,000 with 2 threads a batch and one batch at a time. Those are better for
-        a few callers (32: 41,000 rows/s against 35,000; a lone one: 6,500 against 3,900) at twice the CPU,
-        for ONNX Runtime's threads spin while they wait: ``OnnxModel(path, intra_op_threads=2)`` on
-        ``HostDevice(threads=1)``.
-    :raises OptionsError: for an impossible number of threads.
-    :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is no ONNX model, or one whose rows cannot be batched.
+    :param intra_op_threads: threads that compute one batch. The default is 1, since the host device computes
+        as many batches at once as there are cores, which gives the most rows per second. For a few callers,
+        ``OnnxModel(path, intra_op_threads=2)`` on ``HostDevice(threads=1)`` answers sooner but uses more CPU:
+        ONNX Runtime's threads spin while they wait.
+    :raises OptionsError: for a number of threads that is not valid.
+    :raises ModelNotFoundError: if the file does not exist.
+    :raises ModelError: if the file is not an ONNX model, or its rows cannot be batched.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, intra_op_threads: int = 1) -> None:
         self.path = Path(path)
-        if intra_op_threads < 1:
-            raise OptionsError(f"intra_op_threads is at least 1, not {intra_op_threads}")
+        self.intra_op_threads = count(1)("intra_op_threads", intra_op_threads)
         if not self.path.exists():
             raise ModelNotFoundError(
                 f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "
@@ -69,13 +83,8 @@ class OnnxModel:
             )
         self.name = self.path.stem
         self.platform = "onnxruntime_onnx"
-        self.intra_op_threads = intra_op_threads
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.intra_op_threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = LOG_NOTHING_BUT_FATAL
         try:
-            session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+            session = self._load(self._session_options())
         except Exception as error:
             raise ModelError(
                 f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__}: "
@@ -85,13 +94,63 @@ class OnnxModel:
         self.inputs, self.outputs, self.rows_fixed = read_specs(
             self.name, session.get_inputs(), session.get_outputs()
         )
-        self.rows_max: int | None = None
-        # ONNX Runtime has an allocator of its own for what a batch needs on the way.
-        self.enqueue_nbytes = 0
+        self._check_first_axes(session.get_inputs(), session.get_outputs())
+
+    def _session_options(self) -> ort.SessionOptions:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.intra_op_threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = LOG_FATAL_ONLY
+        return options
+
+    def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
+        return ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+
+    def _check_first_axes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Check that an output counts rows although its first axis has another name than the inputs'.
+
+        Some exporters name the batch axis of each tensor differently. The axis may just as well count
+        something else, such as what was found in all rows together, and where that number happened to equal
+        the number of rows, answers would go to the wrong callers.
+
+        :raises ModelError: if ONNX Runtime's shape inference does not find the number of rows there.
+        """
+        names = {arg.shape[0] for arg in inputs if isinstance(arg.shape[0], str)}
+        doubtful = [
+            arg
+            for arg in outputs
+            if isinstance(arg.shape[0], str)
+            and arg.shape[0] not in names
+            and not UNKNOWN.fullmatch(arg.shape[0])
+        ]
+        if not doubtful or not (names or self.rows_fixed):
+            return
+        inferred = self._infer_first_axes(names) if names else {}
+        for arg in doubtful:
+            if inferred.get(arg.name) != ROWS_ASSUMED:
+                raise ModelError(
+                    f"output {arg.name!r} of {self.name!r} has the first axis {arg.shape[0]!r}, that of the "
+                    f"inputs is {' and '.join(map(repr, sorted(names))) or self.rows_fixed}, and shape "
+                    "inference does not show that both count rows. Export the model with one name for the "
+                    "first axis of every input and output"
+                )
+
+    def _infer_first_axes(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the first axis of each output, by its name, when all inputs have ``ROWS_ASSUMED`` rows."""
+        options = self._session_options()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        for name in names:
+            options.add_free_dimension_override_by_name(name, ROWS_ASSUMED)
+        try:
+            session = self._load(options)
+        except Exception:  # The model contradicts itself for this number of rows, so it does not batch.
+            return {}
+        return {arg.name: arg.shape[0] for arg in session.get_outputs()}
 
     @property
     def session(self) -> ort.InferenceSession:
-        """ONNX Runtime's own object.
+        """The ONNX Runtime session.
 
         :raises UsageError: after :meth:`close`.
         """
@@ -111,7 +170,7 @@ class OnnxModel:
         return OnnxContext(self.session)
 
     def close(self) -> None:
-        """Let go of the session and so of the weights; idempotent."""
+        """Release the session, and with it the weights. Idempotent."""
         self._session = None
 
 
@@ -124,16 +183,16 @@ class OnnxContext:
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "OnnxBinding":
-        assert self._session is not None, "a closed context is bound to nothing"
+        assert self._session is not None, "a closed context cannot be bound"
         return OnnxBinding(self._session, inputs, outputs)
 
     def close(self) -> None:
-        """Let go of the session. The bindings go with their bay."""
+        """Release the session. Bindings are dropped with what they were made for."""
         self._session = None
 
 
 class OnnxBinding:
-    """An ``IOBinding`` to one set of slab memory, rebound when the number of rows changes (5 µs)."""
+    """An ``IOBinding`` to one set of slab memory, rebound when the number of rows changes."""
 
     def __init__(
         self,
@@ -149,10 +208,10 @@ class OnnxBinding:
         self._binding = session.io_binding()
         self._bound_rows = 0
 
-    def enqueue(self, rows: int, *, stream: Stream, arena: Buffer | None) -> None:
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
-        # An output without memory is bound anew each time: else ONNX Runtime would write the next batch
-        # into the last one's answer.
+        # An output without memory of ours is bound anew each time. Otherwise ONNX Runtime would write the
+        # next batch into the answers of the last one.
         if rows != self._bound_rows or None in self._outputs:
             self._bind(rows)
         stream.launch(self._run, label=(self._dims, rows))
@@ -189,54 +248,40 @@ class OnnxBinding:
 def read_specs(
     name: str, inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int | None]:
-    """Specs from ONNX Runtime's ``NodeArg`` objects, and the batch size if it is fixed.
+    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and the batch size if it is fixed.
 
     :raises ModelError: for a type that cannot lie in a slab, or a tensor without a batch axis.
     """
-    if not inputs or not outputs:
-        raise ModelError(f"{name!r} has {len(inputs)} inputs and {len(outputs)} outputs: needs both")
-    fixed = {arg.shape[0] for arg in inputs if arg.shape and isinstance(arg.shape[0], int)}
-    dynamic = [arg.name for arg in inputs if arg.shape and not isinstance(arg.shape[0], int)]
-    if len(fixed) > 1 or (fixed and dynamic):
-        shapes = {arg.name: arg.shape for arg in inputs}
-        raise ModelError(
-            f"the inputs of {name!r} do not share a batch axis: {shapes}. Export the model with a dynamic "
-            "first axis on every input"
-        )
-    rows_fixed = fixed.pop() if fixed else None
-    batch_symbols = {arg.shape[0] for arg in inputs if arg.shape} - {None, rows_fixed}
-    for arg in outputs:
-        if arg.shape and isinstance(arg.shape[0], int) and arg.shape[0] != rows_fixed:
-            raise ModelError(
-                f"output {arg.name!r} of {name!r} has the fixed first axis {arg.shape[0]}, so its rows "
-                "cannot be told apart. Export it with a first axis that counts rows"
-            )
+    # The types are checked first: a sequence or a map has no rank, but a batch axis would not help it.
+    for kind, side in (("input", inputs), ("output", outputs)):
+        for arg in side:
+            _check_type(name, kind, arg)
+    batch = BatchAxis(name, "Export the model")
+    rows_fixed = batch.fixed_rows(
+        {arg.name: arg.shape for arg in inputs}, {arg.name: arg.shape for arg in outputs}
+    )
+    batch_symbols = {arg.shape[0] for arg in inputs} - {None, rows_fixed}
     return (
-        tuple(_read_spec(name, "input", arg, batch_symbols) for arg in inputs),
-        tuple(_read_spec(name, "output", arg, batch_symbols) for arg in outputs),
+        tuple(_read_spec(batch, "input", arg, batch_symbols) for arg in inputs),
+        tuple(_read_spec(batch, "output", arg, batch_symbols) for arg in outputs),
         rows_fixed,
     )
 
 
-def _read_spec(model: str, kind: str, arg: Any, batch_symbols: set[str]) -> TensorSpec:
+def _check_type(model: str, kind: str, arg: Any) -> None:
     if arg.type not in DTYPES:
         raise ModelError(
-            f"{kind} {arg.name!r} of {model!r} is a {arg.type}. Rows lie in fixed memory, so tensors of "
-            f"numbers and booleans can be served: {sorted(set(DTYPES.values()))}. Do the rest (tokenising "
+            f"{kind} {arg.name!r} of {model!r} is a {arg.type}. Rows lie in fixed memory, so tensors "
+            f"of numbers and booleans can be served: {sorted(set(DTYPES.values()))}. Do the rest (tokenising "
             "text, naming classes: zipmap=False in skl2onnx) outside the model"
         )
-    if not arg.shape:
-        raise ModelError(
-            f"{kind} {arg.name!r} of {model!r} is a scalar or has no known rank. Batching needs a first axis "
-            "that counts rows: export the model with one"
-        )
+
+
+def _read_spec(batch: BatchAxis, kind: str, arg: Any, batch_symbols: set[str]) -> TensorSpec:
     dims = []
     for axis, dim in enumerate(arg.shape[1:], start=1):
         if dim in batch_symbols:
-            raise ModelError(
-                f"{kind} {arg.name!r} of {model!r} has the batch size on axis {axis} too ({arg.shape}): rows "
-                "of one batch would see each other, so requests cannot share one"
-            )
+            raise batch.second_axis_error(kind, arg.name, axis)
         dims.append(dim if dim is not None else f"{arg.name}.{axis}")
     return TensorSpec(arg.name, np.dtype(DTYPES[arg.type]), tuple(dims))
 

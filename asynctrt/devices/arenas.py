@@ -1,8 +1,8 @@
 """Arenas: blocks of enqueue memory that execution contexts share, of one engine or of several.
 
-A context works in an arena for as long as its batch computes. Batches in one arena run one after the other,
-and the device sees to that: each stream waits for the event of the arena's last use, so no CPU stands between
-two batches. K arenas for N contexts cost the memory of K, where N private workspaces would cost that of N
+A context uses an arena while its batch computes. Batches in one arena run one after the other, and the device
+sees to that: each stream waits for the event of the arena's last use, so the CPU does not stand between two
+batches. K arenas for N contexts take the memory of K, where N private workspaces would take that of N
 (``IExecutionContext::setDeviceMemoryV2``; "How TensorRT works", The Runtime Phase).
 """
 
@@ -19,39 +19,39 @@ class Arena:
     def __init__(self) -> None:
         self.buffer: Buffer | None = None
         self.last_use: Event | None = None
-        """Done when the latest batch in it has computed; the stream of the next one waits for it."""
+        """Done when the latest batch in it has computed. The stream of the next batch waits for it."""
 
     @property
     def memory(self) -> Buffer:
-        """The block."""
+        """Return the block, which has been reserved."""
         assert self.buffer is not None, "an arena is reserved before it is used"
         return self.buffer
 
 
 class Arenas:
-    """``count`` arenas on one device. They grow to what the most demanding engine in them needs.
+    """A number of arenas on one device. They grow to what the most demanding engine in them needs.
 
-    An engine makes its own. To share them, make them yourself and open each engine on the same device object
-    and with ``shared_arenas=`` this; such engines belong to one event loop. Open the one that needs most
-    first: what a growing arena leaves behind stays allocated until :meth:`close`, as captured graphs may
-    still use it.
+    An engine makes its own. To share arenas, make them yourself, and open each engine on the same device
+    object with ``shared_arenas=``; such engines belong to one event loop. Open the engine that needs most
+    first: the memory that a growing arena replaces stays allocated until :meth:`close`, as captured graphs
+    may still use it.
 
     :param device: the device object that the engines are opened on.
     :param count: how many batches may compute side by side.
-    :param nbytes: how large each is from the start.
-    :raises OptionsError: for an impossible number.
-    :raises DeviceMemoryError: when they do not fit.
+    :param nbytes: the initial size of each.
+    :raises OptionsError: if ``count`` is less than 1, or ``nbytes`` negative.
+    :raises DeviceMemoryError: if they do not fit.
     """
 
     def __init__(self, device: Device, count: int, *, nbytes: int = 0) -> None:
         if count < 1 or nbytes < 0:
-            raise OptionsError(f"there are at least 1 arena and 0 bytes in each, not {count} and {nbytes}")
+            raise OptionsError(f"count must be at least 1 and nbytes at least 0, not {count} and {nbytes}")
         self.device = device
         self.arenas = [Arena() for _ in range(count)]
         self.users = [0] * count
-        """Batches in flight in each, counted by the ledgers of all engines."""
+        """Batches in flight in each, of all engines."""
         self.engines = 0
-        """Engines that use them."""
+        """How many engines use them."""
         self._thread = 0
         self._retired: list[Buffer] = []
         self._nbytes = 0
@@ -77,25 +77,25 @@ class Arenas:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all together."""
+        """Return how many bytes they hold together."""
         return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired)
 
     def claim(self, thread: int) -> None:
-        """Let engines whose loop runs in this thread use them.
+        """Let engines use them whose loop runs in the thread with this number.
 
-        :raises UsageError: while engines of another thread do: nothing keeps their batches apart.
+        :raises UsageError: if engines of another thread use them, as nothing would keep their batches apart.
         """
         if self.engines and thread != self._thread:
             raise UsageError(
                 f"{self!r} are used by engines on another event loop, and nothing would keep the batches of "
-                "two loops apart. Make arenas for each loop"
+                "two loops apart. Make separate arenas for each loop"
             )
         self._thread = thread
 
     def reserve(self, nbytes: int) -> None:
-        """Let each have at least ``nbytes``.
+        """Make each at least ``nbytes`` large.
 
-        :raises DeviceMemoryError: when they do not fit, with the arithmetic; nothing is changed then.
+        :raises DeviceMemoryError: if they do not fit, with the arithmetic; then nothing is changed.
         """
         nbytes = aligned(nbytes)
         if nbytes <= self._nbytes:
@@ -121,9 +121,9 @@ class Arenas:
         self._nbytes = nbytes
 
     def close(self) -> None:
-        """Give the memory back. Idempotent.
+        """Free the memory. Idempotent.
 
-        :raises UsageError: while an engine uses them.
+        :raises UsageError: if an engine still uses them.
         """
         if self.engines:
             raise UsageError(f"{self!r} are still used by {self.engines} engines. Close those first")

@@ -1,44 +1,46 @@
-"""The protocols that a device fulfils: :class:`Device`, :class:`Stream`, :class:`Event`, :class:`Buffer`.
+"""The protocols of a device: :class:`Device`, :class:`Stream`, :class:`Event`, :class:`Buffer`.
 
-They are CUDA's terms with CUDA's meaning: work on one stream runs in order, work on two streams runs in
-any order, an event is done when its stream has reached it, and nothing here waits on the CPU but
-:meth:`Event.synchronize`. Device objects are made by the device alone, and a stream is always named.
+The terms are CUDA's, with CUDA's meaning: work on one stream runs in order, work on two streams runs in any
+order, an event is done when its stream has reached it, and only :meth:`Completion.synchronize` blocks.
+Only the device makes its objects, and the stream of an operation is always given by name.
+:class:`DeviceArray` is here too, because a device imports arrays and an array knows its device.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from asynctrt.errors import DeviceLostError, DeviceMemoryError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
 
-if TYPE_CHECKING:
-    from asynctrt.devices.arrays import DeviceArray
-
-ALIGNMENT = 256
+ALIGNMENT: Final = 256
 """Alignment in bytes of every buffer and of every tensor within one, as ``set_device_memory`` demands."""
+
+COPY_S: Final = 60.0
+"""How long a copy to the host may take before its device counts as hung."""
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to the alignment."""
+    """Round ``nbytes`` up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Memory of a device, in bytes. Other processes use it too, so what is free may be gone at once."""
+    """Memory of a device, in bytes. Other processes use the device too, so free memory may soon be gone."""
 
     free_nbytes: int
     total_nbytes: int
     held_nbytes: int
     """Held by buffers of this device object."""
     budget_nbytes: int | None = None
-    """What this device object may hold at the most."""
+    """The most that buffers of this device object may hold."""
 
     @property
     def room_nbytes(self) -> int:
-        """What can still be allocated through this device object."""
+        """Return how much can still be allocated through this device object."""
         if self.budget_nbytes is None:
             return self.free_nbytes
         return min(self.free_nbytes, self.budget_nbytes - self.held_nbytes)
@@ -51,7 +53,7 @@ class MemoryFigures:
 
 
 def mib(nbytes: int) -> str:
-    """A size for messages."""
+    """Format a size for messages."""
     return f"{nbytes / 2**20:,.1f} MiB" if nbytes >= 2**20 // 10 else f"{nbytes:,} bytes"
 
 
@@ -60,186 +62,350 @@ class Buffer(Protocol):
 
     @property
     def address(self) -> int:
-        """The first byte, as the device sees it."""
+        """Return the address of the first byte, as the device sees it."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Return the size in bytes."""
 
     @property
     def is_host_visible(self) -> bool:
-        """Whether the CPU can read and write it, so that :meth:`array` may be called."""
+        """Return whether the CPU can read and write it, so that :meth:`array` may be called."""
 
     def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
-        """A writable view of a part. ``offset`` in bytes."""
+        """Return a writable view of a part, from byte ``offset`` on."""
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
 
 
-class Event(Protocol):
-    """A mark on a stream. It can be recorded again once it is done."""
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong in the work before the event, once it is done."""
+class Completion(Protocol):
+    """Something that the reaper watches until it is done."""
 
     def query(self) -> bool:
-        """Whether the stream has reached the event. Never blocks."""
+        """Return whether it is done. Never blocks."""
+
+    def is_running(self) -> bool:
+        """Return whether the work whose end it marks is being done now, rather than waiting for its turn.
+
+        Ask only while it is pending.
+        Work waits for its turn while no thread is free for it, and while it is ordered after other work that
+        has not ended. Work behind work that was given up (:meth:`Stream.abandon`) counts as running.
+        """
 
     def nudge(self) -> bool:
-        """Help a pending event along where it needs the CPU's help; True if that is what it needed.
+        """Help it along if it needs the CPU's help, and return whether it did.
 
-        A stream that is a Python thread may be done and unable to say so, because a loop that is never idle
-        keeps the GIL from it. May hold the calling thread for as long as a hand-over takes.
+        A Python thread may be done and unable to say so, because a loop that is never idle keeps the GIL from
+        it. May hold the calling thread for as long as a hand-over takes.
         """
 
     def on_done(self, callback: Callable[[], None]) -> bool:
-        """Ask for ``callback``, from any thread, when the event is done.
+        """Ask for ``callback``, from any thread, when it is done.
 
-        False: this device cannot call, or the event is done already; the caller has to query.
+        Return False if it cannot call, or if it is done already: then the caller has to query.
         """
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
-        """Block this thread until the event is done; False after ``timeout_s``."""
+        """Block this thread until it is done. Return False if that takes longer than ``timeout_s``."""
+
+
+class Event(Completion, Protocol):
+    """A mark on a stream, done when the stream has reached it. It can be recorded again once it is done."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return what went wrong in the work before the event, once it is done."""
 
     def elapsed_ns(self, since: "Event") -> int:
-        """Device time between two events that are done."""
+        """Return the device time in ns between two events that are done."""
 
 
 class Graph(Protocol):
     """Work that was captured once and is launched as a whole, as often as needed."""
 
     def launch(self, *, stream: "Stream") -> None:
-        """Put all of it on ``stream``, in its order. At most one launch may be under way."""
+        """Put all of it on ``stream``, in order. Only one launch of it may be under way at a time."""
 
     def close(self) -> None:
-        """Give it back, once no launch of it is under way. Idempotent."""
+        """Free it. No launch of it may be under way. Idempotent."""
 
 
 class Stream(Protocol):
-    """A queue of work that the device does in order."""
+    """A queue of work, which the device does in order."""
 
     @property
     def handle(self) -> int:
-        """What libraries of the device know it by: for CUDA the ``cudaStream_t`` as a number. Never 0."""
+        """Return the handle that libraries take: for CUDA the ``cudaStream_t`` as a number. Never 0."""
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what is put on it is collected, not done."""
+        """Return whether work that is put on it is collected instead of done."""
 
     def record(self, event: Event) -> None:
-        """Let ``event`` be done when everything before it on this stream is."""
+        """Mark ``event`` as done once everything before it on this stream is done."""
 
     def wait(self, event: Event) -> None:
-        """Let what follows on this stream start only when ``event`` is done."""
+        """Start what follows on this stream only once ``event`` is done."""
 
     def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
         """Copy ``nbytes`` at the same ``offset`` of both buffers, in either direction."""
 
     def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
-        """Copy between two addresses that the device sees. Who calls it keeps the memory until it is done."""
+        """Copy between two addresses that the device sees. The caller keeps the memory alive until then."""
 
     def begin_capture(self) -> None:
-        """From now on collect what is put on this stream instead of doing it."""
+        """Collect what is put on this stream from now on, instead of doing it."""
 
     def end_capture(self) -> Graph:
-        """What was collected; the stream works again.
+        """Return the collected work as a graph, and let the stream work again.
 
-        :raises DeviceError: when some of it cannot be part of a graph.
+        :raises DeviceError: if some of it cannot be part of a graph.
+        """
+
+    def abandon(self) -> None:
+        """Give up its work, which seems to hang. The host device replaces the thread that does it.
+
+        From now on the stream may only be closed. If its work ends after all, its events are done as usual.
         """
 
     def close(self, timeout_s: float) -> bool:
-        """End the stream; False when its work did not end within ``timeout_s``. Idempotent."""
+        """End the stream. Return False if its work does not end within ``timeout_s``. Idempotent."""
 
 
 @runtime_checkable
 class Device(Protocol):
-    """Where models run."""
+    """A device that models run on."""
 
     @property
     def name(self) -> str:
-        """As given to ``asynctrt.open``: ``host``, ``cuda:0``."""
+        """Return its name as ``asynctrt.open`` takes it: ``host``, ``cuda:0``."""
+
+    @property
+    def gpu(self) -> str | None:
+        """Return what the GPU is called (``NVIDIA H200``), or ``None`` on a device that is not a GPU."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Return the GPU's compute capability, ``(9, 0)``, or ``None`` on a device that is not a GPU."""
+
+    @property
+    def l2_persisting_nbytes(self) -> int | None:
+        """Return how much of the L2 cache can be set aside for persisting data, or ``None`` if unknown."""
 
     @property
     def unified(self) -> bool:
-        """Whether the device reads and writes staging memory itself, so that no copies are needed."""
+        """Return whether the device works in staging memory itself, so that no copies are needed."""
 
     @property
-    def slots(self) -> int:
-        """How many batches keep the device busy. More may be put on it, and wait for their turn there."""
+    def concurrency(self) -> int:
+        """Return how many batches keep the device busy. Others that are put on it wait for their turn."""
 
     @property
     def is_parallel(self) -> bool:
-        """Whether batches side by side take no longer than one alone, as on cores of their own."""
+        """Return whether batches side by side take no longer than one alone, as on cores of their own."""
 
     @property
     def prefers_graphs(self) -> bool:
-        """Whether to launch what was captured is cheaper than to put the work on a stream again."""
+        """Return whether launching a graph is cheaper than putting its work on a stream again."""
 
     @property
     def timing_is_free(self) -> bool:
-        """Whether events with times cost no more than others, so that every batch has its times."""
+        """Return whether timed events cost no more than others, so that every batch is timed."""
 
     @property
     def contexts_default(self) -> int:
-        """How many contexts an engine on this device has when its options do not say."""
+        """Return the default number of contexts of an engine on this device."""
 
     @property
     def lost(self) -> DeviceLostError | None:
-        """Why nothing on this device can be trusted any more in this process, once that is so."""
+        """Return why this process can no longer use the device, or ``None`` while it can."""
 
     def activate(self) -> None:
-        """Make it the calling thread's current device, as libraries that are called next expect."""
+        """Make it the calling thread's current device, as libraries expect."""
 
     def memory(self) -> MemoryFigures:
-        """What is free and what is held."""
+        """Return how much memory is free and how much is held."""
 
-    def create_stream(self, *, priority: int = 0) -> Stream:
-        """A new stream. A higher priority is served first, where the device knows priorities."""
+    def create_stream(self) -> Stream:
+        """Make a stream."""
 
     def create_event(self, *, is_timed: bool = True) -> Event:
-        """A new event, done from the start. Without times it may cost less, and ``elapsed_ns`` is refused."""
+        """Make an event, which is done until it is recorded.
+
+        :param is_timed: whether ``elapsed_ns`` may be asked. An event without times may cost less.
+        """
 
     def allocate_staging(self, nbytes: int) -> Buffer:
-        """Memory that the CPU writes and the device copies from: pinned, where there is a difference.
+        """Allocate memory that both the CPU and the device copy from and to: pinned, for a GPU.
 
-        :raises DeviceMemoryError: when there is no room.
+        :raises DeviceMemoryError: if it does not fit.
         """
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Memory of the device.
+        """Allocate zeroed memory of the device.
 
-        :raises DeviceMemoryError: when there is no room.
+        :raises DeviceMemoryError: if it does not fit.
         """
 
     def import_array(self, value: object) -> "DeviceArray | None":
-        """An array of any library that lies on this device, where it lies; ``None`` if it is none.
+        """Return any library's array on this device, without a copy, or ``None`` for any other value.
 
-        :raises InputError: for one that lies there but cannot be taken: on another GPU, or not in C order.
+        :raises InputError: for an array that cannot be used: on another GPU, or not in C order.
         """
 
     def allocate_output(self, nbytes: int, *, stream: Stream) -> Buffer:
-        """Memory for what is to stay on the device, in the order of ``stream``; not zeroed. Never blocks.
+        """Allocate memory for outputs that stay on the device, in the order of ``stream``.
 
-        :raises DeviceMemoryError: when there is no room.
+        It is not zeroed. Never blocks.
+
+        :raises DeviceMemoryError: if it does not fit.
         """
 
     def abandon(self) -> None:
-        """Be told that something on it may run for ever: nothing is done from now on that waits for it."""
+        """Note that work on it may run for ever: from now on nothing is done that would wait for it."""
 
     def close(self) -> None:
-        """Give back what the device holds. Idempotent."""
+        """Free what the device holds. Idempotent."""
+
+
+class DeviceArray:
+    """An array on a device, rows first, in C order. It keeps its memory alive.
+
+    Libraries for the GPU read it in place, through ``__cuda_array_interface__``: ``torch.as_tensor(array,
+    device="cuda")``, ``cupy.asarray(array)``. When the engine returns it, its rows are there. Its memory is
+    freed in the order of CUDA's default stream; if you read it on another stream, keep the array until that
+    is done.
+    """
+
+    __slots__ = ("_owner", "address", "device", "dtype", "ready", "shape")
+
+    def __init__(
+        self,
+        device: Device,
+        address: int,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        *,
+        owner: object,
+        ready: Event | None = None,
+    ) -> None:
+        self.device = device
+        self.address = address
+        self.dtype = dtype
+        self.shape = shape
+        self.ready = ready
+        """Done once its contents are there; ``None`` if they are."""
+        # Keeps the memory alive, and is not used for anything else.
+        self._owner = owner
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {self.dtype.name}{list(self.shape)} on {self.device.name}>"
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> "DeviceArray":
+        """Return consecutive rows without copying them.
+
+        :raises UsageError: for anything else than ``array[start:stop]``.
+        """
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            raise UsageError(
+                f"a DeviceArray is sliced by consecutive rows, array[start:stop], not by {rows!r}. To read "
+                "single values copy it to the host, array.numpy(), or give it to a library of the GPU: "
+                "torch.as_tensor(array)"
+            )
+        start, stop, _ = rows.indices(len(self))
+        return DeviceArray(
+            self.device,
+            self.address + start * self.row_nbytes,
+            self.dtype,
+            (max(stop - start, 0), *self.shape[1:]),
+            owner=self._owner,
+            ready=self.ready,
+        )
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of axes."""
+        return len(self.shape)
+
+    @property
+    def row_nbytes(self) -> int:
+        """Return the size of one row in bytes."""
+        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of all rows in bytes."""
+        return len(self) * self.row_nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Describe it to CUDA's libraries, by version 3 of their interface."""
+        if not self.device.name.startswith("cuda"):
+            raise AttributeError(f"{self!r} is not on a CUDA device")
+        return {
+            "version": 3,
+            "shape": self.shape,
+            "typestr": self.dtype.str,
+            "data": (self.address, False),
+            "strides": None,
+            "stream": None,
+        }
+
+    def numpy(self) -> np.ndarray:
+        """Return a copy in the host's memory. It blocks: for a large array call it in another thread.
+
+        :raises DeviceError: if the device cannot copy it.
+        """
+        stream = self.device.create_stream()
+        staging = self.device.allocate_staging(self.nbytes)
+        if self.ready is not None:
+            stream.wait(self.ready)
+        stream.copy_bytes(staging.address, self.address, self.nbytes)
+        copied = self.device.create_event()
+        stream.record(copied)
+        if not copied.synchronize(COPY_S):
+            raise DeviceLostError(f"copying {self!r} to the host did not end within {COPY_S} s")
+        stream.close(COPY_S)
+        if copied.error is not None:
+            raise copied.error
+        array = staging.array(self.dtype, self.shape, 0)
+        staging.close()
+        return array
 
 
 def check_room(device: Device, nbytes: int, what: str, fix: str) -> None:
-    """Refuse what would not fit before any of it is made.
+    """Check that ``nbytes`` fit, before any of them are allocated.
 
-    :raises DeviceMemoryError: with the arithmetic.
+    :raises DeviceMemoryError: if they do not, with the arithmetic.
     """
     memory = device.memory()
     if nbytes > memory.room_nbytes:
         raise DeviceMemoryError(
             f"{what} need {mib(nbytes)} on {device.name}, and there is room for {mib(memory.room_nbytes)} "
             f"({memory}). {fix}"
+        )
+
+
+def view_of(
+    block: np.ndarray, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int
+) -> np.ndarray:
+    """Return a part of a block of bytes, from byte ``offset`` on, as an array that shares its memory."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return block[offset : offset + nbytes].view(dtype).reshape(shape)
+
+
+def check_process(pid: int) -> None:
+    """Check that this is still the process ``pid``, in which a device was made.
+
+    :raises UsageError: in a process that was forked from it.
+    """
+    if pid != os.getpid():
+        raise UsageError(
+            f"this device was made in process {pid} and is used in process {os.getpid()}, which was forked "
+            "from it: its threads and its CUDA context exist in the first only. Make the device and open the "
+            "engine in the new process, or start that with multiprocessing's start method 'spawn'"
         )

@@ -1,12 +1,12 @@
-"""Load tests: any engine, function or server, measured honestly.
+"""Load tests for any engine, function or server.
 
 ::
 
     report = await asynctrt.loadtest.run(engine, rate=2000, seconds=5, slo="p99<20ms")
     assert report.holds, report.runs[0].latency
 
-Latency counts from when a request was due, not from when it could be sent; how late the generator itself was
-is in the report, and a run in which it could not keep up says that it is void.
+Latency counts from when a request was due, not from when it could be sent. The report says how late the
+generator itself was, and a run in which it could not keep up is reported as void.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ __all__ = ["LoadSettings", "Report", "Run", "Target", "TargetSpec", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    """What needs the extra ``load`` is loaded when it is used: the command line has its flags without it."""
+    """Load what needs the extra ``load`` only when it is used: the command line works without it."""
     if name == "run":
         from asynctrt.loadtest.api import run  # noqa: PLC0415
 

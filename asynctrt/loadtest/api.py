@@ -1,4 +1,4 @@
-"""``asynctrt.loadtest.run``: a load test from Python."""
+"""``asynctrt.loadtest.run``, a load test from Python."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,12 +6,13 @@ from typing import Any
 
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
-from asynctrt.loadtest.job import Job, carry_out
+from asynctrt.loadtest.job import LoadJob, carry_out
 from asynctrt.loadtest.report import Report
-from asynctrt.loadtest.session import SETTING_NAMES, Session
+from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
-from asynctrt.options import Options, check_names
+from asynctrt.options import Options
+from asynctrt.validation import check_names
 
 
 async def run(
@@ -31,25 +32,27 @@ async def run(
 
     :param target: an engine that is open; a path or ``module:factory``, opened for the test; the address of a
         server, ``http://HOST:PORT/v2/models/NAME``, ``grpc://HOST:PORT/NAME`` or
-        ``ws://HOST:PORT/v2/models/NAME/ws``; an async function that takes arrays by name and gives such.
-    :param model: which model of a server, if the address does not say.
+        ``ws://HOST:PORT/v2/models/NAME/ws``; an async function that takes and returns arrays by name.
+    :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
-    :param device: for a target that is opened here; ``options`` likewise.
-    :param sweep: settings or engine options, by name, and the values to try in every combination.
-    :param search: look for the highest rate that holds the ``slo``, to within ``precision``.
-    :param compare: what another configuration has different: both are run in turn, A B A B.
-    :param settings: as :class:`LoadSettings` has them: rate, callers, seconds, slo, ...
+    :param device: the device of an engine that is opened for the test.
+    :param options: the options of an engine that is opened for the test.
+    :param sweep: settings or engine options by name, with the values to try in every combination.
+    :param search: find the highest rate that holds the ``slo``, to within ``precision``.
+    :param compare: settings or engine options of a second configuration; the two run in turn, A B A B.
+    :param precision: the precision of a search, as a share of the rate.
+    :param settings: the fields of :class:`LoadSettings`: rate, callers, seconds, slo, ...
     :raises OptionsError: for a setting that is unknown or impossible.
     :raises TargetError: if the target cannot be reached or does not answer.
-    :raises AsynctrtError: what it says to a first request, if it refuses that.
+    :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
     check_names(settings, SETTING_NAMES, "setting of a load test")
     if isinstance(target, str | Path):
         target = TargetSpec(str(target), model, token, device, options or Options())
     elif model is not None or token is not None or options is not None:
         raise UsageError(
-            "model, token and options are for paths and addresses, and this target is there already"
+            "model, token and options apply to paths and addresses only: this target is open already"
         )
-    job = Job(target, LoadSettings(**settings), sweep or {}, search, compare or {}, precision)
-    async with Session(apart=job.settings.processes > 1, watch=None) as session:
+    job = LoadJob(target, LoadSettings(**settings), sweep or {}, search, compare or {}, precision)
+    async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:
         return await carry_out(job, session)

@@ -1,7 +1,8 @@
-"""When requests arrive: a unit process (Poisson or even), stretched by a rate that may change. Pure.
+"""When requests arrive: a process of rate 1 (Poisson or even), stretched by a rate that may change. Pure.
 
-A process of rate 1 that is looked at through the inverse of the integral of any rate is a process of that
-rate. So ramps, steps, days and bursts are one thing, a :class:`Profile`, and Poisson or constant is another.
+Mapping the times of a process of rate 1 through the inverse of the integral of any rate gives a process of
+that rate. So the shape of the rate (ramp, steps, day, bursts) is one thing, a :class:`LoadProfile`, and the
+spacing of the requests (Poisson or constant) is another.
 """
 
 import csv
@@ -22,18 +23,18 @@ Ints = npt.NDArray[np.int64]
 Process = Literal["poisson", "constant"]
 
 RATE_MAX: Final = 1e8
-"""Arrivals/s, above which the times of two of them are hardly apart in ns."""
+"""Highest rate in arrivals/s; above it, successive times would hardly differ in ns."""
 BLOCK: Final = 8192
-"""Arrivals made at once. It takes 130 µs, in which nothing is sent: 16 ns each, and 90 in blocks of 512."""
+"""Arrivals made at once. Nothing is sent meanwhile, but each takes far longer to make in small blocks."""
 KNOTS: Final = 1000
-"""Pieces that a curve is made of."""
+"""Pieces that approximate a curve."""
 
 LEVELS: Final = re.compile(r"\d+(?:\.\d+)?(?:e\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """A level over time (arrivals/s, or callers), as pieces of one level each.
+class LoadProfile:
+    """Describe a level (arrivals/s, or callers) over time as pieces of constant level.
 
     :param ends_s: the end of each piece, ascending; the last is the end of all.
     :param levels: the level of each piece.
@@ -48,8 +49,8 @@ class Profile:
         object.__setattr__(self, "_sums", np.cumsum((self.ends_s - starts) * self.levels))
 
     @classmethod
-    def parse(cls, text: str, seconds: float) -> "Profile":
-        """``1000``, a ramp ``100..2000``, or steps that share the time, ``100,500,1000``.
+    def parse(cls, text: str, seconds: float) -> "LoadProfile":
+        """Parse ``1000``, a ramp ``100..2000``, or steps of equal length, ``100,500,1000``.
 
         :raises OptionsError: for anything else, and for a level that is 0 or too high.
         """
@@ -57,12 +58,13 @@ class Profile:
         parts = ramp if len(ramp) == 2 else text.split(",")
         if not all(LEVELS.fullmatch(part.strip()) for part in parts):
             raise OptionsError(
-                f"{text!r} is no rate and no number of callers: 1000, a ramp 100..2000, or steps 100,500,1000"
+                f"{text!r} is not a rate or a number of callers: write 1000, a ramp 100..2000, or steps "
+                "100,500,1000"
             )
         levels = [float(part) for part in parts]
         if not 0 < max(levels) <= RATE_MAX:
             raise OptionsError(
-                f"{text!r}: a rate or a number of callers is above 0 and at most {RATE_MAX:,.0f}"
+                f"{text!r}: a rate or a number of callers must be above 0 and at most {RATE_MAX:,.0f}"
             )
         if len(ramp) == 2:
             ends = np.linspace(0, seconds, KNOTS + 1)[1:]
@@ -72,7 +74,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """The length in seconds."""
         return float(self.ends_s[-1])
 
     @property
@@ -86,30 +88,31 @@ class Profile:
         return float(self.levels.max())
 
     def at(self, seconds: float) -> float:
-        """The level at a time; the last one after the end."""
+        """Return the level at a time; after the end, the last level."""
         place = int(np.searchsorted(self.ends_s, seconds, "right"))
         return float(self.levels[min(place, len(self.levels) - 1)])
 
     def times_s(self, sums: Floats) -> Floats:
-        """When the integral reaches each of these sums."""
+        """Return the times at which the integral reaches each of ``sums``."""
         return np.interp(sums, np.concatenate(([0.0], self._sums)), np.concatenate(([0.0], self.ends_s)))
 
-    def diurnal(self, period_s: float, swing: float) -> "Profile":
-        """It rises and falls as a sine does, by ``swing`` of the level, once a period."""
+    def diurnal(self, period_s: float, swing: float) -> "LoadProfile":
+        """Return a profile that rises and falls like a sine by ``swing`` of the level, once per period."""
         ends = self._cut(period_s / 100)
         middles = ends - np.diff(ends, prepend=0.0) / 2
         levels = np.array([self.at(time) for time in middles])
-        return Profile(ends, levels * (1 + swing * np.sin(2 * np.pi * middles / period_s)))
+        return LoadProfile(ends, levels * (1 + swing * np.sin(2 * np.pi * middles / period_s)))
 
-    def bursty(self, period_s: float, share: float, factor: float, rng: np.random.Generator) -> "Profile":
-        """Random phases of ``factor`` times the level, a ``share`` of the time; it is lower between them.
+    def bursty(self, period_s: float, share: float, factor: float, rng: np.random.Generator) -> "LoadProfile":
+        """Return a profile with bursts of ``factor`` times the level, for a ``share`` of the time.
 
-        The lengths are exponential: one of each kind takes a period on average. The mean level stays.
+        It is lower between them, so that the mean level stays. The lengths are exponentially distributed: a
+        burst and the pause after it take a period on average.
         """
         between = (1 - share * factor) / (1 - share)
         ends: list[float] = []
         levels: list[float] = []
-        # The first phase is a burst as often as any moment is in one: short runs keep their mean by that.
+        # The first phase is a burst with the probability of any other moment, so short runs keep their mean.
         now_s, is_burst = 0.0, bool(rng.random() < share)
         while now_s < self.seconds:
             length_s = rng.exponential(period_s * (share if is_burst else 1 - share))
@@ -118,10 +121,10 @@ class Profile:
                 levels.append(self.at((now_s + float(end_s)) / 2) * (factor if is_burst else between))
                 now_s = float(end_s)
             is_burst = not is_burst
-        return Profile(np.array(ends), np.array(levels))
+        return LoadProfile(np.array(ends), np.array(levels))
 
     def _cut(self, piece_s: float, start_s: float = 0.0, end_s: float | None = None) -> Floats:
-        """The ends of pieces of at most ``piece_s`` that each have one level of this profile."""
+        """Return the ends of pieces of at most ``piece_s`` within each of which this profile is constant."""
         end_s = self.seconds if end_s is None else end_s
         pieces = max(1, int(np.ceil((end_s - start_s) / piece_s)))
         ends = np.concatenate((np.linspace(start_s, end_s, pieces + 1)[1:], self.ends_s))
@@ -130,7 +133,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A block of arrivals: when each is due, and what it sends.
+    """Hold a block of arrivals: when each is due, and what it sends.
 
     :param due_ns: from the start of the run, ascending.
     :param samples: the number of the sample that each sends.
@@ -142,26 +145,26 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All arrivals of a run. The same seed gives the same ones, however many processes share them.
+    """Generate the arrivals of a run. A seed always gives the same ones, however many processes share them.
 
     :param profile: the rate.
     :param weights: how often each sample is sent, relative to the others.
     """
 
     process: Process
-    profile: Profile
+    profile: LoadProfile
     weights: Floats
     seed: int
 
     @property
     def expected(self) -> float:
-        """How many arrivals there are, on average."""
+        """The expected number of arrivals."""
         return self.profile.total
 
     def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Block after block, those of one of several processes that take turns."""
+        """Yield block after block of the arrivals of one process; the processes take turns."""
         rng = np.random.default_rng(self.seed)
-        # Choices of their own, so that the times do not depend on what is sent.
+        # A generator of its own, so that the times do not depend on what is sent.
         choices = np.random.default_rng((self.seed, 1))
         odds = self.weights / self.weights.sum()
         last, made, total = 0.0, 0, self.profile.total
@@ -172,7 +175,7 @@ class Schedule:
                 sums = np.arange(made, made + BLOCK) + 0.5
             last = float(sums[-1])
             samples = _draw(choices, odds)
-            # Every process makes them all, and takes its own.
+            # Every process makes all arrivals, and takes its own.
             mine = slice((share - made) % shares, int(np.searchsorted(sums, total)), shares)
             made += BLOCK
             due_ns = (self.profile.times_s(sums[mine]) * 1e9).astype(np.int64)
@@ -181,7 +184,7 @@ class Schedule:
 
 
 def _draw(rng: np.random.Generator, odds: Floats) -> Ints:
-    """The samples of a block."""
+    """Draw the samples of a block."""
     if len(odds) == 1:
         return np.zeros(BLOCK, np.int64)
     if (odds == odds[0]).all():
@@ -191,7 +194,7 @@ def _draw(rng: np.random.Generator, odds: Floats) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Arrivals that are given: a trace's, or all of them at once.
+    """Hold arrivals that are given: those of a trace, or all of them at once.
 
     :param seconds: how long the run is.
     """
@@ -202,11 +205,11 @@ class Fixed:
 
     @property
     def expected(self) -> float:
-        """How many arrivals there are."""
+        """The number of arrivals."""
         return len(self.due_ns)
 
     def blocks(self, share: int = 0, shares: int = 1) -> Iterator[Arrivals]:
-        """Block after block, those of one of several processes that take turns."""
+        """Yield block after block of the arrivals of one process; the processes take turns."""
         due_ns, samples = self.due_ns[share::shares], self.samples[share::shares]
         for start in range(0, len(due_ns), BLOCK):
             yield Arrivals(due_ns[start : start + BLOCK], samples[start : start + BLOCK])
@@ -214,7 +217,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One request of a trace; ``dims`` are the sizes of dynamic dimensions by name."""
+    """Describe one request of a trace; ``dims`` are the sizes of dynamic dimensions by name."""
 
     seconds: float
     rows: int
@@ -223,13 +226,13 @@ class TraceEntry:
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
-    """A recorded trace, in order of time, from 0 on.
+    """Read a recorded trace, and return its entries in order of time, which begins at 0.
 
-    CSV with a header, or JSON Lines. ``time`` is in seconds; ``rows`` and ``priority`` may be there; every
-    other column is the size of the dynamic dimension of that name.
+    It is CSV with a header, or JSON Lines. ``time`` is in seconds; ``rows`` and ``priority`` are optional;
+    every other column is the size of the dynamic dimension of that name.
 
     :raises UsageError: if it cannot be read.
-    :raises OptionsError: for an entry that is none; it names the line.
+    :raises OptionsError: for an invalid entry; the message names its line.
     """
     try:
         text = path.read_text("utf-8-sig")
@@ -249,21 +252,21 @@ def read_trace(path: Path) -> list[TraceEntry]:
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise OptionsError(
-                f"{str(path)!r}, line {number}: {item!r:.100} has no time in seconds, or something in "
-                f"it that is no number ({type(error).__name__}: {error})"
+                f"{str(path)!r}, line {number}: {item!r:.100} lacks a time in seconds, or has a value that "
+                f"is not a number ({type(error).__name__}: {error})"
             ) from error
         if not 0 <= entry.seconds < 1e9 or entry.rows < 1 or min(extra.values(), default=0) < 0:
             raise OptionsError(f"{str(path)!r}, line {number}: {item!r:.100} is out of range")
         entries.append(entry)
     if not entries:
-        raise OptionsError(f"the trace {str(path)!r} has no entry")
+        raise OptionsError(f"the trace {str(path)!r} has no entries")
     entries.sort(key=lambda entry: entry.seconds)
     first = entries[0].seconds
     return [TraceEntry(entry.seconds - first, entry.rows, entry.priority, entry.dims) for entry in entries]
 
 
 def _records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    """The entries of a trace as they stand there, with the numbers of their lines."""
+    """Yield the raw entries of a trace with their line numbers."""
     lines = text.splitlines()
     if lines and lines[0].lstrip().startswith("{"):
         for number, line in enumerate(lines, start=1):
@@ -271,18 +274,18 @@ def _records(path: Path, text: str) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise OptionsError(f"{str(path)!r}, line {number} is no JSON: {error}") from error
+                    raise OptionsError(f"{str(path)!r}, line {number} is not JSON: {error}") from error
     else:
         rows = csv.DictReader(lines, skipinitialspace=True)
         try:
             for item in rows:
                 yield rows.line_num, {name: value for name, value in item.items() if value not in (None, "")}
         except csv.Error as error:
-            raise OptionsError(f"{str(path)!r}, line {rows.line_num + 1} is no CSV: {error}") from error
+            raise OptionsError(f"{str(path)!r}, line {rows.line_num + 1} is not CSV: {error}") from error
 
 
 def _whole(value: Any) -> int:
-    """A whole number, also one that was written as text or as 4.0."""
+    """Return an integer, which may be written as text or as 4.0."""
     if isinstance(value, float) and not value.is_integer():
-        raise ValueError(f"{value} is no whole number")
+        raise ValueError(f"{value} is not an integer")
     return int(value)

@@ -1,4 +1,4 @@
-"""What ``asynctrt load`` does, but for what it shows: flags to a job, Ctrl-C, files, the gate for CI."""
+"""``asynctrt load`` without its display: flags to a :class:`LoadJob`, Ctrl-C, files, the gate for CI."""
 
 import asyncio
 import itertools
@@ -13,33 +13,33 @@ from typing import Any, Final
 from asynctrt import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.loadtest.criteria import Criterion, failures
-from asynctrt.loadtest.job import Job, carry_out, make_report
+from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.page import render
 from asynctrt.loadtest.plots import as_png, figures
 from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures, write_whole
-from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, Session, Watch
+from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
-from asynctrt.process import find_modules_here
+from asynctrt.process import add_cwd_to_path
 
 DEMO: Final = "demo"
-"""The target that is the model of ``asynctrt demo``, with files of this machine."""
+"""The target that stands for the model of ``asynctrt demo``, with files of this machine."""
 
 NOT_GOOD: Final = 3
 VOID: Final = 4
 """Exit statuses."""
 
 SAME_TEST: Final = ("rate", "callers", "scenario", "arrivals", "rows", "dims", "think", "burst", "swing")
-"""Settings in which a run and its baseline have to agree."""
+"""Settings in which a run and its baseline must agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All that the command was told."""
+    """Everything that the command was asked to do."""
 
-    job: Job
+    job: LoadJob
     json: Path | None = None
     report: Path | None = None
     png: Path | None = None
@@ -48,14 +48,14 @@ class LoadPlan:
 
     @property
     def outputs(self) -> list[Path]:
-        """Files and folders that will be written."""
+        """The files and folders that will be written."""
         return [path for path in (self.json, self.report, self.png) if path is not None]
 
 
 def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
-    """What the flags come to; ``given`` has those that were said.
+    """Return the plan for the flags in ``given``, which has only those that were passed.
 
-    :raises OptionsError: for what is impossible.
+    :raises OptionsError: for impossible values.
     :raises UsageError: for files that cannot be read or written.
     """
     settings = {name: given[name] for name in SETTING_NAMES if name in given}
@@ -74,10 +74,12 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         Options.from_settings(None, options),
     )
     if spec.is_server and options:
-        raise OptionsError(f"{', '.join(options)}: that is the server's to know, and not for who measures it")
+        raise OptionsError(
+            f"cannot set {', '.join(options)} for a server: set it where the server is started"
+        )
     sweep = dict(_values(text) for text in given.get("sweep", ()))
     compare = {name: _only(name, values) for name, values in map(_values, given.get("compare", ()))}
-    job = Job(
+    job = LoadJob(
         spec,
         LoadSettings(**settings),
         sweep,
@@ -88,11 +90,13 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
     fail_if = tuple(Criterion.parse(text) for text in given.get("fail_if", ()))
     baseline = None
     if fail_if and sweep:
-        raise OptionsError("fail-if is about one load, and a sweep has many")
+        raise OptionsError("fail-if applies to one load, and a sweep has several: leave one of them out")
     if given.get("baseline") is not None:
         baseline = read_report(given["baseline"])
     elif any(item.is_relative for item in fail_if) and not compare:
-        raise OptionsError("a change is measured against a --baseline: give one, or a value, as in p99>20ms")
+        raise OptionsError(
+            "a relative --fail-if needs a --baseline: give one, or an absolute value such as p99>20ms"
+        )
     made = LoadPlan(job, given.get("json"), given.get("report"), given.get("png"), fail_if, baseline)
     for path in made.outputs:
         _check_writable(path)
@@ -100,16 +104,16 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
 
 
 async def load(planned: LoadPlan, watch: Watch) -> Report:
-    """Do it. Ctrl-C ends it with the report of what there is; a second one ends it at once.
+    """Do the load test. Ctrl-C ends it with a report of the results so far; a second Ctrl-C ends it at once.
 
     :raises KeyboardInterrupt: if there is nothing to report yet.
     :raises AsynctrtError: if the target cannot be measured.
     """
-    find_modules_here()
+    add_cwd_to_path()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     interrupted = False
-    async with Session(apart=True, watch=watch) as session:
+    async with LoadSession(apart=True, watch=watch) as session:
 
         def interrupt() -> None:
             nonlocal interrupted
@@ -136,9 +140,9 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
 
 
 def write(planned: LoadPlan, report: Report) -> list[Path]:
-    """Write what was asked for; each file is whole or is not there. Says which ones there are.
+    """Write the files that were asked for, each completely or not at all, and return their paths.
 
-    :raises UsageError: for the first that cannot be written, after all others were.
+    :raises UsageError: for the first file that cannot be written, after all others were.
     """
     written: list[Path] = []
     failed: list[AsynctrtError] = []
@@ -170,7 +174,7 @@ def _png(figure: Any) -> Callable[[], bytes]:
 
 
 def gate(planned: LoadPlan, report: Report) -> list[str]:
-    """Which ``--fail-if`` is true of the report; of a comparison, of B, and its changes over A."""
+    """Return each ``--fail-if`` that is true of the report; of a comparison, of B and its changes over A."""
     runs = report.runs
     before = None if planned.baseline is None else saved_figures(planned.baseline)
     if report.comparison is not None:
@@ -183,7 +187,7 @@ def gate(planned: LoadPlan, report: Report) -> list[str]:
 
 
 def exit_status(report: Report, failed: Sequence[str]) -> int:
-    """0 if all is well; 4 if figures are void or break MLPerf's rules; 3 if they are not good."""
+    """Return 0 if all is well, 4 if figures are void or break MLPerf's rules, 3 if they miss a target."""
     if report.void or any(run.scenario is not None and not run.scenario["valid"] for run in report.runs):
         return VOID
     is_held = report.kind == "sweep" or report.holds
@@ -193,23 +197,23 @@ def exit_status(report: Report, failed: Sequence[str]) -> int:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """A report that was saved as JSON.
+    """Read a report that was saved as JSON.
 
-    :raises UsageError: if it cannot be read, or is none.
+    :raises UsageError: if it cannot be read, or is not a report.
     """
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"the baseline {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
-        raise UsageError(f"{str(path)!r} is no report of a load test: make one with --json")
+        raise UsageError(f"{str(path)!r} is not the report of a load test: make one with --json")
     return content
 
 
 def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine: bool) -> None:
-    """Whether a baseline can be compared with: the same test, on the same kind of machine.
+    """Check that the baseline is comparable: the same test, on the same kind of machine.
 
-    :raises UsageError: if not; it says what is different.
+    :raises UsageError: if it is not; the message says what differs.
     """
     content = planned.baseline
     if content is None:
@@ -219,8 +223,8 @@ def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine
     if names and not any_machine:
         pairs = "; ".join(f"{name}: {before.get(name)} there, {machine[name]} here" for name in names)
         raise UsageError(
-            f"the baseline is from another machine ({pairs}), and its times say nothing about this one. "
-            "Record one here, or say --any-machine if you know better"
+            f"the baseline is from another machine ({pairs}), so its times are not comparable. Record a "
+            "baseline here, or pass --any-machine to compare all the same"
         )
     settings = planned.job.settings
     usual = LoadSettings()
@@ -228,22 +232,24 @@ def check_baseline(planned: LoadPlan, machine: Mapping[str, Any], *, any_machine
         there = content.get("settings", {}).get(name, getattr(usual, name))
         here = getattr(settings, name)
         if str(there or None) != str(list(here) if isinstance(here, tuple) and here else here or None):
-            raise UsageError(f"the baseline is of another test: {name} is {there} there, and {here} here")
+            raise UsageError(f"the baseline is of another test: {name} is {there} in it, and {here} here")
     if not content.get("complete", False):
-        raise UsageError("the baseline was interrupted: its figures are of less than a whole run")
+        raise UsageError("the baseline was interrupted: its figures do not cover a whole run")
 
 
 def _values(text: str) -> tuple[str, list[Any]]:
-    """``rate=100,200`` or, doubling, ``callers=1:64``."""
+    """Parse ``rate=100,200`` or, doubling, ``callers=1:64``."""
     name, mark, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if not mark or not values:
-        raise OptionsError(f"{text!r} says no values: it is like rate=1000,2000 or, doubling, callers=1:64")
+        raise OptionsError(f"{text!r} has no values: write rate=1000,2000 or, doubling, callers=1:64")
     first, colon, last = values.partition(":")
     if colon and name != "target":
         low, high = _number(first), _number(last)
         if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high):
-            raise OptionsError(f"{text!r}: a range is two numbers, the smaller one first, as in callers=1:64")
+            raise OptionsError(
+                f"{text!r} is not a range: write two numbers, the smaller first, as in callers=1:64"
+            )
         doubling = itertools.takewhile(lambda value: value <= high, (low * 2**step for step in range(64)))
         return name, list(doubling)
     return name, [_number(value) for value in values.split(",")]
@@ -251,7 +257,7 @@ def _values(text: str) -> tuple[str, list[Any]]:
 
 def _only(name: str, values: list[Any]) -> Any:
     if len(values) != 1:
-        raise OptionsError(f"--compare {name}: a comparison is of two, what is given and one other value")
+        raise OptionsError(f"--compare {name} takes exactly one value, which is compared with the one in use")
     return values[0]
 
 
@@ -266,13 +272,13 @@ def _number(text: str) -> Any:
 
 
 def _check_writable(path: Path) -> None:
-    """Say it before the test, and not after it."""
+    """Raise before the test, rather than after it, if a file cannot be written."""
     folder = path if path.is_dir() else path.parent
     while not folder.exists():
         folder = folder.parent
     if path.is_dir() and path.suffix in (".json", ".html"):
-        raise UsageError(f"{str(path)!r} is a folder")
+        raise UsageError(f"{str(path)!r} is a folder, not a file")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(
-            f"{str(path)!r} cannot be written: {str(folder)!r} is no folder that you may write to"
+            f"{str(path)!r} cannot be written: {str(folder)!r} is not a folder that you may write to"
         )

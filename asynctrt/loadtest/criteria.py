@@ -1,4 +1,4 @@
-"""What a run is held to: ``p99<20ms`` for one run, ``p99>+10%`` against a baseline. Pure."""
+"""Criteria that a run is checked against: ``p99<20ms``, or ``p99>+10%`` over a baseline. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,19 +10,20 @@ from asynctrt.errors import OptionsError
 UNITS_MS: Final = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 PERCENTILES: Final = ("p50", "p90", "p95", "p99", "p99.9", "p99.99")
 LATENCIES: Final = (*PERCENTILES, "mean", "max")
-"""Figures of the latency, in ms."""
+"""Latency figures, in ms."""
 FIGURES: Final = (*LATENCIES, "throughput", "goodput", "errors")
-"""What a criterion may be about. ``errors`` is a share of the requests; the other two are requests/s."""
+"""Figures that a criterion may name. ``errors`` is a share of the requests; throughput and goodput are in
+requests/s."""
 
 SHAPE: Final = re.compile(r"\s*([a-z]+[\d.]*)\s*([<>])\s*([+-]?)\s*(\d+(?:\.\d+)?)\s*(%|[a-zµ]*)\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """A figure, and what it is compared with.
+    """Compare a figure with a limit.
 
-    :param limit: in ms for latencies, requests/s for throughput and goodput, a share for errors. For one
-        that is relative, the change as a share of the baseline: ``+0.1`` is 10% more.
+    :param limit: in ms for latencies, requests/s for throughput and goodput, a share for errors. If it is
+        relative, the change as a share of the baseline: ``+0.1`` is 10% more.
     """
 
     text: str
@@ -36,40 +37,41 @@ class Criterion:
 
     @classmethod
     def parse(cls, text: str) -> "Criterion":
-        """``p99<20ms``, ``errors<0.1%``, ``throughput>1000``; relative with a sign: ``p99>+10%``.
+        """Parse ``p99<20ms``, ``errors<0.1%``, ``throughput>1000``; relative with a sign: ``p99>+10%``.
 
         :raises OptionsError: for anything else.
         """
         found = SHAPE.fullmatch(text)
         if found is None:
-            raise OptionsError(f"{text!r} is no criterion. It is like p99<20ms, errors<0.1% or p99>+10%")
+            raise OptionsError(f"{text!r} is not a criterion: write p99<20ms, errors<0.1% or p99>+10%")
         text = text.strip()
         figure, sign, plus, number, unit = found.groups()
         if figure not in FIGURES:
-            raise OptionsError(f"{text!r}: {figure!r} is no figure. There are: {', '.join(FIGURES)}")
+            raise OptionsError(f"{text!r}: unknown figure {figure!r}; valid figures: {', '.join(FIGURES)}")
         limit = float(number)
         if plus:
             if unit != "%":
                 raise OptionsError(
-                    f"{text!r}: a change against a baseline is in percent, as in {figure}>+10%"
+                    f"{text!r}: a change over a baseline must be in percent, as in {figure}>+10%"
                 )
             signed = limit / 100 if plus == "+" else -limit / 100
             return cls(text, figure, _sign(sign), signed, is_relative=True)
         if figure in LATENCIES:
             if unit not in UNITS_MS:
-                raise OptionsError(f"{text!r}: a latency has a unit: {', '.join(UNITS_MS)}")
+                raise OptionsError(f"{text!r}: a latency needs a unit: {', '.join(UNITS_MS)}")
             limit *= UNITS_MS[unit]
         elif figure == "errors" and unit == "%":
             limit /= 100
         elif unit:
-            raise OptionsError(f"{text!r}: {figure} has no unit {unit!r}")
+            raise OptionsError(f"{text!r}: {figure} does not take the unit {unit!r}")
         return cls(text, figure, _sign(sign), limit, is_relative=False)
 
     def compare(self, value: float, baseline: float | None = None) -> bool:
-        """Whether it is true of a value; of its change over the baseline, if it is relative."""
+        """Return whether the criterion is true of a value or, if it is relative, of its change over the
+        baseline."""
         if self.is_relative:
             assert baseline is not None
-            # Without a baseline other than 0 every change is without bounds.
+            # Over a baseline of 0 every change is infinite.
             value = (
                 (value - baseline) / baseline if baseline else (0.0 if value == baseline else float("inf"))
             )
@@ -77,21 +79,26 @@ class Criterion:
 
 
 def parse_slo(texts: Iterable[str]) -> tuple[Criterion, ...]:
-    """What a run has to hold. Several may stand in one text, with commas between them.
+    """Parse the criteria that a run must meet. One text may have several, separated by commas.
 
-    :raises OptionsError: for one that is none, or that is relative.
+    :raises OptionsError: for text that is not a criterion, or a relative one.
     """
     criteria = tuple(Criterion.parse(part) for text in texts for part in text.split(","))
     for criterion in criteria:
         if criterion.is_relative:
-            raise OptionsError(f"{criterion}: a target is a value, as in p99<20ms; a change is for --fail-if")
+            raise OptionsError(
+                f"{criterion}: an slo needs an absolute limit, as in p99<20ms; a relative one is for "
+                "--fail-if"
+            )
         if criterion.sign != ("<" if criterion.figure not in ("throughput", "goodput") else ">"):
-            raise OptionsError(f"{criterion}: a target says what is good, and this is what is bad")
+            raise OptionsError(
+                f"{criterion}: an slo says what is good, and this says what is bad: turn the sign round"
+            )
     return criteria
 
 
 def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
-    """The time within which an answer is good, for goodput: the largest latency that is asked for."""
+    """Return the time within which an answer counts for goodput: the largest latency in the criteria."""
     limits = [item.limit for item in criteria if item.figure in PERCENTILES or item.figure == "max"]
     return max(limits) if limits else None
 
@@ -99,14 +106,14 @@ def latency_target_ms(criteria: Iterable[Criterion]) -> float | None:
 def failures(
     criteria: Iterable[Criterion], figures: Mapping[str, Any], baseline: Mapping[str, Any] | None
 ) -> list[str]:
-    """Which of the ``--fail-if`` criteria are true, with the values; one whose figure is missing is, too."""
+    """Return the ``--fail-if`` criteria that are true, with the values, or whose figure is missing."""
     found = []
     for item in criteria:
         value = figures.get(item.figure)
         before = baseline.get(item.figure) if baseline is not None else None
         if value is None or (item.is_relative and before is None):
             where = "this run" if value is None else "the baseline"
-            found.append(f"{item}: {where} has no {item.figure}, so it cannot be told")
+            found.append(f"{item}: cannot be checked, because {where} has no {item.figure}")
         elif item.compare(value, before):
             against = f", against {before:,.6g} in the baseline" if item.is_relative else ""
             found.append(f"{item}: {item.figure} is {value:,.6g}{against}")

@@ -1,7 +1,7 @@
-"""From what was counted to what is reported: one run's figures. Pure.
+"""Calculates the figures of one run from what was counted. Pure.
 
-A figure is given only if there is enough to tell it from: a percentile needs so many requests that the
-largest of them bounds it with 95% confidence (5 for p50, 299 for p99, 29,956 for p99.99).
+A figure is given only if there is enough data: a percentile needs as many requests as it takes for the
+largest to bound it with 95% confidence (5 for p50, 299 for p99, 29,956 for p99.99).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from asynctrt.loadtest.criteria import PERCENTILES, Criterion, latency_target_ms
 from asynctrt.loadtest.histogram import Counts
-from asynctrt.loadtest.plans import Plan
+from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Window, Windows, total
-from asynctrt.loadtest.report import Bar, BatchFigures, Errors, Interval, Moment, Resources, Run
+from asynctrt.loadtest.report import Bar, BatchFigures, ErrorKind, Interval, Moment, Resources, Run
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.scenarios import Measured, verdict
 from asynctrt.loadtest.settings import LoadSettings
@@ -21,41 +21,41 @@ from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace
 
 DRIFT_SHARE: Final = 0.1
-"""How far the beginning's mean latency is from the rest's, if it is to be called a drift."""
+"""Relative difference of the mean latency at the beginning from the rest that counts as a drift."""
 MOMENTS_MAX: Final = 120
 BARS_MAX: Final = 200
 
 LATE_MS: Final = 0.1
-"""A generator that is late by less is not looked at any further."""
+"""Lateness of the generator below which a run is never void."""
 LATE_SHARE: Final = 0.1
-"""The share of the mean latency that may be the generator's own lateness."""
+"""Largest share of the mean latency that may be the generator's own lateness."""
 LATE_TAIL_SHARE: Final = 0.5
-"""The share of p99 that p99 of the lateness may be."""
+"""Largest ratio of the p99 of the lateness to the p99 of the latency."""
 BUSY_CORES: Final = 0.97
-"""CPU at which a process that sends has no more to give."""
+"""CPU use from which a sending process counts as saturated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """All that is known of one run, from all processes."""
+    """Hold everything that all processes counted in one run."""
 
     windows: Windows
     outcomes: Sequence[Outcome]
     resources: Resources
     is_server: bool
     is_enough: bool = False
-    """Whether it was stopped because the figures were sure enough."""
+    """Whether the run was stopped because the intervals were narrow enough."""
 
 
 def make_run(
     settings: LoadSettings,
-    plan: Plan,
+    plan: ProcessPlan,
     counted: Counted,
     *,
     label: str,
     parameters: Mapping[str, Any],
 ) -> Run | None:
-    """One run's figures; ``None`` if it was stopped before anything was measured."""
+    """Return the figures of one run; ``None`` if it was stopped before anything was measured."""
     outcomes = counted.outcomes
     complete = all(outcome.exhausted for outcome in outcomes)
     seconds, count = _measured(plan, counted, complete=complete)
@@ -88,7 +88,7 @@ def make_run(
         throughput=throughput,
         goodput=goodput,
         error_share=error_share,
-        errors={kind: Errors(error.count, error.example) for kind, error in sorted(whole.errors.items())},
+        errors={kind: ErrorKind(error.count, error.example) for kind, error in sorted(whole.errors.items())},
         latency=latency,
         uncorrected=latencies(whole.uncorrected),
         lateness=late,
@@ -106,14 +106,14 @@ def make_run(
     )
 
 
-def _measured(plan: Plan, counted: Counted, *, complete: bool) -> tuple[float, int]:
-    """How many seconds were measured, and windows."""
+def _measured(plan: ProcessPlan, counted: Counted, *, complete: bool) -> tuple[float, int]:
+    """Return how many seconds and windows were measured."""
     last_ns = max(outcome.last_done_ns for outcome in counted.outcomes) - plan.warmup_ns
     elapsed_ns = min(outcome.elapsed_ns for outcome in counted.outcomes) - plan.warmup_ns
     if complete and plan.is_timed and plan.requests_max is None:
         return plan.measured_ns / 1e9, -(-plan.measured_ns // plan.window_ns)
     if complete:
-        # It ended with the last answer, and not by the clock.
+        # It ended with the last answer rather than by the clock.
         ended_ns = min(last_ns, plan.measured_ns) if plan.is_timed else last_ns
         return ended_ns / 1e9, -(-ended_ns // plan.window_ns) if ended_ns > 0 else 0
     count = min(elapsed_ns, max(outcome.stopped_ns for outcome in counted.outcomes) - plan.warmup_ns)
@@ -122,7 +122,7 @@ def _measured(plan: Plan, counted: Counted, *, complete: bool) -> tuple[float, i
 
 
 def latencies(counts: Counts) -> dict[str, float]:
-    """Percentiles, mean and largest in ms; those of too few values are not there."""
+    """Return percentiles, mean and maximum in ms, without those for which there are too few values."""
     count = len(counts)
     found: dict[str, float] = {}
     if not count:
@@ -140,7 +140,7 @@ def latencies(counts: Counts) -> dict[str, float]:
 def held(
     criteria: Sequence[Criterion], whole: Window, throughput: float, goodput: float | None
 ) -> dict[str, bool]:
-    """Whether each part of the target was held. A request that failed took for ever."""
+    """Return whether each criterion was met. A failed request counts as one that took for ever."""
     answered, failed = whole.answered, whole.failed
     ended = answered + failed
     found = {}
@@ -161,40 +161,40 @@ def held(
 
 
 def _void(
-    plan: Plan, counted: Counted, sent: int, latency: Mapping[str, float], late: Mapping[str, float]
+    plan: ProcessPlan, counted: Counted, sent: int, latency: Mapping[str, float], late: Mapping[str, float]
 ) -> tuple[str, ...]:
-    """Why the figures would be the generator's own."""
+    """Return the reasons for which the figures would be those of the generator."""
     reasons = []
     if any(outcome.is_overwhelmed for outcome in counted.outcomes):
-        reasons.append("the generator fell seconds behind the schedule, and gave up: ask for a lower rate")
+        reasons.append("the generator fell seconds behind the schedule and gave up: set a lower rate")
     mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
-    # In one process the generator is late because the engine holds the loop that they share, or the other
-    # way round, as the coroutines of an application would be; it is what callers see there.
+    # In one process the engine and the generator hold up the loop that they share, as the coroutines of an
+    # application would: it is what callers see there.
     if counted.is_server and late and latency:
         if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
             reasons.append(
                 f"of a mean latency of {latency['mean']:.3g} ms, {mean:.3g} ms are the generator's lateness: "
-                "ask for a lower rate, or for more processes"
+                "set a lower rate, or more processes"
             )
         elif tail > max(LATE_MS, LATE_TAIL_SHARE * latency.get("p99", tail)):
             reasons.append(
-                f"p99 is {latency['p99']:.3g} ms, and that of the generator's lateness {tail:.3g} ms: ask "
-                "for a lower rate, or for more processes"
+                f"p99 is {latency['p99']:.3g} ms, and that of the generator's lateness {tail:.3g} ms: set a "
+                "lower rate, or more processes"
             )
     if counted.is_server and plan.callers is not None and not plan.think:
         cores = max(outcome.cpu_ns / max(outcome.elapsed_ns, 1) for outcome in counted.outcomes)
         if cores > BUSY_CORES:
             reasons.append(
-                f"a process that sends used {cores:.2f} cores, so the throughput may be its own: ask for "
-                "more processes"
+                f"a sending process used {cores:.2f} cores, so the throughput may be limited by it: set more "
+                "processes"
             )
     if not sent:
-        reasons.append("nothing was due while it was measured")
+        reasons.append("no request was due in the measured time")
     return tuple(reasons)
 
 
-def _steadiness(plan: Plan, windows: Sequence[Window]) -> tuple[float | None, tuple[str, ...]]:
-    """From when on the latency is steady, and what there is to be said about it."""
+def _steadiness(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[float | None, tuple[str, ...]]:
+    """Return from when the latency is steady, and notes about it."""
     if not plan.is_level:
         return None, ()
     means = [window.latency.total_ns / window.answered for window in windows if window.answered]
@@ -203,15 +203,15 @@ def _steadiness(plan: Plan, windows: Sequence[Window]) -> tuple[float | None, tu
     first = steady_from(means)
     seconds = plan.window_ns / 1e9
     if first:
-        # What is left out has to be different enough to matter: of noise, too, some beginning looks worst.
+        # What is left out has to differ enough to matter: even in pure noise some beginning looks worst.
         before, after = sum(means[:first]) / first, sum(means[first:]) / (len(means) - first)
         first = first if abs(before / after - 1) > DRIFT_SHARE else 0
     if first is None:
         return None, () if len(means) < STEADY_LEAST else (
-            "the latency drifted all the time: measure for longer",
+            "the latency drifted throughout the run: measure for longer",
         )
     if first:
-        note = f"the latency is steady from {first * seconds:.2f} s on: a longer warm-up would leave that out"
+        note = f"the latency is steady only from {first * seconds:.2f} s on: set a longer warm-up"
         return first * seconds, (note,)
     return 0.0, ()
 
@@ -221,15 +221,15 @@ def _throughput_interval(windows: Sequence[Window], window_s: float) -> Interval
 
 
 def _latency_interval(windows: Sequence[Window]) -> Interval | None:
-    """Of the mean latency in ms. Windows without an answer say nothing about it."""
+    """Return the interval of the mean latency in ms, over the windows with answers."""
     known = [window for window in windows if window.answered]
     means = [window.latency.total_ns / window.answered / 1e6 for window in known]
     return interval_within(means, [window.answered for window in known])
 
 
 def narrowness(windows: Windows, window_s: float) -> float | None:
-    """How sure throughput and mean latency are by now: half-width as a share; ``None``: too early to say."""
-    numbers = sorted(number for number in windows if number >= 0)[:-1]  # The last one goes on.
+    """Return the larger relative half-width of throughput and mean latency; ``None`` if it is too early."""
+    numbers = sorted(number for number in windows if number >= 0)[:-1]  # The last one is not over.
     known = [windows[number] for number in numbers]
     intervals = _throughput_interval(known, window_s), _latency_interval(known)
     widths = [item.half_width for item in intervals if item is not None]
@@ -237,7 +237,7 @@ def narrowness(windows: Windows, window_s: float) -> float | None:
 
 
 def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:
-    """What a target has computed; ``None`` if it does not say, or has computed nothing."""
+    """Return figures of what a target computed; ``None`` if it does not tell, or computed nothing."""
     if counters is None or not counters.batches or not counters.requests:
         return None
     requests = counters.requests
@@ -280,14 +280,14 @@ def _moments(windows: Sequence[Window], window_s: float, seconds: float) -> tupl
 
 
 def _timeline(trace: Sequence[BatchTrace]) -> tuple[Bar, ...]:
-    """The last batches, as bars."""
+    """Return the last batches as bars."""
     last = sorted(trace, key=lambda batch: batch.launched_ns)[-BARS_MAX:]
     bars = []
     for batch in last:
         begin = (batch.launched_ns - last[0].launched_ns) / 1e6
         copied_in = begin + batch.copy_in_ns / 1e6
         end = (batch.answered_ns - last[0].launched_ns) / 1e6
-        # What lies between is waiting for the device. Clocks of several threads may be at odds by a little.
+        # The rest is waiting for the device. Clocks of different threads may differ by a little.
         computed = max(copied_in, end - batch.copy_out_ns / 1e6)
         started = max(copied_in, computed - batch.compute_ns / 1e6)
         bars.append(Bar(batch.context, batch.arena, batch.rows, begin, copied_in, started, computed, end))

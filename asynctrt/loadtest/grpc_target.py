@@ -1,7 +1,7 @@
-"""KServe V2 over gRPC as a load test's target, anybody's server.
+"""Any KServe V2 server over gRPC as a load test's target.
 
-A request's message is serialised once and sent many times; an answer stays bytes until somebody wants the
-arrays. Measured on uvloop, CPU time a request: 120 us, nearly all of it the library's.
+A request's message is serialised once and sent many times. An answer stays bytes until its arrays are asked
+for.
 """
 
 import asyncio
@@ -18,24 +18,26 @@ from asynctrt.errors import (
     TargetError,
     UnsupportedError,
 )
+from asynctrt.kserve.client import (
+    TEXT_LENGTH_MAX,
+    UNREADABLE,
+    as_arrays,
+    describe,
+    read_output,
+    read_values,
+)
+from asynctrt.kserve.datatypes import write_tensor
+from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
 from asynctrt.loadtest.kserve import (
     REFUSALS,
-    SAID_LENGTH_MAX,
-    UNREADABLE,
     Address,
-    as_arrays,
     choose_model,
     read_counters,
     read_grpc_address,
     read_index,
     read_specs,
-    read_values,
-    read_wire,
 )
 from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
-from asynctrt.serving.datatypes import write_tensor
-from asynctrt.serving.messages import CONTENTS, message_classes, parse
-from asynctrt.serving.wire import describe
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -46,32 +48,32 @@ except ImportError as error:
 
 SERVICE: Final = "/inference.GRPCInferenceService/"
 OPEN_S: Final = 5.0
-"""How long it may take to connect, and to hear what the model takes."""
+"""How long connecting and reading the model's description may take."""
 PAGE_S: Final = 10.0
-"""How long a server may take to say something about itself, later on."""
+"""How long a server may take to tell its statistics."""
 
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # What is measured is the server, not the way to it through somebody else.
+    # The server is to be measured, not a proxy before it.
     ("grpc.enable_http_proxy", 0),
-    # Targets share no connection, though they have the same address.
+    # Targets with the same address do not share a connection.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 KINDS: Final = {kind.grpc_code: kind for kind in REFUSALS}
-"""What a server means by a status code."""
+"""The error for each status code."""
 
 LOST: Final = ("Stream removed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")
-"""Words of the library's own, for what becomes of a call when its connection is lost."""
+"""The library's own messages for calls whose connection was lost."""
 
 
 async def open_grpc_target(spec: TargetSpec) -> Target:
-    """The model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS. Without a name, the only one.
+    """Open the model at ``grpc://HOST:PORT/NAME``, or ``grpcs://`` with TLS; without a name, the only model.
 
-    :raises TargetError: if nobody is there, or nobody that speaks KServe.
-    :raises AsynctrtError: what the server says against it: no such model, a token that is missing or wrong.
-    :raises OptionsError: if nobody has said which of several models.
+    :raises TargetError: if the server cannot be reached, or does not speak KServe.
+    :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
+    :raises OptionsError: if the address names no model, and the server has several.
     """
     target = GrpcTarget(read_grpc_address(spec), spec.token)
     try:
@@ -80,7 +82,7 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
     except (TimeoutError, ConnectionLostError, UnsupportedError) as error:
         await target.aclose()
         said = str(error) or f"no answer within {OPEN_S:g} s"
-        raise TargetError(f"{spec.where} is no KServe server that can be reached: {said}") from error
+        raise TargetError(f"{spec.where} cannot be reached as a KServe server: {said}") from error
     except BaseException:
         await target.aclose()
         raise
@@ -88,7 +90,7 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
 
 
 class GrpcTarget:
-    """One model over gRPC: a request is one ``ModelInfer``, all of them on one connection."""
+    """Send to one model over gRPC: each request is a ``ModelInfer``, and all share a connection."""
 
     kind = "grpc"
 
@@ -103,14 +105,14 @@ class GrpcTarget:
             self._channel = grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(), OPTIONS)
         else:
             self._channel = grpc.aio.insecure_channel(where, OPTIONS)
-        # Without a serialiser, bytes come and go as they are.
+        # Without a serialiser, bytes are passed through unchanged.
         self._infer = self._channel.unary_unary(SERVICE + "ModelInfer")
         self._create_task = asyncio.get_running_loop().create_task
 
     async def read(self) -> None:
-        """Connect, and ask for all that does not change.
+        """Connect, and ask for everything that does not change.
 
-        :raises AsynctrtError: what comes of it; :func:`open_grpc_target` knows what it means.
+        :raises AsynctrtError: any failure; :func:`open_grpc_target` turns it into the right error.
         """
         if not self.name:
             try:
@@ -156,13 +158,13 @@ class GrpcTarget:
             raw = message.raw_output_contents
             for number, item in enumerate(message.outputs):
                 if raw:
-                    arrays[item.name] = read_wire(item.name, item.datatype, item.shape, raw[number])
+                    arrays[item.name] = read_output(item.name, item.datatype, item.shape, raw[number])
                 else:
                     field, _ = CONTENTS[item.datatype]
                     values = list(getattr(item.contents, field))
                     arrays[item.name] = read_values(item.name, item.datatype, item.shape, values)
-        except (*UNREADABLE, IndexError, AsynctrtError) as error:
-            raise TargetError(f"the answer cannot be read: {error!r:.{SAID_LENGTH_MAX}}") from error
+        except (*UNREADABLE, IndexError) as error:
+            raise TargetError(f"the answer cannot be read: {error!r:.{TEXT_LENGTH_MAX}}") from error
         return arrays
 
     async def batches(self) -> BatchCounters | None:
@@ -170,9 +172,9 @@ class GrpcTarget:
             async with asyncio.timeout(PAGE_S):
                 answer = await self._ask("ModelStatistics", name=self.name, version=self._address.version)
         except TimeoutError as error:
-            raise ConnectionLostError(f"{self._address.server} gave no answer within {PAGE_S:g} s") from error
+            raise ConnectionLostError(f"{self._address.server} did not answer within {PAGE_S:g} s") from error
         except RequestError:
-            return None  # It has no such thing, or not for this model.
+            return None  # The server has no statistics, or none for this model.
         return read_counters([_as_json(model) for model in answer.model_stats])
 
     def trace(self) -> list[BatchTrace]:
@@ -182,9 +184,9 @@ class GrpcTarget:
         await self._channel.close()
 
     async def _ask(self, method: str, **fields: Any) -> Any:
-        """The answer to one of the other methods.
+        """Call one of the other methods, and return its answer.
 
-        :raises AsynctrtError: what the server, or the way to it, says instead.
+        :raises AsynctrtError: if the server refuses the call, or the connection fails.
         """
         body = self._kinds[method + "Request"](**fields).SerializeToString()
         try:
@@ -197,22 +199,22 @@ class GrpcTarget:
             raise TargetError(f"{self._address.server} does not speak KServe: {error}") from error
 
     def _failure(self, error: Any) -> AsynctrtError:
-        """What a status other than OK means."""
+        """Return the error for a status other than OK."""
         code = error.code().name
-        said = str(error.details())[:SAID_LENGTH_MAX]
+        said = str(error.details())[:TEXT_LENGTH_MAX]
         if code == "UNAVAILABLE":
-            # A server says so that has too much to do, and so does this side when there is no connection. The
-            # channel learns of the loss of one a moment later than the calls that were on it.
+            # Both a server that is overloaded and a channel without a connection give this status. The
+            # channel learns that its connection was lost a moment later than the calls on it.
             is_ready = self._channel.get_state() is grpc.ChannelConnectivity.READY
             if is_ready and not any(word in said for word in LOST):
                 return OverloadError(said)
-            return ConnectionLostError(f"{self._address.server} is not there, or no longer: {said}")
+            return ConnectionLostError(f"the connection to {self._address.server} failed: {said}")
         kind = KINDS.get(code)
         return kind(said) if kind is not None else TargetError(f"{code}: {said}")
 
 
 def _as_json(model: Any) -> dict[str, Any]:
-    """A model's statistics as HTTP has them, as far as anybody reads them."""
+    """Return a model's statistics in the form of HTTP, as far as they are read."""
 
     def duration(value: Any) -> dict[str, int]:
         return {"count": value.count, "ns": value.ns}

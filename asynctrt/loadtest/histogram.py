@@ -1,9 +1,9 @@
-"""Latencies by how often: HDR histograms. The only importer of ``hdrh``.
+"""HDR histograms of latencies. The only importer of ``hdrh``.
 
-While a run goes on, values are counted in blocks with NumPy (18 ns a request, where the library's own
-``record_value`` takes 650 ns a value), rounded down as the library rounds them: to 3 significant digits. So
-counts of several windows and processes add up exactly, and the library's histogram of them all is the one
-that it would have made of the values.
+During a run, values are counted in blocks with NumPy, which takes a fraction of the time of the library's
+``record_value``. They are rounded down as the library rounds them, to 3 significant digits. So the counts of
+several windows and processes add up exactly, and their histogram is the one that the library would have made
+of the values.
 """
 
 import math
@@ -24,24 +24,24 @@ Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.int32]
 
 DIGITS: Final = 3
-"""Significant digits of every value: an error of 0.05% at the most."""
+"""Significant digits of every value: the error is at most 0.05%."""
 LARGEST_NS: Final = 24 * 3600 * 10**9
 KEPT_BITS: Final = 10
-"""Bits that are kept of a value below its first: with that one they are the 2048 steps that the library takes
+"""Bits kept of a value below its leading bit: with that one they give the 2048 steps that the library uses
 for 3 digits."""
 DROPPED_BITS: Final = 52 - KEPT_BITS
-"""Of a float's mantissa."""
+"""Bits dropped of a float's mantissa."""
 ONE_KEY: Final = 1023 << KEPT_BITS
-"""What is left of the float 1.0: the exponent's bias."""
+"""What is left of the float 1.0, which is the bias of the exponent."""
 LARGEST_KEY: Final = (int(np.float64(LARGEST_NS).view(np.int64)) >> DROPPED_BITS) - ONE_KEY
 ZERO: Final = -1
-"""The key of the value 0, which as a float is like no other."""
+"""The key of the value 0, whose float has no leading bit."""
 LOOSE_MAX: Final = 1 << 16
-"""Keys that are kept as they came; beyond that they are counted."""
+"""Limit on the keys kept as they came; beyond it they are counted."""
 
 
 class Counts:
-    """How often each value came, in ns. Adds up; goes from process to process by pickling."""
+    """Count how often each value in ns occurs. Counts can be merged, and pickled for another process."""
 
     __slots__ = ("_counts", "_keys", "_loose", "_loose_count", "total_ns")
 
@@ -59,7 +59,7 @@ class Counts:
         return int(self._counts.sum()) + self._loose_count
 
     def __getstate__(self) -> tuple[Keys, Ints, int]:
-        """What goes to another process: counted, a hundredth of the values' size."""
+        """Return the state for another process, compacted to a fraction of the size of the values."""
         self.compact()
         return self._keys, self._counts, self.total_ns
 
@@ -68,10 +68,10 @@ class Counts:
         self._loose, self._loose_count = [], 0
 
     def add(self, values: Ints) -> None:
-        """Count values. Those below 0 or above a day are counted as these; ``total_ns`` has them all."""
+        """Count values, clipped to 0 and a day; ``total_ns`` has their unclipped sum."""
         if not len(values):
             return
-        # As little as can be: nothing is sent meanwhile. The rest is done when they are counted.
+        # Do as little as possible, as nothing is sent meanwhile. The rest is done by compact().
         self.total_ns += int(values.sum())
         self._loose.append(_bits(values))
         self._loose_count += len(values)
@@ -79,7 +79,7 @@ class Counts:
             self.compact()
 
     def merge(self, other: "Counts") -> None:
-        """Add the counts of another, exactly."""
+        """Add the counts of another exactly."""
         self.total_ns += other.total_ns
         self._keys, self._counts = _added(self._keys, self._counts, other._keys, other._counts)
         self._loose += other._loose
@@ -88,48 +88,48 @@ class Counts:
             self.compact()
 
     def items(self) -> tuple[Ints, Ints]:
-        """The values, ascending, and how often each came."""
+        """Return the values, ascending, and how often each occurs."""
         self.compact()
         return _values(self._keys), self._counts
 
     def within(self, limit_ns: float) -> int:
-        """How many values are at most the limit, to the histogram's precision."""
+        """Return how many values are at most the limit, to the histogram's precision."""
         values, counts = self.items()
         return int(counts[: np.searchsorted(values, limit_ns, "right")].sum())
 
     def percentile(self, percent: float) -> int | None:
-        """The value that ``percent`` of all are at most; ``None`` of no values."""
+        """Return the value that ``percent`` of all values do not exceed; ``None`` without values."""
         count = len(self)
         return self.nth(max(1, math.ceil(round(count * percent / 100, 6)))) if count else None
 
     def nth(self, rank: int) -> int:
-        """The value of this rank, from 1, the smallest, on."""
+        """Return the value of this rank; the smallest has rank 1."""
         values, counts = self.items()
         place = np.searchsorted(np.cumsum(counts), rank, "left")
         return int(_middle(values[place]))
 
     def histogram(self) -> "HdrHistogram":
-        """The library's histogram of the same values."""
+        """Return the library's histogram of the same values."""
         made = HdrHistogram(1, LARGEST_NS, DIGITS)
         for value, count in zip(*(part.tolist() for part in self.items()), strict=True):
             made.record_value(value, count)
         return made
 
     def encoded(self) -> str:
-        """The library's histogram in the exchange format that HDR tools share (V2, base64)."""
+        """Return the histogram in the exchange format of HDR tools (V2, base64)."""
         text: bytes = self.histogram().encode()
         return text.decode()
 
     @classmethod
     def decode(cls, text: str) -> "Counts":
-        """Counts from the exchange format.
+        """Read counts from the exchange format.
 
-        :raises ValueError: for text that is no histogram.
+        :raises ValueError: for text that is not a histogram.
         """
         try:
             made = HdrHistogram.decode(text)
-        except Exception as error:  # The library raises whatever its decoder stumbles over.
-            raise ValueError(f"no HDR histogram: {error}") from error
+        except Exception as error:  # The library raises any error of its decoder.
+            raise ValueError(f"not an HDR histogram: {error}") from error
         counts = cls()
         found = np.ctypeslib.as_array(made.counts).astype(np.int64)
         places = np.flatnonzero(found)
@@ -139,7 +139,7 @@ class Counts:
         return counts
 
     def compact(self) -> None:
-        """Count the keys that are still as they came."""
+        """Count the keys that are still kept as they came."""
         if self._loose:
             keys = _keys(np.concatenate(self._loose))
             self._loose, self._loose_count = [], 0
@@ -151,7 +151,7 @@ class Counts:
 
 
 def merged(parts: Iterable[Counts]) -> Counts:
-    """All of them together: thousands at once in milliseconds, where one after the other takes seconds."""
+    """Merge all at once, which for thousands is far faster than one after the other."""
     whole = Counts()
     keys, counts = [], []
     for part in parts:
@@ -174,21 +174,21 @@ def merged(parts: Iterable[Counts]) -> Counts:
 
 
 def _bits(values: Ints) -> Keys:
-    """The upper bits of values as floats: their exponents and first digits, which is what is kept of them."""
+    """Return the upper bits of values as floats: their exponents and first digits."""
     bits = values.astype(np.float64).view(np.int64)
-    # In place: memory that is new each time costs more than what is done with it.
+    # In place, because allocating memory costs more than the shift.
     np.right_shift(bits, DROPPED_BITS, out=bits)
     return bits.astype(np.int32)
 
 
 def _keys(bits: Keys) -> Keys:
-    """Values that are rounded down, as numbers in the same order."""
+    """Return the keys of rounded values, which are integers in the same order."""
     keys: Keys = np.clip(bits - np.int32(ONE_KEY), ZERO, LARGEST_KEY)
     return keys
 
 
 def _values(keys: Keys) -> Ints:
-    """The smallest value of each key."""
+    """Return the smallest value of each key."""
     exponents = keys >> KEPT_BITS
     mantissas = (keys & ((1 << KEPT_BITS) - 1)) + (1 << KEPT_BITS)
     values: Ints = np.ldexp(mantissas.astype(np.float64), exponents - KEPT_BITS).astype(np.int64)
@@ -206,7 +206,7 @@ def _added(keys: Keys, counts: Ints, more_keys: Keys, more_counts: Ints) -> tupl
 
 
 def _middle(values: Any) -> Any:
-    """The middle of what is rounded down to a value: half of the precision away from either end."""
+    """Return the middle of the range that is rounded down to a value."""
     # The exponent of a float is the number of bits of an integer below 2**53.
     bits = np.frexp(np.asarray(values, np.float64))[1].astype(np.int64)
     return values + ((np.int64(1) << np.maximum(bits - KEPT_BITS - 1, 0)) >> 1)

@@ -1,8 +1,6 @@
-"""KServe V2 over HTTP as a load test's target, anybody's server. The only importer of ``aiohttp``.
+"""Any KServe V2 server over HTTP as a load test's target. The only importer of ``aiohttp``.
 
-A request's body is built once and sent many times; of an answer nothing is read but its bytes until somebody
-wants the arrays. Measured on uvloop, CPU time a request: 50 us with 16 in flight; with 256, 42 us with a
-collector that is held back, and 65 us with one that goes through all that is alive again and again.
+A request's body is built once and sent many times. An answer stays bytes until its arrays are asked for.
 """
 
 import asyncio
@@ -19,23 +17,26 @@ from asynctrt.errors import (
     RequestError,
     TargetError,
 )
-from asynctrt.loadtest.kserve import (
-    BINARY,
-    REFUSALS,
-    SAID_LENGTH_MAX,
+from asynctrt.kserve.client import (
+    TEXT_LENGTH_MAX,
     UNREADABLE,
-    Address,
-    choose_model,
-    read_address,
+    AnswerError,
     read_answer,
-    read_counters,
-    read_index,
-    read_specs,
     write_binary,
     write_json,
 )
+from asynctrt.kserve.json_codec import parse_object
+from asynctrt.loadtest.kserve import (
+    BINARY,
+    REFUSALS,
+    Address,
+    choose_model,
+    read_address,
+    read_counters,
+    read_index,
+    read_specs,
+)
 from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
-from asynctrt.serving.wire import parse_object
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -46,26 +47,28 @@ except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
 PAGE_S: Final = 10.0
-"""How long a server may take to say something about itself."""
+"""How long a server may take to describe a model."""
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
 
 KINDS: Final = {kind.http_status: kind for kind in (*REFUSALS, OverloadError)}
-"""What a server means by a status, if it says it as KServe does."""
+"""The error for each status of an answer in KServe's form."""
 
 
 async def open_http_target(spec: TargetSpec) -> Target:
-    """The model at ``http://HOST:PORT/v2/models/NAME``; see :func:`~asynctrt.loadtest.kserve.read_address`.
+    """Open the model at ``http://HOST:PORT/v2/models/NAME``; see
+    :func:`~asynctrt.loadtest.kserve.read_address`.
 
-    :raises TargetError: if nobody is there, or nobody that speaks KServe.
-    :raises AsynctrtError: what the server says against it: no such model, a token that is missing or wrong.
+    :raises TargetError: if the server cannot be reached, or does not speak KServe.
+    :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
     """
     return HttpTarget(await open_pages(read_address(spec), spec.token))
 
 
 async def open_pages(address: Address, token: str | None) -> "Pages":
-    """What a server says of a model. If the address does not name it, it is the only one.
+    """Read a server's description of a model; if the address names none, of its only model.
 
-    :raises OptionsError: if there are others. The rest is as for :func:`open_http_target`.
+    :raises OptionsError: if the address names no model, and the server has several. Otherwise as
+        :func:`open_http_target`.
     """
     pages = Pages(address, token)
     try:
@@ -80,7 +83,7 @@ async def open_pages(address: Address, token: str | None) -> "Pages":
 
 
 class Pages:
-    """What a server says of one model, and the connections to it."""
+    """Read a server's description and statistics of one model, and hold the connections to it."""
 
     def __init__(self, address: Address, token: str | None) -> None:
         self.address = address
@@ -88,19 +91,19 @@ class Pages:
         if token:
             headers["Authorization"] = f"Bearer {token}"
         self.session = aiohttp.ClientSession(
-            # As many connections as requests on the way: one that waited for another would be late. The name
-            # of the host is looked up once.
+            # As many connections as requests in flight, because waiting for another would make a request
+            # late. The name of the host is looked up once.
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
             headers=headers,
             skip_auto_headers=("Accept", "User-Agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own.
+            timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
             auto_decompress=False,
         )
         self.takes_binary = True
 
     async def read(self) -> None:
-        """Ask for all that does not change."""
+        """Ask for everything that does not change."""
         if not self.address.model:
             model = choose_model(await self._index(), self.address.server)
             self.address = Address(self.address.server, model)
@@ -109,11 +112,11 @@ class Pages:
         try:
             extensions = (await self._object("GET", "/v2")).get("extensions")
         except AsynctrtError:
-            return  # Some have no such page, and it does not matter.
+            return  # Some servers have no such page, which does not matter.
         self.takes_binary = not isinstance(extensions, list) or BINARY in extensions
 
     async def counters(self) -> BatchCounters | None:
-        """The statistics of the model; ``None`` where there are none.
+        """Return the statistics of the model; ``None`` if the server has none.
 
         :raises ConnectionLostError: if the server is gone.
         """
@@ -122,7 +125,7 @@ class Pages:
             return None
         try:
             return read_counters(parse_object(body, "the answer")["model_stats"])
-        except (*UNREADABLE, AsynctrtError):
+        except UNREADABLE:
             return None
 
     async def aclose(self) -> None:
@@ -130,14 +133,14 @@ class Pages:
         await self.session.close()
 
     async def _index(self) -> set[str]:
-        """The models that the server has."""
+        """Return the names of the models that are ready."""
         status, body = await self._ask("POST", "/v2/repository/index", b"{}")
         if status == 401:
             raise refusal(self.address.server, status, body)
         try:
-            # It is a list, and the reader of JSON is for objects.
+            # It is a list, and the JSON reader accepts objects only.
             return read_index(parse_object(b'{"models":' + body + b"}", "the answer")["models"])
-        except (*UNREADABLE, AsynctrtError):
+        except UNREADABLE:
             raise OptionsError(
                 f"{self.address.server} does not list its models (status {status}): name one in the address, "
                 "or with --model NAME"
@@ -150,7 +153,7 @@ class Pages:
         try:
             return parse_object(body, "the answer")
         except RequestError as error:
-            raise TargetError(f"{self.address.server}{path} is not what KServe has there: {error}") from error
+            raise TargetError(f"{self.address.server}{path} is not in KServe's form: {error}") from error
 
     async def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         url = self.address.server + path
@@ -163,13 +166,13 @@ class Pages:
             ):
                 return response.status, await response.read()
         except TimeoutError as error:
-            raise ConnectionLostError(f"{url} gave no answer within {PAGE_S:g} s") from error
+            raise ConnectionLostError(f"{url} did not answer within {PAGE_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise failure(url, error) from error
 
 
 class HttpTarget:
-    """One model over HTTP: a request is one POST, on a connection that no other is on."""
+    """Send to one model over HTTP: each request is a POST on a connection of its own."""
 
     kind = "http"
 
@@ -185,8 +188,8 @@ class HttpTarget:
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         with warnings.catch_warnings():
-            # Of a body of more than 1 MiB, that to send it holds the loop. It does, and to read a file in
-            # pieces, as is advised, takes longer.
+            # aiohttp warns that sending a body of more than 1 MiB blocks the loop. It does, but reading a
+            # file in pieces, as it advises, takes longer.
             warnings.simplefilter("ignore", ResourceWarning)
             if not self._pages.takes_binary:
                 return aiohttp.BytesPayload(write_json(inputs, priority), content_type="application/json")
@@ -199,7 +202,7 @@ class HttpTarget:
     async def _send(self, payload: Any) -> tuple[bytes, Mapping[str, str]]:
         try:
             response = await self._post(self._url, data=payload, allow_redirects=False)
-            # The connection is free again when all is read, or closed if that fails or is cancelled.
+            # The connection is free when everything is read, and closed if that fails or is cancelled.
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise failure(self._server, error) from error
@@ -211,10 +214,12 @@ class HttpTarget:
         body, headers = answer
         coding = headers.get("Content-Encoding", "identity")
         if coding != "identity":
-            raise TargetError(f"the answer is compressed with {coding}, which was not asked for")
+            raise TargetError(f"the answer is compressed with {coding}, which the request did not accept")
         length = headers.get(HEAD_NBYTES)
         try:
             return read_answer(body, None if length is None else int(length))
+        except AnswerError as error:
+            raise TargetError(str(error)) from error
         except ValueError as error:
             raise TargetError(f"{HEAD_NBYTES} is {length!r:.40}, not a number of bytes") from error
 
@@ -229,21 +234,21 @@ class HttpTarget:
 
 
 def refusal(where: str, status: int, body: bytes) -> AsynctrtError:
-    """What a status other than 200 means."""
+    """Return the error for a status other than 200."""
     try:
         said = parse_object(body, "the answer")["error"]
         kind = KINDS[status]
     except (KeyError, AsynctrtError):
-        text = " ".join(body[: 4 * SAID_LENGTH_MAX].decode(errors="replace").split())[:SAID_LENGTH_MAX]
+        text = " ".join(body[: 4 * TEXT_LENGTH_MAX].decode(errors="replace").split())[:TEXT_LENGTH_MAX]
         return TargetError(f"{where} answered with status {status}: {text or 'nothing else'}")
-    return kind(str(said)[:SAID_LENGTH_MAX])
+    return kind(str(said)[:TEXT_LENGTH_MAX])
 
 
 def failure(where: str, error: Exception) -> AsynctrtError:
-    """What an error of the HTTP library means."""
+    """Return the error for an error of the HTTP library."""
     said = str(error) or type(error).__name__
     if isinstance(error, aiohttp.ClientResponseError):
-        return TargetError(f"{where} answered what is no HTTP: {error.message:.{SAID_LENGTH_MAX}}")
+        return TargetError(f"{where} did not answer in HTTP: {error.message:.{TEXT_LENGTH_MAX}}")
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.InvalidURL):
-        return ConnectionLostError(f"{where} cannot be reached: {said:.{SAID_LENGTH_MAX}}")
-    return ConnectionLostError(f"the connection to {where} was lost: {said:.{SAID_LENGTH_MAX}}")
+        return ConnectionLostError(f"{where} cannot be reached: {said:.{TEXT_LENGTH_MAX}}")
+    return ConnectionLostError(f"the connection to {where} was lost: {said:.{TEXT_LENGTH_MAX}}")

@@ -1,4 +1,4 @@
-"""A whole load test: a run, repetitions, a sweep, a search or a comparison; and the report of it."""
+"""A whole load test (a run, repetitions, a sweep, a search or a comparison) and its report."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.report import Comparison, Interval, Report, Run
 from asynctrt.loadtest.search import Search
-from asynctrt.loadtest.session import Case, Session
+from asynctrt.loadtest.session import LoadCase, LoadSession
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.statistics import interval, ratio_interval
 from asynctrt.loadtest.targets import TargetSpec
@@ -20,20 +20,21 @@ Kind = Literal["run", "repeats", "sweep", "search", "compare"]
 
 SWEEP_MAX: Final = 1000
 PROBE_S: Final = 1.0
-"""How long a search measures what callers get, to begin near it."""
+"""How long a search first measures what callers get, in order to begin near that rate."""
 SEARCH_REPEATS: Final = 3
 COMPARE_REPEATS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What a load test is to do.
+class LoadJob:
+    """Describe what a load test does.
 
     :param target: a :class:`TargetSpec`, an engine, a target, or an async function.
     :param sweep: values to try in every combination, by the name of a setting or of an engine's option.
-    :param search: look for the highest rate that holds the slo.
-    :param compare: what the second of two configurations has different; they are run in turn.
-    :param precision: how exactly a search is to know the rate, as a share.
+    :param search: find the highest rate that holds the slo.
+    :param compare: settings or options of the second of two configurations; the two run in turn.
+    :param precision: the precision of a search, as a share of the rate.
+    :raises OptionsError: for values that are impossible, or contradict each other.
     """
 
     target: Any
@@ -46,27 +47,32 @@ class Job:
     def __post_init__(self) -> None:
         settings = self.settings
         if bool(self.sweep) + self.search + bool(self.compare) > 1:
-            raise OptionsError("a sweep, a search and a comparison are three things: ask for one of them")
+            raise OptionsError("sweep, search and compare exclude each other: give only one of them")
         if self.search and not settings.slo:
-            raise OptionsError("a search needs an slo to hold, such as p99<20ms")
+            raise OptionsError("a search needs an slo, such as p99<20ms")
         if self.search and (settings.callers is not None or settings.trace is not None or settings.scenario):
-            raise OptionsError("a search is over the rate: give no callers, trace or scenario")
+            raise OptionsError("a search varies the rate: leave callers, trace and scenario out")
         if self.search and settings.rate is not None:
             settings.profile(1.0)
             if not isinstance(settings.rate, int | float) and not _is_number(settings.rate):
-                raise OptionsError(f"a search begins with one rate, not with {settings.rate!r}")
+                raise OptionsError(f"a search begins at one constant rate, not {settings.rate!r}")
         if not 0.001 <= self.precision <= 1:
-            raise OptionsError(f"precision is a share from 0.001 to 1, not {self.precision!r}")
+            raise OptionsError(f"precision must be a share from 0.001 to 1, not {self.precision!r}")
         if settings.processes > 1 and not (isinstance(self.target, TargetSpec) and self.target.is_server):
             raise OptionsError(
-                "several processes cannot send to an engine in one of them: serve it, and give the address"
+                "several processes can only send to a server: serve the engine, and give its address"
             )
-        # What is wrong with one of many is said before the first.
+        if settings.trace_batches and isinstance(self.target, TargetSpec) and self.target.is_server:
+            raise OptionsError(
+                "trace_batches needs an engine in the same process: the batches of a server cannot be traced "
+                "from outside"
+            )
+        # An error in any of the runs is raised before the first of them.
         list(self.cases())
 
     @property
     def kind(self) -> Kind:
-        """Which of the five it is."""
+        """The kind of the load test."""
         if self.sweep:
             return "sweep"
         if self.search:
@@ -77,16 +83,16 @@ class Job:
 
     @property
     def repeats(self) -> int:
-        """How often each is run."""
+        """How often each case is run."""
         usual = {"search": SEARCH_REPEATS, "compare": COMPARE_REPEATS}
         return self.settings.repeats or usual.get(self.kind, 1)
 
-    def cases(self) -> "list[Case]":
-        """The runs in order, but for those of a search, which depend on each other.
+    def cases(self) -> "list[LoadCase]":
+        """Return the runs in order; none for a search, whose runs depend on each other.
 
         :raises OptionsError: for a setting or an option that is impossible.
         """
-        base = Case(self.target, self.settings, _label(self.settings), {})
+        base = LoadCase(self.target, self.settings, _label(self.settings), {})
         if self.search:
             return []
         if self.compare:
@@ -98,12 +104,14 @@ class Job:
             dict(zip(self.sweep, items, strict=True)) for items in itertools.product(*self.sweep.values())
         ]
         if len(values) * self.repeats > SWEEP_MAX:
-            raise OptionsError(f"a sweep of {len(values) * self.repeats} runs is more than {SWEEP_MAX}")
+            raise OptionsError(
+                f"the sweep has {len(values) * self.repeats} runs; at most {SWEEP_MAX} are allowed"
+            )
         return [base.with_values(item, _said(item)) for item in values for _ in range(self.repeats)]
 
 
-async def carry_out(job: Job, session: Session) -> Report:
-    """Do it, or as much of it as there is time for until the session is stopped.
+async def carry_out(job: LoadJob, session: LoadSession) -> Report:
+    """Do the load test, or as much of it as can be done until the session is stopped.
 
     :raises AsynctrtError: if it cannot begin.
     :raises UsageError: if it was stopped before anything was measured.
@@ -122,15 +130,15 @@ async def carry_out(job: Job, session: Session) -> Report:
     return make_report(job, session.runs, search)
 
 
-def make_report(job: Job, runs: Sequence[Run], search: Search | None) -> Report:
-    """The report of what was found.
+def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Report:
+    """Return the report of the runs.
 
-    :raises UsageError: if it is nothing.
+    :raises UsageError: if there are none.
     """
     if not runs:
         raise UsageError(
-            "it was stopped, or over, before anything was measured: there is nothing to report. A shorter "
-            "warmup leaves more of it"
+            "the load test ended before anything was measured: there is nothing to report. Choose a shorter "
+            "warmup"
         )
     return Report(
         kind=job.kind,
@@ -144,15 +152,15 @@ def make_report(job: Job, runs: Sequence[Run], search: Search | None) -> Report:
     )
 
 
-async def _search(job: Job, session: Session) -> Search:
-    """Try rates until it is known which is the highest that holds."""
+async def _search(job: LoadJob, session: LoadSession) -> Search:
+    """Try rates until the highest that holds is known."""
     start = job.settings.rate
-    base = Case(job.target, job.settings, "", {})
+    base = LoadCase(job.target, job.settings, "", {})
     if start is None:
         probe = replace(
             job.settings, rate=None, arrivals="poisson", seconds=PROBE_S, until=None, requests=None, slo=()
         )
-        found = await session.run(Case(job.target, probe, "what callers get", {}))
+        found = await session.run(LoadCase(job.target, probe, "closed-loop probe", {}))
         session.runs.clear()
         start = found.throughput / 2 if found is not None and found.throughput else 1.0
     search = Search(float(start), job.precision)
@@ -162,10 +170,10 @@ async def _search(job: Job, session: Session) -> Search:
         while max(held, missed) <= job.repeats // 2 and not void:
             run = await session.run(case)
             if run is None or session.is_stopped:
-                search.end("it was stopped")
+                search.end("the search was stopped")
                 return search
             if not run.requests:
-                search.end(f"at {rate:g} requests/s too few came to tell: measure for longer")
+                search.end(f"too few requests were due at {rate:g} requests/s to tell: measure for longer")
                 return search
             void = bool(run.void)
             held += run.holds
@@ -175,7 +183,7 @@ async def _search(job: Job, session: Session) -> Search:
 
 
 def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
-    """Over the repetitions, by figure; those that a run lacks are not there."""
+    """Return the intervals over the repetitions, by figure, for the figures that every run has."""
     found = {}
     for name in FIGURES:
         values = [run.figure(name) for run in runs if run.complete]
@@ -187,7 +195,7 @@ def _intervals(runs: Sequence[Run]) -> dict[str, Interval]:
 
 
 def _comparison(runs: Sequence[Run]) -> Comparison | None:
-    """The ratios of B to A, of the pairs that are complete."""
+    """Return the ratios of B to A over the complete pairs; ``None`` if there are none."""
     # The last A may have no B.
     turns = zip(runs[::2], runs[1::2], strict=False)
     pairs = [(a, b) for a, b in turns if a.complete and b.complete]
@@ -209,7 +217,7 @@ def _described(target: Any) -> dict[str, Any]:
 
 
 def _changed(settings: LoadSettings) -> dict[str, Any]:
-    """The settings that are not the usual ones, and those that always matter."""
+    """Return the settings that differ from their defaults, and those that always matter."""
     always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "pacing", "processes", "seed")
     return {
         item.name: getattr(settings, item.name)

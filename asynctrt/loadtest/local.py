@@ -1,4 +1,4 @@
-"""Sending from this process, on this event loop."""
+"""Sends from this process, on this event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -11,23 +11,24 @@ import numpy as np
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, TargetError
 from asynctrt.loadtest.arrivals import read_trace
-from asynctrt.loadtest.plans import Plan, make_plan, rows_of, trace_shapes
+from asynctrt.loadtest.opening import opened
+from asynctrt.loadtest.plans import ProcessPlan, make_plan, rows_of, trace_shapes
 from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome, Runner
 from asynctrt.loadtest.samples import Sample, make_samples
 from asynctrt.loadtest.settings import LoadSettings
-from asynctrt.loadtest.targets import Target, TargetSpec, opened
+from asynctrt.loadtest.targets import Target, TargetSpec
 
 LEAD_NS: Final = 20_000_000
-"""From the call to the first moment of a run, so that all is set up by then."""
+"""Time from the call to the start of a run, so that everything is set up by then."""
 SERVERS: Final = ("http", "grpc", "websocket")
-"""Kinds of targets that are in another process."""
+"""Kinds of targets that run in another process."""
 TRIES_MAX: Final = 64
-"""Kinds of requests that are tried before a run; more are not looked at one by one."""
+"""Limit on the kinds of requests that are tried before a run."""
 
 
 class Local:
-    """One process's part of a load test: a target, what to send to it, and one run at a time."""
+    """Do one process's part of a load test: a target, what to send to it, and one run at a time."""
 
     def __init__(self, target: Target, samples: Sequence[Sample]) -> None:
         self.target = target
@@ -38,12 +39,12 @@ class Local:
     @classmethod
     @asynccontextmanager
     async def open(cls, target: Any, settings: LoadSettings) -> "AsyncIterator[Local]":
-        """Open the target, make what is sent to it, and see that it answers.
+        """Open the target, make the samples, and check that the target answers them.
 
         :raises TargetError: if it cannot be reached, or does not answer.
-        :raises AsynctrtError: what it says to the first requests, if it refuses them.
+        :raises AsynctrtError: the target's own error, if it refuses the first requests.
         """
-        async with opened(target) as found:
+        async with opened(target, trace_batches=settings.trace_batches) as found:
             shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()
             wanted = replace(settings, rows=rows_of(settings))
             samples = await asyncio.to_thread(make_samples, wanted, found.inputs, shapes)
@@ -53,13 +54,15 @@ class Local:
             await local._try(settings.answer_timeout)
             yield local
 
-    def plan(self, settings: LoadSettings, share: int = 0, shares: int = 1) -> Plan:
-        """What this process does in one run."""
+    def plan(self, settings: LoadSettings, share: int = 0, shares: int = 1) -> ProcessPlan:
+        """Plan what this process does in one run."""
         rows_max, is_server = self.target.in_flight_max, self.target.kind in SERVERS
         return make_plan(settings, self._samples, rows_max, share, shares, is_server=is_server)
 
-    async def run(self, plan: Plan, emit: Callable[[Windows], None], start_ns: int | None = None) -> Outcome:
-        """One run; see :meth:`Runner.run`."""
+    async def run(
+        self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None
+    ) -> Outcome:
+        """Do one run; see :meth:`Runner.run`."""
         self._runner = Runner(self.target, self._samples, self._prepared, plan)
         try:
             return await self._runner.run(clock.now_ns() + LEAD_NS if start_ns is None else start_ns, emit)
@@ -67,12 +70,12 @@ class Local:
             self._runner = None
 
     def stop(self) -> None:
-        """End the run that is under way, if there is one."""
+        """End the current run, if there is one."""
         if self._runner is not None:
             self._runner.stop()
 
     async def _try(self, timeout: float) -> None:
-        """Send one request of each kind, so that what is wrong with them all is said before the run."""
+        """Send one request of each kind, so that an error in all of them is raised before the run."""
         groups: dict[str, int] = {}
         for number, sample in enumerate(self._samples):
             groups.setdefault(sample.group, number)
@@ -82,10 +85,10 @@ class Local:
 
 
 async def answer(target: Target, prepared: Any, timeout: float, what: str) -> Any:
-    """The answer to one request.
+    """Send one request and return the answer.
 
-    :raises TargetError: if there is none.
-    :raises AsynctrtError: what the target says is wrong with it.
+    :raises TargetError: if there is none within ``timeout`` seconds.
+    :raises AsynctrtError: the target's own error, if it refuses the request.
     """
     try:
         async with asyncio.timeout(timeout):
@@ -93,22 +96,26 @@ async def answer(target: Target, prepared: Any, timeout: float, what: str) -> An
     except TimeoutError as error:
         if isinstance(error, AsynctrtError):
             raise
-        raise TargetError(f"{target.name!r} has not answered {what} within {timeout:g} s") from error
+        raise TargetError(f"{target.name!r} did not answer {what} within {timeout:g} s") from error
     except AsynctrtError:
         raise
     except Exception as error:
-        raise TargetError(f"{target.name!r} has failed at {what}: {type(error).__name__}: {error}") from error
+        raise TargetError(
+            f"{target.name!r} failed to answer {what}: {type(error).__name__}: {error}"
+        ) from error
 
 
 async def _with_answers(samples: Sequence[Sample], target: Any, settings: LoadSettings) -> list[Sample]:
-    """The samples with what the reference answers to them."""
+    """Return the samples with the reference's answers as what is expected."""
     assert settings.reference is not None
     spec = target if isinstance(target, TargetSpec) else TargetSpec("")
     found = []
     async with opened(replace(spec, where=settings.reference)) as reference:
         for sample in samples:
             prepared = reference.prepare(sample.inputs, 0)
-            given = await answer(reference, prepared, settings.answer_timeout, "a request for reference")
+            given = await answer(
+                reference, prepared, settings.answer_timeout, "a request for a reference answer"
+            )
             outputs = {name: np.array(value) for name, value in reference.outputs(given).items()}
             found.append(replace(sample, expected=outputs))
     return found

@@ -1,4 +1,4 @@
-"""What is used while a run goes on: memory, and the GPU where there is one.
+"""Measures what a run uses: memory, and the GPU if there is one.
 
 The only importer of ``psutil`` and of ``pynvml`` (nvidia-ml-py).
 """
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from asynctrt.engine import Engine
 from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest.report import Resources
 from asynctrt.loadtest.targets import TargetSpec
@@ -22,11 +23,12 @@ except ImportError as error:
     ) from error
 
 
-class Monitor:
-    """Looks at processes and at a GPU now and then; says in the end what was the most, or the mean.
+class ResourceMonitor:
+    """Sample processes and a GPU during a run, and report the largest or the mean values.
 
     :param pids: the processes that send.
-    :param gpu: the number of the GPU that the target computes on; ``None``: none, or nobody knows.
+    :param gpu: the number of the GPU on which the target computes; ``None`` if there is none, or it is
+        unknown.
     """
 
     def __init__(self, pids: Sequence[int], gpu: int | None) -> None:
@@ -38,14 +40,14 @@ class Monitor:
         self._shares: list[float] = []
         self._watts: list[float] = []
         if gpu is not None:
-            # No driver, no such GPU: then there is nothing to say about it.
+            # Without a driver or that GPU nothing is reported.
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlInit()
                 self._gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu)
                 self._gpu_name = str(pynvml.nvmlDeviceGetName(self._gpu))
 
     def look(self) -> None:
-        """Take note of what is used now."""
+        """Take one sample."""
         nbytes = 0
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
@@ -53,7 +55,7 @@ class Monitor:
         self._memory_nbytes = max(self._memory_nbytes, nbytes)
         if self._gpu is None:
             return
-        # Some of it is not there on every GPU, a virtual one for instance.
+        # Not every GPU gives every figure; a virtual one may not.
         with contextlib.suppress(pynvml.NVMLError):
             self._shares.append(pynvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu / 100)
         with contextlib.suppress(pynvml.NVMLError):
@@ -62,9 +64,9 @@ class Monitor:
             self._watts.append(pynvml.nvmlDeviceGetPowerUsage(self._gpu) / 1000)
 
     def close(self, cores: float | None) -> Resources:
-        """What was used.
+        """Stop sampling, and return what was used.
 
-        :param cores: the CPU of the processes, which they know themselves.
+        :param cores: the CPU use of the processes, which they measure themselves.
         """
         if self._gpu is not None:
             with contextlib.suppress(pynvml.NVMLError):
@@ -80,11 +82,14 @@ class Monitor:
 
 
 def gpu_of(target: Any) -> int | None:
-    """The GPU of this machine that a target computes on, or may compute on; ``None``: none, or another's."""
-    if not isinstance(target, TargetSpec):
-        device = getattr(target, "device_name", "")
+    """Return the GPU of this machine on which a target computes, or may compute; ``None`` if there is
+    none."""
+    if isinstance(target, Engine):
+        device = target.device_name
+    elif not isinstance(target, TargetSpec):
+        device = ""
     elif target.is_server:
-        # A server on this machine may use its first GPU; another machine's is not to be seen from here.
+        # A server on this machine may use its first GPU. Those of other machines cannot be seen from here.
         device = "cuda" if _is_here(urlsplit(target.where).hostname or "") else ""
     else:
         device = target.device

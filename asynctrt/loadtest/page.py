@@ -1,6 +1,6 @@
-"""A load test's report as one page of HTML, with all that it needs inside. The only importer of ``jinja2``.
+"""A load test's report as one self-contained page of HTML. The only importer of ``jinja2``.
 
-Everything here is words: what a page says is decided in this module, and the template only says where.
+This module decides what the page says; the template only decides where.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,14 +27,14 @@ DASH: Final = "\N{EM DASH}"
 TOO_FEW: Final = "too few requests for this percentile"
 NO_ANSWER: Final = "nothing was answered"
 HEADLINES: Final = ("p99", "p95", "p90", "p50", "mean")
-"""The latency that stands for all of it: the first that is known."""
+"""Latency figures for the headline: the first that is known is shown."""
 UNITS: Final = {"throughput": "requests/s", "goodput": "requests/s", "errors": "of the requests"}
-"""Of figures that are no latency."""
+"""Units of figures other than latencies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Banner:
-    """What must not be overlooked."""
+    """Show something that must not be overlooked."""
 
     level: str
     """``bad``, ``warn``, ``good`` or ``note``."""
@@ -44,7 +44,7 @@ class Banner:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A figure as it is shown, and why it is not there if it is not."""
+    """Show a figure, or why it is missing."""
 
     text: str
     title: str = ""
@@ -54,7 +54,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One of the key figures."""
+    """Show one of the key figures."""
 
     name: str
     value: Cell
@@ -64,7 +64,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; the first cell of each row says what the row is."""
+    """Show a table; the first cell of each row is its heading."""
 
     title: str
     head: tuple[str, ...]
@@ -73,7 +73,7 @@ class Table:
 
 
 def render(report: Report, plots: Sequence[Plot]) -> str:
-    """The page. It has no script and asks for nothing; all that came from elsewhere is text in it."""
+    """Return the page. It has no script and loads nothing; everything from outside is escaped."""
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
@@ -106,7 +106,7 @@ def render(report: Report, plots: Sequence[Plot]) -> str:
 
 
 def headline(report: Report) -> str:
-    """What was found, in one line."""
+    """Return the result in one line."""
     main = main_run(report)
     if main is None:
         return "Nothing was measured"
@@ -121,7 +121,7 @@ def headline(report: Report) -> str:
         return "Nothing was answered"
     if report.kind == "compare":
         return "No pair of runs was measured"
-    # A search that was stopped has no result, but its runs.
+    # A search that was stopped has runs but no result.
     is_sweep = report.kind in ("sweep", "search")
     figure = main.figure if is_sweep else report.figure
     rate = f"{number(figure('throughput') or 0.0)} requests/s"
@@ -133,7 +133,7 @@ def headline(report: Report) -> str:
 
 
 def _compared(report: Report) -> str:
-    """What differs for sure, in percent."""
+    """Return the differences that are certain, in percent."""
     assert report.comparison is not None
     told = []
     for name, ratio in report.comparison.ratios.items():
@@ -141,7 +141,7 @@ def _compared(report: Report) -> str:
             change = f"{ratio.mean - 1:+.1%}".replace("-", "\N{MINUS SIGN}")
             told.append(f"{name} {change}")
     if not told:
-        return "No sure difference between A and B"
+        return "No certain difference between A and B"
     return f"B against A: {', '.join(told[:3])}"
 
 
@@ -151,16 +151,16 @@ def _name(report: Report) -> str:
 
 
 def _about(report: Report) -> str:
-    """What load it was put under."""
+    """Return a description of the target and its load."""
     settings = report.settings
     where = str(report.target.get("where") or "")
-    # A server has its own device, whatever this process has.
+    # A server has its own device, whatever this process has been told.
     device = "" if "://" in where else str(report.target.get("device") or "")
     parts = [part for part in (where, device) if part and part != _name(report)]
     if settings.get("scenario"):
         parts.append(f"MLPerf {settings['scenario']}")
     elif settings.get("trace"):
-        parts.append("a recorded trace")
+        parts.append("recorded trace")
     elif settings.get("rate") is not None:
         rate = settings["rate"]
         shown = number(float(rate)) if str(rate).replace(".", "", 1).isdecimal() else rate
@@ -182,7 +182,7 @@ def _about(report: Report) -> str:
 
 
 def banners(report: Report) -> list[Banner]:
-    """What must not be overlooked, the worst first."""
+    """Return what must not be overlooked, the worst first."""
     runs = report.runs
     found = []
     if not any(run.answered for run in runs):
@@ -190,16 +190,16 @@ def banners(report: Report) -> list[Banner]:
         found.append(Banner("bad", "Nothing was answered", tuple(kinds[:3])))
     void = [run for run in runs if run.void]
     if void:
-        # Of a search or a sweep those at the end may well be: what it found below stands.
+        # In a search or a sweep the last runs may be void; what was found at lower rates stands.
         is_part = report.kind in ("sweep", "search") and len(void) < len(runs)
         count = "This run is" if len(runs) == 1 else f"{len(void)} of {len(runs)} runs are"
-        text = f"{count} void: what was measured is the generator, and not the target"
+        text = f"{count} void: the generator was measured, not the target"
         found.append(Banner("warn" if is_part else "bad", text, report.void))
     cut = [run for run in runs if not run.complete]
     if cut:
         what = "Stopped early" if len(runs) == 1 else f"Stopped early: {len(cut)} of {len(runs)} runs"
         left = sum(run.unanswered for run in cut)
-        reasons = ["The figures are of what was measured until then."]
+        reasons = ["The figures cover only what was measured before."]
         reasons += [f"{left:,} requests had neither been answered nor failed."] * (left > 0)
         found.append(Banner("bad", f"{what}", tuple(reasons)))
     found += _slo(report)
@@ -211,7 +211,7 @@ def banners(report: Report) -> list[Banner]:
 
 
 def _slo(report: Report) -> Iterator[Banner]:
-    """Whether the target was held. Runs of a search or a sweep that did not are what it is for."""
+    """Yield whether the slo was held. In a search or a sweep it is enough if one run did."""
     asked = list(dict.fromkeys(text for run in report.runs for text in run.slo))
     if not asked:
         return
@@ -229,9 +229,9 @@ def _slo(report: Report) -> Iterator[Banner]:
             if known:
                 worst = max(known) if criterion.sign == "<" else min(known)
                 what = f"{criterion.figure} is {_figure(criterion.figure, worst)}"
-                if criterion.compare(worst):  # Of a percentile, a request that failed took for ever.
-                    what += " of those that were answered, and too many failed"
-            many = f" in {len(runs)} of {len(report.runs)} runs, at the worst" if len(report.runs) > 1 else ""
+                if criterion.compare(worst):  # For a percentile, a failed request took for ever.
+                    what += " among answered requests, but too many requests failed"
+            many = f" at worst, in {len(runs)} of {len(report.runs)} runs" if len(report.runs) > 1 else ""
             failed.append(f"{criterion.text}: {what}{many}")
     if failed:
         yield Banner("bad", "The target is not held", tuple(failed))
@@ -240,7 +240,7 @@ def _slo(report: Report) -> Iterator[Banner]:
 
 
 def _valid(report: Report) -> Iterator[Banner]:
-    """What MLPerf's rules say."""
+    """Yield the verdict by MLPerf's rules."""
     for run in report.runs:
         if run.scenario is not None:
             name = f"MLPerf {run.scenario.get('name', '')}".strip()
@@ -255,7 +255,7 @@ def _valid(report: Report) -> Iterator[Banner]:
 
 
 def _figure(name: str, value: float | None) -> str:
-    """A figure with its unit."""
+    """Format a figure with its unit."""
     if value is None:
         return DASH
     if name == "errors":
@@ -264,11 +264,11 @@ def _figure(name: str, value: float | None) -> str:
 
 
 def share(value: float) -> str:
-    """In percent; 0% and 100% are none and all."""
+    """Format a share in percent; 0% and 100% mean exactly none and all."""
     percent = 100 * value
     if percent in (0.0, 100.0):
         return f"{percent:.0f}%"
-    # What is nearly all is not rounded to all.
+    # Do not round nearly all to all.
     return f"{number(percent) if percent < 99.9 else f'{min(percent, 99.9999):.6g}'}%"
 
 
@@ -280,7 +280,7 @@ def _ms(run: Run, name: str) -> Cell:
 
 
 def tiles(report: Report) -> list[Tile]:
-    """The key figures, with intervals where there are any: of all repetitions, or of the run that counts."""
+    """Return the key figures with their intervals, over all repetitions or of the representative run."""
     main = main_run(report)
     if main is None:
         return []
@@ -330,7 +330,7 @@ def _between(name: str, within: Interval) -> str:
 def _table(
     title: str, columns: Mapping[str, Callable[[Run], Cell | None]], report: Report, note: str = ""
 ) -> Table | None:
-    """A row for each run, and only the columns that some run has something for."""
+    """Return a table with a row for each run, without columns that are empty in all runs."""
     cells = {head: [cell(run) for run in report.runs] for head, cell in columns.items()}
     known = {head: column for head, column in cells.items() if any(cell is not None for cell in column)}
     if not known:
@@ -355,7 +355,7 @@ def _runs(report: Report) -> Table | None:
         "Runs",
         columns,
         report,
-        "Latencies, p50 to max, are in ms; due, throughput and goodput in requests/s.",
+        "Latencies, p50 to max, are in ms; due, throughput and goodput are in requests/s.",
     )
 
 
@@ -377,9 +377,19 @@ def _inside(report: Report) -> Table | None:
         "Copy out": lambda run: None if run.batches is None else Cell(number(run.batches.copy_out)),
     }
     gpus = sorted({run.resources.gpu_name for run in report.runs if run.resources.gpu_name})
-    note = "Times are in ms, memory in MB, power in W; late p99, cores and memory are the generator's."
+    note = "Times are in ms, memory in MB, power in W. Late p99, cores and memory are of the generator."
     note += f" The GPU is {', '.join(gpus)}." if gpus else ""
+    if "://" not in str(report.target.get("where") or "") and _lacks_timeline(report.runs):
+        note += (
+            " There is no timeline of the batches: trace_batches (--trace-batches) records one. On a GPU it "
+            "makes the engine time every batch, which slows it."
+        )
     return _table("Generator, device and batches", columns, report, note)
+
+
+def _lacks_timeline(runs: Sequence[Run]) -> bool:
+    """Return whether batches were counted in some run, and none was traced in any."""
+    return any(run.batches is not None for run in runs) and not any(run.timeline for run in runs)
 
 
 def _known(value: float | None) -> Cell | None:
@@ -390,7 +400,7 @@ def _verdict(run: Run) -> Cell:
     if run.void:
         return Cell("void", "; ".join(run.void), "bad")
     if not run.complete:
-        return Cell("stopped", "the figures are of what was measured until then", "bad")
+        return Cell("stopped", "the figures cover only what was measured before", "bad")
     if not run.slo:
         return Cell("complete")
     failed = [name for name, is_held in run.slo.items() if not is_held]
@@ -404,14 +414,14 @@ def _search(report: Report) -> Table | None:
     rows = (
         (
             Cell("Highest rate that holds"),
-            Cell(_figure("throughput", holds), "" if holds else "none did", "good"),
+            Cell(_figure("throughput", holds), "" if holds else "no rate held", "good"),
         ),
         (
             Cell("Lowest rate that does not"),
-            Cell(_figure("throughput", fails), "" if fails else "none failed"),
+            Cell(_figure("throughput", fails), "" if fails else "no rate failed"),
         ),
         (Cell("Target"), Cell(", ".join(report.search.slo))),
-        (Cell("How it ended"), Cell(report.search.why)),
+        (Cell("Why it ended"), Cell(report.search.why)),
     )
     return Table("Search", (), rows)
 
@@ -432,7 +442,7 @@ def _comparison(report: Report) -> Table | None:
                 *means,
                 Cell(f"{ratio.mean:.3f}"),
                 between,
-                Cell(verdict or "no sure difference", "", level),
+                Cell(verdict or "no certain difference", "", level),
             )
         )
     a, b = plain_label(report.comparison.a), plain_label(report.comparison.b)
@@ -462,12 +472,12 @@ def _errors(report: Report) -> Table | None:
         )
         for kind, what in sorted(found.items(), key=lambda item: -item[1].count)
     ]
-    head = ("Kind", "Count", "Of all requests", "The first said")
+    head = ("Kind", "Count", "Share of requests", "First message")
     return Table("Errors", head, tuple(rows)) if rows else None
 
 
 def flat(mapping: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Names and values as text, without those that are not set; of what is nested, with dots."""
+    """Yield names and values as text, without those that are not set; nested names are joined by dots."""
     for name, value in mapping.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{above}{name}.")

@@ -1,4 +1,4 @@
-"""From settings to what one process does in one run."""
+"""Turns settings into what one process does in one run."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Final, Literal
 import numpy as np
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import Fixed, Profile, Schedule, TraceEntry, read_trace
+from asynctrt.loadtest.arrivals import Fixed, LoadProfile, Schedule, TraceEntry, read_trace
 from asynctrt.loadtest.samples import Sample, Shape
 from asynctrt.loadtest.scenarios import RULES, offline_requests
 from asynctrt.loadtest.settings import LoadSettings
@@ -17,25 +17,25 @@ SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
 PERIODS_MAX: Final = 10_000
 BURSTS: Final = 10
-"""Bursts in a run, on average, if the settings do not say how long a period is."""
+"""Mean number of bursts in a run, if the settings give no period."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What one process does in one run. Times are in ns.
+class ProcessPlan:
+    """Describe what one process does in one run. Times are in ns.
 
-    :param schedule: an open loop's arrivals; ``None``: a closed loop.
-    :param callers: a closed loop's callers over the time; ``None``: an open loop.
-    :param measured_ns: how long to send after the warm-up. With ``is_timed`` that is how long is measured;
-        without, it is until the last answer.
-    :param in_flight_max: requests on the way at once, all processes together.
-    :param requests_max: all processes together.
-    :param rows: of a request, on average.
-    :param share: which of ``shares`` processes this is.
+    :param schedule: the arrivals of an open loop; ``None`` for a closed loop.
+    :param callers: the callers of a closed loop over time; ``None`` for an open loop.
+    :param measured_ns: how long to send after the warm-up. With ``is_timed`` this is how long is measured;
+        otherwise the run is measured until the last answer.
+    :param in_flight_max: limit on the requests in flight, all processes together.
+    :param requests_max: limit on the requests of the run, all processes together.
+    :param rows: mean number of rows per request.
+    :param share: the number of this process, of ``shares``.
     """
 
     schedule: Schedule | Fixed | None
-    callers: Profile | None
+    callers: LoadProfile | None
     warmup_ns: int
     measured_ns: int
     window_ns: int
@@ -54,29 +54,29 @@ class Plan:
 
     @property
     def is_batch(self) -> bool:
-        """Whether everything is due at once."""
+        """Whether all requests are due at once."""
         return isinstance(self.schedule, Fixed) and not self.schedule.seconds
 
     @property
     def is_level(self) -> bool:
-        """Whether the load is meant to be the same all the time, so that it can become steady."""
+        """Whether the load is constant, so that it can become steady."""
         if self.callers is not None:
             return len(self.callers.levels) == 1
         return isinstance(self.schedule, Schedule) and len(self.schedule.profile.levels) == 1
 
 
 def resolve(settings: LoadSettings) -> tuple[float, float]:
-    """How long to warm up and to measure, in seconds, where the settings leave it to the rest."""
+    """Return how long to warm up and to measure, in seconds, with defaults filled in."""
     seconds = settings.seconds
     if seconds is None:
         seconds = RULES[settings.scenario].seconds_min if settings.scenario else SECONDS_DEFAULT
-    # MLPerf measures from the first query on; a trace has one beginning, and offline one moment.
+    # MLPerf measures from the first query on, and a trace is sent only once.
     warmup = 0.0 if settings.scenario is not None or settings.trace is not None else settings.warmup
     return warmup, seconds
 
 
 def window_seconds(settings: LoadSettings) -> tuple[float, int | None]:
-    """How long a window is, and how many there are; ``None`` where the last answer is the end."""
+    """Return the length of a window in s, and their number; ``None`` if the run ends with the last answer."""
     if settings.trace is not None or settings.scenario == "offline":
         return WINDOW_S, None
     _, seconds = resolve(settings)
@@ -85,12 +85,12 @@ def window_seconds(settings: LoadSettings) -> tuple[float, int | None]:
 
 
 def rows_of(settings: LoadSettings) -> int:
-    """Rows a request."""
+    """Return the rows of each request."""
     return RULES[settings.scenario].rows if settings.scenario == "multi-stream" else settings.rows
 
 
 def trace_shapes(entries: Sequence[TraceEntry]) -> list[tuple[Shape, int, int]]:
-    """Each kind of request in a trace: dimensions, rows, priority."""
+    """Return each kind of request in a trace: dimensions, rows, priority."""
     return list(dict.fromkeys((entry.dims, entry.rows, entry.priority) for entry in entries))
 
 
@@ -102,13 +102,14 @@ def make_plan(
     shares: int = 1,
     *,
     is_server: bool = False,
-) -> Plan:
-    """The plan of one process.
+) -> ProcessPlan:
+    """Plan what one process does.
 
-    :param rows_max: rows that the target bears on the way at once.
+    :param rows_max: limit of the target on the rows in flight.
     :param is_server: whether the target is in another process. One in this process computes in threads that
-        need the interpreter, and a loop that looks at the clock all the time takes it from them: under 15,000
-        requests/s a perceptron's mean latency was 15 to 110 ms with an alarm, and over 1 s with such a loop.
+        need the interpreter. A loop that looks at the clock all the time takes it from them, so that the
+        latency is many times that with an alarm.
+    :raises OptionsError: if the settings cannot be planned, such as a period that is too short.
     """
     warmup, seconds = resolve(settings)
     rows = np.array([sample.rows for sample in samples])
@@ -128,7 +129,7 @@ def make_plan(
         profile = _shaped(settings, warmup + seconds)
         schedule = Schedule(settings.arrivals, profile, weights, settings.seed)
     elif settings.scenario is not None:
-        callers = Profile.parse("1", seconds)
+        callers = LoadProfile.parse("1", seconds)
     else:
         callers = settings.profile(warmup + seconds)
     pacing = settings.pacing if settings.pacing != "auto" else "adaptive" if is_server else "timer"
@@ -141,7 +142,7 @@ def make_plan(
         mean_rows = rows[schedule.samples].mean()
     else:
         mean_rows = np.average(rows, weights=weights)
-    return Plan(
+    return ProcessPlan(
         schedule=schedule,
         callers=callers,
         warmup_ns=int(warmup * 1e9),
@@ -162,8 +163,8 @@ def make_plan(
     )
 
 
-def _shaped(settings: LoadSettings, seconds: float) -> Profile:
-    """The rate over the time, with bursts and days."""
+def _shaped(settings: LoadSettings, seconds: float) -> LoadProfile:
+    """Return the rate over time, with bursts and days."""
     profile = settings.profile(seconds)
     if settings.period is not None and seconds / settings.period > PERIODS_MAX:
         raise OptionsError(f"a period of {settings.period:g} s is too short for {seconds:g} s")
@@ -177,13 +178,13 @@ def _shaped(settings: LoadSettings, seconds: float) -> Profile:
 
 
 def _trace_schedule(settings: LoadSettings, samples: Sequence[Sample]) -> Fixed:
-    """A trace's arrivals; each sends one of the samples that were made for its kind, drawn evenly."""
+    """Return the arrivals of a trace; each sends a random one of the samples made for its kind."""
     assert settings.trace is not None
     entries = read_trace(settings.trace)
     kinds = {shape: number for number, shape in enumerate(trace_shapes(entries))}
     each = len(samples) // len(kinds)
     if not each or len(samples) % len(kinds):
-        raise OptionsError("the trace has changed since its samples were made")
+        raise OptionsError("the trace has changed since its samples were made: start the load test again")
     rng = np.random.default_rng((settings.seed, 5))
     picks = rng.integers(0, each, len(entries))
     what = np.array([kinds[entry.dims, entry.rows, entry.priority] * each for entry in entries]) + picks

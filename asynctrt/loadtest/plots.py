@@ -1,8 +1,8 @@
-"""The plots of a load test's report. The only importer of ``matplotlib``.
+"""Draws the plots of a load test's report. The only importer of ``matplotlib``.
 
-Each function draws one plot of the figures that a report has, and gives ``None`` where it has none. All draw
-with matplotlib's defaults and :data:`STYLE`, whatever the application's own settings are, and leave these as
-they were: the same report gives the same bytes.
+Each function draws one plot of the figures in a report, and returns ``None`` if the report lacks them. All
+use matplotlib's defaults and :data:`STYLE`, whatever the application's own settings are, and leave these
+unchanged. The same report gives the same bytes.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ except ImportError as error:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The palette of Okabe and Ito, which colour-blind people tell apart, on greys.
+# The palette of Okabe and Ito, which colour-blind people can tell apart, on greys.
 BLUE: Final = "#0072b2"
 ORANGE: Final = "#d55e00"
 GREEN: Final = "#009e73"
@@ -60,7 +60,7 @@ TEXT: Final = "#1b2430"
 SOFT: Final = "#5d6773"
 PALE: Final = "#c3cad3"
 RAMP: Final = "viridis"
-"""Colours of runs that have an order, such as by rate."""
+"""Colours of runs that are ordered, such as by rate."""
 BY_STAGE: Final = MappingProxyType(dict(zip(STAGES, ("#949eab", AMBER, BLUE, GREEN, "#dfe3e8"), strict=True)))
 BY_FIGURE: Final = MappingProxyType({"p50": BLUE, "p99": ORANGE, "max": AMBER})
 DASHED: Final = (0, (5, 3))
@@ -68,26 +68,26 @@ DASHED: Final = (0, (5, 3))
 WIDTH_IN: Final = 9.0
 DPI: Final = 100
 LEGEND_CHARACTERS: Final = 92
-"""That fit above a plot, with seven for each of its marks."""
+"""Characters of a legend that fit above a plot, where each mark counts as seven."""
 LABEL_CHARACTERS: Final = 32
 LOG_FROM: Final = 30.0
-"""How many times the smallest value the largest is, for an axis to be logarithmic."""
+"""Ratio of the largest value to the smallest from which an axis is logarithmic."""
 SHARES_FROM: Final = 6.0
-"""Likewise, for bars to be shares of their own lengths."""
+"""Ratio of the longest bar to the shortest from which bars show shares of their own lengths."""
 SHORT_MS: Final = 0.3
-"""Times of which the longest is below are in µs."""
+"""Limit on the longest time below which times are in µs."""
 BINS_MAX: Final = 64
 SURE_ABOVE: Final = 3
 """Requests that must have been slower for a percentile to be known with 95% confidence."""
 
-# Any, for matplotlib types each name of its settings.
+# Any, because matplotlib types each name of its settings.
 STYLE: Final[Any] = MappingProxyType(
     {
         "font.family": ["DejaVu Sans", "sans-serif"],
         "font.sans-serif": ["DejaVu Sans"],
         "font.size": 9.0,
         "text.color": TEXT,
-        # A dollar in a name is a dollar.
+        # A dollar sign in a name is not mathematics.
         "text.parse_math": False,
         "axes.labelcolor": SOFT,
         "axes.edgecolor": PALE,
@@ -106,7 +106,7 @@ STYLE: Final[Any] = MappingProxyType(
         "legend.borderaxespad": 0.2,
         "legend.handlelength": 1.6,
         "legend.columnspacing": 1.4,
-        # Text stays text: it can be searched and read aloud, and has the page's font.
+        # Text stays text, which can be searched and read aloud, in the font of the page.
         "svg.fonttype": "none",
         "svg.hashsalt": "asynctrt",
     }
@@ -115,18 +115,18 @@ STYLE: Final[Any] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One plot, and the words for it."""
+    """Hold one plot with its title and caption."""
 
     name: str
-    """Also of its file."""
+    """The name of the plot and of its file."""
     title: str
     caption: str
-    """How to read it."""
+    """The caption, which says how to read the plot."""
     figure: Figure
 
 
 def figures(report: Report) -> list[Plot]:
-    """Every plot that the report has figures for."""
+    """Draw every plot for which the report has figures."""
     made = {
         "ratios": ratios(report),
         "throughput-latency": throughput_latency(report),
@@ -142,11 +142,11 @@ def figures(report: Report) -> list[Plot]:
 
 
 def as_svg(figure: Figure) -> str:
-    """A figure as SVG, to be a file or part of a page: its ids are its own."""
+    """Return a figure as SVG for a file or a page, with unique ids."""
     made = _saved(figure, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    # What stands before the element is for files of their own, and these do without it, too.
+    # What precedes the element is not needed, even in a file of its own.
     text = made[made.index(b"<svg") :].decode()
-    # Several figures of one page would have the same ids. Nothing refers to those of groups.
+    # Several figures of one page would have the same ids. Nothing refers to the ids of groups.
     mark = f"p{hashlib.sha256(made).hexdigest()[:8]}-"
     ids = re.compile(r'(\bid="|url\(#|href="#)')
     text = re.sub(r'<g id="[^"]*"', "<g", text)
@@ -154,7 +154,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def as_png(figure: Figure) -> bytes:
-    """A figure as PNG, with twice the pixels that it takes on a page."""
+    """Return a figure as PNG, with twice the resolution of a page."""
     return _saved(figure, format="png", dpi=2 * DPI, metadata={"Software": None})
 
 
@@ -162,7 +162,7 @@ def as_png(figure: Figure) -> bytes:
 
 
 def _styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """Draw with the style, and leave the application's own as it was."""
+    """Draw with the style, and restore the application's own."""
 
     @wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -176,7 +176,7 @@ def _styled(draw: Callable[P, T]) -> Callable[P, T]:
 
 @_styled
 def _saved(figure: Figure, **how: Any) -> bytes:
-    # Ticks are made, with the style that there is, only when a figure is drawn.
+    # Ticks are made only when a figure is drawn, with the style that is set then.
     raw = io.BytesIO()
     figure.savefig(raw, **how)
     return raw.getvalue()
@@ -199,7 +199,8 @@ def _tick(value: float, _: int | None = None) -> str:
 def _scale(
     axes: Axes, name: Literal["x", "y"], values: Iterable[float | None], beside: Sequence[Any] = ()
 ) -> None:
-    """A logarithmic axis for values far apart, else one from 0. What is ``beside`` does not decide it."""
+    """Make an axis logarithmic if the values are far apart, else begin at 0; ``beside`` does not decide
+    it."""
     known = [value for value in values if value is not None and value > 0]
     axis = axes.xaxis if name == "x" else axes.yaxis
     if known and max(known) / min(known) > LOG_FROM:
@@ -214,7 +215,7 @@ def _scale(
 
 
 def _legend(axes: Axes) -> None:
-    """Above the plot if it fits in one line, else at its right."""
+    """Place the legend above the plot if it fits in one line, else to its right."""
     handles, labels = axes.get_legend_handles_labels()
     labels = [_short(label) for label in labels]
     if not labels:
@@ -226,7 +227,7 @@ def _legend(axes: Axes) -> None:
 
 
 def _colours(shown: Sequence[Group]) -> list[str]:
-    """One for each group; of many, by their order."""
+    """Return a colour for each group; for many groups, ordered colours."""
     if len(shown) <= 2:
         return [BLUE, ORANGE][: len(shown)]
     ramp = mpl.colormaps[RAMP]
@@ -234,14 +235,14 @@ def _colours(shown: Sequence[Group]) -> list[str]:
 
 
 def _each(shown: Sequence[Group]) -> Iterable[tuple[Group, str, Run, bool]]:
-    """Every run with its group and colour, and whether it is the first of the group."""
+    """Yield every run with its group and colour, and whether it is the first of the group."""
     for group, colour in zip(shown, _colours(shown), strict=True):
         for place, run in enumerate(group.runs):
             yield group, colour, run, place == 0
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """The x and the y of points, without those that have none."""
+    """Return the x and the y of the points that have a y."""
     known = [(x, y) for x, y in pairs if not math.isnan(y)]
     return [x for x, _ in known], [y for _, y in known]
 
@@ -251,7 +252,7 @@ def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
 
 @_styled
 def throughput_latency(report: Report) -> Figure | None:
-    """Of several runs: what each answered, and how long it took. Not of runs that only repeat each other."""
+    """Draw latency over throughput of several runs that do not merely repeat each other."""
     runs = [run for run in report.runs if "p50" in run.latency]
     rates = [run.throughput for run in runs]
     if len(runs) < 2 or report.kind == "compare" or max(rates) < 1.05 * min(rates):
@@ -291,7 +292,8 @@ def throughput_latency(report: Report) -> Figure | None:
 
 @_styled
 def by_setting(report: Report) -> Figure | None:
-    """Of a sweep over a setting other than the load: throughput and latency by its values."""
+    """Draw throughput and latency by the values of a setting, for a sweep over a setting other than the
+    load."""
     names = sorted({name for run in report.runs for name in run.parameters} - {"rate", "callers"})
     cases = by_label(report)
     runs = report.runs
@@ -322,7 +324,7 @@ def by_setting(report: Report) -> Figure | None:
 
 @_styled
 def latency_over_time(report: Report) -> Figure | None:
-    """Latency, the generator's lateness and errors, moment by moment."""
+    """Draw latency, the generator's lateness and errors over time."""
     shown = main_groups(report, "search")
     runs = [run for group in shown for run in group.runs]
     moments = [moment for run in runs for moment in run.moments]
@@ -350,7 +352,7 @@ def latency_over_time(report: Report) -> Figure | None:
     for place, start in enumerate(steady):
         look = {"color": GREEN, "lw": 1.1, "ls": DASHED, "gid": "steady"}
         axes.axvline(start, label=None if place else "steady from here on", **look)
-    # How late the generator is does not decide how latency is drawn.
+    # The lateness of the generator does not decide the scale of the latency.
     late = [value for name, value in drawn if name == "late_p99"]
     _scale(axes, "y", [value for name, value in drawn if name != "late_p99"], late)
     is_one_figure = len(shown) > (2 if single == "p99" else 1)
@@ -359,7 +361,7 @@ def latency_over_time(report: Report) -> Figure | None:
 
 
 def _lines(group: Group, colour: str, count: int, single: str) -> list[tuple[str, str, str, float, str]]:
-    """What is drawn of one group's latency: all of it, two figures of two groups, and one of several."""
+    """Return the latency figures that are drawn: all of one group, two of two groups, one of several."""
     if count == 1:
         own = [("p50", "p50", BLUE, 1.5, "-"), ("p99", "p99", ORANGE, 1.5, "-")]
         if len(group.runs) == 1:
@@ -372,7 +374,7 @@ def _lines(group: Group, colour: str, count: int, single: str) -> list[tuple[str
 
 @_styled
 def throughput_over_time(report: Report) -> Figure | None:
-    """Answers a second, and what was due, moment by moment."""
+    """Draw answers per second, and the requests that were due, over time."""
     shown = main_groups(report, "search")
     runs = [run for group in shown for run in group.runs]
     if not any(moment.sent or moment.throughput for run in runs for moment in run.moments):
@@ -393,7 +395,7 @@ def throughput_over_time(report: Report) -> Figure | None:
 
 
 def _moments(run: Run, name: str) -> tuple[list[float], list[float]]:
-    """The middle of each moment, and its figure; a gap where it has none."""
+    """Return the middle of each moment, and its figure, with a gap where it has none."""
     found = [getattr(moment, name) for moment in run.moments]
     return [_middle(moment) for moment in run.moments], [math.nan if one is None else one for one in found]
 
@@ -411,7 +413,7 @@ def _time_axis(axes: Axes, runs: Sequence[Run], ylabel: str) -> None:
 
 @_styled
 def percentiles(report: Report) -> Figure | None:
-    """The whole distribution of the latency, the rarer the wider."""
+    """Draw the whole distribution of the latency, with an axis that widens towards rare values."""
     runs = [part for part in _each(groups(report)) if part[2].answered]
     if not runs:
         return None
@@ -452,7 +454,7 @@ def percentiles(report: Report) -> Figure | None:
 
 @_styled
 def batches(report: Report) -> Figure | None:
-    """How many batches had so many rows."""
+    """Draw the number of batches by their rows."""
     shown = main_groups(report, "sweep", "search")
     known = [(group, colour, sizes(group.runs)) for group, colour in zip(shown, _colours(shown), strict=True)]
     known = [part for part in known if part[2]]
@@ -466,7 +468,7 @@ def batches(report: Report) -> Figure | None:
         bins: dict[int, int] = {}
         for rows, count in by_rows.items():
             bins[(rows - 1) // step] = bins.get((rows - 1) // step, 0) + count
-        # A bar is drawn around the middle of the sizes that are in it.
+        # A bar is drawn around the middle of its sizes.
         shift = (place - (len(known) - 1) / 2) * width
         middles = [part * step + (step + 1) / 2 + shift for part in bins]
         axes.bar(middles, list(bins.values()), width, color=colour, alpha=0.85, label=group.name or None)
@@ -489,13 +491,13 @@ def batches(report: Report) -> Figure | None:
 
 @_styled
 def where_time_goes(report: Report) -> Figure | None:
-    """The mean latency, stage by stage."""
+    """Draw the mean latency by stage."""
     known = [(group.name, stages(group.runs)) for group in groups(report)]
     known = [(name, found) for name, found in known if sum(found.values())]
     if not known:
         return None
     totals = [sum(found.values()) for _, found in known]
-    # Beside one that takes a hundred times as long nothing could be seen of the others.
+    # Beside a bar that is a hundred times as long the others could not be seen.
     is_shares = max(totals) / min(totals) > SHARES_FROM
     is_short = max(totals) < SHORT_MS
     units = [total / 100 if is_shares else 1e-3 if is_short else 1.0 for total in totals]
@@ -508,7 +510,7 @@ def where_time_goes(report: Report) -> Figure | None:
         if any(widths):
             drawn = axes.barh(places, widths, 0.62, lefts, color=colour, label=stage, gid=stage)
             form = "{:.0f}%".format if is_shares else number
-            # A letter takes less than 1% of the longest.
+            # A letter is narrower than 1% of the longest bar.
             texts = [form(width) for width in widths]
             least = [longest * (0.01 + 0.0095 * len(text)) for text in texts]
             texts = [texts[place] if widths[place] > least[place] else "" for place in places]
@@ -530,7 +532,7 @@ def where_time_goes(report: Report) -> Figure | None:
 
 @_styled
 def timeline(report: Report) -> Figure | None:
-    """Batches over contexts: when each was copied in, computed, and copied out."""
+    """Draw batches over contexts: when each was copied in, computed, and copied out."""
     main = main_run(report)
     if main is None or not main.timeline:
         return None
@@ -549,7 +551,7 @@ def timeline(report: Report) -> Figure | None:
             axes.broken_barh(spans, (place - 0.36, 0.72), label=None if place else stage, **look)
         for bar in lane:
             told = [str(bar.rows)] + [f"a{bar.arena}"] * (bar.arena is not None)
-            # A letter takes less than 0.8% of the width.
+            # A letter is narrower than 0.8% of the width.
             if bar.computed - bar.started > 0.008 * (end - start) * max(map(len, told)):
                 look = {
                     "ha": "center",
@@ -569,7 +571,7 @@ def timeline(report: Report) -> Figure | None:
 
 @_styled
 def ratios(report: Report) -> Figure | None:
-    """Of a comparison: B over A, figure by figure."""
+    """Draw the ratios of a comparison, B over A, figure by figure."""
     if report.comparison is None or not report.comparison.ratios:
         return None
     items = list(report.comparison.ratios.items())
@@ -579,7 +581,7 @@ def ratios(report: Report) -> Figure | None:
         colour = {"better": GREEN, "worse": RED, "": SOFT}[verdict]
         axes.plot([ratio.low, ratio.high], [place, place], color=colour, lw=3, solid_capstyle="butt")
         axes.plot([ratio.mean], [place], "o", color=colour, ms=8, gid=name)
-        told = f"{ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f})  {verdict or 'no sure difference'}"
+        told = f"{ratio.mean:.3f} ({ratio.low:.3f} to {ratio.high:.3f})  {verdict or 'no certain difference'}"
         axes.annotate(told, (1.02, place), xycoords=axes.get_yaxis_transform(), va="center")
     ends = [1.0, *(end for _, ratio in items for end in (ratio.low, ratio.high))]
     low, high = min(ends), max(ends)

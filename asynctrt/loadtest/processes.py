@@ -1,4 +1,4 @@
-"""Sending from processes of their own: what shows or weighs the results then never makes the sender late."""
+"""Sends from child processes, so that displaying or evaluating the results never delays the sender."""
 
 import asyncio
 import contextlib
@@ -18,23 +18,24 @@ import anyio
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, InternalError, TargetError
 from asynctrt.loadtest.local import Local
-from asynctrt.loadtest.plans import Plan
+from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
-from asynctrt.process import keep_what_is_there, let_threads_in
+from asynctrt.process import freeze_gc, shorten_switch_interval
 
 GC_THRESHOLDS: Final = (20_000, 50, 1000)
-"""The collector's: with Python's own it is a third of what 256 requests on the way cost over HTTP."""
+"""Thresholds of the garbage collector. With Python's own it goes through all that is alive so often that it
+takes a large part of the CPU time when hundreds of requests are in flight over HTTP."""
 LEAD_NS: Final = 100_000_000
-"""From when every process is ready to the first moment, so that each has heard of it by then."""
+"""Time from when every process is ready to the start of a run, so that each has been told by then."""
 CLOSE_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A process has opened its target, a model of this name and a target of this kind."""
+    """Report that a process has opened its target: the model's name, and the target's kind."""
 
     name: str
     kind: str
@@ -42,35 +43,35 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Plan one run. When every process has, they are told when it begins."""
+    """Order a process to plan one run. When all have, they are told when it begins."""
 
     settings: LoadSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A run can begin."""
+    """Report that a run is planned and can begin."""
 
-    plan: Plan
+    plan: ProcessPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin the run that was planned, at this time of :func:`asynctrt.clock.now_ns`."""
+    """Order a process to begin the planned run, at this time of :func:`asynctrt.clock.now_ns`."""
 
     at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A run is over."""
+    """Report that a run has ended."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It went wrong, and why."""
+    """Report that a process failed, and why."""
 
     error: AsynctrtError
 
@@ -80,10 +81,10 @@ CLOSE: Final = "close"
 
 
 def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
-    """A process's whole life: open the target, do the runs that are ordered, close it."""
-    # Ctrl-C goes to every process of a terminal; the one that shows the results tells the others.
+    """Run a child process: open the target, do the runs that are ordered, close it."""
+    # Ctrl-C reaches every process of a terminal; the parent tells its children when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    let_threads_in()
+    shorten_switch_interval()
     try:
         anyio.run(
             _serve_runs,
@@ -97,11 +98,9 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
     except AsynctrtError as error:
         connection.send(Failed(_portable(error)))
     except BrokenPipeError:
-        return  # Who ordered it is gone.
+        return  # The parent is gone.
     except Exception as error:
-        connection.send(
-            Failed(InternalError(f"a process that sends failed: {type(error).__name__}: {error}"))
-        )
+        connection.send(Failed(InternalError(f"a sending process failed: {type(error).__name__}: {error}")))
 
 
 async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings, share: int) -> None:
@@ -121,7 +120,7 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
                 orders.put_nowait(order)
 
         _receive(connection, loop, take, CLOSE)
-        keep_what_is_there()
+        freeze_gc()
         gc.set_threshold(*GC_THRESHOLDS)
         connection.send(Ready(local.target.name, local.target.kind))
         while isinstance(order := await orders.get(), Order):
@@ -130,7 +129,7 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
             start = await orders.get()
             if not isinstance(start, Start):
                 return
-            if is_stopped:  # While it was planned: it ends as soon as it has begun.
+            if is_stopped:  # It was stopped while it was planned, so it ends as soon as it has begun.
                 loop.call_soon(local.stop)
             connection.send(Done(await local.run(plan, connection.send, start.at_ns)))
 
@@ -138,13 +137,14 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
 def _receive(
     connection: Connection, loop: asyncio.AbstractEventLoop, take: Callable[[Any], None], last: Any
 ) -> None:
-    """Hand over to the loop what comes, and ``last`` when there will be no more.
+    """Pass every received order to ``take`` on the loop, and ``last`` when the connection ends.
 
-    A thread reads: a descriptor that the loop watches no longer blocks, and then half a message is an error.
+    A thread reads, because a descriptor that the loop watches does not block, and half a message would then
+    be an error.
     """
 
     def read() -> None:
-        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody listens any more.
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             with contextlib.suppress(EOFError, OSError):
                 while True:
                     loop.call_soon_threadsafe(take, connection.recv())
@@ -154,13 +154,13 @@ def _receive(
 
 
 def _portable(error: AsynctrtError) -> AsynctrtError:
-    """An error that another process can read: without what caused it, and with plain words."""
+    """Return the error without its cause and with a plain message, so that another process can read it."""
     made: AsynctrtError = type(error)(str(error))
     return made
 
 
 class Fleet:
-    """The processes of one target, from the side of the one that shows what they find."""
+    """Control the sending processes of one target from their parent."""
 
     def __init__(self, spec: TargetSpec, settings: LoadSettings) -> None:
         context = multiprocessing.get_context("spawn")
@@ -185,10 +185,10 @@ class Fleet:
     @classmethod
     @asynccontextmanager
     async def open(cls, spec: TargetSpec, settings: LoadSettings) -> "AsyncIterator[Fleet]":
-        """Start the processes, and return when each has opened the target.
+        """Start the processes, and wait until each has opened the target.
 
-        :raises TargetError: if it cannot be reached, or does not answer; or if a process dies.
-        :raises AsynctrtError: what else a process says is wrong.
+        :raises TargetError: if it cannot be reached or does not answer, or if a process dies.
+        :raises AsynctrtError: any other error of a process.
         """
         fleet = cls(spec, settings)
         try:
@@ -206,15 +206,15 @@ class Fleet:
 
     @property
     def pids(self) -> list[int]:
-        """The processes' numbers."""
+        """The process ids."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def run(
         self, settings: LoadSettings, emit: Callable[[Windows], None]
-    ) -> tuple[Plan, list[Outcome]]:
-        """One run of them all."""
+    ) -> tuple[ProcessPlan, list[Outcome]]:
+        """Do one run in all processes."""
         self._tell(Order(settings))
-        # To plan takes as long as it takes, a recorded trace has to be read: nobody begins before all have.
+        # Planning takes a while, as a recorded trace has to be read: none begins before all have planned.
         planned = [await self._next() for _ in self._processes]
         self._tell(Start(clock.now_ns() + LEAD_NS))
         outcomes: list[Outcome] = []
@@ -227,11 +227,11 @@ class Fleet:
         return planned[0].plan, outcomes
 
     def stop(self) -> None:
-        """End the run that is under way."""
+        """End the current run."""
         self._tell(STOP)
 
     def _tell(self, order: Any) -> None:
-        """Say it to every process. One that is gone has said so itself, or its end of the pipe has."""
+        """Send an order to every process. One that has ended is reported by its own message or its pipe."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.send(order)
@@ -243,7 +243,7 @@ class Fleet:
         if message is None:
             await asyncio.to_thread(self._processes[share].join, CLOSE_S)
             status = self._processes[share].exitcode
-            raise TargetError(f"a process that sends has ended by itself, with exit status {status}")
+            raise TargetError(f"a sending process ended unexpectedly, with exit status {status}")
         return message
 
     def _take(self, share: int, message: Any) -> None:

@@ -1,7 +1,7 @@
-"""What came of each request, counted by windows of time.
+"""Counts the results of requests by windows of time.
 
-A window has the requests that were *due* in it: one whose answer comes late counts where it was asked. Only
-``completed`` counts answers when they came, which is what throughput is made of.
+A window has the requests that were *due* in it, even if their answers come later. Only ``completed``, from
+which throughput is calculated, counts answers when they came.
 """
 
 from array import array
@@ -14,20 +14,20 @@ import numpy as np
 from asynctrt.loadtest.histogram import Counts, Ints, merged
 
 WARM_UP: Final = -1
-"""The number of the window that has everything before the measuring begins."""
+"""The number of the window that has everything before measuring begins."""
 BLOCK: Final = 4096
-"""Requests that are counted at once, in which time, some 100 µs, nothing is sent. In larger blocks each takes
-longer, as the memory for the steps between is no longer at hand; and a thread for it would wait for the
-interpreter as long as the loop is busy."""
+"""Requests counted at once; nothing is sent meanwhile. In larger blocks each takes longer, because
+intermediate results no longer fit in the cache; and a thread would have to wait for the interpreter while the
+loop is busy."""
 LOOSE_WINDOWS: Final = 64
-"""Windows that take as much memory as they came with; what is older is made small."""
+"""Number of recent windows that are kept as they came; older ones are compacted."""
 KINDS_MAX: Final = 64
 EXAMPLE_CHARACTERS: Final = 500
 
 
 @dataclass(slots=True)
 class ErrorCount:
-    """Errors of one kind: how many, and what the first said."""
+    """Count the errors of one kind, with the message of the first."""
 
     count: int
     example: str
@@ -35,35 +35,35 @@ class ErrorCount:
 
 @dataclass(slots=True)
 class Window:
-    """What is known of one window of time."""
+    """Hold the counts of one window of time."""
 
     sent: int = 0
     completed: int = 0
     latency: Counts = field(default_factory=Counts)
-    """Of answers, from when the request was due."""
+    """Latency of answers, from when the request was due."""
     uncorrected: Counts = field(default_factory=Counts)
-    """Of the same answers, from when the request was sent."""
+    """Latency of the same answers, from when the request was sent."""
     lateness: Counts = field(default_factory=Counts)
-    """From when a request was due to when the generator came to it."""
+    """Time from when a request was due to when the generator came to it."""
     errors: dict[str, ErrorCount] = field(default_factory=dict)
 
     @property
     def answered(self) -> int:
-        """Requests due in this window that were answered."""
+        """Number of requests due in this window that were answered."""
         return len(self.latency)
 
     @property
     def failed(self) -> int:
-        """Requests due in this window that ended with an error."""
+        """Number of requests due in this window that ended with an error."""
         return sum(error.count for error in self.errors.values())
 
     def compact(self) -> None:
-        """Take less memory."""
+        """Compact the counts, so that they take less memory."""
         for counts in (self.latency, self.uncorrected, self.lateness):
             counts.compact()
 
     def merge(self, other: "Window") -> None:
-        """Add another process's, or the next part of the same."""
+        """Add the same window of another process, or a later part of it."""
         self.sent += other.sent
         self.completed += other.completed
         self.latency.merge(other.latency)
@@ -74,11 +74,11 @@ class Window:
 
 
 Windows = dict[int, Window]
-"""Windows by their number, from 0 on; -1 is the warm-up."""
+"""Windows by their number, from 0; -1 is the warm-up."""
 
 
 def merge(into: Windows, more: Windows) -> None:
-    """Add windows to those that there are; they are no longer the caller's."""
+    """Add windows to ``into``, which takes them over."""
     for number, window in more.items():
         if number in into:
             into[number].merge(window)
@@ -89,7 +89,7 @@ def merge(into: Windows, more: Windows) -> None:
 
 
 def total(windows: Iterable[Window]) -> Window:
-    """All of them as one."""
+    """Return all windows as one."""
     items = list(windows)
     whole = Window(
         sent=sum(item.sent for item in items),
@@ -104,13 +104,14 @@ def total(windows: Iterable[Window]) -> Window:
     return whole
 
 
-class Recorder:
-    """Takes times as the generator meets them, and counts them in blocks.
+class RunRecorder:
+    """Take the times of requests, and count them in blocks.
 
-    Its arrays are public, and the generator appends to them: a method for each request would cost as much as
-    the rest of it. It flushes them too, when they have ``BLOCK`` times.
+    Its arrays are public, and the generator appends to them, because a method call for each request would
+    cost as much as all the rest. The generator also flushes them when they have ``BLOCK`` times.
 
-    :param from_ns: when the warm-up is over, and the first window begins.
+    :param from_ns: when the warm-up ends, and the first window begins.
+    :param window_ns: the length of a window.
     """
 
     __slots__ = (
@@ -135,7 +136,7 @@ class Recorder:
         self._windows: Windows = {}
 
     def failed(self, due_ns: int, kind: str, example: str) -> None:
-        """A request that was due then has ended with an error."""
+        """Count a request that was due at ``due_ns`` and ended with an error."""
         _count(self._window(due_ns).errors, kind, 1, example)
 
     def flush_done(self) -> None:
@@ -151,7 +152,7 @@ class Recorder:
             window.completed += len(done[mine])
 
     def flush_sent(self) -> None:
-        """Count the requests that were come to."""
+        """Count the requests that the generator has come to."""
         if not self.late_due_ns:
             return
         due, noticed = _taken(self.late_due_ns), _taken(self.noticed_ns)
@@ -161,7 +162,7 @@ class Recorder:
             window.lateness.add(noticed[mine] - due[mine])
 
     def take(self) -> Windows:
-        """All that was counted since the last time."""
+        """Return everything that was counted since the last call."""
         self.flush_done()
         self.flush_sent()
         windows, self._windows = self._windows, {}
@@ -172,10 +173,10 @@ class Recorder:
         return self._windows.setdefault(number, Window())
 
     def _by_window(self, times_ns: Ints) -> Iterator[tuple[Window, Any]]:
-        """Each window that some of the times are in, and which."""
+        """Yield each window that some of the times are in, with the indices of these times."""
         first = self._window(int(times_ns.min()))
         if first is self._window(int(times_ns.max())):
-            yield first, slice(None)  # As nearly always: a block is shorter than a window.
+            yield first, slice(None)  # Nearly always, because a block is shorter than a window.
             return
         numbers = np.maximum((times_ns - self._from_ns) // self._window_ns, WARM_UP)
         for number in np.unique(numbers).tolist():

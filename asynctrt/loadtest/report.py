@@ -1,4 +1,4 @@
-"""What a load test found: frozen, and as JSON and back.
+"""The report of a load test: frozen, and written as JSON.
 
 A figure that is not known is ``None`` here and missing in the JSON: a percentile of too few requests, the
 batches of a server that does not tell, the GPU of a machine without one.
@@ -23,8 +23,8 @@ FORMAT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Errors:
-    """Errors of one kind, and what the first of them said."""
+class ErrorKind:
+    """Count the errors of one kind, with the message of the first."""
 
     count: int
     example: str
@@ -32,26 +32,26 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean and the interval that has the true one with 95% confidence."""
+    """Hold a mean and the interval that contains the true mean with 95% confidence."""
 
     mean: float
     low: float
     high: float
     count: int
-    """Of what the mean is: repetitions, or pieces of one run."""
+    """Number of values in the mean: repetitions, or pieces of one run."""
 
     @property
     def half_width(self) -> float:
-        """Half of its width, as a share of the mean."""
+        """Half of the width, as a share of the mean."""
         return (self.high - self.low) / 2 / self.mean if self.mean else float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One piece of a run's time. Latencies are in ms, of requests that were due in it."""
+    """Hold the figures of one piece of a run. Latencies are in ms, of requests that were due in it."""
 
     at_s: float
-    """When it begins, from the end of the warm-up."""
+    """Its beginning, in s from the end of the warm-up."""
     seconds: float
     sent: float
     """Requests/s that were due."""
@@ -62,14 +62,20 @@ class Moment:
     max: float | None
     errors: int
     late_p99: float | None
-    """How late the generator was, in ms."""
+    """The generator's lateness, in ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """What the target has computed during a run. Times are in ms, mean over its requests."""
+    """Hold what the target computed during a run. Times are in ms, the mean over its requests.
+
+    All that the target computed counts from when the last request of the warm-up had ended, also for other
+    callers. Where a GPU times only a sample of the batches, the others count with the usual time of their
+    size.
+    """
 
     requests: int
+    """Requests answered, as the target counts them: an engine counts each part of one that it splits."""
     batches: int
     mean_rows: float
     queue: float
@@ -82,7 +88,7 @@ class BatchFigures:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One batch of a timeline: where it ran, and when, in ms from the first one's launch."""
+    """Describe one batch of a timeline: where it ran, and when, in ms from the launch of the first."""
 
     context: int
     arena: int | None
@@ -90,85 +96,88 @@ class Bar:
     begin: float
     copied_in: float
     started: float
-    """When it began to compute: until then it waited for the device."""
+    """When it began to compute; before that it waited for the device."""
     computed: float
     end: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What was used while a run went on; ``None`` where there is nothing to look at."""
+    """Hold what a run used; ``None`` for what could not be measured."""
 
     generator_cores: float | None = None
-    """CPU of the processes that send, in cores; an engine in them is included."""
+    """CPU use of the sending processes, in cores, including an engine in them."""
     memory_mb: float | None = None
-    """Largest resident memory of the same processes."""
+    """Largest resident memory of the same processes, in MB."""
     gpu_name: str | None = None
     gpu_share: float | None = None
-    """Mean share of the time in which the GPU was busy."""
+    """Mean share of the time in which the GPU was busy, 0 to 1."""
     gpu_memory_mb: float | None = None
-    """Largest memory in use on the GPU."""
+    """Largest memory in use on the GPU, in MB."""
     gpu_watts: float | None = None
-    """Mean power."""
+    """Mean power of the GPU, in W."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. Latencies are in ms by name: ``p50`` to ``p99.99``, ``mean``, ``max``; rates in requests/s."""
+    """Hold one run. Latencies are in ms by name: ``p50`` to ``p99.99``, ``mean``, ``max``; rates in
+    requests/s."""
 
     label: str
     seconds: float
-    """How long was measured, without the warm-up."""
+    """Measured time, without the warm-up."""
     complete: bool
-    """False if it was stopped: the figures are of what was measured until then."""
+    """False if the run was stopped: the figures are then of what was measured before."""
     void: tuple[str, ...]
-    """Why the figures are those of the generator and not of the target; empty if they are not."""
+    """Reasons for which the figures are those of the generator, not of the target; empty if there are
+    none."""
     notes: tuple[str, ...]
     offered: float | None
-    """Requests/s that were due, for an open loop."""
+    """Requests/s that were due; ``None`` for a closed loop."""
     requests: int
-    """That were sent, or should have been."""
+    """Requests that were sent, or should have been."""
     answered: int
     unanswered: int
-    """Neither answered nor failed when a run was stopped."""
+    """Requests that had neither been answered nor failed when the run was stopped."""
     rows: float
-    """Rows a request, on average."""
+    """Mean number of rows per request."""
     throughput: float
     goodput: float | None
-    """Answers/s within the target; ``None`` without one."""
+    """Answers/s within the latency of the slo; ``None`` without one."""
     error_share: float
-    errors: Mapping[str, Errors]
+    errors: Mapping[str, ErrorKind]
     latency: Mapping[str, float]
     uncorrected: Mapping[str, float]
-    """The latency from when a request was sent, not from when it was due: it hides a target's stalls."""
+    """Latency from when a request was sent rather than due, which hides stalls of the target."""
     lateness: Mapping[str, float]
-    """How late the generator was."""
+    """Lateness of the generator, in ms by name."""
     slo: Mapping[str, bool]
-    """Whether each part of the target was held."""
+    """Whether each criterion of the slo was met."""
     steady_from_s: float | None
-    """From when on the figures no longer drift, from the end of the warm-up; ``None``: they never do."""
+    """When the figures cease to drift, from the end of the warm-up; ``None`` if that cannot be told."""
     throughput_interval: Interval | None
-    """Within this run, over its pieces."""
+    """Interval of the throughput within this run, over its pieces."""
     latency_interval: Interval | None
-    """Of the mean latency in ms, likewise."""
+    """Interval of the mean latency in ms, likewise."""
     batches: BatchFigures | None
     resources: Resources
     moments: tuple[Moment, ...]
     timeline: tuple[Bar, ...]
+    """The last batches; empty if they were not traced."""
     histogram: str
-    """The latency in ns, as HDR tools exchange it (V2, base64)."""
+    """Histogram of the latency in ns, in the exchange format of HDR tools (V2, base64)."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """What is this run's own among several: the rate, a setting that is swept."""
+    """The parameters in which this run differs from others, such as the rate."""
     scenario: Mapping[str, Any] | None = None
-    """What MLPerf's rules say of it: valid or not, and why."""
+    """The verdict by MLPerf's rules: whether the run is valid, and why not."""
 
     @property
     def holds(self) -> bool:
-        """Whether the target was held, and the figures can be trusted."""
+        """Whether the slo was met, and the figures are not void."""
         return not self.void and all(self.slo.values())
 
     def figure(self, name: str) -> float | None:
-        """A figure by the name that criteria have for it."""
+        """Return a figure by its name in criteria; ``None`` if it is not known."""
         if name in ("throughput", "goodput"):
             return self.throughput if name == "throughput" else self.goodput
         if name == "errors":
@@ -178,30 +187,30 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The highest rate that holds the target."""
+    """Hold the highest rate that meets the slo."""
 
     slo: tuple[str, ...]
     holds: float | None
-    """Requests/s; ``None`` if not even the lowest rate held it."""
+    """Requests/s; ``None`` if not even the lowest rate met it."""
     fails: float | None
-    """The lowest rate that did not; ``None`` if none was found that failed."""
+    """The lowest rate that did not; ``None`` if no rate failed."""
     why: str
-    """How the search ended."""
+    """Why the search ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two configurations in turn, A B A B. A ratio is B over A, pair by pair."""
+    """Compare two configurations that ran in turn, A B A B. A ratio is B over A, pair by pair."""
 
     a: str
     b: str
     ratios: Mapping[str, Interval]
-    """By figure: the geometric mean and its interval."""
+    """The geometric mean of the ratios with its interval, by figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that one load test found."""
+    """Hold everything that one load test found."""
 
     kind: str
     """``run``, ``repeats``, ``sweep``, ``search`` or ``compare``."""
@@ -210,53 +219,53 @@ class Report:
     machine: Mapping[str, Any]
     runs: tuple[Run, ...]
     intervals: Mapping[str, Interval]
-    """Over the repetitions, by figure; empty with fewer than two."""
+    """Intervals over the repetitions, by figure; empty with fewer than two."""
     search: SearchResult | None = None
     comparison: Comparison | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether nothing was cut short."""
+        """Whether no run was cut short."""
         return all(run.complete for run in self.runs)
 
     @property
     def void(self) -> tuple[str, ...]:
-        """Why runs are void; empty if none is."""
+        """Reasons for which runs are void; empty if there are none."""
         return tuple(dict.fromkeys(why for run in self.runs for why in run.void))
 
     @property
     def holds(self) -> bool:
-        """Whether there is a run, and every one holds the target."""
+        """Whether there are runs, and every one holds."""
         return bool(self.runs) and all(run.holds for run in self.runs)
 
     def figure(self, name: str) -> float | None:
-        """The mean over the runs of a figure by the name that criteria have for it."""
+        """Return the mean over the runs of a figure by its name in criteria; ``None`` if it is not known."""
         return mean_figures(self.runs).get(name)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for machines. What is not known is not there."""
+        """Return everything as JSON values, without what is not known."""
         content: dict[str, Any] = {"format": FORMAT, "complete": self.complete, **_plain(self)}
         return content
 
     def as_text(self) -> str:
-        """The JSON, as it is in a file."""
+        """Return the JSON text of a report file."""
         return json.dumps(self.as_json(), indent=1) + "\n"
 
     def save(self, path: Path) -> None:
-        """Write it as JSON.
+        """Write the report as JSON.
 
-        :raises UsageError: if it cannot be written; what was there before is then as it was.
+        :raises UsageError: if it cannot be written; an existing file is then unchanged.
         """
         write_whole(path, self.as_text())
 
 
 def mean_figures(runs: Sequence[Run]) -> dict[str, float]:
-    """The means over some runs, by the names that criteria have for figures, of those that every run has."""
+    """Return the means over runs, by name in criteria, of the figures that every run has."""
     return _means([run.figure for run in runs])
 
 
 def saved_figures(content: Mapping[str, Any]) -> dict[str, float]:
-    """As :func:`mean_figures`, of a report's runs as JSON."""
+    """Return what :func:`mean_figures` does, for the runs of a report as JSON."""
     return _means([partial(_saved_figure, run) for run in content["runs"]])
 
 
@@ -270,25 +279,25 @@ def _means(runs: Sequence[Callable[[str], float | None]]) -> dict[str, float]:
 
 
 def _saved_figure(run: Mapping[str, Any], name: str) -> float | None:
-    """As :meth:`Run.figure`, of a run as JSON."""
+    """Return what :meth:`Run.figure` does, for a run as JSON."""
     if name in ("throughput", "goodput"):
         return run.get(name)
     return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole or not at all. A pipe or a device, as ``/dev/stdout`` is, is written to.
+    """Write a file completely or not at all. A pipe or a device such as ``/dev/stdout`` is written directly.
 
-    :raises UsageError: if the disk is full, the folder is not there, and so on.
+    :raises UsageError: if the disk is full, the folder is missing, and so on.
     """
-    # An error's text may have half of a surrogate pair in it, of which there is no UTF-8.
+    # The text of an error may contain half of a surrogate pair, which UTF-8 cannot encode.
     raw = content.encode(errors="replace") if isinstance(content, str) else content
     temporary = None
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(raw)
             return
-        target = Path(os.path.realpath(path))  # A link stays one.
+        target = Path(os.path.realpath(path))  # A link stays a link.
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{path.name}.", delete=False) as file:
             temporary = file.name
             file.write(raw)

@@ -1,7 +1,8 @@
-"""Sends requests when they are due, and takes the time. The part of a load test that must not be late.
+"""Sends requests when they are due, and takes the times. The part of a load test that must not be late.
 
-An open loop looks at the clock once a turn of the event loop while the next request is near, and sleeps on a
-:mod:`~asynctrt.alarm` while it is far. Measured at 50,000 requests/s: tests/benchmarks/results/lateness.json.
+An open loop looks at the clock once per turn of the event loop while the next request is near, and sleeps on
+an
+:mod:`~asynctrt.alarm` while it is far. tests/benchmarks/lateness.py measures how late it is.
 """
 
 import asyncio
@@ -18,28 +19,31 @@ import numpy.typing as npt
 from asynctrt import clock
 from asynctrt.alarm import create_alarm
 from asynctrt.loadtest.arrivals import Arrivals
-from asynctrt.loadtest.plans import Plan
-from asynctrt.loadtest.recorder import BLOCK, Recorder, Windows
+from asynctrt.loadtest.plans import ProcessPlan
+from asynctrt.loadtest.recorder import BLOCK, RunRecorder, Windows
 from asynctrt.loadtest.samples import Sample, differs
 from asynctrt.loadtest.targets import BatchCounters, Target
 from asynctrt.statistics import BatchTrace
 
 NEAR_NS: Final = 150_000
-"""How long before a request an adaptive wait stops to sleep: an alarm is late by less, nearly always."""
+"""How long before a request is due an adaptive wait stops sleeping: an alarm is nearly always late by
+less."""
 SENT_A_TURN_MAX: Final = 64
-"""Requests sent before the event loop gets a turn, when many are due: the answers wait for it too."""
+"""Limit on the requests sent in one turn of the event loop, since answers wait for the next turn."""
 TICK_S: Final = 0.05
-"""How often requests that nobody answers are looked for."""
+"""Polling interval for requests that were not answered in time."""
 PAUSE_S: Final = 0.01
 """How long a caller of a closed loop waits after an error."""
 EMIT_NS: Final = 1_000_000_000
-"""How often windows are given on. It takes half a millisecond, in which nothing is sent."""
+"""Interval at which windows are passed on. Nothing is sent meanwhile."""
 READY_MAX: Final = 1_000_000
-"""Arrivals that are made before a run begins; of more, each block is made when the last one is used up."""
+"""Limit up to which all arrivals are made before a run; beyond it each block is made when it is needed."""
+LOOK_AGAIN_S: Final = 0.001
+"""Polling interval for requests of the warm-up that are still to be sent when it is over."""
 GRACE_NS: Final = 500_000_000
-"""After a run was stopped: how long answers that are on the way are waited for."""
+"""How long answers are waited for after a run was stopped."""
 BEHIND_NS_MAX: Final = 3_000_000_000
-"""How far an open loop's generator may fall behind before the run is given up as void."""
+"""How far the generator of an open loop may fall behind before the run is given up as void."""
 NEVER: Final = 1 << 62
 
 WAS_WRONG: Final = "WrongAnswer"
@@ -49,34 +53,42 @@ NOT_SENT: Final = "NotSent"
 
 @dataclass(slots=True)
 class Outcome:
-    """What one process has done in one run, besides its windows."""
+    """Hold what one process did in one run, besides its windows."""
 
     cpu_ns: int = 0
     """CPU time of the process."""
     elapsed_ns: int = 0
-    """From the first moment to the last answer."""
+    """From the start of the run to its last answer."""
     last_done_ns: int = 0
     """When the last answer came, from the start of the run."""
     stopped_ns: int = 0
-    """When it was stopped, from the start of the run; when it ended, if it was not."""
+    """When the run was stopped, from its start; when it ended, if it was not stopped."""
     sent: int = 0
     exhausted: bool = False
-    """Whether all was sent that was to be sent; not, if it was stopped."""
+    """Whether everything was sent; false if the run was stopped."""
     is_overwhelmed: bool = False
-    """Whether it was stopped because the generator fell too far behind."""
+    """Whether the run was stopped because the generator fell too far behind."""
     batches: BatchCounters | None = None
-    """What the target has computed, the warm-up not included."""
+    """What the target computed after the last request that was due in the warm-up had ended."""
     trace: tuple[BatchTrace, ...] = ()
 
 
 class Runner:
-    """One run of one process against one target. :meth:`run` does it; :meth:`stop` ends it early."""
+    """Do one run of one process against one target. :meth:`stop` ends it early.
+
+    :param now_ns: the clock, in ns.
+    """
 
     def __init__(
-        self, target: Target, samples: Sequence[Sample], prepared: Sequence[Any], plan: Plan
+        self,
+        target: Target,
+        samples: Sequence[Sample],
+        prepared: Sequence[Any],
+        plan: ProcessPlan,
+        now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._now_ns = clock.now_ns
+        self._now_ns = now_ns
         self._target = target
         self._samples = samples
         self._prepared = prepared
@@ -91,7 +103,7 @@ class Runner:
         self._rng = np.random.default_rng((plan.seed, 4, plan.share))
         self._weights = np.array([sample.weight for sample in samples])
         self._weights /= self._weights.sum()
-        # On the way: when each was sent, and due. Oldest first.
+        # Requests in flight: when each was sent, and due. Oldest first.
         self._flying: dict[asyncio.Future[Any], tuple[int, int]] = {}
         self._backlog: deque[tuple[int, int]] = deque()
         self._ended = self._loop.create_future()
@@ -103,34 +115,35 @@ class Runner:
         self._before: BatchCounters | None = None
         self._handle: asyncio.TimerHandle | None = None
         self._sent_of = self._choices()
-        # The block of arrivals that is under way.
+        # The current block of arrivals.
         self._blocks: Iterator[Arrivals] = iter(())
         self._due = _view(np.array([NEVER]))
         self._what = _view(np.zeros(1, np.int64))
         self._next = 0
 
     def stop(self) -> None:
-        """Send nothing more, and end when what is on the way has been answered, or soon."""
+        """Send nothing more, and end when the requests in flight have been answered, or after a short
+        grace."""
         if self._stopped_ns is None:
             self._stopped_ns = self._now_ns()
             self._sending = False
             self._backlog.clear()
 
     async def run(self, start_ns: int, emit: Callable[[Windows], None]) -> Outcome:
-        """Send everything, from a time on, and return when it was answered or given up.
+        """Send everything from a time on, and return when all was answered or given up.
 
-        :param start_ns: on the clock of :func:`asynctrt.clock.now_ns`; every process has the same.
+        :param start_ns: the start on the clock, which all processes share.
         :param emit: takes the windows as they fill, again and again.
         """
         plan = self._plan
         self._start_ns = start_ns
-        self._recorder = Recorder(start_ns + plan.warmup_ns, plan.window_ns)
+        self._recorder = RunRecorder(start_ns + plan.warmup_ns, plan.window_ns)
         self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
         self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
         self._emit = emit
         self._emitted_ns = start_ns
         cpu_ns = clock.cpu_ns()
-        counting = asyncio.create_task(self._count_batches(start_ns))
+        counting = asyncio.create_task(self._count_batches(start_ns + plan.warmup_ns))
         try:
             if plan.schedule is not None:
                 self._blocks = plan.schedule.blocks(plan.share, plan.shares)
@@ -139,7 +152,7 @@ class Runner:
                 self._next_block()
                 self._wait(self._due[0], self._now_ns())
             else:
-                await _until(start_ns)
+                await self._until(start_ns)
                 self._call_up()
             self._handle = self._loop.call_later(TICK_S, self._look)
             await self._ended
@@ -165,7 +178,7 @@ class Runner:
     # ---- open loop
 
     def _wait(self, due_ns: int, now_ns: int) -> None:
-        """Be back when the next request is due."""
+        """Schedule :meth:`_tick` for when the next request is due."""
         pacing = self._plan.pacing
         if pacing == "spin" or due_ns - now_ns < (NEAR_NS if pacing == "adaptive" else 0):
             self._loop.call_soon(self._tick)
@@ -173,7 +186,7 @@ class Runner:
             self._alarm.set(due_ns - (NEAR_NS if pacing == "adaptive" else 0))
 
     def _tick(self) -> None:
-        """Send all that is due."""
+        """Send everything that is due."""
         if not self._sending:
             self._end_if_idle()
             return
@@ -193,20 +206,20 @@ class Runner:
         self._wait(self._due[self._next], now_ns)
 
     def _next_block(self) -> bool:
-        """The next block of arrivals; False if there is none."""
+        """Take the next block of arrivals; return whether there is one."""
         block = next(self._blocks, None)
         left = self._requests_max - self._sent - len(self._backlog)
         if block is None or left <= 0:
             self._due, self._next = _view(np.array([NEVER])), 0
             return False
-        # Views: to make lists of the numbers would hold the loop for longer than to make the numbers.
+        # Views, because turning the numbers into lists would hold the loop for longer than drawing them.
         self._due = _view(np.append(block.due_ns[:left] + self._start_ns, NEVER))
         self._what = _view(block.samples)
         self._next = 0
         return True
 
     def _arrive(self, due_ns: int, what: int, now_ns: int) -> None:
-        """A request is due: send it, or let it wait for room."""
+        """Send a request that is due, or let it wait for room."""
         recorder = self._recorder
         recorder.late_due_ns.append(due_ns)
         recorder.noticed_ns.append(now_ns)
@@ -220,7 +233,7 @@ class Runner:
     # ---- closed loop
 
     def _call_up(self) -> None:
-        """Let as many callers begin as there should be now."""
+        """Start callers until there are as many as there should be now."""
         assert self._plan.callers is not None
         wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
         mine = len(range(self._plan.share, round(wanted), self._plan.shares))
@@ -229,14 +242,14 @@ class Runner:
             self._think()
 
     def _think(self) -> None:
-        """A caller waits as long as it does, and sends."""
+        """Let a caller pause for its think time, and then send."""
         if not self._plan.think:
             self._call()
         else:
             self._loop.call_later(self._rng.exponential(self._plan.think), self._call)
 
     def _call(self) -> None:
-        """A caller sends, or ends."""
+        """Let a caller send, or end."""
         now_ns = self._now_ns()
         if now_ns >= self._end_ns or self._sent >= self._requests_max:
             self._outcome.exhausted = self._outcome.exhausted or self._sending
@@ -253,7 +266,7 @@ class Runner:
         self._send(now_ns, next(self._sent_of), now_ns)
 
     def _choices(self) -> Iterator[int]:
-        """What callers send, one after the other."""
+        """Yield the samples that callers send, one after the other."""
         count = len(self._samples)
         while True:
             yield from _view(self._rng.choice(count, BLOCK, p=self._weights))
@@ -272,10 +285,10 @@ class Runner:
         future.add_done_callback(partial(self._answered, due_ns, now_ns, what))
 
     def _answered(self, due_ns: int, sent_ns: int, what: int, future: "asyncio.Future[Any]") -> None:
-        """An answer, or an error instead."""
+        """Take an answer or an error."""
         now_ns = self._now_ns()
         if self._flying.pop(future, None) is None:
-            if not future.cancelled():  # Given up long ago, and counted then.
+            if not future.cancelled():  # It was given up, and counted, before.
                 future.exception()
             return
         recorder = self._recorder
@@ -296,17 +309,17 @@ class Runner:
         self._go_on()
 
     def _go_on_after_error(self) -> None:
-        """A caller that is refused at once pauses: it would do nothing but be refused, as fast as it can."""
+        """Pause before a refused caller goes on, or it would be refused again and again without a break."""
         if self._plan.schedule is None:
             self._loop.call_later(PAUSE_S, self._go_on)
         else:
             self._loop.call_soon(self._go_on)
 
     def _go_on(self) -> None:
-        """Something has ended: the next one may go."""
+        """Let the next request go, after another has ended."""
         if self._plan.schedule is None:
             assert self._plan.callers is not None
-            if len(self._plan.callers.levels) > 1:  # There may be fewer callers by now.
+            if len(self._plan.callers.levels) > 1:  # There may have to be fewer callers by now.
                 wanted = self._plan.callers.at((self._now_ns() - self._start_ns) / 1e9)
                 if self._callers > len(range(self._plan.share, round(wanted), self._plan.shares)):
                     self._callers -= 1
@@ -320,7 +333,7 @@ class Runner:
             self._end_if_idle()
 
     def _is_right(self, due_ns: int, what: int, answer: Any) -> bool:
-        """Whether an answer is what it should be; one that is not is an error, and no answer."""
+        """Return whether an answer is right. A wrong one is counted as an error."""
         expected = self._samples[what].expected
         if expected is None:
             return True
@@ -333,7 +346,7 @@ class Runner:
         return wrong is None
 
     def _look(self) -> None:
-        """Give up what nobody answers, give the windows on, and see whether it is over."""
+        """Give up late requests, pass the windows on, and end the run if it is over."""
         now_ns = self._now_ns()
         self._give_up_late(now_ns)
         if self._stopped_ns is not None and now_ns - self._stopped_ns > GRACE_NS:
@@ -350,7 +363,7 @@ class Runner:
             self._emitted_ns = now_ns
             try:
                 self._emit(self._recorder.take())
-            except Exception as error:  # Who takes them is gone: it is for nobody.
+            except Exception as error:  # The receiver is gone.
                 if not self._ended.done():
                     self._ended.set_exception(error)
         self._end_if_idle()
@@ -358,7 +371,7 @@ class Runner:
             self._handle = self._loop.call_later(TICK_S, self._look)
 
     def _give_up_late(self, now_ns: int) -> None:
-        """What nobody has answered for too long is an error; so is what waited as long for room."""
+        """Count requests that were not answered in time as errors, and those that waited as long for room."""
         limit_ns = now_ns - self._timeout_ns
         seconds = f"{self._timeout_ns / 1e9:g} s"
         for future in self._sent_before(limit_ns):
@@ -367,13 +380,15 @@ class Runner:
             self._recorder.failed(due_ns, NO_ANSWER, f"no answer within {seconds}")
             self._outcome.last_done_ns = now_ns - self._start_ns
             self._loop.call_soon(self._go_on)
-        # All of one batch are due at once: to wait for the others is what they are there for.
+        # If all are due at once, waiting for the others is part of the test.
         while self._backlog and self._backlog[0][0] < limit_ns and not self._plan.is_batch:
             due_ns, _ = self._backlog.popleft()
-            self._recorder.failed(due_ns, NOT_SENT, f"waited {seconds} for an answer to one before it")
+            self._recorder.failed(
+                due_ns, NOT_SENT, f"waited {seconds} for room, because earlier requests were not answered"
+            )
 
     def _sent_before(self, limit_ns: int) -> list["asyncio.Future[Any]"]:
-        """What is on the way since then or longer. The oldest come first: nearly always one is looked at."""
+        """Return requests sent at or before ``limit_ns``. The oldest come first, so the search ends soon."""
         found = []
         for future, (sent_ns, _) in self._flying.items():
             if sent_ns > limit_ns:
@@ -382,7 +397,7 @@ class Runner:
         return found
 
     def _give_up_all(self) -> None:
-        """What is on the way is neither answered nor an error: nobody waits for it any more."""
+        """Give up what is in flight, which counts neither as answered nor as an error."""
         flying, self._flying = self._flying, {}
         for future in flying:
             future.cancel()
@@ -391,32 +406,48 @@ class Runner:
         if not self._sending and not self._flying and not self._backlog and not self._ended.done():
             self._ended.set_result(None)
 
-    async def _count_batches(self, start_ns: int) -> None:
-        """What the target has computed when the warm-up is over."""
-        await _until(start_ns + self._plan.warmup_ns)
+    async def _count_batches(self, from_ns: int) -> None:
+        """Read the target's counters when the warm-up is over: when every request due in it has ended.
+
+        When the warm-up ends by the clock, some of its requests are still in flight, or even still to be
+        sent. They would be counted with those that are measured.
+        """
+        await self._until(from_ns)
+        while self._owes_before(from_ns):
+            flying = [future for future, (_, due_ns) in self._flying.items() if due_ns < from_ns]
+            if flying:
+                await asyncio.wait(flying)
+            else:
+                await asyncio.sleep(LOOK_AGAIN_S)
         self._before = await self._target.batches()
 
+    def _owes_before(self, from_ns: int) -> bool:
+        """Return whether a request that was due before ``from_ns`` is in flight, or still to be sent."""
+        if self._sending and self._due[self._next] < from_ns:
+            return True
+        if self._backlog and self._backlog[0][0] < from_ns:
+            return True
+        return any(due_ns < from_ns for _, due_ns in self._flying.values())
+
+    async def _until(self, when_ns: int) -> None:
+        """Sleep until the clock has reached ``when_ns``. The loop's timers alone may come early."""
+        while (delay_ns := when_ns - self._now_ns()) > 0:  # noqa: ASYNC110  (there is no event of a clock)
+            await asyncio.sleep(delay_ns / 1e9)
+
     async def _take_batches(self, counting: "asyncio.Task[None]") -> None:
-        """What it has computed since then."""
+        """Read the target's counters again, and keep the difference, and the batches that it traced."""
+        self._outcome.trace = tuple(self._target.trace())
         if not counting.done():
-            return  # Stopped within the warm-up.
+            return  # Stopped before all of the warm-up's requests had ended: nothing to count from.
         after = None
-        # A server that has died since then no longer tells; what it answered until then counts all the same.
+        # A server that has died since no longer tells; what it answered before still counts.
         with contextlib.suppress(Exception):
             counting.result()
             after = await self._target.batches()
         if self._before is not None and after is not None:
             self._outcome.batches = after.since(self._before)
-        self._outcome.trace = tuple(self._target.trace())
 
 
 def _view(numbers: npt.NDArray[np.int64]) -> "memoryview[int]":
-    """Numbers that are taken one by one: as fast as from a list, and no list has to be made."""
-    return memoryview(numbers)  # type: ignore[arg-type]  # NumPy says before 3.12 that it is no buffer.
-
-
-async def _until(when_ns: int) -> None:
-    """Sleep until a time, to within the loop's timers; come early rather than late."""
-    delay_s = (when_ns - clock.now_ns()) / 1e9
-    if delay_s > 0:
-        await asyncio.sleep(delay_s)
+    """Return a view from which numbers can be taken one by one as fast as from a list."""
+    return memoryview(numbers)  # type: ignore[arg-type]  # Before Python 3.12 NumPy's types do not declare the buffer protocol.

@@ -1,4 +1,5 @@
-"""What is sent: random rows, files, a folder through a reader; and what should come back."""
+"""Makes the requests that are sent, from random rows, files, or a folder through a reader, and checks
+answers."""
 
 import importlib
 import math
@@ -16,17 +17,18 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.tensors import Array, TensorSpec, convert
 
 NBYTES_MAX: Final = 1 << 30
-"""All samples together. Fewer are made of a model with large rows."""
+"""Limit on the bytes of all samples. Fewer samples are made for a model with large rows."""
 KINDS_MAX: Final = 4096
-"""Different shapes in one test."""
+"""Limit on the kinds of requests in one test."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request that can be sent, and how often relative to the others.
+    """Hold a request that can be sent.
 
-    :param group: its shape, as a report names it.
-    :param expected: what should come back, by name; ``None``: it is not checked.
+    :param weight: how often it is sent, relative to the others.
+    :param group: its shape, as named in messages.
+    :param expected: the right answer by name; ``None`` if answers are not checked.
     """
 
     inputs: Mapping[str, Array]
@@ -46,17 +48,18 @@ def make_samples(
     specs: Sequence[TensorSpec],
     shapes: Sequence[tuple[Shape, int, int]] = (),
 ) -> list[Sample]:
-    """The samples of a test.
+    """Make the samples of a test.
 
-    :param specs: what one row of the model is made of; empty if nobody knows.
-    :param shapes: of a trace: dimensions, rows and priority of each kind of request; none: the settings say.
-    :raises OptionsError: for dimensions that the model does not have, or that nobody has said.
+    :param specs: the inputs of one row; empty if they are not known.
+    :param shapes: the dimensions, rows and priority of each kind of request in a trace; empty to take them
+        from the settings.
+    :raises OptionsError: for dimensions that the model lacks, or that are missing.
     :raises UsageError: for files that cannot be read.
     """
     if settings.inputs is not None:
         return list(_from_files(settings, specs))
     if not specs:
-        raise OptionsError("nobody knows what this target takes: say with inputs what to send")
+        raise OptionsError("the inputs of this target are not known: set inputs to what should be sent")
     if shapes:
         kinds = [(dict(dims), rows, priority, 1.0) for dims, rows, priority in shapes]
     else:
@@ -65,7 +68,7 @@ def make_samples(
 
 
 def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
-    """``length=128,heads=4@3``: sizes of dynamic dimensions, and a weight. Nothing: one without sizes.
+    """Parse ``length=128,heads=4@3``: sizes of dynamic dimensions, and a weight. Default: one without sizes.
 
     :raises OptionsError: for anything else.
     """
@@ -80,7 +83,8 @@ def read_dims(texts: Sequence[str]) -> list[tuple[dict[str, int], float]]:
                 raise ValueError(text)
         except ValueError as error:
             raise OptionsError(
-                f"{text!r} says no dimensions: length=128, or with a weight length=128,heads=4@3"
+                f"{text!r} is not a list of dimensions: write length=128 or, with a weight, "
+                "length=128,heads=4@3"
             ) from error
         kinds.append(kind)
     return kinds
@@ -91,10 +95,11 @@ def _random(
     specs: Sequence[TensorSpec],
     kinds: Sequence[tuple[dict[str, int], int, int, float]],
 ) -> list[Sample]:
-    """Random rows, so many of each kind."""
+    """Make random samples, the same number of each kind."""
     if len(kinds) > KINDS_MAX:
         raise OptionsError(
-            f"{len(kinds)} kinds of requests, by shape and priority, are more than {KINDS_MAX}"
+            f"there are {len(kinds)} kinds of requests, by shape and priority; at most {KINDS_MAX} are "
+            "allowed"
         )
     rng = np.random.default_rng((settings.seed, 2))
     names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
@@ -103,14 +108,15 @@ def _random(
         if unknown or missing:
             example = ",".join(f"{name}=..." for name in sorted(names)) or "none"
             raise OptionsError(
-                f"dynamic dimensions of this model: {sorted(names)}; not said: {missing}, unknown: "
-                f"{unknown}. Say dims {example}"
+                f"dynamic dimensions of this model: {sorted(names)}; missing: {missing}, unknown: {unknown}. "
+                f"Set dims {example}"
             )
     nbytes = sum(rows * _row_nbytes(spec, dims) for dims, rows, _, _ in kinds for spec in specs)
     if nbytes > NBYTES_MAX:
         raise OptionsError(
-            f"one request of each kind takes {nbytes:,} bytes together, and samples are at most "
-            f"{NBYTES_MAX:,}: say fewer rows, or smaller dims"
+            f"one request of each kind takes {nbytes:,} bytes in all, and the limit is {NBYTES_MAX:,}: set "
+            "fewer "
+            "rows, or smaller dims"
         )
     each = max(1, min(settings.samples // len(kinds), NBYTES_MAX // max(nbytes, 1)))
     return [
@@ -138,28 +144,29 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
         return
     if path.suffix not in (".npy", ".npz"):
         raise UsageError(
-            f"{str(path)!r} is neither an .npz nor an .npy: name a reader for it, module:function, which "
-            "makes arrays of a file"
+            f"{str(path)!r} is neither an .npz nor an .npy: set a reader, module:function, which turns a "
+            "file "
+            "into arrays"
         )
     arrays = _named(_load(path), specs, str(path))
     expected = _load(settings.expect) if settings.expect is not None else None
-    if isinstance(expected, dict):  # Text goes as bytes, so it comes back as bytes.
+    if isinstance(expected, dict):  # Text is sent as bytes, so it comes back as bytes.
         expected = {
             name: np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
             for name, array in expected.items()
         }
     if isinstance(expected, np.ndarray):
-        raise UsageError(f"{str(settings.expect)!r} is an .npz, with an array for each output")
+        raise UsageError(f"{str(settings.expect)!r} must be an .npz, with an array for each output")
     count = min((len(array) for array in arrays.values() if array.ndim), default=0)
     for name, array in {**arrays, **(expected or {})}.items():
         if array.ndim == 0 or len(array) != count:
             raise UsageError(
-                f"every array has the same number of rows on its first axis: {name!r} has shape "
+                f"every array must have the same number of rows on its first axis: {name!r} has shape "
                 f"{array.shape}, another {count} rows"
             )
     rows = settings.rows
     if count < rows:
-        raise UsageError(f"{str(path)!r} has {count} rows, fewer than the {rows} of one request")
+        raise UsageError(f"{str(path)!r} has {count} rows, and one request needs {rows}")
     for start in range(0, min(count - rows + 1, rows * settings.samples), rows):
         part = slice(start, start + rows)
         inputs = {name: np.ascontiguousarray(array[part]) for name, array in arrays.items()}
@@ -168,13 +175,14 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
 
 
 def _load(path: Path) -> Any:
-    """An array, or arrays by name. Objects are not loaded: to unpickle a file is to run it."""
+    """Load an array, or arrays by name. Objects are not loaded, because unpickling a file may run its
+    code."""
     try:
-        with path.open("rb") as file:  # NumPy leaves one open that is damaged.
+        with path.open("rb") as file:  # NumPy leaves a damaged file open.
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
                 return content
-            # A member of an archive that is no array comes as bytes.
+            # A member of an archive that is not an array comes as bytes.
             return {name: np.asarray(value) for name, value in content.items()}
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{str(path)!r} cannot be read: {error}") from error
@@ -183,20 +191,20 @@ def _load(path: Path) -> Any:
 
 
 def find_reader(where: str) -> Reader:
-    """The function ``module:name``.
+    """Import the function ``module:name``.
 
-    :raises UsageError: if there is none.
+    :raises UsageError: if it cannot be imported, or is not a function.
     """
     module_name, _, name = where.partition(":")
     try:
         found: Any = attrgetter(name)(importlib.import_module(module_name))
-    except Exception as error:  # To import a module is to run it.
+    except Exception as error:  # Importing a module runs it, which can raise anything.
         raise UsageError(
-            f"the reader {where!r} is not there ({type(error).__name__}: {error}). It is written "
+            f"the reader {where!r} cannot be imported ({type(error).__name__}: {error}): write it as "
             "module:function"
         ) from error
     if not callable(found):
-        raise UsageError(f"the reader {where!r} is no function, but {found!r:.100}")
+        raise UsageError(f"the reader {where!r} is not a function, but {found!r:.100}")
     reader: Reader = found
     return reader
 
@@ -204,10 +212,10 @@ def find_reader(where: str) -> Reader:
 def _read_folder(
     folder: Path, reader: Reader, settings: LoadSettings, specs: Sequence[TensorSpec]
 ) -> Iterator[Sample]:
-    """One sample for each file that the reader takes, drawn evenly from all of them."""
+    """Yield one sample for each file that the reader accepts; the files are drawn at random."""
     files = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
     if not files:
-        raise UsageError(f"there is no file in {str(folder)!r}")
+        raise UsageError(f"there are no files in {str(folder)!r}")
     order = np.random.default_rng((settings.seed, 3)).permutation(len(files))
     found = 0
     for number in order.tolist():
@@ -223,41 +231,45 @@ def _read_folder(
         inputs = _named(made, specs, str(path))
         rows = {len(array) for array in inputs.values() if array.ndim}
         if len(rows) != 1 or 0 in rows:
-            raise UsageError(f"the reader {settings.reader!r} gives arrays of {rows} rows for {str(path)!r}")
+            raise UsageError(
+                f"the reader {settings.reader!r} returned arrays of {rows} rows for {str(path)!r}"
+            )
         yield Sample(inputs, rows.pop())
         found += 1
         if found == settings.samples:
             return
     if not found:
         raise UsageError(
-            f"the reader {settings.reader!r} took none of the {len(files)} files in {str(folder)!r}"
+            f"the reader {settings.reader!r} accepted none of the {len(files)} files in {str(folder)!r}"
         )
 
 
 def _named(made: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, Array]:
-    """Arrays by the names of the inputs."""
+    """Return the arrays by the names of the inputs."""
     if not isinstance(made, Mapping):
         if len(specs) != 1:
             names = [spec.name for spec in specs]
-            raise UsageError(f"{where!r} has one array, and the inputs are {names}: give arrays by name")
+            raise UsageError(
+                f"{where!r} has one unnamed array, and the inputs are {names}: give arrays by name"
+            )
         made = {specs[0].name: made}
     known = {spec.name: spec for spec in specs}
     return {str(name): _array(value, known.get(name), where) for name, value in made.items()}
 
 
 def _array(value: Any, spec: TensorSpec | None, where: str) -> Array:
-    """One input. Lists become what the model takes, if they can."""
+    """Return one input as an array. Lists are converted to what the model takes, if possible."""
     try:
         if spec is not None and spec.dtype.kind in "biufc" and isinstance(value, list | tuple | int | float):
             return convert(spec, value)
         array = np.asarray(value)
     except ValueError as error:
-        raise UsageError(f"{where!r} has something that is no array: {error}") from error
+        raise UsageError(f"{where!r} has a value that cannot become an array: {error}") from error
     return array if spec is None else _with_name(array, spec.dtype)
 
 
 def _with_name(array: Array, dtype: np.dtype[Any]) -> Array:
-    """A bfloat16 of a file, where it has its bytes and no name, as what it is."""
+    """Return the array with its type's name: NumPy files keep the bytes of a bfloat16, but not its name."""
     is_same = array.dtype.kind == dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize
     return array.view(dtype) if is_same else array
 
@@ -271,10 +283,10 @@ def _group(dims: Shape, rows: int, priority: int) -> str:
 def differs(
     outputs: Mapping[str, Array], expected: Mapping[str, Array], rtol: float, atol: float
 ) -> str | None:
-    """How an answer differs from what it should be; ``None`` if it does not."""
+    """Return how an answer differs from what is expected; ``None`` if it does not."""
     for name, wanted in expected.items():
         if name not in outputs:
-            return f"output {name!r} is not there"
+            return f"output {name!r} is missing"
         given = outputs[name]
         right = _with_name(wanted, given.dtype)
         if given.shape != right.shape:

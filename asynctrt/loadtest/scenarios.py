@@ -1,7 +1,7 @@
-"""MLPerf's four scenarios and their rules, as its LoadGen has them (mlperf.conf, results.cc).
+"""MLPerf's four scenarios and their rules, as in its LoadGen (mlperf.conf, results.cc).
 
-A query of multi-stream is one request of 8 rows. Offline's one query is as many requests as it has samples,
-all due at once, of which as many are on the way as the target bears.
+A query of multi-stream is one request of 8 rows. The single query of offline becomes one request for each of
+its samples: all are due at once, and as many are in flight as the target allows.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from asynctrt.loadtest.settings import LoadSettings, Scenario
 from asynctrt.loadtest.statistics import surely_below
 
 CONFIDENCE: Final = 0.99
-"""Of early stopping."""
+"""Confidence of early stopping."""
 OFFLINE_MAX: Final = 20_000_000
-"""Samples that are due at once, and so are all in memory."""
+"""Limit on samples that are due at once, as all are held in memory."""
 OFFLINE_SLACK: Final = 1.1
-"""Samples beyond those that the expected rate needs for the shortest duration."""
+"""Factor on the number of samples that the expected rate answers in the shortest duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """One scenario's rules.
+    """Hold the rules of one scenario.
 
-    :param percent: the percentile that is its result, or that its target is for.
+    :param percent: the percentile that is its result, or for which its target is set.
     :param requests_min: queries; for offline, samples.
     """
 
@@ -48,21 +48,21 @@ RULES: Final[Mapping[Scenario, Rules]] = MappingProxyType(
 
 
 def offline_requests(settings: LoadSettings, seconds: float) -> int:
-    """How many samples offline's query has, for the rate that is expected."""
+    """Return the number of samples in the offline query, from the expected rate."""
     assert settings.rate is not None
     if float(settings.rate) * seconds > OFFLINE_MAX:
         raise OptionsError(
-            f"offline's query would have more than {OFFLINE_MAX:,} samples: say fewer requests"
+            f"the offline query would have more than {OFFLINE_MAX:,} samples: set fewer requests"
         )
     return max(RULES["offline"].requests_min, int(OFFLINE_SLACK * seconds * float(settings.rate)))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a verdict is made of.
+    """Hold the figures from which a verdict is made.
 
     :param seconds: until the last query was issued; for offline, until the last answer.
-    :param errors: queries that were not answered rightly.
+    :param errors: queries without a right answer.
     """
 
     latency: Counts
@@ -73,20 +73,20 @@ class Measured:
 
 
 def verdict(scenario: Scenario, measured: Measured, criteria: tuple[Criterion, ...]) -> dict[str, Any]:
-    """Valid or not and why, and the scenario's result."""
+    """Return whether a run is valid, the rules that it breaks, and the scenario's result."""
     rules = RULES[scenario]
     why = []
     if measured.seconds < rules.seconds_min:
-        why.append(f"it took {measured.seconds:.1f} s; the rules demand {rules.seconds_min:.0f}")
+        why.append(f"it took {measured.seconds:.1f} s; the rules demand at least {rules.seconds_min:.0f} s")
     if measured.requests < rules.requests_min:
-        why.append(f"it had {measured.requests:,} queries; the rules demand {rules.requests_min:,}")
+        why.append(f"it had {measured.requests:,} queries; the rules demand at least {rules.requests_min:,}")
     if measured.errors:
-        why.append(f"{measured.errors:,} queries were not answered rightly")
+        why.append(f"{measured.errors:,} queries failed or had wrong answers")
     found: dict[str, Any] = {"name": scenario}
     if scenario in ("single-stream", "multi-stream"):
         estimate_ns = early_stopping_ns(measured.latency, rules.percent)
         if estimate_ns is None:
-            why.append(f"too few queries for an estimate of p{rules.percent:g} with 99% confidence")
+            why.append(f"too few queries to estimate p{rules.percent:g} with 99% confidence")
         else:
             found[f"p{rules.percent:g}_ms"] = estimate_ns / 1e6
     elif scenario == "server":
@@ -102,12 +102,12 @@ def verdict(scenario: Scenario, measured: Measured, criteria: tuple[Criterion, .
 
 
 def early_stopping_ns(latency: Counts, percent: float) -> int | None:
-    """A percentile's upper bound with 99% confidence, ``None`` of too few queries.
+    """Return an upper bound of a percentile with 99% confidence; ``None`` if there are too few queries.
 
-    It is the largest latency after as many were left out as may be.
+    It is the largest latency that is left when as many of the largest are discarded as the rules allow.
     """
     count = len(latency)
-    # The most that may be over it: a search, since the condition holds up to some number and not beyond.
+    # Search for the largest number that may be over it: the condition holds up to that number.
     if not surely_below(count, 1, percent, CONFIDENCE):
         return None
     low, high = 1, count

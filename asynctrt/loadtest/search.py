@@ -1,4 +1,5 @@
-"""The highest rate that holds a target, by bisection. Pure: it says what to try, and is told what came."""
+"""Finds the highest rate that holds an slo, by bisection. Pure: it says what to try, and is told the
+result."""
 
 from typing import Final
 
@@ -10,14 +11,14 @@ RATE_LEAST: Final = 1e-2
 
 
 class Search:
-    """A search over the rate.
+    """Search over the rate.
 
-    It doubles or halves until one rate holds and one fails, and then tries the geometric middle of the two,
-    until they are closer than the precision. What held is tried a last time: a rate that only held by luck
-    does not stand.
+    The rate is doubled or halved until one rate holds and one fails. Then the geometric mean of the two is
+    tried until they are closer than the precision. The rate that held is tried a last time, because it may
+    have held by chance.
 
     :param start: the first rate to try, in requests/s.
-    :param precision: how far apart the two may be in the end, as a share.
+    :param precision: how far apart the two rates may be in the end, as a share.
     """
 
     def __init__(self, start: float, precision: float) -> None:
@@ -26,24 +27,24 @@ class Search:
         self._next: float | None = start
         self._precision = precision
         self._tries = 0
-        self._why = "it goes on"
+        self._why = "the search is not over"
         self._confirming = False
 
     def __repr__(self) -> str:
         return f"<Search holds={self.holds} fails={self.fails} next={self._next}>"
 
     def next_rate(self) -> float | None:
-        """The rate to try next; ``None`` when it is over."""
+        """Return the rate to try next; ``None`` when the search is over."""
         return self._next
 
     def tell(self, *, holds: bool, void: bool = False) -> None:
-        """What came of the rate that was to be tried; ``void``: the generator could not keep it up."""
+        """Take the result of the rate that was tried; ``void`` if the generator could not keep it up."""
         assert self._next is not None
         rate, self._next = self._next, None
         self._tries += 1
         if void:
             self._give_up(
-                f"the generator could not keep {rate:,.4g} requests/s up, so nothing above is known"
+                f"the generator could not keep up {rate:,.4g} requests/s, so nothing is known above that"
             )
             return
         if self._confirming:
@@ -56,25 +57,25 @@ class Search:
         self._choose()
 
     def end(self, why: str) -> None:
-        """Stop here."""
+        """End the search with this reason."""
         self._next = None
         self._why = why
 
     def result(self, slo: tuple[str, ...]) -> SearchResult:
-        """What was found so far."""
+        """Return what was found so far."""
         return SearchResult(slo, self.holds, self.fails, self._why)
 
     def _choose(self) -> None:
         if self._tries >= TRIES_MAX:
-            self._give_up(f"it was tried {TRIES_MAX} times")
+            self._give_up(f"{TRIES_MAX} rates were tried")
         elif self.holds is None:
             assert self.fails is not None
             if self.fails / 2 < RATE_LEAST:
-                self.end(f"even {self.fails:,.4g} requests/s do not hold it")
+                self.end(f"not even {self.fails:,.4g} requests/s hold it")
             else:
                 self._next = self.fails / 2
         elif self.fails is None and self.holds * 2 > RATE_MAX:
-            self.end(f"{RATE_MAX:,.0f} requests/s are the most that can be asked for")
+            self.end(f"{RATE_MAX:,.0f} requests/s is the highest rate that can be tried")
         elif self.fails is None:
             self._next = self.holds * 2
         elif self.fails / self.holds > 1 + self._precision:
@@ -85,14 +86,14 @@ class Search:
 
     def _confirmed(self, rate: float, *, holds: bool) -> None:
         if holds:
-            self.end(f"between what holds and what fails is less than {self._precision:.0%}")
+            self.end(f"the rates that hold and fail are less than {self._precision:.0%} apart")
             return
-        # What held once and failed once is not held.
+        # A rate that held once and failed once does not hold.
         self.fails = rate
         self.holds = None
         self._confirming = False
         if self._tries >= TRIES_MAX:
-            self._give_up(f"it was tried {TRIES_MAX} times")
+            self._give_up(f"{TRIES_MAX} rates were tried")
         else:
             self._next = _rounded(rate / (1 + self._precision) ** 2)
 
@@ -102,5 +103,5 @@ class Search:
 
 
 def _rounded(rate: float) -> float:
-    """A rate that can be read: five digits are finer than any precision."""
+    """Round a rate to five digits, which is finer than any precision."""
     return float(f"{rate:.5g}")

@@ -1,4 +1,4 @@
-"""Runs, one after the other: opens what each needs, watches it, and keeps what it found."""
+"""Does runs one after the other: opens what each needs, watches it, and keeps its result."""
 
 import asyncio
 import dataclasses
@@ -12,18 +12,19 @@ from asynctrt import clock
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.figures import Counted, make_run, narrowness
 from asynctrt.loadtest.local import Local
-from asynctrt.loadtest.machine import Monitor, gpu_of
-from asynctrt.loadtest.plans import Plan, resolve, window_seconds
+from asynctrt.loadtest.machine import ResourceMonitor, gpu_of
+from asynctrt.loadtest.plans import ProcessPlan, resolve, window_seconds
 from asynctrt.loadtest.processes import Fleet
 from asynctrt.loadtest.recorder import Windows, merge
 from asynctrt.loadtest.report import Run
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
-from asynctrt.options import Options, check_names
+from asynctrt.options import Options
+from asynctrt.validation import check_names
 
 LOOK_S: Final = 0.5
-"""How often memory, the GPU and the intervals are looked at while a run goes on."""
+"""Polling interval for memory, the GPU and the confidence intervals during a run."""
 
 OPTION_NAMES: Final = tuple(item.name for item in dataclasses.fields(Options))
 SETTING_NAMES: Final = tuple(item.name for item in dataclasses.fields(LoadSettings))
@@ -31,22 +32,22 @@ RUN_ONLY: Final = frozenset(
     {"rate", "callers", "think", "arrivals", "burst", "burst_share", "swing", "period", "seconds", "warmup"}
     | {"requests", "until", "repeats", "answer_timeout", "max_outstanding", "slo", "pacing", "rtol", "atol"}
 )
-"""Settings of which another value needs no other samples and no other processes."""
+"""Settings that can change from run to run without new samples or new processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """What one run is of: a target, settings, and what is its own among several."""
+class LoadCase:
+    """Describe one run: its target, its settings, and the parameters in which it differs from other runs."""
 
     target: Any
     settings: LoadSettings
     label: str
     parameters: Mapping[str, Any]
 
-    def with_values(self, values: Mapping[str, Any], label: str) -> "Case":
-        """Another one: settings, an engine's options, or ``target`` with these values.
+    def with_values(self, values: Mapping[str, Any], label: str) -> "LoadCase":
+        """Return another case in which settings, an engine's options, or ``target`` have these values.
 
-        :raises OptionsError: for a name that is none of them, or a value that is impossible.
+        :raises OptionsError: for an unknown name, or an impossible value.
         """
         check_names(values, [*SETTING_NAMES, *OPTION_NAMES, "target"], "setting of a load test or an engine")
         settings = {name: value for name, value in values.items() if name in SETTING_NAMES}
@@ -55,16 +56,16 @@ class Case:
         if options or "target" in values:
             if not isinstance(target, TargetSpec) or (target.is_server and options):
                 raise OptionsError(
-                    f"{', '.join(options) or 'target'} cannot be set for {target!r}: it is open already, or "
-                    "somebody else's"
+                    f"cannot set {', '.join(options) or 'target'} for {target!r}: it is already open, or a "
+                    "server"
                 )
             target = replace(target, options=replace(target.options, **options))
             target = replace(target, where=values.get("target", target.where))
         changed = self._without_conflicts(settings)
-        return Case(target, changed, label, {**self.parameters, **values})
+        return LoadCase(target, changed, label, {**self.parameters, **values})
 
     def _without_conflicts(self, settings: Mapping[str, Any]) -> LoadSettings:
-        """A rate takes the place of callers, and the other way round."""
+        """Return changed settings in which a rate replaces callers, and vice versa."""
         cleared: dict[str, Any] = {}
         if "rate" in settings:
             cleared["callers"] = None
@@ -75,15 +76,15 @@ class Case:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a load test is: for whoever shows it. The same object all the time."""
+    """How far a load test has come, for display. One object is updated throughout the test."""
 
     number: int = 0
-    """Of the run, from 1 on."""
+    """Number of the run, from 1."""
     count: int | None = None
-    """Of the runs; ``None``: nobody knows yet."""
+    """Number of runs; ``None`` if it is not known yet."""
     label: str = ""
     seconds: float | None = None
-    """How long the run will last, its warm-up included; ``None``: until all is answered."""
+    """Length of the run including its warm-up; ``None`` if it ends with the last answer."""
     started_ns: int = 0
     windows: Windows = dataclasses.field(default_factory=dict)
     window_s: float = 0.25
@@ -93,11 +94,12 @@ class Progress:
 Watch = Callable[[Progress], None]
 
 
-class Session:
-    """Does runs one after the other, and keeps what they find, so that a session that is cut short has it.
+class LoadSession:
+    """Do runs one after the other, and keep their results, so that they are there if the session is cut
+    short.
 
-    :param apart: send from processes of their own, also if it is one.
-    :param watch: called as a run goes on, about once a second.
+    :param apart: send from child processes, even if it is only one.
+    :param watch: called during a run, about once a second.
     """
 
     def __init__(self, *, apart: bool, watch: Watch | None) -> None:
@@ -119,27 +121,27 @@ class Session:
 
     @property
     def runs(self) -> list[Run]:
-        """What was found so far."""
+        """The results so far."""
         return self.progress.runs
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was cut short."""
+        """Whether the session was cut short."""
         return self._is_stopped
 
     @property
     def is_running(self) -> bool:
-        """Whether a run is under way, that can be stopped and still be reported."""
+        """Whether a run is in progress, which can be stopped and still be reported."""
         return self._current is not None
 
     def stop(self) -> None:
-        """End the run that is under way, and begin no other."""
+        """End the current run, and begin no other."""
         self._is_stopped = True
         if self._current is not None:
             self._current.stop()
 
-    async def run(self, case: Case) -> Run | None:
-        """One run; ``None`` if it was cut short before anything was measured.
+    async def run(self, case: LoadCase) -> Run | None:
+        """Do one run; return ``None`` if it was cut short before anything was measured.
 
         :raises AsynctrtError: if it could not begin.
         """
@@ -155,7 +157,7 @@ class Session:
         progress.seconds = None if count is None else warmup + seconds
         progress.started_ns = clock.now_ns()
         pids = sender.pids if isinstance(sender, Fleet) else [getpid()]
-        monitor = Monitor(pids, gpu_of(case.target))
+        monitor = ResourceMonitor(pids, gpu_of(case.target))
         self._current = sender
         try:
             plan, outcomes = await self._looked_at(sender, case, monitor)
@@ -171,9 +173,9 @@ class Session:
         return run
 
     async def _looked_at(
-        self, sender: Local | Fleet, case: Case, monitor: Monitor
-    ) -> tuple[Plan, list[Outcome]]:
-        """The run itself, looked at from time to time."""
+        self, sender: Local | Fleet, case: LoadCase, monitor: ResourceMonitor
+    ) -> tuple[ProcessPlan, list[Outcome]]:
+        """Do the run itself, and look at its resources and intervals from time to time."""
         progress, settings = self.progress, case.settings
         self._is_enough = False
 
@@ -204,14 +206,14 @@ class Session:
             with suppress(asyncio.CancelledError):
                 await looking
 
-    async def _sender(self, case: Case) -> Local | Fleet:
-        """Who sends for a case. It stays for those that differ in nothing but how much is sent."""
+    async def _sender(self, case: LoadCase) -> Local | Fleet:
+        """Return what sends for a case: the one in use, if the cases differ only in how much is sent."""
         same = tuple(getattr(case.settings, name) for name in SETTING_NAMES if name not in RUN_ONLY)
         key = (case.target, same)
         if key in self._opened:
             sender: Local | Fleet = self._opened[key][0]
             return sender
-        while len(self._opened) > 1:  # A comparison takes turns with two, and nothing needs more.
+        while len(self._opened) > 1:  # A comparison alternates between two; nothing needs more.
             _, stack = self._opened.pop(next(iter(self._opened)))
             await stack.aclose()
         stack = AsyncExitStack()

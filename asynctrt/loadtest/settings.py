@@ -1,238 +1,294 @@
-"""What a load test can be told. The command's flags have the same names."""
+"""The settings of a load test. The command's flags have the same names."""
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Real
-from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.arrivals import Profile
+from asynctrt.loadtest.arrivals import LoadProfile
 from asynctrt.loadtest.criteria import Criterion, parse_slo
-from asynctrt.options import whole
+from asynctrt.validation import (
+    FLAG,
+    PATH,
+    TEXT,
+    TEXTS,
+    choice,
+    count,
+    duration,
+    number,
+    setting,
+    validate,
+)
 
+Arrivals = Literal["poisson", "constant"]
 Pacing = Literal["auto", "adaptive", "spin", "timer"]
 Scenario = Literal["single-stream", "multi-stream", "server", "offline"]
 
 CALLERS_DEFAULT: Final = 64
 CALLERS_MAX: Final = 100_000
-PERIOD_LEAST: Final = 0.01
 PROCESSES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """One load test. Times are in seconds, rates in requests a second.
+    """The settings of one load test. Times are in seconds, rates in requests per second.
 
-    :raises OptionsError: for a value that is impossible, or at odds with another.
+    :raises OptionsError: for a value that is not valid, or two that contradict each other.
     """
 
-    rate: str | float | None = None
-    """Open loop: requests a second, whether answers come or not. 1000, a ramp 100..2000, or steps
-    100,500,1000."""
-    callers: str | int | None = None
-    """Closed loop: how many callers send, wait for the answer, and send again. A number, a ramp or steps.
-    Default, without a rate: 64."""
-    think: float = 0.0
-    """Closed loop: how long a caller waits after an answer, on average; the times are exponential."""
-    arrivals: Literal["poisson", "constant"] = "poisson"
-    """How an open loop's requests are spaced."""
-    burst: float | None = None
-    """Bursts of this many times the rate, in random phases; less between them: the mean stays."""
-    burst_share: float = 0.1
-    """The share of the time that is burst."""
-    swing: float | None = None
-    """The rate rises and falls like a day's, by this share of itself."""
-    period: float | None = None
-    """How long a day is, or on average a burst and the phase after it. Default: a day is the whole run, and a
-    tenth of it is for a burst."""
-    trace: Path | None = None
-    """Replay a recorded trace: CSV or JSON Lines with time, and if need be rows, sizes of dynamic dimensions,
-    and priority as the target counts it: of an engine the largest, of a server 1 is the most urgent."""
-    trace_speed: float = 1.0
-    """How many times faster than recorded."""
-    scenario: Scenario | None = None
-    """One of MLPerf's four, with its rules; server needs a rate and an slo, offline a rate to expect."""
+    rate: str | float | None = setting(
+        default=None,
+        doc="""Open loop: requests per second, sent whether or not answers arrive. A number, a ramp such as
+        100..2000, or steps such as 100,500,1000.""",
+    )
+    callers: str | int | None = setting(
+        default=None,
+        doc="""Closed loop: how many callers send, wait for the answer, and send again. A number, a ramp or
+        steps. Default, without a rate: 64.""",
+    )
+    think: float = setting(
+        default=0.0,
+        check=duration(0, 3600),
+        doc="Closed loop: how long a caller waits after an answer, on average; the times are exponential.",
+    )
+    arrivals: Arrivals = setting(
+        default="poisson",
+        check=choice(*get_args(Arrivals)),
+        doc="How an open loop's requests are spaced.",
+    )
+    burst: float | None = setting(
+        default=None,
+        check=number(1, 1e3, above=True).or_none,
+        doc="Bursts of this many times the rate, in random phases; fewer in between, so that the mean stays.",
+    )
+    burst_share: float = setting(
+        default=0.1,
+        check=number(0, 1, above=True),
+        doc="The share of the time spent in bursts.",
+    )
+    swing: float | None = setting(
+        default=None,
+        check=number(0, 1, above=True).or_none,
+        doc="The rate rises and falls like a day's, by this share of itself.",
+    )
+    period: float | None = setting(
+        default=None,
+        check=duration(0.01, 1e6).or_none,
+        doc="""The length of a day, or on average of a burst and the phase after it. Default: the whole run
+        for a day, and a tenth of it for a burst.""",
+    )
+    trace: Path | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""Replay a recorded trace: CSV or JSON Lines with time, and optionally rows, sizes of dynamic
+        dimensions, and priority as the target counts it: the largest is the most urgent for an engine, and 1
+        for a server.""",
+    )
+    trace_speed: float = setting(
+        default=1.0,
+        check=number(0, 1e6, above=True),
+        doc="How many times faster than recorded.",
+    )
+    scenario: Scenario | None = setting(
+        default=None,
+        check=choice(*get_args(Scenario)).or_none,
+        doc="""One of MLPerf's four scenarios, with its rules; server needs a rate and an slo, offline the
+        rate to expect.""",
+    )
 
-    seconds: float | None = None
-    """How long to measure. Default: 10; 600 for a scenario, as its rules demand; a trace's own length."""
-    warmup: float = 1.0
-    """How long to send before that, unmeasured."""
-    requests: int | None = None
-    """End after so many requests, if that is sooner."""
-    until: float | None = None
-    """End as soon as mean latency and throughput are known to within this share of themselves, at 95%."""
-    repeats: int | None = None
-    """How often to do it all; the intervals are then over the repetitions. Default: 1; 3 for each rate of a
-    search, 5 for each side of a comparison."""
-    answer_timeout: float = 10.0
-    """A request that is not answered by then is given up, and counted as an error."""
-    max_outstanding: int | None = None
-    """Requests on the way at once; further ones wait here, and it counts as latency. Default: what the target
-    bears: an engine's queue, 256 for a server."""
-    slo: tuple[str, ...] = ()
-    """What a run has to hold, such as p99<20ms: for goodput, a search, and the exit status."""
+    seconds: float | None = setting(
+        default=None,
+        check=duration(0, 1e6, above=True).or_none,
+        doc="""How long to measure. Default: 10; 600 for a scenario, as its rules demand; for a trace, its own
+        length.""",
+    )
+    warmup: float = setting(
+        default=1.0,
+        check=duration(0, 1e5),
+        doc="How long to send before measuring starts.",
+    )
+    requests: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="End after this many requests, if that is sooner.",
+    )
+    until: float | None = setting(
+        default=None,
+        check=number(0, 1, above=True).or_none,
+        doc="""End as soon as mean latency and throughput are known to within this share of themselves, at
+        95%.""",
+    )
+    repeats: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""How often to repeat the run; confidence intervals are then over the repetitions. Default: 1; 3
+        for each rate of a search, 5 for each side of a comparison.""",
+    )
+    answer_timeout: float = setting(
+        default=10.0,
+        check=duration(0, 3600, above=True),
+        doc="How long to wait for an answer; after that the request counts as an error.",
+    )
+    max_outstanding: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""Requests in flight at once; further ones wait here, which counts as latency. Default: the
+        length of an engine's queue, 256 for a server.""",
+    )
+    slo: tuple[str, ...] = setting(
+        default=(),
+        check=TEXTS,
+        doc="What a run has to meet, such as p99<20ms: for goodput, a search, and the exit status.",
+    )
 
-    rows: int = 1
-    """Rows a request."""
-    dims: tuple[str, ...] = ()
-    """Sizes of dynamic dimensions, such as length=128; several times: mixed. length=128,heads=4@3 is sent
-    three times as often as one without @."""
-    inputs: Path | None = None
-    """What to send: an .npz with an array for each input, an .npy, or a folder whose files a reader takes.
-    Default: random values."""
-    reader: str | None = None
-    """A function module:name that makes one request of a file: path -> arrays by name, one array, or None."""
-    samples: int = 64
-    """How many different requests there are at the most."""
-    expect: Path | None = None
-    """An .npz with what the model should answer to the rows of inputs; each answer is checked."""
-    reference: str | None = None
-    """A target whose answers are the right ones; each answer is checked."""
-    rtol: float = 1e-3
-    """How far an answer may be off, relative to the right one."""
-    atol: float = 1e-5
-    """And how far besides."""
+    rows: int = setting(
+        default=1,
+        check=count(1),
+        doc="Rows per request.",
+    )
+    dims: tuple[str, ...] = setting(
+        default=(),
+        check=TEXTS,
+        doc="""Sizes of dynamic dimensions, such as length=128; several are mixed. length=128,heads=4@3 is
+        sent three times as often as one without @.""",
+    )
+    inputs: Path | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""What to send: an .npz with an array for each input, an .npy, or a folder whose files a reader
+        takes. Default: random values.""",
+    )
+    reader: str | None = setting(
+        default=None,
+        check=TEXT.or_none,
+        doc="""A function module:name that makes one request of a file: path -> arrays by name, one array, or
+        None.""",
+    )
+    samples: int = setting(
+        default=64,
+        check=count(1),
+        doc="How many different requests to send at most.",
+    )
+    expect: Path | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="An .npz with what the model should answer to the rows of inputs; each answer is checked.",
+    )
+    reference: str | None = setting(
+        default=None,
+        check=TEXT.or_none,
+        doc="A target whose answers count as right; each answer is checked against them.",
+    )
+    rtol: float = setting(
+        default=1e-3,
+        check=number(),
+        doc="How far an answer may be off, relative to the right one.",
+    )
+    atol: float = setting(
+        default=1e-5,
+        check=number(),
+        doc="How far an answer may be off in addition, as an absolute difference.",
+    )
 
-    pacing: Pacing = "auto"
-    """How an open loop waits. timer sleeps up to each request, and is some 20 to 60 us late; spin looks at
-    the clock all the time; adaptive sleeps while the next one is far, and looks when it is near. auto is
-    adaptive for a server, and timer for an engine in the same process, which needs the interpreter too."""
-    processes: int = 1
-    """Processes that send. More than one is for servers."""
-    seed: int = 0
-    """Of the arrivals and the random inputs: the same seed gives the same test."""
+    pacing: Pacing = setting(
+        default="auto",
+        check=choice(*get_args(Pacing)),
+        doc="""How an open loop waits. timer sleeps until each request is due, and is tens of microseconds
+        late (tests/benchmarks/lateness.py); spin reads the clock all the time; adaptive sleeps while the next
+        one is far off and spins when it is near. auto is adaptive for a server, and timer for an engine in
+        the same process, which needs the interpreter too.""",
+    )
+    processes: int = setting(
+        default=1,
+        check=count(1, PROCESSES_MAX),
+        doc="Processes that send. More than one works only against servers.",
+    )
+    seed: int = setting(
+        default=0,
+        check=count(0),
+        doc="Seed of the arrivals and the random inputs: the same seed gives the same test.",
+    )
+
+    trace_batches: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Record when and where each of the last batches of an engine in the same process ran, for the
+        report's timeline. A GPU then times every batch, which slows the engine that is measured.""",
+    )
 
     def __post_init__(self) -> None:
-        for name in ("requests", "repeats", "max_outstanding", "rows", "samples", "processes"):
-            self._check_count(name)
-        limits = {"seconds": 1e6, "warmup": 1e5, "answer_timeout": 3600.0, "think": 3600.0}
-        for name, most in limits.items():
-            self._check_number(name, 0.0, most, above=name not in ("warmup", "think"))
-        self._check_number("period", PERIOD_LEAST, 1e6, above=False)
-        self._check_number("burst", 1.0, 1e3, above=True)
-        self._check_number("burst_share", 0.0, 1.0, above=True)
-        self._check_number("swing", 0.0, 1.0, above=True)
-        self._check_number("trace_speed", 0.0, 1e6, above=True)
-        self._check_number("until", 0.0, 1.0, above=True)
-        self._check_number("rtol", 0.0, math.inf, above=False)
-        self._check_number("atol", 0.0, math.inf, above=False)
-        if whole(self.seed) is None or self.seed < 0:
-            raise OptionsError(f"seed is a whole number, 0 or more, not {self.seed!r}")
-        if self.processes > PROCESSES_MAX:
-            raise OptionsError(f"processes is at most {PROCESSES_MAX}, not {self.processes}")
-        if self.pacing not in get_args(Pacing):
-            raise OptionsError(f"pacing is {', '.join(get_args(Pacing))}, not {self.pacing!r}")
-        if self.arrivals not in ("poisson", "constant"):
-            raise OptionsError(f"arrivals are poisson or constant, not {self.arrivals!r}")
-        self._take_texts()
+        validate(self)
         self._check_together()
 
     @property
     def is_open(self) -> bool:
-        """Whether requests come by the clock, and not by the answers."""
+        """Whether requests are sent by the clock rather than when answers come."""
         if self.scenario is not None:
             return self.scenario in ("server", "offline")
         return self.rate is not None or self.trace is not None
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:
-        """The SLO, parsed."""
+        """The parsed SLO."""
         return parse_slo(self.slo)
 
-    def profile(self, seconds: float) -> Profile:
-        """The rate, or the number of callers, over the time.
+    def profile(self, seconds: float) -> LoadProfile:
+        """Return the rate, or the number of callers, over the time of a run.
 
-        :raises OptionsError: for one that is none, or too many callers.
+        :raises OptionsError: if it cannot be parsed, or there would be too many callers.
         """
         if self.is_open:
-            return Profile.parse(_text(self.rate), seconds)
-        profile = Profile.parse(_text(CALLERS_DEFAULT if self.callers is None else self.callers), seconds)
+            return LoadProfile.parse(_text(self.rate), seconds)
+        profile = LoadProfile.parse(_text(CALLERS_DEFAULT if self.callers is None else self.callers), seconds)
         if not 1 <= profile.largest <= CALLERS_MAX:
-            raise OptionsError(f"callers are 1 to {CALLERS_MAX}, not {self.callers}")
+            raise OptionsError(f"callers must be 1 to {CALLERS_MAX}, not {self.callers}")
         return profile
-
-    def _check_count(self, name: str) -> None:
-        value = getattr(self, name)
-        count = whole(value)
-        if value is None and name in ("requests", "repeats", "max_outstanding"):
-            return
-        if count is None or count < 1:
-            raise OptionsError(f"{name} is a whole number of at least 1, not {value!r}")
-
-    def _check_number(self, name: str, least: float, most: float, *, above: bool) -> None:
-        value = getattr(self, name)
-        if value is None and name in ("burst", "swing", "until", "seconds", "period"):
-            return
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not (least < value if above else least <= value) or not value <= most:
-            word = "more than" if above else "at least"
-            raise OptionsError(f"{name} is {word} {least:g} and at most {most:g}, not {value!r}")
-
-    def _take_texts(self) -> None:
-        for name in ("slo", "dims"):
-            value: Any = getattr(self, name)
-            texts = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-            if not all(isinstance(text, str) for text in texts):
-                raise OptionsError(f"{name} is a text, or several, not {value!r}")
-            object.__setattr__(self, name, texts)
-        for name in ("trace", "inputs", "expect"):
-            value = getattr(self, name)
-            if not isinstance(value, str | PathLike | None):
-                raise OptionsError(f"{name} is a path, not {value!r}")
-            object.__setattr__(self, name, None if value is None else Path(value))
-        for name in ("reader", "reference"):
-            value = getattr(self, name)
-            if not isinstance(value, str | None):
-                raise OptionsError(f"{name} is a text, not {value!r}")
 
     def _check_together(self) -> None:
         at_odds = (
             (
                 self.rate is not None and self.callers is not None,
-                "rate is for an open loop and callers for a closed one: give one of them",
+                "rate is for an open loop and callers for a closed loop: give only one of them",
             ),
             (
                 self.trace is not None and (self.rate is not None or self.callers is not None),
-                "a trace brings its own arrivals: give neither rate nor callers",
+                "a trace has its own arrivals: leave rate and callers out",
             ),
             (
                 self.trace is not None and (self.dims != () or self.inputs is not None),
-                "a trace says what to send, by its columns: give neither dims nor inputs",
+                "the columns of a trace say what to send: leave dims and inputs out",
             ),
             (
                 self.trace is not None and self.seconds is not None,
-                "a trace is as long as it is: give no seconds, or another trace_speed",
+                "a trace has its own length: leave seconds out, or change trace_speed",
             ),
             (
                 self.rate is None and (self.burst is not None or self.swing is not None),
-                "burst and swing change a rate: give one",
+                "burst and swing change a rate: give a rate",
             ),
             (
                 self.burst is not None and self.burst * self.burst_share >= 1,
-                "bursts leave nothing for the time between them: burst * burst_share is less than 1",
+                "the bursts leave no requests for the time between them: burst * burst_share must be below 1",
             ),
             (
                 self.think > 0 and self.is_open,
-                "think is for callers, which a rate, a trace and this scenario do not have",
+                "think is the pause of a caller, and a rate, a trace or this scenario has no callers",
             ),
             (
                 self.expect is not None and self.reference is not None,
-                "expect and reference both say what is right: give one of them",
+                "expect and reference both say which answers are right: give only one of them",
             ),
             (
                 self.expect is not None and self.inputs is None,
-                "expect has the answers to inputs: give both",
+                "expect has the answers to the rows of inputs: give inputs too",
             ),
             (
                 self.reader is not None and self.inputs is None,
-                "reader reads the files of inputs: give both",
+                "reader reads the files of inputs: give inputs too",
             ),
             (
                 self.until is not None and self.scenario is not None,
-                "MLPerf's rules say how long a scenario lasts: give no until",
+                "MLPerf's rules say how long a scenario lasts: leave until out",
             ),
         )
         for is_wrong, why in at_odds:
@@ -245,27 +301,23 @@ class LoadSettings:
         parse_slo(self.slo)
 
     def _check_scenario(self) -> None:
-        if self.scenario not in ("single-stream", "multi-stream", "server", "offline"):
-            raise OptionsError(
-                f"scenario is single-stream, multi-stream, server or offline, not {self.scenario!r}"
-            )
         if self.callers is not None or self.trace is not None or self.burst or self.swing or self.think:
             raise OptionsError(
-                "a scenario of MLPerf brings its own arrivals: give no callers, trace, burst, ..."
+                "an MLPerf scenario has its own arrivals: leave callers, trace, burst, swing and think out"
             )
         if self.arrivals != "poisson":
-            raise OptionsError("MLPerf's arrivals are poisson")
+            raise OptionsError("MLPerf's arrivals are poisson: leave arrivals out")
         if self.scenario in ("server", "offline") and self.rate is None:
-            raise OptionsError(f"scenario {self.scenario} needs the rate: for offline, the one to expect")
+            raise OptionsError(f"scenario {self.scenario} needs a rate (for offline, the rate to expect)")
         if self.scenario in ("single-stream", "multi-stream") and self.rate is not None:
             raise OptionsError(
-                f"scenario {self.scenario} has no rate: a query follows the answer to the last"
+                f"scenario {self.scenario} takes no rate: it sends the next query when the last is answered"
             )
         if self.rate is not None and len(self.profile(1.0).levels) > 1:
-            raise OptionsError(f"scenario {self.scenario} has one rate, not {self.rate!r}")
+            raise OptionsError(f"scenario {self.scenario} needs one constant rate, not {self.rate!r}")
         percentiles = [item for item in parse_slo(self.slo) if item.figure.startswith("p")]
         if self.scenario == "server" and len(percentiles) != 1:
-            raise OptionsError("scenario server needs a target for one percentile: slo p99<15ms")
+            raise OptionsError("scenario server needs an slo for exactly one percentile, such as p99<15ms")
 
 
 def _text(level: object) -> str:

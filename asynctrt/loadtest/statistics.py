@@ -1,4 +1,4 @@
-"""How sure a figure is: intervals by Student's t, steady state by MSER. The only importer of ``scipy``."""
+"""Confidence intervals by Student's t, steady state by MSER. The only importer of ``scipy``."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,21 +9,21 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.loadtest.report import Interval
 
 try:
-    # Not scipy.stats, which is these two with half a second of loading around them.
+    # scipy.stats has these two as well, but takes much longer to import.
     from scipy.special import bdtr, stdtrit
 except ImportError as error:
     raise MissingExtraError("load tests need scipy: pip install 'asynctrt[load]'") from error
 
 CONFIDENCE: Final = 0.95
 PIECES: Final = 10
-"""A run's windows are put together to so many pieces for an interval: neighbours resemble each other, and the
-mean of windows that do would seem to be surer than it is."""
+"""Number of pieces into which a run's windows are combined for an interval. Neighbouring windows are
+correlated, so an interval over single windows would be too narrow."""
 STEADY_LEAST: Final = 20
-"""Windows below which nothing can be said about a steady state."""
+"""Smallest number of windows from which a steady state can be told."""
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """The mean of independent values and its interval; ``None`` of fewer than two."""
+    """Return the mean of independent values with its interval; ``None`` for fewer than two values."""
     if len(values) < 2:
         return None
     given = np.asarray(values, np.float64)
@@ -34,7 +34,7 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """The geometric mean of ratios and its interval: 2 and 0.5 are as far from 1, and cancel out."""
+    """Return the geometric mean of ratios with its interval, so that 2 and 0.5 cancel out."""
     if any(ratio <= 0 for ratio in ratios):
         return None
     logs = interval([float(np.log(ratio)) for ratio in ratios])
@@ -45,9 +45,10 @@ def ratio_interval(ratios: Sequence[float]) -> Interval | None:
 
 
 def interval_within(values: Sequence[float], weights: Sequence[float]) -> Interval | None:
-    """The mean over a run's windows, by the method of batch means; ``None`` of fewer than two pieces each.
+    """Return the mean over a run's windows by the method of batch means; ``None`` if there are too few
+    windows.
 
-    :param weights: how much each window counts: its requests, or its seconds.
+    :param weights: the weight of each window: its requests, or its seconds.
     """
     if len(values) < 2 * PIECES:
         return None
@@ -60,7 +61,7 @@ def interval_within(values: Sequence[float], weights: Sequence[float]) -> Interv
 
 
 def steady_from(values: Sequence[float]) -> int | None:
-    """The first of the values that belongs to the steady state; ``None`` if there is none, or too few.
+    """Return the index of the first value in the steady state; ``None`` if there is none, or too few values.
 
     The marginal standard error rule (MSER; White 1997): of all ways to leave the beginning out, take the one
     after which the mean's standard error is the smallest. If that is more than half, it was never steady.
@@ -68,9 +69,9 @@ def steady_from(values: Sequence[float]) -> int | None:
     if len(values) < STEADY_LEAST:
         return None
     given = np.asarray(values, np.float64)
-    # About their median: squares of large numbers would leave nothing of how they differ.
+    # Relative to their median, because squares of large numbers would lose the differences in rounding.
     given = given - np.median(given)
-    # Means and squares of each tail, from the end on.
+    # Sums and squares of each tail.
     counts = np.arange(len(given), 0, -1)
     sums = np.cumsum(given[::-1])[::-1]
     squares = np.cumsum((given**2)[::-1])[::-1]
@@ -81,14 +82,15 @@ def steady_from(values: Sequence[float]) -> int | None:
 
 
 def surely_below(count: int, over: int, percent: float, confidence: float) -> bool:
-    """Whether ``percent`` of all requests are surely within a limit, if ``over`` of ``count`` were not.
+    """Return whether ``percent`` of all requests are within a limit, given that ``over`` of ``count`` were
+    not.
 
-    It is what MLPerf's early stopping asks: with fewer requests within it, so few over it would have been
-    less likely than ``1 - confidence``.
+    This is MLPerf's test for early stopping: if fewer requests were within the limit, the probability of so
+    few over it would be less than ``1 - confidence``.
     """
     return bool(bdtr(over, count, 1 - percent / 100) <= 1 - confidence)
 
 
 def requests_least(percent: float) -> int:
-    """The number of requests from which on the largest one bounds a percentile with 95% confidence."""
+    """Return the least number of requests whose largest bounds a percentile with 95% confidence."""
     return int(np.ceil(np.log(1 - CONFIDENCE) / np.log(percent / 100)))

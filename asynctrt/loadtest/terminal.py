@@ -1,4 +1,4 @@
-"""What a load test shows in a terminal: how it goes, and what it found. Imports ``rich``, as ``cli`` does."""
+"""Shows the progress and the results of a load test in a terminal. Imports ``rich``, as ``cli`` does."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Self
@@ -25,21 +25,21 @@ except ImportError as error:
 
 REFRESH_S: Final = 0.25
 NOW_WINDOWS: Final = 4
-"""Windows that are now: the last second."""
+"""Windows that make up the last second."""
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 SPARKS_MAX: Final = 60
 RUNS_MAX: Final = 40
 WIDE: Final = PERCENTILES
 NARROW: Final = ("p50", "p99", "p99.9")
 WIDE_COLUMNS: Final = 110
-"""A terminal of so many columns has room for all percentiles."""
+"""Width of a terminal from which all percentiles are shown."""
 LABEL_COLUMNS: Final = 8
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MISSING: Final = "-"
 
 
 class LiveView:
-    """The terminal while a load test goes on: ``with LiveView(console, title) as view``."""
+    """Show a load test while it runs: ``with LiveView(console, title) as view``."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -55,7 +55,7 @@ class LiveView:
         self._live.stop()
 
     def watch(self, progress: Progress) -> None:
-        """Show how far it is, unless it was shown just now."""
+        """Show the progress, unless it was shown just before."""
         now_ns = clock.now_ns()
         if now_ns - self._shown_ns >= REFRESH_S * 1e9:
             self._shown_ns = now_ns
@@ -63,7 +63,7 @@ class LiveView:
 
 
 def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType:
-    """How far a load test is."""
+    """Return the display of a load test's progress."""
     elapsed_s = (now_ns - progress.started_ns) / 1e9
     of = f" of {progress.count}" if progress.count is not None else ""
     head = Text.assemble((title, "bold"), f"  run {progress.number}{of}  {progress.label}")
@@ -77,11 +77,11 @@ def progress_view(title: str, progress: Progress, now_ns: int) -> RenderableType
             Text(f"{elapsed_s:.0f} s, {left_s:.0f} s to go" if left_s else "waiting for the last answers")
         )
     else:
-        parts.append(Text(f"{elapsed_s:.0f} s, until all is answered"))
+        parts.append(Text(f"{elapsed_s:.0f} s, runs until the last answer"))
     numbers = sorted(number for number in progress.windows if number >= 0)
     if not numbers:
         return Group(*parts, Text("warming up"))
-    # The last window still fills, so the ones before it are now.
+    # The last window is still filling, so use the ones before it.
     recent = [progress.windows[number] for number in numbers[-NOW_WINDOWS - 1 : -1]]
     table = Table("", "requests/s", "p50 ms", "p99 ms", "errors", "late p99 ms", box=None)
     for name, windows in (("now", recent), ("so far", [progress.windows[number] for number in numbers[:-1]])):
@@ -103,7 +103,7 @@ def _live_row(whole: Window, seconds: float) -> list[str]:
 
 
 def sparks(values: Sequence[float]) -> str:
-    """Values as a row of little bars, from 0 up to the largest."""
+    """Draw values as a row of small bars, from 0 to the largest."""
     most = max(values, default=0.0)
     if not most:
         return SPARKS[0] * len(values)
@@ -111,23 +111,25 @@ def sparks(values: Sequence[float]) -> str:
 
 
 def show(console: Console, report: Report, *, uncorrected: bool) -> None:
-    """What was found."""
+    """Show the results."""
     runs = report.runs
     if not runs:
         console.print("Nothing was measured.")
         return
     console.print(_runs_table(runs[-RUNS_MAX:], uncorrected=uncorrected, width=console.width))
     if len(runs) > RUNS_MAX:
-        console.print(f"The last {RUNS_MAX} of {len(runs)} runs; all are in the report.")
+        console.print(f"These are the last {RUNS_MAX} of {len(runs)} runs; the report has all.")
     for name, made in report.intervals.items():
         if name in ("throughput", "p50", "p99"):
-            console.print(f"{name}: {_interval(made, name)} over {made.count} repetitions, at 95%")
+            console.print(
+                f"{name}: {_interval(made, name)} over {made.count} repetitions, with 95% confidence"
+            )
     _show_inside(console, runs[-1])
     _show_errors(console, runs)
     if report.search is not None:
         _show_search(console, report)
     if report.comparison is not None:
-        table = Table("", "B over A", "95% interval", title=_clean(f"{report.comparison.b}, over as given"))
+        table = Table("", "B over A", "95% interval", title=_clean(f"{report.comparison.b}, compared with A"))
         for name, ratio in report.comparison.ratios.items():
             table.add_row(name, f"{ratio.mean:.3f}", f"{ratio.low:.3f} to {ratio.high:.3f}")
         console.print(table)
@@ -140,7 +142,7 @@ def _show_errors(console: Console, runs: Sequence[Run]) -> None:
     errors = all_errors(runs)
     if not errors:
         return
-    table = Table("error", "times", "such as", title="What was not answered, or not rightly")
+    table = Table("error", "count", "first message", title="Requests that failed or had wrong answers")
     for kind, what in sorted(errors.items()):
         table.add_row(_clean(kind), f"{what.count:,}", _clean(what.example))
     console.print(table)
@@ -166,7 +168,7 @@ def _runs_table(runs: Sequence[Run], *, uncorrected: bool, width: int) -> Table:
         max(len(column), *(Text.from_markup(cells[number]).cell_len for _, cells, _ in lines))
         for number, column in enumerate(columns)
     ]
-    # A figure is never cut off; what it is of may be.
+    # A figure is never cut off; a label may be.
     table.add_column(
         "", no_wrap=True, max_width=max(LABEL_COLUMNS, width - sum(widths) - 3 * len(widths) - 4)
     )
@@ -188,7 +190,7 @@ def _verdict(run: Run) -> str:
 
 
 def _show_inside(console: Console, run: Run) -> None:
-    """Where the time went in the last run, and what the generator did."""
+    """Show where the time went in the last run, and what the generator used."""
     batches = run.batches
     if batches is not None:
         console.print(
@@ -252,7 +254,7 @@ def _show_scenario(console: Console, found: Mapping[str, object]) -> None:
 
 
 def _clean(text: str) -> str:
-    """Text of somebody else's: neither markup nor something that a terminal obeys."""
+    """Return foreign text without markup or control characters."""
     return escape("".join(letter if letter.isprintable() else REPLACEMENT for letter in text))
 
 
@@ -263,7 +265,7 @@ def _interval(made: Interval, name: str) -> str:
 
 
 def _ms(value: float | None) -> str:
-    """Three digits that count."""
+    """Format milliseconds with three significant digits."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

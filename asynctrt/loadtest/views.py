@@ -1,4 +1,4 @@
-"""What the plots and the page show of a report: which runs, put together how, and numbers as words. Pure."""
+"""Selects and groups what the plots and the page show of a report, and formats numbers. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,16 +7,16 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final
 
-from asynctrt.loadtest.report import Bar, Errors, Report, Run
+from asynctrt.loadtest.report import Bar, ErrorKind, Report, Run
 
 GROUPS_MAX: Final = 10
-"""Runs side by side in one plot: more cannot be told apart."""
+"""Limit on the groups side by side in one plot: more cannot be told apart."""
 BARS_MAX: Final = 200
 BARS_A_LANE: Final = 30
-"""Typical batches that a timeline is long, so that each is wide enough for its number."""
+"""Length of a timeline in typical batches, so that each is wide enough for its number."""
 CURVE_POINTS: Final = 400
 MARKS: Final = (0.0, 50.0, 90.0, 99.0, 99.9, 99.99, 99.999, 99.9999)
-"""Percentiles that the axis of the percentile curve names."""
+"""Percentiles that are named on the axis of the percentile curve."""
 STAGES: Final = ("queue", "copy in", "compute", "copy out", "rest")
 
 TITLES: Final = MappingProxyType(
@@ -34,20 +34,21 @@ TITLES: Final = MappingProxyType(
 )
 CAPTIONS: Final = MappingProxyType(
     {
-        "ratios": "How many times as large each figure of B is as that of A, with the interval of 95% "
-        "confidence. An interval across the line at 1 is no sure difference.",
-        "throughput-latency": "Each point is one run: the answers it got, and how long they took. A hollow "
-        "point did not hold the target, and a cross is a run that is void.",
-        "settings": "The same test with one value after the other: answers a second above, latency below.",
-        "latency": "Latency of the requests that were due at each moment. A gap is a moment with too few of "
-        "them for the figure.",
-        "throughput": "Answers a second, beside the requests that were due. Where answers stay below for "
+        "ratios": "Each figure of B divided by that of A, with the interval of 95% confidence. If the "
+        "interval crosses the line at 1, the difference may be chance.",
+        "throughput-latency": "Each point is one run: its throughput and its latency. A hollow point did not "
+        "hold the slo, and a cross is a void run.",
+        "settings": "The same test with one value after the other: throughput above, latency below.",
+        "latency": "Latency of the requests that were due at each moment. A gap is a moment with too few "
+        "requests for the figure.",
+        "throughput": "Answers per second, beside the requests that were due. If the answers stay below for "
         "long, the target does not keep up.",
-        "percentiles": "How long this share of the requests took at most. Where the line is dotted, fewer "
-        "than three were slower, and it may be chance. Dots count from when a request was sent, and so leave "
-        "out what it had waited before.",
-        "batches": "How many batches had so many rows.",
-        "time": "The mean latency by what a request waited for. The rest is outside of the batches: the "
+        "percentiles": "The latency that this share of the requests did not exceed. Where the line is "
+        "dotted, fewer than three were slower, and it may be chance. Dots count from when a request was "
+        "sent, and so "
+        "leave out how long it had waited before.",
+        "batches": "Number of batches by their rows.",
+        "time": "The mean latency by what a request waited for. The rest is outside the batches: the "
         "network, the event loop, the generator.",
         "timeline": "A bar is a batch, with its rows and, where there are any, its arena: a0, a1. It is the "
         "busiest stretch of the last batches. A gap before compute is waiting for the device.",
@@ -57,7 +58,7 @@ CAPTIONS: Final = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that are shown alike: repetitions of the same, or one alone."""
+    """Group runs that are shown alike: repetitions of the same case, or a single run."""
 
     name: str
     key: str
@@ -66,7 +67,7 @@ class Group:
 
 
 def number(value: float) -> str:
-    """Three significant digits, all those before the point, and commas for thousands."""
+    """Format a number with three significant digits, or all digits before the point."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "?"
     if value == int(value):
@@ -78,15 +79,15 @@ def number(value: float) -> str:
 
 
 def rate_of(run: Run) -> float:
-    """What a run is ordered by among those of other rates."""
+    """Return the rate by which a run is ordered among others."""
     try:
         return float(run.parameters["rate"])
-    except (KeyError, TypeError, ValueError):  # It has none of its own, or a ramp.
+    except (KeyError, TypeError, ValueError):  # The run has no rate of its own, or a ramp.
         return run.throughput if run.offered is None else run.offered
 
 
 def by_label(report: Report) -> dict[str, tuple[Run, ...]]:
-    """The runs, those of the same thing together; of a search by their rates."""
+    """Return the runs by label; for a search, ordered by rate."""
     runs = sorted(report.runs, key=rate_of) if report.kind == "search" else report.runs
     found: dict[str, tuple[Run, ...]] = {}
     for run in runs:
@@ -95,7 +96,7 @@ def by_label(report: Report) -> dict[str, tuple[Run, ...]]:
 
 
 def main_run(report: Report) -> Run | None:
-    """The run that stands for the others: of a search the rate that was found, of a sweep the best one."""
+    """Return the representative run: for a search at the rate that was found, for a sweep the best run."""
     if not report.runs:
         return None
     if report.kind not in ("sweep", "search"):
@@ -103,17 +104,17 @@ def main_run(report: Report) -> Run | None:
     good = [run for run in report.runs if run.holds]
     if report.search is not None:
         good = [run for run in good if rate_of(run) <= (report.search.holds or 0.0)]
-        # A rate that was confirmed has been run twice: the last time counts.
+        # A confirmed rate was run twice, and the last run counts.
         return max(reversed(good), key=rate_of, default=report.runs[-1])
     best = good or [run for run in report.runs if not run.void] or report.runs
     if len({run.offered for run in best}) == 1 and best[0].offered is not None:
-        # At the same rate they answer as much, but for chance, and the quickest is the best.
+        # At the same rate the throughputs differ only by chance, and the quickest run is the best.
         return min(best, key=lambda run: run.latency.get("p99", math.inf))
     return max(best, key=lambda run: run.throughput)
 
 
 def groups(report: Report) -> list[Group]:
-    """The runs of a report as they are compared; of very many some, evenly, with the first and the last."""
+    """Return the runs as they are compared; of very many, evenly chosen ones with the first and the last."""
     if report.comparison is not None:
         labels = report.comparison.a, report.comparison.b
         parts = [by_label(report).get(label, ()) for label in labels]
@@ -134,18 +135,18 @@ def groups(report: Report) -> list[Group]:
 
 
 def main_groups(report: Report, *kinds: str) -> list[Group]:
-    """Of these kinds of report the run that stands for the others, of others all groups."""
+    """Return only the representative run for these kinds of reports, and all groups for others."""
     main = main_run(report)
     return [Group("", "", (main,))] if report.kind in kinds and main is not None else groups(report)
 
 
 def plain_label(label: str) -> str:
-    """What one side of a comparison is, without the letter."""
+    """Return the label of one side of a comparison without its letter."""
     return label.removeprefix("A: ").removeprefix("B: ")
 
 
 def words(report: Report, plot: str) -> tuple[str, str]:
-    """A plot's title and caption, with which runs it shows if these are not all."""
+    """Return a plot's title and caption, which says which runs it shows if it does not show all."""
     main = main_run(report)
     drawn = sum(len(group.runs) for group in groups(report))
     is_of_one = plot == "timeline" or (report.kind == "search" and plot in ("latency", "throughput"))
@@ -164,26 +165,26 @@ def words(report: Report, plot: str) -> tuple[str, str]:
 
 
 def judged(figure: str, low: float, high: float) -> str:
-    """Whether B's figure is ``better`` or ``worse``, by the ratio's interval; empty if that is not sure."""
+    """Return whether B's figure is ``better`` or ``worse``, by the interval of the ratio; empty if unsure."""
     if low <= 1 <= high:
         return ""
     return "better" if (low > 1) == (figure in ("throughput", "goodput")) else "worse"
 
 
 def mean_of(runs: Iterable[Run], figure: str) -> float:
-    """The mean of a figure over the runs that have it; NaN if none has."""
+    """Return the mean of a figure over the runs that have it; NaN if none has it."""
     known = [value for run in runs if (value := run.figure(figure)) is not None]
     return sum(known) / len(known) if known else math.nan
 
 
 def alone_at(values: Sequence[float | None]) -> list[int]:
-    """Where a value has a gap on either side, so that a line would show nothing of it."""
+    """Return the places of values with a gap on either side, which a line would not show."""
     known = [False, *(value is not None for value in values), False]
     return [place for place in range(len(values)) if known[place : place + 3] == [False, True, False]]
 
 
 def sizes(runs: Iterable[Run]) -> dict[int, int]:
-    """Batches by their rows, of all these runs."""
+    """Return the number of batches by their rows, over all these runs."""
     found: dict[int, int] = {}
     for run in runs:
         for rows, count in run.batches.by_rows.items() if run.batches is not None else ():
@@ -192,7 +193,7 @@ def sizes(runs: Iterable[Run]) -> dict[int, int]:
 
 
 def stages(runs: Iterable[Run]) -> dict[str, float]:
-    """What the mean latency is made of, in ms: the mean over these runs. The rest is not of batches."""
+    """Return the parts of the mean latency in ms, as means over these runs."""
     found = dict.fromkeys(STAGES, 0.0)
     known = [(run.latency.get("mean", 0.0), run.batches) for run in runs if run.batches is not None]
     for mean, its in known:
@@ -202,23 +203,23 @@ def stages(runs: Iterable[Run]) -> dict[str, float]:
     return found
 
 
-def all_errors(runs: Iterable[Run]) -> dict[str, Errors]:
-    """Errors by kind, over all these runs, and what the first of each said."""
-    found: dict[str, Errors] = {}
+def all_errors(runs: Iterable[Run]) -> dict[str, ErrorKind]:
+    """Return the errors by kind over all these runs, with the message of the first of each."""
+    found: dict[str, ErrorKind] = {}
     for run in runs:
         for kind, what in run.errors.items():
             before = found.get(kind)
-            found[kind] = Errors(before.count + what.count, before.example) if before else what
+            found[kind] = ErrorKind(before.count + what.count, before.example) if before else what
     return found
 
 
 def odds(percent: float) -> float:
-    """Above a percentile, one of so many."""
+    """Return n if one value of n is above the percentile."""
     return 100 / (100 - percent)
 
 
 def marks_for(count: int) -> list[float]:
-    """Percentiles from 0 to the largest of so many values, evenly by their odds, and those with a name."""
+    """Return percentiles from 0 to the largest of ``count`` values, evenly by odds, and the named ones."""
     largest = 2 * count
     steps = [largest ** (step / CURVE_POINTS) for step in range(CURVE_POINTS + 1)]
     exact = [mark for mark in MARKS if odds(mark) <= largest]
@@ -226,7 +227,8 @@ def marks_for(count: int) -> list[float]:
 
 
 def lanes(bars: Sequence[Bar]) -> list[list[Bar]]:
-    """The busiest stretch of a timeline, a lane for each context, or several where its batches overlap."""
+    """Return the busiest stretch of a timeline in lanes: one for each context, or more where batches
+    overlap."""
     found: list[list[Bar]] = []
     for bar in _busiest(sorted(bars, key=lambda bar: bar.begin)):
         free = (lane for lane in found if lane[0].context == bar.context and lane[-1].end <= bar.begin)
@@ -239,7 +241,7 @@ def lanes(bars: Sequence[Bar]) -> list[list[Bar]]:
 
 
 def _busiest(ordered: Sequence[Bar]) -> Sequence[Bar]:
-    """The most batches within so short a time that each of them can be seen."""
+    """Return the stretch with the most batches in which each is still wide enough to be seen."""
     width = BARS_A_LANE * median(bar.end - bar.begin for bar in ordered)
     best, first = ordered[:1], 0
     for last, bar in enumerate(ordered):

@@ -1,68 +1,81 @@
-"""Slots: rows of a slab that a caller fills itself, so that they are never copied on the CPU.
+"""Slots: rows of a slab that a caller fills itself, so that they need not be copied on the CPU.
 
-Slots of one bucket share the open slab, one after the other. The slots of a slab that were submitted are one
-batch of their own: they launch from where they lie. A slot that is still being written when its slab launches
-is left behind; its rows are then gathered into another batch like those of any request.
+Slots of one shape share the open slab, one after the other. The slots of a slab that were submitted are one
+batch of their own. A slot that is still being written when its slab launches is left behind; its rows are
+then gathered into another batch like those of any request.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 from types import TracebackType
 from typing import Any, Self
 
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
-from asynctrt.runtime.bay import Slab
-from asynctrt.runtime.pool import Pool
-from asynctrt.scheduling.request import WholeBucket
+from asynctrt.runtime.contexts import ContextPool
+from asynctrt.runtime.staging import Slab, SlotRows
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.tensors import Array, InferResult
 
 
 class SlotSlab:
     """A slab that callers fill, and who is still using it."""
 
-    def __init__(self, number: int, bucket: Hashable, slab: Slab) -> None:
+    def __init__(
+        self, number: int, shape: Hashable, slab: Slab, on_unused: "Callable[[SlotSlab], None]"
+    ) -> None:
         self.number = number
-        self.bucket = bucket
+        self.shape = shape
         self.slab = slab
         self.rows_given = 0
-        self.slots = 0
+        self.users = 0
+        """Slots that were given out, and requests that are not answered yet."""
         self.is_sealed = False
         self.is_in_flight = False
-        self.on_unused: Callable[[SlotSlab], None] | None = None
+        self._on_unused = on_unused
 
     def __repr__(self) -> str:
         state = "in flight" if self.is_in_flight else "sealed" if self.is_sealed else "open"
-        return f"<SlotSlab {self.number} {state} rows={self.rows_given} slots={self.slots}>"
+        return f"<SlotSlab {self.number} {state} rows={self.rows_given} users={self.users}>"
 
     @property
-    def batch_bucket(self) -> WholeBucket:
-        """The bucket of the batch that is launched from here."""
-        return WholeBucket(self.bucket, self.number)
+    def is_unused(self) -> bool:
+        """Return whether neither a slot nor a batch needs it."""
+        return not self.users and not self.is_in_flight
+
+    @property
+    def key(self) -> BatchKey:
+        """Return the key of the batch that is launched from here."""
+        return BatchKey(self.shape, self.number)
 
     def launched(self) -> None:
-        """Its batch is under way: no further slot may join, and nobody may write over it."""
+        """Note that its batch is under way: no further slot may join, and its rows stay."""
         self.is_sealed = self.is_in_flight = True
 
     def ended(self) -> None:
-        """Its batch is over."""
+        """Note that its batch is over."""
         self.is_in_flight = False
-        self.tell_if_unused()
+        self._tell_if_unused()
 
-    def tell_if_unused(self) -> None:
-        """Tell the board when the last user has gone."""
-        if not self.slots and not self.is_in_flight and self.on_unused is not None:
-            self.on_unused(self)
+    def left(self) -> None:
+        """Note that one of its users has gone."""
+        self.users -= 1
+        self._tell_if_unused()
+
+    def _tell_if_unused(self) -> None:
+        if self.is_unused:
+            self._on_unused(self)
 
 
-class SlabRows:
-    """The payload of a request whose rows lie in a slab already."""
+class _Waiter:
+    """Somebody who waits for a slot."""
 
-    __slots__ = ("owner", "span")
+    __slots__ = ("rows", "shape", "turn")
 
-    def __init__(self, owner: SlotSlab, span: slice) -> None:
-        self.owner = owner
-        self.span = span
+    def __init__(self, turn: asyncio.Future[tuple[SlotSlab, slice]], shape: Hashable, rows: int) -> None:
+        self.turn = turn
+        self.shape = shape
+        self.rows = rows
 
 
 class SlotBoard:
@@ -72,20 +85,20 @@ class SlotBoard:
         self,
         *,
         loop: asyncio.AbstractEventLoop,
-        pool: Pool,
+        pool: ContextPool,
         slabs_max: int,
-        limit_of: Callable[[Hashable], int],
+        limit: Callable[[BatchKey], int],
         waiting_rows_max: int,
     ) -> None:
         self._loop = loop
         self._pool = pool
         self._slabs_max = slabs_max
-        self._limit_of = limit_of
+        self._limit = limit
         self._waiting_rows_max = waiting_rows_max
         self._waiting_rows = 0
         self._slabs: dict[int, SlotSlab] = {}
         self._open: dict[Hashable, SlotSlab] = {}
-        self._waiters: deque[tuple[asyncio.Future[tuple[SlotSlab, slice]], Hashable, int]] = deque()
+        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._closed: str | None = None
 
     def __repr__(self) -> str:
@@ -93,83 +106,80 @@ class SlotBoard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by its slabs."""
-        return sum(owner.slab.memory.nbytes for owner in self._slabs.values())
+        """Return the bytes held by its slabs."""
+        return sum(owner.slab.buffers.nbytes for owner in tuple(self._slabs.values()))
 
-    async def take(self, bucket: Hashable, rows: int) -> tuple[SlotSlab, slice]:
-        """Rows for one slot. Waits for its turn while every slab is in use.
+    async def take(self, shape: Hashable, rows: int) -> tuple[SlotSlab, slice]:
+        """Return rows for one slot. Waits for its turn while every slab is in use.
 
         :raises QueueFullError: when too many rows are waited for already.
         :raises EngineClosedError: when the engine is closed before the turn comes.
         """
         if self._closed is not None:
             raise EngineClosedError(self._closed)
-        taken = None if self._waiters else self._try(bucket, rows)
+        taken = None if self._waiters else self._try(shape, rows)
         if taken is not None:
             return taken
         if self._waiting_rows + rows > self._waiting_rows_max:
             raise QueueFullError(
-                f"slots for {self._waiting_rows} rows are waited for already, and no more than "
+                f"slots for {self._waiting_rows} rows are waited for already, and at most "
                 f"{self._waiting_rows_max} may be. Leave slots sooner, or retry later"
             )
-        turn: asyncio.Future[tuple[SlotSlab, slice]] = self._loop.create_future()
-        self._waiters.append((turn, bucket, rows))
+        waiter = _Waiter(self._loop.create_future(), shape, rows)
+        self._waiters[waiter] = None
         self._waiting_rows += rows
         try:
-            return await turn
+            return await waiter.turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
+            if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
                 # The turn had come already: pass it on.
-                self.give_back(turn.result()[0])
+                waiter.turn.result()[0].left()
+            self._waiters.pop(waiter, None)
+            # Those behind may fit where this one did not.
+            self._serve()
             raise
         finally:
             self._waiting_rows -= rows
 
-    def give_back(self, owner: SlotSlab) -> None:
-        """One slot of this slab is over."""
-        owner.slots -= 1
-        owner.tell_if_unused()
-
     def refuse(self, why: str) -> None:
         """Fail those who wait, and give out no more. What was given out goes on."""
         self._closed = why
-        for turn, _, _ in self._waiters:
-            if not turn.done():
-                turn.set_exception(EngineClosedError(why))
+        for waiter in self._waiters:
+            if not waiter.turn.done():
+                waiter.turn.set_exception(EngineClosedError(why))
         self._waiters.clear()
 
     def close(self) -> None:
         """Let go of every slab, once nothing is in flight. Arrays that callers still hold stay valid."""
+        self._closed = self._closed or "closed"
         self._open.clear()
-        for owner in self._slabs.values():
-            owner.on_unused = None
-            self._pool.close_slab(owner.slab)
-        self._slabs.clear()
+        slabs, self._slabs = self._slabs, {}
+        for owner in slabs.values():
+            self._pool.close_slot_slab(owner.slab)
 
-    def _try(self, bucket: Hashable, rows: int) -> tuple[SlotSlab, slice] | None:
-        owner = self._open.get(bucket)
-        if owner is None or owner.is_sealed or owner.rows_given + rows > self._limit_of(bucket):
-            owner = self._next_slab(bucket)
+    def _try(self, shape: Hashable, rows: int) -> tuple[SlotSlab, slice] | None:
+        owner = self._open.get(shape)
+        if owner is None or owner.is_sealed or owner.rows_given + rows > self._limit(BatchKey(shape)):
+            owner = self._next_slab(shape)
             if owner is None:
                 return None
-            self._open[bucket] = owner
+            self._open[shape] = owner
         span = slice(owner.rows_given, owner.rows_given + rows)
         owner.rows_given += rows
-        owner.slots += 1
+        owner.users += 1
         return owner, span
 
-    def _next_slab(self, bucket: Hashable) -> SlotSlab | None:
-        unused = [owner for owner in self._slabs.values() if not owner.slots and not owner.is_in_flight]
+    def _next_slab(self, shape: Hashable) -> SlotSlab | None:
+        unused = [owner for owner in self._slabs.values() if owner.is_unused]
         for owner in unused:
-            if owner.bucket == bucket:
+            if owner.shape == shape:
                 return self._reopen(owner)
         if len(self._slabs) >= self._slabs_max:
             if not unused:
                 return None
             self._drop(unused[0])
         number = min(set(range(self._slabs_max)) - set(self._slabs))
-        owner = SlotSlab(number, bucket, self._pool.create_slab(bucket))
-        owner.on_unused = self._became_unused
+        owner = SlotSlab(number, shape, self._pool.create_slot_slab(shape), self._became_unused)
         self._slabs[number] = owner
         return owner
 
@@ -180,25 +190,31 @@ class SlotBoard:
 
     def _drop(self, owner: SlotSlab) -> None:
         del self._slabs[owner.number]
-        if self._open.get(owner.bucket) is owner:
-            del self._open[owner.bucket]
-        self._pool.close_slab(owner.slab)
+        if self._open.get(owner.shape) is owner:
+            del self._open[owner.shape]
+        self._pool.close_slot_slab(owner.slab)
 
     def _became_unused(self, owner: SlotSlab) -> None:
-        if not self._waiters and self._open.get(owner.bucket) is owner:
+        if self._slabs.get(owner.number) is not owner:
+            return  # The board was closed meanwhile.
+        if not self._waiters and self._open.get(owner.shape) is owner:
             self._reopen(owner)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Give those who wait what they wait for, in the order in which they asked, as far as it goes."""
         while self._waiters:
-            turn, bucket, rows = self._waiters[0]
-            if not turn.done():
+            waiter = next(iter(self._waiters))
+            if not waiter.turn.done():
                 try:
-                    taken = self._try(bucket, rows)
+                    taken = self._try(waiter.shape, waiter.rows)
                 except Exception as error:  # No memory for another slab: this caller's error.
-                    turn.set_exception(error)
+                    waiter.turn.set_exception(error)
                 else:
                     if taken is None:
                         return
-                    turn.set_result(taken)
-            self._waiters.popleft()
+                    waiter.turn.set_result(taken)
+            del self._waiters[waiter]
 
 
 class Slot:
@@ -211,16 +227,17 @@ class Slot:
     def __init__(
         self,
         board: SlotBoard,
-        bucket: Hashable,
+        shape: Hashable,
         rows: int,
-        submit: Callable[[Any, int, Hashable, float | None, int], Awaitable[InferResult]],
+        submit: Callable[[Any, int, BatchKey, float | None, int], Awaitable[InferResult]],
     ) -> None:
         self._board = board
-        self._bucket = bucket
+        self._shape = shape
         self._rows = rows
         self._submit = submit
         self._owner: SlotSlab | None = None
         self._span = slice(0)
+        self._was_entered = False
         self._was_submitted = False
 
     def __repr__(self) -> str:
@@ -228,9 +245,10 @@ class Slot:
         return f"<Slot rows={self._rows} {state}>"
 
     async def __aenter__(self) -> Self:
-        if self._owner is not None or self._was_submitted:
+        if self._was_entered:
             raise UsageError("this slot was entered before. Ask for a new one: engine.slot(rows=...)")
-        self._owner, self._span = await self._board.take(self._bucket, self._rows)
+        self._was_entered = True
+        self._owner, self._span = await self._board.take(self._shape, self._rows)
         return self
 
     async def __aexit__(
@@ -242,42 +260,42 @@ class Slot:
         if self._owner is not None:
             owner, self._owner = self._owner, None
             self._was_submitted = True
-            self._board.give_back(owner)
+            owner.left()
 
     def __getitem__(self, name: str) -> Array:
-        """The rows of one input, to be written.
+        """Return the rows of one input, an array ``(rows, *dims)`` to be written.
 
         :raises InputError: when the model has no such input.
         :raises UsageError: outside ``async with``, or after :meth:`infer`.
         """
         owner = self._entered()
-        names = [place.name for place in owner.slab.layout.inputs]
+        names = [span.name for span in owner.slab.layout.inputs]
         if name not in names:
-            raise InputError(f"{name!r} is not an input of this model; there are {names}")
+            raise InputError(f"{name!r} is not an input of this model; its inputs are {names}")
         return owner.slab.inputs[names.index(name)][self._span]
 
     async def infer(self, *, timeout: float | None = None, priority: int = 0) -> InferResult:
-        """Run the rows that were written. As :meth:`Engine.infer`, without checks of dtype and shape.
+        """Run the rows that were written. As :meth:`Engine.infer`, but without checks of values.
 
         :raises UsageError: when called twice, or outside ``async with``.
         """
         owner = self._entered()
-        payload: Any = SlabRows(owner, self._span)
-        bucket: Hashable = owner.batch_bucket
+        payload: Any = SlotRows(owner, self._span)
+        key = owner.key
         if owner.is_sealed:
             # Left behind: the slab was launched while this slot was being written.
             payload = tuple(array[self._span] for array in owner.slab.inputs)
-            bucket = self._bucket
+            key = BatchKey(self._shape)
         self._was_submitted = True
         # The slab is in use until the answer is there, though the slot may be left before.
-        owner.slots += 1
+        owner.users += 1
         try:
-            return await self._submit(payload, self._rows, bucket, timeout, priority)
+            return await self._submit(payload, self._rows, key, timeout, priority)
         except QueueFullError:
             self._was_submitted = False  # Nothing was queued, so the same rows may be tried again.
             raise
         finally:
-            self._board.give_back(owner)
+            owner.left()
 
     def _entered(self) -> SlotSlab:
         if self._was_submitted:

@@ -1,113 +1,120 @@
-"""Which bucket may launch now, how many rows, and when to look again.
+"""When a batch is launched, how many rows it takes, and how many the device executes.
 
-Decisions only: nothing here changes anything. The rules, for a bucket with work and a lease that is free:
+Decisions only: nothing here changes anything. For a free context:
 
 - A full batch launches at once, even if it then waits its turn on the device: it cannot get any better.
-- With nothing in flight, whatever there is launches at once: a delay must never tax an idle engine.
-- With every slot of the device taken, a batch that is not full waits: it would only wait there instead, and
-  could not grow any more.
-- Otherwise it launches when its oldest request has waited ``delay_ns_max``, by default at once. The wait
-  counts from that arrival and never restarts.
+- With nothing in flight, whatever is queued launches at once: a delay must never tax an idle engine.
+- With enough batches in flight to keep the device busy, nothing launches unless some bucket is full. Then the
+  turn decides among all buckets that are ready, so that full ones cannot keep the others waiting.
+- Otherwise a batch launches when its oldest request has waited ``delay_ns_max``, by default at once, or
+  shortly before a deadline in it passes. The wait counts from that arrival and never restarts.
 
-Among buckets that may launch, the most urgent head wins; equals take turns, so that a flood of one shape
-cannot keep another waiting.
+Among buckets that may launch, the one with the most urgent request wins; equals take turns, so that a flood
+of one shape cannot keep another waiting.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from asynctrt.scheduling.latency import LatencyModel
-from asynctrt.scheduling.queues import BucketQueue
-from asynctrt.scheduling.request import WholeBucket
-
-NEVER_NS: Final = 2**63 - 1
+from asynctrt.scheduling.estimates import LatencyHistory
+from asynctrt.scheduling.request import NO_DEADLINE_NS
 
 PART_NS_MIN: Final = 200_000
-"""Rows are spread over idle slots only while each part computes for longer than a few hand-overs."""
+"""Rows are spread over idle cores only while each part computes for longer than a few hand-overs."""
+
+DEADLINE_MARGIN_NS: Final = 500_000
+"""A batch that waits for company is launched this long before the first deadline in it."""
+
+
+class Captured(NamedTuple):
+    """The batch sizes that were captured as CUDA graphs, and what launching one costs the CPU."""
+
+    sizes: tuple[int, ...] = ()
+    """Rising."""
+    direct_ns: int = 0
+    """To put a batch on a stream call by call; 0 if it was not measured."""
+    graph_ns: int = 0
+    """To launch a captured one; 0 if it was not measured."""
+
+
+NOT_CAPTURED: Final = Captured()
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What does not change while an engine lives.
+    """The rules of one engine; they do not change while it lives.
 
-    :param rows_max: rows that one batch holds at the most.
+    :param rows_max: rows that one batch holds.
     :param delay_ns_max: how long a batch may wait for company while another is in flight.
-    :param slots: how many batches keep the device busy.
+    :param concurrency: how many batches keep the device busy.
     :param is_parallel: whether batches side by side take no longer than one alone.
+    :param captured: the batch sizes that were captured.
     """
 
     rows_max: int
-    delay_ns_max: int
-    slots: int
-    is_parallel: bool
+    delay_ns_max: int = 0
+    concurrency: int = 1
+    is_parallel: bool = False
+    captured: Captured = NOT_CAPTURED
 
-    def ready_ns(self, bucket: BucketQueue, in_flight: int) -> int:
-        """From when on ``bucket`` may launch, in ns, if nothing else happens; 0 means at once."""
-        if bucket.rows >= bucket.rows_max or not in_flight:
-            return 0
-        if in_flight >= self.slots:
-            return NEVER_NS
-        if not self.delay_ns_max:
-            return 0
-        return bucket.oldest_arrival_ns() + self.delay_ns_max
+    def ready_ns(self, oldest_arrival_ns: int, deadline_ns: int) -> int:
+        """Return when a bucket that is not full has waited long enough, in ns."""
+        ready_ns = oldest_arrival_ns + self.delay_ns_max
+        if deadline_ns != NO_DEADLINE_NS:
+            ready_ns = min(ready_ns, deadline_ns - DEADLINE_MARGIN_NS)
+        return ready_ns
 
-    def choose(self, buckets: Collection[BucketQueue], in_flight: int, now_ns: int) -> BucketQueue | None:
-        """The bucket to launch from now, out of those with work in the order of their turns."""
-        chosen = None
-        urgency = -1
-        for bucket in buckets:
-            head = bucket.head()
-            if head is None or head.priority <= urgency:
-                continue
-            if self.ready_ns(bucket, in_flight) <= now_ns:
-                chosen, urgency = bucket, head.priority
-        return chosen
+    def rows_to_take(
+        self,
+        shape: Hashable,
+        rows: int,
+        head_rows: int,
+        *,
+        rows_max: int,
+        buckets: int,
+        in_flight: int,
+        latency: LatencyHistory,
+    ) -> int:
+        """Return the rows of the next batch: all that fit or, on several idle cores, an even share.
 
-    def rows_to_take(self, bucket: BucketQueue, buckets: int, in_flight: int, latency: LatencyModel) -> int:
-        """Rows for the batch: all that fit or, on a device with cores of their own, an even share.
+        Two cores compute 16 rows each in about half the time in which one computes 32. A configured delay
+        asks for large batches, and gets them.
 
-        A whole bucket is never shared out: its rows lie in one slab, which one batch runs from.
-        Two cores compute 16 rows each in about half the time in which one computes 32. Who configured a
-        delay asked for large batches, and gets them.
+        :param rows: rows queued in the bucket; ``head_rows`` of them belong to its first request.
+        :param rows_max: rows that one batch of the bucket holds.
+        :param buckets: how many buckets have work.
         """
-        rows_max = bucket.rows_max
-        if isinstance(bucket.key, WholeBucket):
+        idle = self.concurrency - in_flight - (buckets - 1)
+        if not self.is_parallel or self.delay_ns_max or idle < 2 or rows < 2:
             return rows_max
-        idle_slots = self.slots - in_flight - (buckets - 1)
-        rows = min(bucket.rows, rows_max)
-        if not self.is_parallel or self.delay_ns_max or idle_slots < 2 or rows < 2:
-            return rows_max
-        expected_ns = latency.expected_ns(bucket.key, rows)
+        expected_ns = latency.expected_ns(shape, min(rows, rows_max))
         if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
             return rows_max
-        parts = min(idle_slots, expected_ns // PART_NS_MIN)
-        share = min(-(-bucket.rows // parts), rows_max)
-        head = bucket.head()
-        return max(share, head.rows if head is not None else 0)
+        parts = min(idle, expected_ns // PART_NS_MIN)
+        return max(min(-(-rows // parts), rows_max), head_rows)
 
-    def rows_to_run(self, bucket: Hashable, rows: int, sizes: Sequence[int], latency: LatencyModel) -> int:
-        """Rows that the device shall compute for a batch of ``rows``: so many, or the next captured size.
+    def rows_to_run(self, shape: Hashable, rows: int, latency: LatencyHistory) -> int:
+        """Return the rows to execute for a batch of ``rows``: those, or padded to the next captured size.
 
-        To pad costs the computing of more rows; to launch what was captured saves the CPU the calls, and the
+        Padding costs the computing of more rows; launching what was captured saves the CPU the calls, and the
         device the gaps between them. Sizes that were never run are estimated between those that were.
-
-        :param sizes: the captured sizes, rising.
         """
+        sizes, direct_ns, graph_ns = self.captured
         at = bisect_left(sizes, rows)
         if at == len(sizes) or sizes[at] == rows:
             return rows
         padded = sizes[at]
-        more_ns = latency.expected_ns(bucket, padded)
-        if more_ns is None or not latency.has_seen(bucket, padded):
+        more_ns = latency.expected_ns(shape, padded)
+        if more_ns is None or not latency.has_seen(shape, padded):
             return padded
-        if latency.has_seen(bucket, rows):
-            fewer_ns = latency.expected_ns(bucket, rows) or 0
+        if latency.has_seen(shape, rows):
+            fewer_ns = latency.expected_ns(shape, rows) or 0
         else:
             below = sizes[at - 1] if at else 0
-            below_ns = latency.expected_ns(bucket, below) if latency.has_seen(bucket, below) else None
+            below_ns = latency.expected_ns(shape, below) if latency.has_seen(shape, below) else None
             if below_ns is None:
                 return padded
             fewer_ns = below_ns + (more_ns - below_ns) * (rows - below) // (padded - below)
-        return padded if more_ns + latency.graph_ns <= fewer_ns + latency.direct_ns else rows
+        return padded if more_ns + graph_ns <= fewer_ns + direct_ns else rows

@@ -1,16 +1,20 @@
-"""Where requests wait: one queue per bucket with a lane per priority, and one heap of deadlines.
+"""Where requests wait: a queue for each bucket, the buckets in the order of their turns, a heap of deadlines.
 
-A request that leaves its queue from the middle (cancelled, expired) is left in place as a tombstone,
-known by its state, and skipped when it comes up. Both structures rebuild themselves before tombstones
-outnumber what is alive, so they stay bounded by the queue bound and removal stays O(1) on average.
+A request that leaves its queue from the middle (cancelled, expired, launched before a larger one ahead of it)
+is left in place as a tombstone, known by its state, and skipped when it comes up. Queues and heap rebuild
+themselves before tombstones outnumber live entries, so they stay bounded by the queue bound and removal stays
+O(1) on average. Finding the bucket to launch from does not depend on how many there are.
 """
 
-from collections import deque
-from collections.abc import Hashable
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Final
 
+from asynctrt.scheduling.batch import Reason
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import NO_DEADLINE_NS, QUEUED, TRANSITIONS, Change, Request
 
 TOMBSTONES_MIN: Final = 64
@@ -19,27 +23,49 @@ TOMBSTONES_MIN: Final = 64
 LOOKAHEAD_MAX: Final = 16
 """Requests that may be passed over because they do not fit into the rest of a batch."""
 
+EMPTY_MAX: Final = 256
+"""Empty buckets that are kept for the next request of their key."""
+
 
 class BucketQueue:
-    """The requests of one bucket, most urgent lane first, in order of arrival within a lane."""
+    """The requests of one bucket, the most urgent priority first, in order of arrival within a priority."""
 
-    __slots__ = ("_lanes", "_tombstones", "key", "requests", "rows", "rows_max")
+    __slots__ = (
+        "_by_priority",
+        "_tombstones",
+        "deadline_ns",
+        "is_full",
+        "is_ready",
+        "key",
+        "priority",
+        "ready_ns",
+        "requests",
+        "rows",
+        "rows_max",
+    )
 
-    def __init__(self, key: Hashable, priorities: int, rows_max: int) -> None:
+    def __init__(self, key: BatchKey, priorities: int, rows_max: int) -> None:
         self.key = key
         self.rows_max = rows_max
-        """Rows that one batch of this bucket holds at the most."""
+        """Rows that one batch of this bucket holds."""
         self.rows = 0
         self.requests = 0
-        self._lanes: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
+        self.deadline_ns = NO_DEADLINE_NS
+        """No queued request of a filling bucket has an earlier deadline."""
+        # What follows belongs to Buckets: where the bucket is placed there.
+        self.priority = -1
+        self.is_full = False
+        self.is_ready = False
+        self.ready_ns = 0
+        self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
         self._tombstones = 0
 
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
 
     def push(self, request: Request) -> None:
-        """Append a queued request to the lane of its priority; a larger priority is more urgent."""
-        self._lanes[-1 - request.priority].append(request)
+        """Append a queued request; a larger priority is more urgent."""
+        self._by_priority[-1 - request.priority].append(request)
         self.rows += request.rows
         self.requests += 1
 
@@ -48,76 +74,292 @@ class BucketQueue:
         self.rows -= request.rows
         self.requests -= 1
         self._tombstones += 1
-        if self._tombstones > self.requests + TOMBSTONES_MIN:
-            for lane in self._lanes:
-                alive = [request for request in lane if request.state is QUEUED]
-                lane.clear()
-                lane.extend(alive)
-            self._tombstones = 0
+        self._bury()
 
-    def reuse(self, key: Hashable, rows_max: int) -> None:
-        """Serve another bucket; only for a queue that is empty."""
-        self.key = key
-        self.rows_max = rows_max
-        if self._tombstones:
-            for lane in self._lanes:
-                lane.clear()
-            self._tombstones = 0
-
-    def waiting(self) -> list[Request]:
-        """The requests that are queued, most urgent first."""
-        return [request for lane in self._lanes for request in lane if request.state is QUEUED]
+    def waiting(self) -> Iterator[Request]:
+        """Yield the queued requests, most urgent first."""
+        for queue in self._by_priority:
+            for request in queue:
+                if request.state is QUEUED:
+                    yield request
 
     def head(self) -> Request | None:
-        """The request that the next batch of this bucket starts with."""
-        for lane in self._lanes:
-            while lane:
-                if lane[0].state is QUEUED:
-                    return lane[0]
-                lane.popleft()
+        """Return the request that the next batch of this bucket starts with."""
+        for queue in self._by_priority:
+            while queue:
+                if queue[0].state is QUEUED:
+                    return queue[0]
+                queue.popleft()
                 self._tombstones -= 1
         return None
 
     def oldest_arrival_ns(self) -> int:
-        """When the request that has waited longest came. Only for a queue that is not empty."""
+        """Return when the request arrived that has waited longest. Only for a queue that is not empty."""
         oldest_ns = NO_DEADLINE_NS
-        for lane in self._lanes:
-            while lane and lane[0].state is not QUEUED:
-                lane.popleft()
+        for queue in self._by_priority:
+            while queue and queue[0].state is not QUEUED:
+                queue.popleft()
                 self._tombstones -= 1
-            if lane:
-                oldest_ns = min(oldest_ns, lane[0].arrival_ns)
+            if queue:
+                oldest_ns = min(oldest_ns, queue[0].arrival_ns)
         return oldest_ns
 
-    def take(self, rows_max: int) -> list[Request]:
-        """Launch what the next batch holds, never more than ``rows_max`` rows, and return it.
+    def choose(self, rows_max: int) -> tuple[list[Request], int]:
+        """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.
 
-        A request that does not fit into what is left of the batch is passed over in favour of
-        smaller ones behind it. It moves up with every batch, and the head always fits, so none starves.
+        A request that does not fit into the rest of the batch is passed over in favour of smaller ones behind
+        it. It moves up with every batch, and the head always fits, so none starves.
         """
-        launch_row = TRANSITIONS[Change.LAUNCH]
-        taken: list[Request] = []
+        chosen: list[Request] = []
         room = rows_max
-        for lane in self._lanes:
-            passed_over: list[Request] = []
-            while lane and room:
-                request = lane.popleft()
-                launched = launch_row[request.state]
-                if launched is None:
-                    self._tombstones -= 1
-                elif request.rows <= room:
-                    request.state = launched
-                    taken.append(request)
+        for queue in self._by_priority:
+            passed_over = 0
+            for request in queue:
+                if request.state is not QUEUED:
+                    continue
+                if request.rows <= room:
+                    chosen.append(request)
                     room -= request.rows
+                    if not room:
+                        return chosen, rows_max
                 else:
-                    passed_over.append(request)
-                    if len(passed_over) == LOOKAHEAD_MAX:
+                    passed_over += 1
+                    if passed_over == LOOKAHEAD_MAX:
                         break
-            if passed_over:
-                lane.extendleft(reversed(passed_over))
-        self.rows -= rows_max - room
-        self.requests -= len(taken)
-        return taken
+        return chosen, rows_max - room
+
+    def take(self, chosen: list[Request], rows: int, what: Change = Change.LAUNCH) -> None:
+        """Let what :meth:`choose` returned leave the queue, changed by ``what``."""
+        after = TRANSITIONS[what][QUEUED]
+        assert after is not None
+        for request in chosen:
+            request.state = after
+        left = len(chosen)
+        self.rows -= rows
+        self.requests -= left
+        self._tombstones += left
+        if self.requests:
+            self.head()
+            self._bury()
+            return
+        for queue in self._by_priority:
+            if queue:
+                queue.clear()
+        self._tombstones = 0
+        self.deadline_ns = NO_DEADLINE_NS
+
+    def _bury(self) -> None:
+        """Rebuild the queues if tombstones outnumber the living."""
+        if self._tombstones > self.requests + TOMBSTONES_MIN:
+            for queue in self._by_priority:
+                alive = [request for request in queue if request.state is QUEUED]
+                queue.clear()
+                queue.extend(alive)
+            self._tombstones = 0
+
+
+class _Level:
+    """The buckets whose most urgent request has one priority, each kind in the order of turns."""
+
+    __slots__ = ("filling", "ready")
+
+    def __init__(self) -> None:
+        self.ready: OrderedDict[BucketQueue, None] = OrderedDict()
+        self.filling: OrderedDict[BucketQueue, None] = OrderedDict()
+
+
+class Buckets:
+    """All buckets, and which of them is next.
+
+    A bucket with work is *ready* once waiting longer cannot make its batch any better: it is full, no delay
+    is configured, or its delay is over. Until then it is *filling*. Both kinds stand in the order of their
+    turns, by the priority of their most urgent request.
+    """
+
+    def __init__(self, policy: Policy, priorities: int) -> None:
+        self._policy = policy
+        self._has_delay = policy.delay_ns_max > 0
+        self._by_key: dict[BatchKey, BucketQueue] = {}
+        self._levels = tuple([_Level() for _ in range(priorities)])
+        # No bucket with work has a more urgent request.
+        self._priority_max = 0
+        # When the delay of a filling bucket is over; entries of others are skipped when they come up.
+        self._delays: list[tuple[int, int, BucketQueue]] = []
+        self._order = count()
+        self.waiting = 0
+        """Buckets with work."""
+        self._full = 0
+
+    def __len__(self) -> int:
+        return self.waiting
+
+    def __iter__(self) -> Iterator[BucketQueue]:
+        """Yield the buckets with work."""
+        return (bucket for bucket in self._by_key.values() if bucket.requests)
+
+    def get(self, key: BatchKey) -> BucketQueue | None:
+        """Return the bucket of a key, which may be empty."""
+        return self._by_key.get(key)
+
+    def add(self, bucket: BucketQueue) -> None:
+        """Keep a new bucket. Those that are empty make room when there are many."""
+        if len(self._by_key) - self.waiting >= EMPTY_MAX:
+            self._by_key = {key: kept for key, kept in self._by_key.items() if kept.requests}
+        self._by_key[bucket.key] = bucket
+
+    def pushed(self, bucket: BucketQueue, request: Request) -> None:
+        """Note that a request has joined a bucket."""
+        if bucket.priority < 0:
+            bucket.deadline_ns = request.deadline_ns
+            bucket.is_full = bucket.rows >= bucket.rows_max
+            bucket.is_ready = bucket.is_full or not self._has_delay
+            self._insert(bucket, request.priority)
+            return
+        if request.deadline_ns < bucket.deadline_ns:
+            bucket.deadline_ns = request.deadline_ns
+            if not bucket.is_ready:
+                self._await_delay(bucket)
+        if request.priority > bucket.priority or bucket.is_full is not (bucket.rows >= bucket.rows_max):
+            self._place(bucket, max(request.priority, bucket.priority))
+
+    def left(self, bucket: BucketQueue) -> None:
+        """Note that requests have left a bucket without a batch."""
+        head = bucket.head()
+        self._place(bucket, -1 if head is None else head.priority)
+
+    def launched(self, bucket: BucketQueue) -> None:
+        """Note that a batch has left a bucket, so that it is the turn of others."""
+        self._remove(bucket)
+        bucket.is_ready = False
+        head = bucket.head() if bucket.requests else None
+        if head is not None:
+            self._place(bucket, head.priority)
+
+    def clear(self) -> list[Request]:
+        """Empty every bucket and return what was queued."""
+        queued = [request for bucket in self for request in bucket.waiting()]
+        self._by_key.clear()
+        self._delays.clear()
+        for level in self._levels:
+            level.ready.clear()
+            level.filling.clear()
+        self.waiting = self._full = 0
+        return queued
+
+    def pick(self, now_ns: int, in_flight: int) -> tuple[BucketQueue, Reason] | None:
+        """Return the bucket to launch from now, and why; ``None`` when none should."""
+        if self._delays:
+            self._end_delays(now_ns)
+        if in_flight >= self._policy.concurrency and not self._full:
+            return None
+        priority = self._priority_max
+        while True:
+            level = self._levels[priority]
+            if level.ready:
+                bucket = next(iter(level.ready))
+                if not in_flight and not bucket.is_full:
+                    return bucket, Reason.IDLE
+                return bucket, self._reason(bucket, now_ns, in_flight)
+            if level.filling:
+                if not in_flight:
+                    return next(iter(level.filling)), Reason.IDLE
+            elif priority == self._priority_max and priority:
+                self._priority_max -= 1
+            if not priority:
+                return None
+            priority -= 1
+
+    def wakeup_ns(self, in_flight: int) -> int | None:
+        """Return when the next delay is over that lets a batch go, in ns; ``None`` if there is none."""
+        while self._delays:
+            ready_ns, _, bucket = self._delays[0]
+            if self._is_current(bucket, ready_ns):
+                return ready_ns if in_flight < self._policy.concurrency else None
+            heappop(self._delays)
+        return None
+
+    def _reason(self, bucket: BucketQueue, now_ns: int, in_flight: int) -> Reason:
+        if bucket.is_full:
+            return Reason.FULL
+        if in_flight >= self._policy.concurrency:
+            return Reason.TURN
+        delay_ns = self._policy.delay_ns_max
+        if not delay_ns:
+            return Reason.IDLE
+        return Reason.DELAY if bucket.oldest_arrival_ns() + delay_ns <= now_ns else Reason.DEADLINE
+
+    def _place(self, bucket: BucketQueue, priority: int) -> None:
+        """Put a bucket where its rows and its most urgent request say, at the end if that is elsewhere."""
+        is_full = priority >= 0 and bucket.rows >= bucket.rows_max
+        is_ready = bucket.is_ready or is_full or not self._has_delay
+        if priority == bucket.priority and is_ready is bucket.is_ready:
+            if is_full is not bucket.is_full:
+                self._full += 1 if is_full else -1
+                bucket.is_full = is_full
+            return
+        self._remove(bucket)
+        if priority < 0:
+            bucket.is_ready = False
+            return
+        bucket.is_ready = is_ready
+        bucket.is_full = is_full
+        self._insert(bucket, priority)
+
+    def _insert(self, bucket: BucketQueue, priority: int) -> None:
+        bucket.priority = priority
+        if priority > self._priority_max:
+            self._priority_max = priority
+        self._full += bucket.is_full
+        self.waiting += 1
+        level = self._levels[priority]
+        if bucket.is_ready:
+            level.ready[bucket] = None
+        else:
+            level.filling[bucket] = None
+            self._await_delay(bucket)
+
+    def _remove(self, bucket: BucketQueue) -> None:
+        if bucket.priority < 0:
+            return
+        level = self._levels[bucket.priority]
+        del (level.ready if bucket.is_ready else level.filling)[bucket]
+        self._full -= bucket.is_full
+        self.waiting -= 1
+        bucket.priority = -1
+        bucket.is_full = False
+
+    def _await_delay(self, bucket: BucketQueue) -> None:
+        """Note when a filling bucket becomes ready if nothing else happens."""
+        bucket.ready_ns = self._ready_ns(bucket)
+        if len(self._delays) > 2 * self.waiting + TOMBSTONES_MIN:
+            self._delays = [entry for entry in self._delays if self._is_current(entry[2], entry[0])]
+            heapify(self._delays)
+        heappush(self._delays, (bucket.ready_ns, next(self._order), bucket))
+
+    def _end_delays(self, now_ns: int) -> None:
+        """Let the buckets be ready whose delay is over."""
+        while self._delays and self._delays[0][0] <= now_ns:
+            ready_ns, _, bucket = heappop(self._delays)
+            if not self._is_current(bucket, ready_ns):
+                continue
+            # The request that the delay was counted from may have left meanwhile.
+            bucket.ready_ns = self._ready_ns(bucket)
+            if bucket.ready_ns > now_ns:
+                heappush(self._delays, (bucket.ready_ns, next(self._order), bucket))
+                continue
+            priority = bucket.priority
+            self._remove(bucket)
+            bucket.is_ready = True
+            self._place(bucket, priority)
+
+    def _ready_ns(self, bucket: BucketQueue) -> int:
+        """Return when a filling bucket becomes ready. It holds fewer requests than a batch has rows."""
+        bucket.deadline_ns = min(request.deadline_ns for request in bucket.waiting())
+        return self._policy.ready_ns(bucket.oldest_arrival_ns(), bucket.deadline_ns)
+
+    @staticmethod
+    def _is_current(bucket: BucketQueue, ready_ns: int) -> bool:
+        return bucket.priority >= 0 and not bucket.is_ready and bucket.ready_ns == ready_ns
 
 
 class DeadlineHeap:
@@ -134,22 +376,29 @@ class DeadlineHeap:
         return len(self._entries)
 
     def push(self, request: Request, *, queued_max: int) -> None:
-        """Add a queued request. ``queued_max``: how many entries can be alive at the most."""
+        """Add a queued request.
+
+        :param queued_max: an upper bound of how many entries are alive.
+        """
         if len(self._entries) > 2 * queued_max + TOMBSTONES_MIN:
             self._entries = [entry for entry in self._entries if entry[2].state is QUEUED]
             heapify(self._entries)
         heappush(self._entries, (request.deadline_ns, next(self._order), request))
 
     def earliest_ns(self) -> int | None:
-        """The earliest deadline of a request that is still queued."""
+        """Return the earliest deadline of a request that is still queued."""
         entries = self._entries
         while entries and entries[0][2].state is not QUEUED:
             heappop(entries)
         return entries[0][0] if entries else None
 
-    def pop_due(self, now_ns: int) -> list[Request]:
-        """Remove and return the queued requests whose deadline has come."""
+    def pop_due(self, now_ns: int, arrived_by_ns: int) -> list[Request]:
+        """Remove and return the queued requests that are due and arrived by a certain time."""
         due: list[Request] = []
+        later: list[Request] = []
         while (deadline_ns := self.earliest_ns()) is not None and deadline_ns <= now_ns:
-            due.append(heappop(self._entries)[2])
+            request = heappop(self._entries)[2]
+            (due if request.arrival_ns <= arrived_by_ns else later).append(request)
+        for request in later:
+            heappush(self._entries, (request.deadline_ns, next(self._order), request))
         return due

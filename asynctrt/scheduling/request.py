@@ -1,10 +1,11 @@
-"""One request, and the one table that says how its state may change."""
+"""One request, and the table that says how its state may change."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from asynctrt.errors import InternalError
+from asynctrt.scheduling.key import BatchKey
 
 NO_DEADLINE_NS: Final = 2**63 - 1
 
@@ -14,7 +15,7 @@ class State(IntEnum):
 
     QUEUED = 0
     IN_FLIGHT = 1
-    MASKED = 2  # Cancelled while in flight: its rows are computed, and nobody is told.
+    MASKED = 2  # Its caller left, or was answered, while it was in flight: its rows run all the same.
     DONE = 3
     FAILED = 4
     CANCELLED = 5
@@ -47,28 +48,18 @@ TRANSITIONS: Final[dict[Change, tuple[State | None, ...]]] = {
 """The state after each change, by the state before it. ``None``: the change is not allowed."""
 
 
-class WholeBucket(NamedTuple):
-    """The key of a bucket whose requests lie together already, and are launched together.
-
-    There are never more rows in it than a batch holds.
-    """
-
-    bucket: Hashable
-    number: int
-
-
 class Request:
     """Rows that travel together, from submission to answer.
 
-    ``rows``, ``bucket``, ``priority``, ``deadline_ns`` and ``arrival_ns`` are what the scheduler
-    decides by. ``payload`` and ``future`` are carried for the runtime and never looked at here.
+    The scheduler decides by ``rows``, ``key``, ``priority``, ``deadline_ns`` and ``arrival_ns``. It carries
+    ``payload`` and ``future`` for the runtime and never looks at them.
     """
 
     __slots__ = (
         "arrival_ns",
-        "bucket",
         "deadline_ns",
         "future",
+        "key",
         "payload",
         "priority",
         "rows",
@@ -78,7 +69,7 @@ class Request:
     def __init__(
         self,
         rows: int,
-        bucket: Hashable,
+        key: BatchKey,
         priority: int,
         arrival_ns: int,
         deadline_ns: int = NO_DEADLINE_NS,
@@ -86,7 +77,7 @@ class Request:
         future: Any = None,
     ) -> None:
         self.rows = rows
-        self.bucket = bucket
+        self.key = key
         self.priority = priority
         self.arrival_ns = arrival_ns
         self.deadline_ns = deadline_ns

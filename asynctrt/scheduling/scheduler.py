@@ -1,18 +1,20 @@
-"""The scheduler: one synchronous object that decides. The driver does what it says.
+"""The scheduler: one synchronous object that decides. The driver does what it decided.
 
 Nothing here waits, reads a clock or touches memory, so a decision can neither be torn by a cancellation
 nor differ between two runs with the same inputs.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from asynctrt.errors import AsynctrtError, QueueFullError
-from asynctrt.scheduling.latency import LatencyModel
-from asynctrt.scheduling.ledger import BatchTotals, Launch, Ledger
-from asynctrt.scheduling.policy import NEVER_NS, Policy
-from asynctrt.scheduling.queues import BucketQueue, DeadlineHeap
+from asynctrt.errors import AsynctrtError, InternalError, QueueFullError, copy_for
+from asynctrt.scheduling.batch import Batch, RejectedBatch
+from asynctrt.scheduling.contexts import ContextAllocator
+from asynctrt.scheduling.counters import Counters, SizeCounters
+from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
     MASKED,
@@ -23,282 +25,368 @@ from asynctrt.scheduling.request import (
     change,
     change_all,
 )
-from asynctrt.scheduling.timeline import Timeline
+from asynctrt.scheduling.shapes import Shapes
 
-ARENA_WAIT_NS_MIN: Final = 10_000
-"""A shorter time between the end of the copy in and the beginning of the computing is no wait for an arena:
-one event after the other takes some microseconds by itself."""
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What the scheduler has done and is doing: numbers only, which nothing changes afterwards."""
+
+    counters: Counters
+    queued_requests: int
+    queued_rows: int
+    in_flight_batches: int
+    contexts_quarantined: int
 
 
 class Scheduler:
-    """Requests in, launches out.
+    """Take requests, give batches.
 
     :param policy: when to launch what.
+    :param shapes: what the model takes of each shape.
     :param queue_rows_max: rows that may be queued over all buckets.
     :param priorities: number of priority levels; a larger priority is more urgent.
     :param contexts: execution contexts to launch on; ``arenas``: enqueue-memory arenas they share.
     :param in_flight_max: batches that may be in flight at once.
     :param arena_users: the count of batches in each arena, if engines share arenas.
-    :param kind_of: from a bucket and rows to the kind of batch that contexts are kept on: the profile.
-    :param limit_of: from a bucket to the rows that one of its batches holds at the most.
+    :param times_all: whether the device times every batch, because that costs it nothing.
     """
 
     def __init__(
         self,
         *,
         policy: Policy,
+        shapes: Shapes,
         queue_rows_max: int,
         priorities: int,
         contexts: int,
         arenas: int,
         in_flight_max: int,
         arena_users: list[int] | None = None,
-        kind_of: Callable[[Hashable, int], Hashable] | None = None,
-        limit_of: Callable[[Hashable], int] | None = None,
+        times_all: bool = False,
     ) -> None:
         self._policy = policy
-        self._kind_of = kind_of
-        self._limit_of = limit_of
+        self._shapes = shapes
+        self._runs_as_it_is = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
         self._queue_rows_max = queue_rows_max
         self._priorities = priorities
-        # Buckets that have work, in the order of their turns.
-        self._buckets: OrderedDict[Hashable, BucketQueue] = OrderedDict()
-        # An emptied queue is kept for the next bucket: a lone caller would make a new one each time.
-        self._spare: BucketQueue | None = None
+        self._in_flight_max = in_flight_max
+        self._buckets = Buckets(policy, priorities)
         self._deadlines = DeadlineHeap()
+        self._contexts = ContextAllocator(contexts=contexts, arenas=arenas, arena_users=arena_users)
+        self._counters = Counters()
+        self._latency = LatencyHistory()
+        self._estimator = CompletionEstimator(arenas=arenas, compute=self._latency)
         self._closed: AsynctrtError | None = None
+        self._number = 0
+        self._queued_rows = 0
+        self._in_flight: dict[int, Batch] = {}
+        self._in_flight_requests = 0
         self._masked = 0
-        self.queued_rows = 0
-        self.ledger = Ledger(
-            contexts=contexts, arenas=arenas, in_flight_max=in_flight_max, arena_users=arena_users
-        )
-        self.latency = LatencyModel()
-        self.timeline = Timeline(arenas=arenas, compute=self.latency)
+        self.times_all = times_all
+        """Whether the device times every batch from now on."""
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return (
-            f"<Scheduler {state} queued={self.queued_requests} rows={self.queued_rows} "
-            f"buckets={len(self._buckets)} {self.ledger!r}>"
+            f"<Scheduler {state} queued={self.queued_requests} rows={self._queued_rows} "
+            f"in_flight={len(self._in_flight)} {self._contexts!r}>"
         )
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is queued and nothing is in flight."""
-        return not self._buckets and not self.ledger.in_flight
+        """Return whether nothing is queued and nothing is in flight."""
+        return not self._queued_rows and not self._in_flight
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether no context is left that a batch could ever run on again."""
+        return not self._contexts.usable
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many batches are in flight."""
+        return len(self._in_flight)
 
     @property
     def queued_requests(self) -> int:
-        """Requests that wait, over all buckets."""
-        return sum(bucket.requests for bucket in self._buckets.values())
+        """Return how many requests wait, over all buckets."""
+        counters = self._counters
+        return counters.submitted - counters.ended - self._in_flight_requests + self._masked
 
     @property
-    def submitted(self) -> int:
-        """Requests taken so far: those that have ended, and those that are on their way."""
-        totals = self.ledger.totals
-        ended = totals.succeeded + totals.failed + totals.cancelled + totals.expired
-        in_flight = sum(len(launch.requests) for launch in self.ledger.in_flight.values())
-        return ended + self.queued_requests + in_flight - self._masked
+    def queued_rows(self) -> int:
+        """Return how many rows wait, over all buckets."""
+        return self._queued_rows
 
-    def buckets(self) -> dict[Hashable, int]:
-        """The rows that are queued in each bucket."""
-        return {key: bucket.rows for key, bucket in self._buckets.items()}
+    def snapshot(self) -> Snapshot:
+        """Return what has been done and is being done, as numbers that are the caller's own."""
+        counters = self._counters
+        values = {name: getattr(counters, name) for name in Counters.__slots__}
+        sizes = dict(counters.by_rows)
+        values["by_rows"] = {
+            rows: SizeCounters(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
+            for rows, size in sorted(sizes.items())
+        }
+        values["launched"] = dict(counters.launched)
+        return Snapshot(
+            Counters(**values),
+            queued_requests=self.queued_requests,
+            queued_rows=self._queued_rows,
+            in_flight_batches=len(self._in_flight),
+            contexts_quarantined=len(self._contexts.quarantined),
+        )
+
+    def queued_by_key(self) -> dict[BatchKey, int]:
+        """Return the rows that are queued in each bucket with work."""
+        return {bucket.key: bucket.rows for bucket in self._buckets}
+
+    def limit(self, key: BatchKey) -> int:
+        """Return the rows that one batch of this key holds.
+
+        :raises InputError: for a shape that no profile of the model takes.
+        :raises ExecutionError: when the model fails to say.
+        """
+        return self._shapes.limit(key.shape)
 
     def submit(self, request: Request) -> None:
         """Queue one request, or raise and change nothing.
 
         :raises EngineClosedError: (or what else was given) after :meth:`refuse` or :meth:`close`.
         :raises QueueFullError: when the queue has no room for its rows.
+        :raises InputError, ExecutionError: as :meth:`limit`.
         """
         rows = request.rows
-        if self._closed or self.queued_rows + rows > self._queue_rows_max:
+        if self._closed or self._queued_rows + rows > self._queue_rows_max:
             self._refuse(rows, 1)
-        bucket = self._buckets.get(request.bucket)
+        bucket = self._buckets.get(request.key)
         if bucket is None:
-            bucket = self._add_bucket(request.bucket)
+            bucket = BucketQueue(request.key, self._priorities, self.limit(request.key))
+            self._buckets.add(bucket)
         bucket.push(request)
-        self.queued_rows += rows
+        self._buckets.pushed(bucket, request)
+        self._queued_rows += rows
+        self._counters.submitted += 1
         if request.deadline_ns != NO_DEADLINE_NS:
             # Each request has a row at least.
-            self._deadlines.push(request, queued_max=self.queued_rows)
+            self._deadlines.push(request, queued_max=self._queued_rows)
 
     def submit_all(self, requests: Sequence[Request]) -> None:
-        """Queue all of ``requests``, or raise and queue none. Raises as :meth:`submit` does."""
+        """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
         rows = sum(request.rows for request in requests)
-        if self._closed or self.queued_rows + rows > self._queue_rows_max:
+        if self._closed or self._queued_rows + rows > self._queue_rows_max:
             self._refuse(rows, len(requests))
         for request in requests:
             self.submit(request)
 
     def cancel(self, request: Request) -> bool:
-        """The caller has gone away. True: the request was queued and has left the queue.
+        """Note that the caller has gone away. True: the request was queued and has left the queue.
 
         In flight, its rows are masked and its batch-mates are untouched. Once answered, nothing is done.
         """
         if request.state is QUEUED:
             self._leave(request, Change.CANCEL)
-            self.ledger.totals.cancelled += 1
+            self._counters.cancelled += 1
             return True
-        if request.state is IN_FLIGHT:
-            change(request, Change.CANCEL)
-            self.ledger.totals.cancelled += 1
-            self._masked += 1
+        if self._mask(request):
+            self._counters.cancelled += 1
         return False
 
-    def expire(self, now_ns: int) -> list[Request]:
-        """Take the queued requests whose deadline has come out of the queue and return them."""
+    def fail_one(self, request: Request) -> None:
+        """Fail one request of a batch in flight, whose caller is told at once; its batch-mates go on."""
+        if self._mask(request):
+            self._counters.failed += 1
+
+    def expire(self, now_ns: int, *, arrived_by_ns: int = NO_DEADLINE_NS) -> list[Request]:
+        """Take the queued requests whose deadline has come out of the queue and return them.
+
+        :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
+        """
         if not self._deadlines:
             return []
-        due = self._deadlines.pop_due(now_ns)
+        due = self._deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
             self._leave(request, Change.EXPIRE)
-        self.ledger.totals.expired += len(due)
+        self._counters.expired += len(due)
         return due
 
-    def next_launch(self, now_ns: int) -> Launch | None:
-        """The batch to launch now, its context and arena taken; ``None`` when none can be."""
-        if not self._buckets or not self.ledger.can_launch:
-            return None
-        in_flight = len(self.ledger.in_flight)
-        bucket = self._policy.choose(self._buckets.values(), in_flight, now_ns)
-        if bucket is None:
-            return None
-        rows = bucket.rows
-        requests = bucket.take(self._policy.rows_to_take(bucket, len(self._buckets), in_flight, self.latency))
-        rows -= bucket.rows
-        self.queued_rows -= rows
-        if bucket.requests:
-            self._buckets.move_to_end(bucket.key)
-        else:
-            self._drop_bucket(bucket)
-        kind = None if self._kind_of is None else self._kind_of(bucket.key, rows)
-        return self.ledger.launch(bucket.key, requests, rows, now_ns, kind)
+    def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:
+        """Return the batch to launch now, with everything decided; ``None`` when there is none.
 
-    def rows_to_run(self, launch: Launch, rows: int, sizes: Sequence[int]) -> int:
-        """How many rows the device shall compute for the ``rows`` of a batch: see :class:`Policy`."""
-        return self._policy.rows_to_run(launch.bucket, rows, sizes, self.latency)
+        The model is asked about the batch before any request leaves its queue. When that fails, the requests
+        leave it as a :class:`RejectedBatch`, and the next call goes on with others.
+        """
+        in_flight = len(self._in_flight)
+        if not self._queued_rows or not self._contexts.free or in_flight >= self._in_flight_max:
+            return None
+        picked = self._buckets.pick(now_ns, in_flight)
+        if picked is None:
+            return None
+        bucket, reason = picked
+        key = bucket.key
+        if bucket.rows == 1:
+            chosen, rows = bucket.choose(1)
+        else:
+            chosen, rows = bucket.choose(self._rows_to_take(bucket, in_flight))
+        rows_run, profile = rows, None
+        if not self._runs_as_it_is:
+            try:
+                rows_run, profile = self._rows_to_run(key, rows)
+            except Exception as error:
+                bucket.take(chosen, rows, Change.FAIL)
+                self._queued_rows -= rows
+                self._buckets.launched(bucket)
+                self._counters.failed += len(chosen)
+                return RejectedBatch(tuple(chosen), error)
+        bucket.take(chosen, rows)
+        self._queued_rows -= rows
+        self._buckets.launched(bucket)
+        self._in_flight_requests += len(chosen)
+        self._number = number = self._number + 1
+        is_timed = self.times_all or self._estimator.wants_times(number, key.cost_key, rows_run)
+        context, arena = self._contexts.acquire(profile)
+        batch = Batch(
+            number, key, tuple(chosen), rows, rows_run, profile, context, arena, is_timed, reason, now_ns
+        )
+        self._in_flight[number] = batch
+        self._counters.launched[reason] += 1
+        return batch
 
     def next_wakeup(self) -> int | None:
-        """When to look again though nothing happens, in ns: a deadline, or the end of a delay."""
+        """Return when to look again though nothing happens, in ns: a deadline, or the end of a delay."""
         wakeup_ns = self._deadlines.earliest_ns()
-        if self._policy.delay_ns_max and self._buckets and self.ledger.can_launch:
-            for bucket in self._buckets.values():
-                ready_ns = self._policy.ready_ns(bucket, len(self.ledger.in_flight))
-                if ready_ns != NEVER_NS and (wakeup_ns is None or ready_ns < wakeup_ns):
-                    wakeup_ns = ready_ns
+        if self._policy.delay_ns_max and self._contexts.free and len(self._in_flight) < self._in_flight_max:
+            delay_ns = self._buckets.wakeup_ns(len(self._in_flight))
+            if delay_ns is not None and (wakeup_ns is None or delay_ns < wakeup_ns):
+                return delay_ns
         return wakeup_ns
 
-    def complete(
+    def started(self, batch: Batch, now_ns: int) -> int | None:
+        """Note that a batch is on its stream.
+
+        :returns: in how many ns it is expected to be done; ``None`` if none like it was seen yet.
+        """
+        return self._estimator.started(batch, now_ns)
+
+    def landed(self, batch: Batch, now_ns: int) -> None:
+        """Note that the device is done with a batch; its outputs are still to be copied to their callers."""
+        self._estimator.landed(batch, now_ns)
+
+    def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
+        """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
+        return self._estimator.usual_ns(batch)
+
+    def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
+        """Remember the copy times that the device measured of a timed batch."""
+        self._estimator.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
+
+    def finished(
         self,
-        launch: Launch,
+        batch: Batch,
         now_ns: int,
         *,
         copy_in_ns: int,
         compute_ns: int,
         copy_out_ns: int,
         arena_wait_ns: int = 0,
-        is_timed: bool = True,
     ) -> None:
-        """The batch has been answered; its context is free again."""
-        requests = launch.requests
-        totals = self.ledger.totals
-        arrivals_ns = [request.arrival_ns for request in requests]
+        """Note that a batch has been answered; its context is free again."""
+        self._end(batch)
+        requests = batch.requests
         if self._masked:
             arrivals_ns = [request.arrival_ns for request in requests if request.state is not MASKED]
             self._masked -= len(requests) - len(arrivals_ns)
-        answered = len(arrivals_ns)
-        totals.succeeded += answered
+        else:
+            arrivals_ns = [request.arrival_ns for request in requests]
         change_all(requests, Change.COMPLETE)
-        self.ledger.release(launch)
-        if is_timed:
-            totals.batches_timed += 1
-            self.latency.observe(launch.bucket, launch.rows_run, compute_ns)
-        totals.rows += launch.rows
-        totals.batches += 1
-        if launch.rows_run != launch.rows:
-            totals.rows_padded += launch.rows_run - launch.rows
-        if launch.arena is not None:
-            totals.busy_ns += compute_ns
-            totals.arena_wait_ns += arena_wait_ns
-            totals.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
-        queue_ns = launch.launched_ns * answered - sum(arrivals_ns)
-        totals.queue_ns += queue_ns
-        totals.copy_in_ns += copy_in_ns * answered
-        totals.compute_ns += compute_ns * answered
-        totals.copy_out_ns += copy_out_ns * answered
-        totals.total_ns += queue_ns + (now_ns - launch.launched_ns) * answered
-        size = totals.by_size.get(launch.rows)
-        if size is None:
-            size = totals.by_size[launch.rows] = BatchTotals()
-        size.count += 1
-        size.copy_in_ns += copy_in_ns
-        size.compute_ns += compute_ns
-        size.copy_out_ns += copy_out_ns
+        self._contexts.release(batch.context, batch.arena)
+        if batch.is_timed:
+            self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+        self._counters.add_batch(
+            batch, now_ns, arrivals_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
+        )
 
-    def fail(self, launch: Launch, *, quarantine: bool = False) -> None:
-        """The batch failed. With ``quarantine``, its context is never used again."""
-        requests = launch.requests
+    def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
+        """Note that a batch failed. With ``quarantine``, its context is never used again."""
+        self._end(batch)
+        requests = batch.requests
         masked = sum(request.state is MASKED for request in requests) if self._masked else 0
         self._masked -= masked
-        self.ledger.totals.failed += len(requests) - masked
+        self._counters.failed += len(requests) - masked
         change_all(requests, Change.FAIL)
-        self.timeline.forget(launch)
+        self._estimator.forget(batch)
         if quarantine:
-            self.ledger.quarantine(launch)
+            self._contexts.quarantine(batch.context, batch.arena)
         else:
-            self.ledger.release(launch)
+            self._contexts.release(batch.context, batch.arena)
 
     def refuse(self, why: AsynctrtError) -> None:
-        """From now on every submission is refused with an error like ``why``; the queue goes on."""
+        """Refuse every submission from now on with an error like ``why``; the queue goes on."""
         self._closed = why
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether no context is left that a batch could ever run on again."""
-        return not self.ledger.usable_contexts
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and take everything that is queued."""
         self.refuse(why)
-        queued = [request for bucket in self._buckets.values() for request in bucket.waiting()]
+        queued = self._buckets.clear()
         change_all(queued, Change.FAIL)
-        self._buckets.clear()
-        self.queued_rows = 0
-        self.ledger.totals.failed += len(queued)
+        self._queued_rows = 0
+        self._counters.failed += len(queued)
         return queued
+
+    def _rows_to_take(self, bucket: BucketQueue, in_flight: int) -> int:
+        if bucket.key.slab is not None:
+            # Its rows lie in one slab, which one batch runs from; there are never more than it holds.
+            return bucket.rows_max
+        if bucket.rows < 2 or not self._policy.is_parallel:
+            return bucket.rows_max
+        head = bucket.head()
+        return self._policy.rows_to_take(
+            bucket.key.cost_key,
+            bucket.rows,
+            0 if head is None else head.rows,
+            rows_max=bucket.rows_max,
+            buckets=self._buckets.waiting,
+            in_flight=in_flight,
+            latency=self._latency,
+        )
+
+    def _rows_to_run(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
+        """Return the rows that the device executes for ``rows``, and the profile to do it with."""
+        rows_run = self._shapes.padded_rows(key.shape, rows)
+        if self._policy.captured.sizes and key.shape == ():
+            rows_run = self._policy.rows_to_run(key.cost_key, rows_run, self._latency)
+        return rows_run, self._shapes.profile(key.shape, rows_run)
 
     def _leave(self, request: Request, what: Change) -> None:
         """Take a queued request out of its bucket from wherever it stands."""
         change(request, what)
-        bucket = self._buckets[request.bucket]
+        bucket = self._buckets.get(request.key)
+        assert bucket is not None
         bucket.discard(request)
-        self.queued_rows -= request.rows
-        if not bucket.requests:
-            self._drop_bucket(bucket)
+        self._queued_rows -= request.rows
+        self._buckets.left(bucket)
 
-    def _add_bucket(self, key: Hashable) -> BucketQueue:
-        bucket, self._spare = self._spare, None
-        rows_max = self._policy.rows_max
-        if self._limit_of is not None:
-            rows_max = min(rows_max, self._limit_of(key))
-        if bucket is None:
-            bucket = BucketQueue(key, self._priorities, rows_max)
-        else:
-            bucket.reuse(key, rows_max)
-        self._buckets[key] = bucket
-        return bucket
+    def _mask(self, request: Request) -> bool:
+        """Drop the answer of a request in flight; False if it is no longer in flight."""
+        if request.state is not IN_FLIGHT:
+            return False
+        change(request, Change.CANCEL)
+        self._masked += 1
+        return True
 
-    def _drop_bucket(self, bucket: BucketQueue) -> None:
-        del self._buckets[bucket.key]
-        self._spare = bucket
+    def _end(self, batch: Batch) -> None:
+        if self._in_flight.get(batch.number) is not batch:
+            raise InternalError(f"{batch!r} is not in flight")
+        del self._in_flight[batch.number]
+        self._in_flight_requests -= len(batch.requests)
 
     def _refuse(self, rows: int, requests: int) -> None:
-        self.ledger.totals.refused += requests
+        self._counters.refused += requests
         if self._closed:
             # A fresh instance: one that many callers raise would collect all their tracebacks.
-            raise type(self._closed)(*self._closed.args)
+            raise copy_for(self._closed)
         raise QueueFullError(
-            f"the queue holds {self.queued_rows} of at most {self._queue_rows_max} rows and has no "
+            f"the queue holds {self._queued_rows} of at most {self._queue_rows_max} rows and has no "
             f"room for {rows} more. Retry later, send less, or open the engine with a larger "
             "max_queue_rows"
         )

@@ -1,11 +1,11 @@
-"""Engines behind sockets: KServe V2 over HTTP and gRPC, websocket, metrics, a dashboard. Thin over Engine.
+"""Serve engines over sockets: KServe V2 over HTTP and gRPC, websockets, metrics, a dashboard.
 
-A server of its own::
+As a server::
 
     async with Server(repository, ServerSettings(http_port=8000)) as server:
         await server.serve()
 
-Or parts of it in an application of one's own::
+Or as parts of your own ASGI application::
 
     routes = [WebSocketRoute("/ws", websocket_endpoint(engine)), Mount("/", kserve_app(engine))]
     app = Starlette(routes=routes)
@@ -24,7 +24,7 @@ __all__ = ["Repository", "Server", "ServerSettings", "kserve_app", "websocket_en
 
 
 def __getattr__(name: str) -> Any:
-    """Each part loads what it needs, and not more: an application without gRPC needs no ``grpcio``."""
+    """Import each part when it is used: an application without gRPC needs no ``grpcio``."""
     if name in ("kserve_app", "websocket_endpoint"):
         from asynctrt.serving import asgi  # noqa: PLC0415
 

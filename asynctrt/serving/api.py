@@ -1,7 +1,7 @@
-"""What a server answers, without sockets: routes, bodies, statuses. HTTP and ASGI stand on it.
+"""Answer requests without sockets: routes, bodies, statuses. HTTP and ASGI are built on it.
 
-Two ways lead through it. Inference is begun with :meth:`Api.begin` and ends with its future, so that a
-protocol's callbacks need no task; everything else is :meth:`Api.respond`.
+Inference begins with :meth:`Api.begin` and ends with its future, so that a protocol's callbacks need no task.
+Every other request goes to :meth:`Api.respond`.
 """
 
 import asyncio
@@ -26,10 +26,11 @@ from asynctrt.errors import (
     UnknownModelError,
     UnsupportedError,
 )
-from asynctrt.serving.datatypes import Buffer, brief
+from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.kserve.datatypes import Buffer, brief
+from asynctrt.kserve.json_codec import dump, mapping, parse_object
 from asynctrt.serving.repository import Repository, ServedModel
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.wire import Call, dump, mapping, parse_object
 from asynctrt.tensors import InferResult
 
 EXTENSIONS: Final = (
@@ -39,35 +40,35 @@ EXTENSIONS: Final = (
     "model_configuration",
     "schedule_policy",
 )
-"""What of KServe's and Triton's extensions is there."""
+"""The extensions of KServe and Triton that are implemented."""
 
 MODELS: Final = b"/v2/models/"
 REPOSITORY: Final = b"/v2/repository/models/"
 ELSEWHERE: Final = ("/trace/setting", "/generate", "/generate_stream")
-"""Routes of a model's in Triton that are not here."""
+"""A model's routes in Triton that this server does not have."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
 CANCELLED_STATUS: Final = 499
-"""That of a request that was cancelled: nginx's code for a client that went away."""
+"""Status of a cancelled request: nginx's code for a client that went away."""
 
 COMPRESS_NBYTES_MIN: Final = 512
-"""A smaller answer is not worth compressing."""
+"""A smaller answer is not compressed."""
 OFF_LOOP_NBYTES_MIN: Final = 256 << 10
-"""From this size on compressing and decompressing is done in a thread."""
+"""From this size on, compression and decompression run in a thread."""
 
 Headers = Mapping[bytes, bytes]
 logger = logging.getLogger("asynctrt.serving")
 
 
 class Answer(NamedTuple):
-    """An HTTP answer. ``body`` is in pieces, to be sent one after the other."""
+    """An HTTP answer. ``body`` is a sequence of pieces."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
     body: Sequence[Buffer]
 
 
-class Target(NamedTuple):
-    """A model's route: ``/v2/models/NAME[/versions/VERSION][/VERB]``."""
+class ModelRoute(NamedTuple):
+    """A parsed path of a model: ``/v2/models/NAME[/versions/VERSION][/VERB]``."""
 
     name: str
     version: str
@@ -75,25 +76,25 @@ class Target(NamedTuple):
 
 
 class Inference:
-    """One inference on its way."""
+    """One inference in progress."""
 
-    __slots__ = ("began_ns", "call", "future", "headers", "key", "served")
+    __slots__ = ("began_ns", "future", "headers", "key", "request", "served")
 
     def __init__(
         self,
         served: ServedModel,
-        call: Call,
+        request: DecodedRequest,
         future: "asyncio.Future[InferResult]",
         began_ns: int,
         headers: Headers,
     ) -> None:
         self.served = served
-        self.call = call
+        self.request = request
         self.future = future
         self.began_ns = began_ns
         self.headers = headers
         self.key = 0
-        """For a caller that has to tell requests without an id apart."""
+        """Set by a caller that has to tell requests without an id apart."""
 
 
 Then = Callable[[Inference], None]
@@ -101,20 +102,20 @@ Then = Callable[[Inference], None]
 
 @dataclass(slots=True)
 class Page:
-    """Something else that the server has at a path."""
+    """A further page of the server, such as one of the dashboard's."""
 
     respond: Callable[[Headers], Answer]
     is_open: bool = False
-    """Whether it needs no token."""
+    """Whether it is served without a token."""
 
 
 @dataclass(slots=True)
 class Api:
-    """Answers requests out of a repository.
+    """Answer requests with the models of a repository.
 
-    ``pages`` are further paths, such as the dashboard's. ``observe`` is called after each inference that has
-    ended, for tracing; ``log`` with the protocol, the peer and the inference, for those that are no HTTP
-    requests, which are logged as such.
+    ``pages`` are further pages by path, such as the dashboard's. ``observe`` is called after each inference,
+    for tracing. ``log`` is called with protocol, peer and inference after each one that did not come over
+    HTTP: HTTP requests are logged by their connections.
     """
 
     repository: Repository
@@ -123,7 +124,7 @@ class Api:
     observe: Callable[[Inference], None] | None = None
     log: Callable[[str, Any, Inference], None] | None = None
     in_flight: int = 0
-    _targets: dict[bytes, Target] = field(default_factory=dict)
+    _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
@@ -131,42 +132,42 @@ class Api:
 
     # ---- inference
 
-    def target(self, path: bytes) -> Target | None:
-        """What a path says of a model; ``None`` if it is none of a model's."""
-        known = self._targets.get(path)
+    def route(self, path: bytes) -> ModelRoute | None:
+        """Parse a model's path; ``None`` if it is not one."""
+        known = self._routes.get(path)
         if known is not None:
             return known
         if not path.startswith(MODELS):
             return None
-        target = _target(path)
-        if target is not None and len(self._targets) < 1024:
+        route = _route(path)
+        if route is not None and len(self._routes) < 1024:
             try:
-                self.repository.find(target.name, target.version)
+                self.repository.find(route.name, route.version)
             except AsynctrtError:
-                return target  # Not to be remembered: anybody can make such paths up.
-            self._targets[path] = target
-        return target
+                return route  # Not cached: clients can make up any number of such paths.
+            self._routes[path] = route
+        return route
 
-    def begin(self, target: Target, headers: Headers, body: bytes, then: Then | None = None) -> Inference:
-        """Decode an inference request and hand it to its engine; ``then`` is called when it has ended.
+    def begin(self, route: ModelRoute, headers: Headers, body: bytes, then: Then | None = None) -> Inference:
+        """Decode an inference request and submit it to its engine; ``then`` is called when it has ended.
 
-        :raises AsynctrtError: what is wrong with it, counted already.
+        :raises AsynctrtError: if it is refused; the failure is counted already.
         """
         began_ns = clock.now_ns()
-        served = self.repository.find(target.name, target.version)
+        served = self.repository.find(route.name, route.version)
         try:
             length = headers.get(b"inference-header-content-length")
             if length is None:
-                call = served.codec.decode(body, len(body))
+                request = served.codec.decode(body, len(body))
             elif length == b"0":
-                call = served.codec.decode_raw(body)
+                request = served.codec.decode_raw(body)
             elif length.isdigit() and len(length) < 19:
-                call = served.codec.decode(body, int(length))
+                request = served.codec.decode(body, int(length))
             else:
                 raise RequestError(
-                    f"Inference-Header-Content-Length is a number of bytes, not {length!r:.40}"
+                    f"Inference-Header-Content-Length must be a number of bytes, not {length!r:.40}"
                 )
-            return self.submit(served, call, began_ns, headers, then)
+            return self.submit(served, request, began_ns, headers, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
@@ -174,22 +175,20 @@ class Api:
     def submit(
         self,
         served: ServedModel,
-        call: Call,
+        request: DecodedRequest,
         began_ns: int,
         headers: Headers,
         then: Then | None = None,
     ) -> Inference:
-        """Hand a decoded request to its engine. Its end is counted; the future is the caller's to cancel.
+        """Submit a decoded request to its engine and count its outcome. The caller may cancel its future.
 
-        :raises QueueFullError: when the server answers as many requests as it may at once.
+        :raises QueueFullError: if the server is already answering ``max_requests`` requests.
         """
         if self.in_flight >= self.settings.max_requests:
-            raise QueueFullError(
-                f"{self.in_flight} requests are being answered, as many as may be: retry later"
-            )
-        future = served.submit(call)
+            raise QueueFullError(f"the server is answering {self.in_flight} requests, its limit: retry later")
+        future = served.submit(request)
         self.in_flight += 1
-        inference = Inference(served, call, future, began_ns, headers)
+        inference = Inference(served, request, future, began_ns, headers)
         future.add_done_callback(partial(self._ended, inference, then))
         return inference
 
@@ -202,16 +201,16 @@ class Api:
             then(inference)
 
     def infer_answer(self, inference: Inference) -> Answer:
-        """The answer to an inference whose future is done.
+        """Return the answer to an inference whose future is done.
 
-        :raises AsynctrtError: what it failed with.
+        :raises AsynctrtError: if it failed.
         """
-        return encoded_answer(*inference.served.codec.encode(inference.call, inference.future.result()))
+        return encoded_answer(*inference.served.codec.encode(inference.request, inference.future.result()))
 
     # ---- everything
 
     async def respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
-        """Answer any request. What goes wrong is an answer too."""
+        """Answer any request. Errors become answers too."""
         try:
             self.authorize(path, headers)
             coding = headers.get(b"content-encoding", b"identity").strip().lower()
@@ -222,9 +221,9 @@ class Api:
             return error_answer(error)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
-        """Whether a request may come in.
+        """Check a request's bearer token.
 
-        :raises UnauthorizedError: if it needs a token that it does not bring.
+        :raises UnauthorizedError: if it needs one and has none, or a wrong one.
         """
         if not self._tokens or path.startswith(b"/v2/health/"):
             return
@@ -233,13 +232,11 @@ class Api:
             return
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         given = given.strip()
-        # Every token is compared, so that the time taken does not tell which one was nearly right.
+        # Every token is compared, so that the time taken does not reveal which one nearly matched.
         matches = [hmac.compare_digest(given, token) for token in self._tokens]
         if kind.lower() != b"bearer" or not any(matches):
-            what = "a wrong one was given" if given else "none was given"
-            raise UnauthorizedError(
-                f"this server needs a bearer token, and {what}: Authorization: Bearer TOKEN"
-            )
+            what = "the bearer token is wrong" if given else "this server requires a bearer token"
+            raise UnauthorizedError(f"{what}: send the header Authorization: Bearer TOKEN")
 
     async def _respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
         text = path.decode("latin-1")
@@ -247,9 +244,9 @@ class Api:
         if page is not None:
             _allow(method, "GET")
             return page.respond(headers)
-        target = self.target(path) if text != "/v2/models/stats" else None
-        if target is not None:
-            return await self._model(method, target, headers, body)
+        route = self.route(path) if text != "/v2/models/stats" else None
+        if route is not None:
+            return await self._model(method, route, headers, body)
         match text.rstrip("/"):
             case "/v2":
                 _allow(method, "GET")
@@ -270,43 +267,41 @@ class Api:
             _allow(method, "POST")
             return await self._control(text, body)
         if text.startswith(("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")):
-            raise UnsupportedError(f"{text:.200} is a part of the protocol that this server does not have")
-        raise UnknownModelError(f"there is nothing at {text:.200}; the protocol begins at /v2")
+            raise UnsupportedError(f"this server does not implement {text:.200}")
+        raise UnknownModelError(f"no page at {text:.200}; the inference protocol is under /v2")
 
-    async def _model(self, method: str, target: Target, headers: Headers, body: bytes) -> Answer:
-        if not target.verb and target.name.endswith(ELSEWHERE):
-            self._refuse_elsewhere(target)
-        _allow(method, "POST" if target.verb == "infer" else "GET")
-        if target.verb == "infer":
-            inference = self.begin(target, headers, body)
+    async def _model(self, method: str, route: ModelRoute, headers: Headers, body: bytes) -> Answer:
+        if not route.verb and route.name.endswith(ELSEWHERE):
+            self._refuse_elsewhere(route)
+        _allow(method, "POST" if route.verb == "infer" else "GET")
+        if route.verb == "infer":
+            inference = self.begin(route, headers, body)
             try:
                 await inference.future
             except asyncio.CancelledError:
                 inference.future.cancel()
                 raise
             return await self.compressed(headers, self.infer_answer(inference))
-        if target.verb == "ready":
+        if route.verb == "ready":
             try:
-                self.repository.find_ready(target.name, target.version)
+                self.repository.find_ready(route.name, route.version)
             except AsynctrtError as error:
-                # Clients take 400 for "no", and whatever else for a broken server.
+                # Clients read 400 as "not ready", and any other status as a broken server.
                 return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))
             return Answer(200, (), ())
-        if target.verb == "ws":
-            raise RequestError("this is a websocket: connect with ws://, or send Upgrade: websocket")
-        return json_answer(self.describe(target.verb, target.name, target.version))
+        if route.verb == "ws":
+            raise RequestError("this path is a websocket: connect with ws://, or send Upgrade: websocket")
+        return json_answer(self.describe(route.verb, route.name, route.version))
 
-    def _refuse_elsewhere(self, target: Target) -> None:
-        """Routes of Triton's that look like a model's metadata, unless there is a model of that name."""
+    def _refuse_elsewhere(self, route: ModelRoute) -> None:
+        """Refuse routes of Triton's that look like a model's metadata, unless a model has that name."""
         try:
-            self.repository.find(target.name, target.version)
+            self.repository.find(route.name, route.version)
         except UnknownModelError:
-            raise UnsupportedError(
-                f"{target.name:.200} is a part of the protocol that this server does not have"
-            ) from None
+            raise UnsupportedError(f"this server does not implement {route.name:.200}") from None
 
     def describe(self, verb: str, name: str, version: str) -> dict[str, Any]:
-        """A model's metadata (no verb), its ``config`` or its ``stats``."""
+        """Return a model's metadata (no verb), its ``config`` or its ``stats``."""
         served = self.repository.find(name, version)
         if verb == "config":
             return served.config()
@@ -315,11 +310,11 @@ class Api:
         return served.metadata(self.repository.versions(name))
 
     def server_metadata(self) -> dict[str, Any]:
-        """What KServe calls the server's metadata."""
+        """Return KServe's server metadata."""
         return {"name": "asynctrt", "version": asynctrt.__version__, "extensions": list(EXTENSIONS)}
 
     def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """The statistics of all models, of one, or of one version."""
+        """Return the statistics of all models, of one, or of one version."""
         if version:
             return [self.repository.find(name, version).statistics()]
         if name:
@@ -327,11 +322,11 @@ class Api:
         return [served.statistics() for served in self.repository if not name or served.name == name]
 
     def index(self, body: bytes) -> list[dict[str, str]]:
-        """The repository's models; with ``{"ready": true}``, those that are served."""
+        """List the repository's models; with ``{"ready": true}``, only those that are ready."""
         content = parse_object(body, "the request", self.settings.max_json) if body else {}
         ready = content.get("ready", False)
         if not isinstance(ready, bool):
-            raise RequestError(f"ready is true or false, not {brief(ready)}")
+            raise RequestError(f"ready must be true or false, not {brief(ready)}")
         return [item for item in self.repository.index() if not ready or item["state"] == "READY"]
 
     async def _control(self, text: str, body: bytes) -> Answer:
@@ -343,33 +338,35 @@ class Api:
         )
         given = [parameter for parameter in parameters if parameter != "unload_dependents"]
         if given:
-            raise UnsupportedError(f"a model is loaded as the server was told, not with {given[0]!r:.40}")
+            raise UnsupportedError(
+                f"unsupported load parameter {given[0]!r:.40}: models are loaded as the server is configured"
+            )
         await self.control(unquote(name), verb)
         return Answer(200, (), ())
 
     async def control(self, name: str, verb: str) -> None:
         """Load or unload a model.
 
-        :raises CallerError: if that is not for clients to do.
+        :raises CallerError: if the server does not let clients do so.
         """
         if verb not in ("load", "unload"):
-            raise UnknownModelError(f"a model can be loaded or unloaded, not {verb!r:.40}")
+            raise UnknownModelError(f"unknown action {verb!r:.40}; models have load and unload")
         if not self.settings.model_control:
             raise CallerError(
-                "clients may not load or unload models here: start the server with --model-control"
+                "this server does not let clients load or unload models: start it with --model-control"
             )
         await (self.repository.load(name) if verb == "load" else self.repository.unload(name))
 
     async def _decompressed(self, coding: bytes, body: bytes) -> bytes:
         if coding not in (b"gzip", b"deflate"):
-            raise RequestError(f"Content-Encoding is gzip or deflate, not {coding!r:.40}")
+            raise RequestError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
         work = partial(decompress, body, self.settings.max_body)
         return await asyncio.to_thread(work) if len(body) > OFF_LOOP_NBYTES_MIN // 8 else work()
 
     async def compressed(self, headers: Headers, answer: Answer) -> Answer:
-        """The answer to an inference, compressed if its client asks for it and it is worth it.
+        """Compress the answer to an inference if its client accepts that and it is large enough.
 
-        Nothing else is compressed: NVIDIA's asyncio client decompresses nothing else.
+        No other answer is compressed: NVIDIA's asyncio client decompresses only inferences.
         """
         nbytes = sum(len(piece) for piece in answer.body)
         coding = (
@@ -384,7 +381,7 @@ class Api:
 
 
 def encoded_answer(head: bytes, tensors: Sequence[Buffer]) -> Answer:
-    """The answer to an inference: its JSON header, and the raw tensors that follow it, if there are any."""
+    """Return the answer to an inference: its JSON head, then its raw tensors, if any."""
     if not tensors:
         return Answer(200, (("Content-Type", "application/json"),), (head,))
     headers = (
@@ -395,15 +392,15 @@ def encoded_answer(head: bytes, tensors: Sequence[Buffer]) -> Answer:
 
 
 def json_answer(content: object, status: int = 200) -> Answer:
-    """JSON."""
+    """Return an answer with a JSON body."""
     return Answer(status, (("Content-Type", "application/json"),), (dump(content),))
 
 
 def error_answer(error: BaseException) -> Answer:
-    """What a failed request is answered: KServe's ``{"error": ...}`` and the error's own status."""
+    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status."""
     if not isinstance(error, AsynctrtError):
-        logger.error("a request failed for a reason that is no caller's", exc_info=error)
-        return json_answer({"error": "internal error; the server's log has it"}, 500)
+        logger.error("a request failed with an internal error", exc_info=error)
+        return json_answer({"error": "internal error; see the server's log"}, 500)
     status = error.http_status
     headers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, _MethodError):
@@ -414,7 +411,7 @@ def error_answer(error: BaseException) -> Answer:
 
 
 class _MethodError(RequestError):
-    """The path has no such method."""
+    """The path does not accept the method."""
 
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(message)
@@ -423,11 +420,11 @@ class _MethodError(RequestError):
 
 def _allow(method: str, allowed: str) -> None:
     if method != allowed and not (method == "HEAD" and allowed == "GET"):
-        raise _MethodError(f"the method here is {allowed}, not {method:.20}", allowed)
+        raise _MethodError(f"this path accepts {allowed}, not {method:.20}", allowed)
 
 
-def _target(path: bytes) -> Target | None:
-    """Names may hold slashes, quoted or not, so a path is read from its ends."""
+def _route(path: bytes) -> ModelRoute | None:
+    """Parse a model's path from its ends, as names may hold slashes, quoted or not."""
     parts = path[len(MODELS) :].decode("latin-1").split("/")
     verb = parts.pop() if len(parts) > 1 and parts[-1] in VERBS else ""
     version = ""
@@ -435,40 +432,40 @@ def _target(path: bytes) -> Target | None:
         version = unquote(parts.pop())
         parts.pop()
     name = unquote("/".join(parts))
-    return Target(name, version, verb) if name else None
+    return ModelRoute(name, version, verb) if name else None
 
 
 def decompress(body: bytes, nbytes_max: int) -> bytes:
-    """A body that was compressed with gzip or zlib.
+    """Decompress a body that was compressed with gzip or zlib.
 
     :raises TooLargeError: if it would be larger than ``nbytes_max``.
-    :raises RequestError: if it was not so compressed.
+    :raises RequestError: if it was not compressed with either.
     """
-    machine = zlib.decompressobj(wbits=47)  # Either of the two, told by its first bytes.
+    machine = zlib.decompressobj(wbits=47)  # Either of the two, detected by its first bytes.
     try:
         out = machine.decompress(body, nbytes_max + 1)
         if len(out) <= nbytes_max and not machine.eof:
             out += machine.flush()
     except zlib.error as error:
-        raise RequestError(f"the body is not compressed as Content-Encoding says: {error}") from error
+        raise RequestError(f"the body is not compressed as Content-Encoding states: {error}") from error
     if len(out) > nbytes_max:
-        raise TooLargeError(f"the body, decompressed, is more than the {nbytes_max} bytes that are taken")
+        raise TooLargeError(f"the decompressed body exceeds the {nbytes_max} bytes that this server accepts")
     if not machine.eof:
-        raise RequestError("the compressed body ends in the middle")
+        raise RequestError("the compressed body is truncated")
     return out
 
 
 def compress(coding: str, pieces: Sequence[Buffer]) -> bytes:
-    """The pieces as one body, compressed."""
+    """Join the pieces into one compressed body."""
     machine = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == "gzip" else 15)
     return b"".join([*(machine.compress(piece) for piece in pieces), machine.flush()])
 
 
 def accepted_coding(header: bytes) -> str | None:
-    """The coding that an ``Accept-Encoding`` asks for: the one that it names of those that there are.
+    """Return the coding that an ``Accept-Encoding`` asks for, if it names exactly one of gzip and deflate.
 
-    Who names both is a library that always does, and tensors of numbers are hardly smaller compressed: an
-    answer of 4 MB takes 120 ms so, and 6 ms as it is.
+    A header that names both comes from a library that always sends it, and compressing tensors of numbers
+    costs far more time than it saves.
     """
     if not header:
         return None

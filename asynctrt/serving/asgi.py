@@ -1,7 +1,7 @@
-"""The protocols behind ASGI, for an application of one's own: Starlette, FastAPI, uvicorn, hypercorn, ...
+"""Serve the protocols in an ASGI application of your own: Starlette, FastAPI, uvicorn, hypercorn, ...
 
-An engine belongs to the event loop, and an application is made before there is one: so both functions take an
-engine, or a function that gives it when a client comes.
+An engine belongs to an event loop, and an application is made before there is one. So both functions take
+either an engine or a function that returns it, which is called when a client comes.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, RequestError, TooLargeError, UsageError
-from asynctrt.serving.api import Api, Headers, Target, error_answer
+from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import (
@@ -19,9 +19,9 @@ from asynctrt.serving.websocket import (
     POLICY_VIOLATION,
     SUBPROTOCOL,
     Message,
-    Session,
-    admit,
+    WebSocketSession,
     authorize,
+    authorize_route,
 )
 
 Scope = MutableMapping[str, Any]
@@ -31,11 +31,11 @@ Source = Engine | Repository | Callable[[], Engine | Repository]
 
 
 def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings | None = None) -> "KServeApp":
-    """KServe V2 over HTTP, and the websockets, in one ASGI application to mount.
+    """Return an ASGI application with KServe V2 over HTTP and the websockets.
 
-    :param engine: an open engine, a :class:`Repository` with several, or a function that gives either.
-    :param name: what a single engine's model is called.
-    :param settings: limits and tokens; addresses and times are the ASGI server's to know.
+    :param engine: an open engine, a :class:`Repository` with several, or a function that returns either.
+    :param name: the model's name, for a single engine.
+    :param settings: limits and tokens; addresses and timeouts are up to the ASGI server.
     """
     return KServeApp(engine, name, settings or ServerSettings())
 
@@ -43,23 +43,22 @@ def kserve_app(engine: Source, *, name: str = "model", settings: ServerSettings 
 def websocket_endpoint(
     engine: Source, *, name: str = "model", settings: ServerSettings | None = None
 ) -> "WebSocketEndpoint":
-    """A websocket for one engine, as an ASGI application.
+    """Return an ASGI application that is a websocket for one engine.
 
     ``WebSocketRoute("/ws", websocket_endpoint(engine))`` in Starlette,
     ``app.add_websocket_route("/ws", websocket_endpoint(engine))`` in FastAPI. The messages are described in
     ``asynctrt/serving/websocket.py``.
 
-    :param engine: an open engine, or a function that gives it. With a :class:`Repository`, each message says
-        which model it is for.
-    :param name: what answers call the model.
-    :param settings: ``max_body``, ``max_tensors``, ``max_requests``, ``max_requests_per_connection`` and
-        ``allow_origins`` are looked at.
+    :param engine: an open engine, or a function that returns it. With a :class:`Repository`, each message
+        names its model.
+    :param name: the model's name in answers.
+    :param settings: limits, tokens and ``allow_origins``.
     """
     return WebSocketEndpoint(engine, name, settings or ServerSettings())
 
 
 class _Found:
-    """The API over what the application has given, made when it is first asked for."""
+    """Make the API over the application's engine or repository when it is first needed."""
 
     def __init__(self, source: Source, name: str, settings: ServerSettings) -> None:
         self._source = source
@@ -76,15 +75,15 @@ class _Found:
             self._engine = engine
         return self._api
 
-    def target(self) -> Target | None:
-        """The model of a websocket that is one engine's."""
-        return None if isinstance(self._engine, Repository) else Target(self._name, "", "ws")
+    def route(self) -> ModelRoute | None:
+        """Return the model of a websocket for one engine; ``None`` for a repository."""
+        return None if isinstance(self._engine, Repository) else ModelRoute(self._name, "", "ws")
 
     def _repository(self, engine: Engine | Repository) -> Repository:
         if isinstance(engine, Repository):
             return engine
         if not isinstance(engine, Engine):
-            raise UsageError(f"this takes an open engine, or a function that gives one, not {engine!r}")
+            raise UsageError(f"expected an open engine, or a function that returns one, not {engine!r}")
         repository = Repository(tensors_max=self.settings.max_tensors, json_max=self.settings.max_json)
         repository.add(self._name, engine)
         return repository
@@ -101,14 +100,16 @@ class WebSocketEndpoint:
         if scope["type"] != "websocket":
             lines = [(b"upgrade", b"websocket"), (b"content-type", b"text/plain")]
             await send({"type": "http.response.start", "status": 426, "headers": lines})
-            await send({"type": "http.response.body", "body": b"this is a websocket: connect with ws://"})
+            await send(
+                {"type": "http.response.body", "body": b"this path is a websocket: connect with ws://"}
+            )
             return
         api = self._found.api()
         headers = {name.lower(): value for name, value in scope["headers"]}
 
-        def enter() -> Target | None:
+        def enter() -> ModelRoute | None:
             authorize(api, PATH, headers)
-            return self._found.target()
+            return self._found.route()
 
         await _serve_websocket(api, enter, headers, receive, send)
 
@@ -128,7 +129,7 @@ class KServeApp:
         path = _path(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
         if scope["type"] == "websocket":
-            await _serve_websocket(api, lambda: admit(api, path, headers), headers, receive, send)
+            await _serve_websocket(api, lambda: authorize_route(api, path, headers), headers, receive, send)
             return
         try:
             body = await _read_body(receive, api.settings.max_body)
@@ -140,7 +141,7 @@ class KServeApp:
             try:
                 await asyncio.wait([responding, leaving], return_when="FIRST_COMPLETED")
                 if not responding.done():
-                    return  # Nobody waits for it any more; to cancel it drops what is queued.
+                    return  # The client is gone; cancelling removes its request from the queue.
                 answer = responding.result()
             finally:
                 responding.cancel()
@@ -153,7 +154,7 @@ class KServeApp:
 
 
 def _path(scope: Scope) -> bytes:
-    """The path as it was sent, from where the application is mounted on: names may hold quoted slashes."""
+    """Return the path below the mount point, still quoted, since names may hold quoted slashes."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     root = scope.get("root_path", "").encode()
     return raw[len(root) :] if root and raw.startswith(root) else raw
@@ -173,11 +174,11 @@ async def _read_body(receive: Receive, nbytes_max: int) -> bytes:
     while True:
         event = await receive()
         if event["type"] != "http.request":
-            raise RequestError("the client went away before its request was whole")
+            raise RequestError("the client disconnected before its request was complete")
         pieces.append(event.get("body", b""))
         nbytes += len(pieces[-1])
         if nbytes > nbytes_max:
-            raise TooLargeError(f"the body is more than the {nbytes_max} bytes that this server takes")
+            raise TooLargeError(f"the body exceeds the {nbytes_max} bytes that this server accepts")
         if not event.get("more_body", False):
             return b"".join(pieces)
 
@@ -189,44 +190,44 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _serve_websocket(
     api: Api,
-    enter: Callable[[], Target | None],
+    enter: Callable[[], ModelRoute | None],
     headers: Headers,
     receive: Receive,
     send: Send,
 ) -> None:
-    await receive()  # It says that the client wants to connect.
+    await receive()  # The first event is websocket.connect.
     try:
-        target = enter()
+        route = enter()
     except AsynctrtError:
-        # Before it is accepted, to close it is to answer with status 403.
+        # Closing before accepting answers with status 403.
         await send({"type": "websocket.close", "code": POLICY_VIOLATION})
         return
     offered = [item.strip() for item in headers.get(b"sec-websocket-protocol", b"").split(b",")]
     chosen = SUBPROTOCOL if SUBPROTOCOL.encode() in offered else None
     await send({"type": "websocket.accept", "subprotocol": chosen})
-    await _AsgiConnection(api, target, headers, receive, send).run()
+    await _AsgiConnection(api, route, headers, receive, send).run()
 
 
 class _AsgiConnection:
-    """One websocket: a task reads, and one writes."""
+    """One websocket, with a task that reads and one that writes."""
 
     def __init__(
-        self, api: Api, target: Target | None, headers: Headers, receive: Receive, send: Send
+        self, api: Api, route: ModelRoute | None, headers: Headers, receive: Receive, send: Send
     ) -> None:
         self._settings = api.settings
         self._receive = receive
         self._send = send
         self._out: asyncio.Queue[Message] = asyncio.Queue()
         self._room = asyncio.Event()
-        self._session = Session(
-            api, self._out.put_nowait, room=self._room.set, target=target, headers=headers
+        self._session = WebSocketSession(
+            api, self._out.put_nowait, room=self._room.set, route=route, headers=headers
         )
 
     async def run(self) -> None:
         writer = asyncio.create_task(self._write())
         try:
             while True:
-                # An answer that is not taken counts as a request that is not answered.
+                # An answer that the client has not received counts like a request in flight.
                 while (
                     self._session.is_full or self._out.qsize() >= self._settings.max_requests_per_connection
                 ):
@@ -253,5 +254,5 @@ class _AsgiConnection:
             try:
                 await self._send({"type": "websocket.send", kind: message})
             except Exception:
-                return  # The client has gone away, which the reading side is told.
+                return  # The client is gone, which the reading task learns too.
             self._room.set()

@@ -1,4 +1,4 @@
-"""What ``asynctrt serve`` does: from flags, environment and TOML to a server that stops on a signal."""
+"""Run ``asynctrt serve``: resolve flags, environment and TOML, and serve until a signal."""
 
 import asyncio
 import dataclasses
@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.options import Options, check_names
-from asynctrt.process import find_modules_here, keep_what_is_there, let_threads_in
+from asynctrt.options import Options
+from asynctrt.process import add_cwd_to_path, freeze_gc, shorten_switch_interval
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
 
 
 @dataclass(frozen=True, slots=True)
-class ServePlan:
-    """What a server is to be: its settings, its models, their device."""
+class ServeConfig:
+    """A resolved configuration: the server's settings, the models, and their device."""
 
     settings: ServerSettings
     models: tuple[ModelSource, ...]
@@ -32,26 +33,26 @@ class ServePlan:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A TOML file of settings.
+    """Read a TOML file of settings.
 
     :raises UsageError: if it cannot be read.
-    :raises OptionsError: for a name in it that is no setting.
+    :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
     try:
         content = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the configuration {str(path)!r} cannot be read: {error}") from error
+        raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise OptionsError(f"{str(path)!r} is no TOML: {error}") from error
+        raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
     names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
     check_names(content, names, f"setting in {path}")
     return content
 
 
-def plan(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServePlan:
-    """What flags and environment (``given``, where they say something) and a configuration come to.
+def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfig:
+    """Combine the ``given`` flags and environment variables with a configuration file, over which they win.
 
-    :raises OptionsError: for a setting that is unknown or impossible, or if there is no model.
+    :raises OptionsError: if a setting is invalid, or there is no model.
     """
     both = {**config, **given}
     server = {name: both[name] for name in SERVER_NAMES if name in both}
@@ -61,35 +62,37 @@ def plan(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServePlan:
             server[name] = Path(server[name])
     tables = config.get("models", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise OptionsError("models in a configuration are tables: [[models]], each with a path")
+        raise OptionsError("models in a configuration must be [[models]] tables, each with a path")
     models = [ModelSource.read(table, engine) for table in tables]
     models += [ModelSource.parse(text, engine) for text in given.get("models") or []]
     if not models:
-        raise OptionsError("no model to serve: asynctrt serve model.onnx, or [[models]] in --config FILE")
+        raise OptionsError(
+            "no model to serve: run asynctrt serve model.onnx, or list [[models]] in --config FILE"
+        )
     device = both.get("device", "host")
     if not isinstance(device, str):
-        raise OptionsError(f"device is the name of a device, not {device!r}")
-    return ServePlan(ServerSettings(**server), tuple(models), device)
+        raise OptionsError(f"device must be the name of a device, not {device!r}")
+    return ServeConfig(ServerSettings(**server), tuple(models), device)
 
 
-async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
+async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    :param say: takes lines about how it goes.
-    :raises AsynctrtError: if a port cannot be had or a model cannot be loaded.
+    :param say: receives progress messages, a line each.
+    :raises AsynctrtError: if it cannot listen on a port or load a model.
     """
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
     logging.getLogger("asynctrt").setLevel(logging.INFO)
-    let_threads_in()
-    find_modules_here()
-    settings = planned.settings
+    shorten_switch_interval()
+    add_cwd_to_path()
+    settings = config.settings
     repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
-    for source in planned.models:
-        repository.add(source.name, version=source.version, opener=source.opener(planned.device))
+    for source in config.models:
+        repository.add(source.name, version=source.version, opener=source.opener(config.device))
     async with Server(repository, settings) as server:
-        # It listens and heeds signals before it loads, so that who asks is told that it is alive, not ready.
+        # It listens and handles signals before it loads models: health checks then report live, not ready.
         serving = asyncio.create_task(server.serve())
         loading = asyncio.create_task(_load(server, say))
         try:
@@ -105,12 +108,12 @@ async def serve(planned: ServePlan, say: Callable[[str], None]) -> None:
 
 
 async def _load(server: Server, say: Callable[[str], None]) -> None:
-    """Load the models, and say where everything is."""
+    """Load the models, and report the addresses."""
     repository, settings = server.repository, server.settings
     count = len(repository.index())
     say(f"loading {count} model{'s' * (count != 1)}")
     await repository.load_all()
-    keep_what_is_there()
+    freeze_gc()
     for served in repository:
         inputs = ", ".join(str(spec) for spec in served.engine.inputs)
         say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")
@@ -119,4 +122,4 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
         say(f"gRPC                        {server.grpc_target}")
     say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
     if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.tokens:
-        say("warning: open to everybody who reaches this address; set tokens to change that")
+        say("warning: anyone who can reach this address can use the server; set --tokens to prevent that")

@@ -1,4 +1,4 @@
-"""The dashboard's pages: a page, its script and style, and the figures that it draws."""
+"""Serve the dashboard: its page, script and style, and the figures that it draws."""
 
 import hashlib
 from functools import partial
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import asynctrt
+from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.repository import Repository, ServedModel
 from asynctrt.serving.sampler import Sampler, batch_bounds, key_of
-from asynctrt.serving.wire import dump
 
 STATIC: Final = Path(__file__).parent / "static"
 
@@ -36,17 +36,17 @@ SAFE: Final = (
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
 )
-"""Nothing from elsewhere, nothing inline, and in nobody's frame."""
+"""Allow nothing from other origins, nothing inline, and no framing."""
 
 RECENT: Final = 10
-"""Samples that a page asks for again and again; one that has missed more asks for all."""
+"""Samples that a page polls for; a page that has missed more fetches all."""
 
 
 def dashboard_pages(repository: Repository, sampler: Sampler) -> dict[str, Page]:
-    """The pages of a server's dashboard, by path.
+    """Return the dashboard's pages by path.
 
-    The page itself and what it is made of are open, for a browser brings no token before there is a page to
-    ask for it. ``/dashboard/data`` has all samples, ``/dashboard/recent`` the newest; both need the token.
+    The page, its script and style need no token, since only the page can ask the user for one.
+    ``/dashboard/data`` has all samples, ``/dashboard/recent`` the newest; both need the token.
     """
     pages = {
         path: _static((STATIC / name).read_bytes(), content_type)
@@ -59,7 +59,7 @@ def dashboard_pages(repository: Repository, sampler: Sampler) -> dict[str, Page]
 
 
 def _static(content: bytes, content_type: str) -> Page:
-    # A browser asks each time whether it is still the same, so that a new version is seen at once.
+    # Browsers revalidate each time, so that a new version shows at once.
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = (("Content-Type", content_type), *SAFE, ("Cache-Control", "no-cache"), ("ETag", tag))
 
@@ -88,7 +88,7 @@ def _figures(repository: Repository, sampler: Sampler, count: int | None, _: Hea
 
 
 def _described(served: ServedModel) -> dict[str, Any]:
-    """What a model is, and what it has done since it was loaded."""
+    """Return what a model is, and its counts since it was loaded."""
     done = served.engine.statistics()
     return {
         "key": key_of(served),
@@ -102,6 +102,7 @@ def _described(served: ServedModel) -> dict[str, Any]:
         "answered": served.succeeded(done),
         "rows": done.rows,
         "batches": done.batches,
+        "launched": dict(done.launched),
         "failures": served.failures,
         "contexts_quarantined": done.contexts_quarantined,
     }

@@ -1,11 +1,13 @@
-"""KServe over gRPC, on ``grpc.aio``: Triton's service, and health. The only importer of ``grpc``.
+"""Serve KServe over gRPC: Triton's service, and health checks, on ``grpc.aio``.
 
-Handlers take and give bytes: what does not parse is then answered like everything else that is wrong. A call
-that its client cancels, or whose deadline passes, is a task that is cancelled; its request leaves the queue.
+Handlers take and return bytes, so that a malformed message is answered like any other error. When a client
+cancels a call, or its deadline passes, its task is cancelled, and its request leaves the queue.
 """
 
 import asyncio
 import logging
+import os
+import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -22,8 +24,8 @@ from asynctrt.errors import (
     UnsupportedError,
     UsageError,
 )
+from asynctrt.kserve.protobuf import ProtobufCodec, message_classes, parse, streamed, streamed_error
 from asynctrt.serving.api import Api, Headers, Inference, Then
-from asynctrt.serving.messages import InferCodec, message_classes, parse, streamed, streamed_error
 from asynctrt.serving.repository import ServedModel
 from asynctrt.serving.settings import ServerSettings
 
@@ -35,10 +37,10 @@ except ImportError as error:
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 HEALTH_S: Final = 1.0
-"""How often somebody who watches health is looked after, besides when this server changes it."""
+"""Polling interval for Watch streams, which also see changes made over gRPC at once."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
-"""The methods that need no token."""
+"""Methods that need no token."""
 
 UNSUPPORTED: Final = (
     "SystemSharedMemoryStatus",
@@ -50,21 +52,18 @@ UNSUPPORTED: Final = (
     "TraceSetting",
     "LogSettings",
 )
-"""The rest of Triton's service."""
+"""Methods of Triton's service that are not implemented."""
 
 NBYTES_MAX: Final = 2**31 - 1
-"""gRPC's own limit."""
+"""gRPC's own limit for a message."""
 DETAILS_LENGTH_MAX: Final = 2000
-"""Characters of an error's message; clients refuse trailers of more than 8 KiB."""
+"""Characters of an error message that are sent; clients refuse trailers over 8 KiB."""
 
 logger = logging.getLogger("asynctrt.serving")
 
 
 class GrpcServer:
-    """Serves an :class:`Api` over gRPC.
-
-    :param settings: of which it takes the address, the certificate, and the limits.
-    """
+    """Serve an :class:`Api` over gRPC, with the address, certificate and limits in ``settings``."""
 
     def __init__(self, api: Api, settings: ServerSettings) -> None:
         self._api = api
@@ -72,7 +71,7 @@ class GrpcServer:
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
         self._has_tokens = bool(settings.tokens)
-        self._codecs: WeakKeyDictionary[ServedModel, InferCodec] = WeakKeyDictionary()
+        self._codecs: WeakKeyDictionary[ServedModel, ProtobufCodec] = WeakKeyDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
         self._is_draining = False
@@ -86,8 +85,8 @@ class GrpcServer:
     async def start(self) -> int:
         """Listen, and return the port.
 
-        :raises UsageError: for a port that cannot be had.
-        :raises OptionsError: for a certificate that cannot be read.
+        :raises UsageError: if it cannot listen on the address.
+        :raises OptionsError: if the certificate cannot be read.
         """
         host, port = self._settings.host, self._settings.grpc_port
         credentials = await self._credentials()
@@ -118,12 +117,12 @@ class GrpcServer:
         return int(bound)
 
     async def drain(self) -> None:
-        """Say that this server is not to be sent to any more. Requests are still answered."""
+        """Report not ready, so that balancers send elsewhere. Requests are still answered."""
         self._is_draining = True
         self._health_changed()
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing more; return when what was taken is answered, or was cancelled after ``grace_s``."""
+        """Refuse new requests; return once the others are answered, or cancelled after ``grace_s``."""
         await self.drain()
         self._is_stopping = True
         for stream in list(self._streams):
@@ -135,13 +134,13 @@ class GrpcServer:
         settings = self._settings
         idle_ms = max(1000, int(settings.idle_timeout * 1000))
         return [
-            # Otherwise a second server on the same port would take half of the connections.
+            # Otherwise a second server could share the port and take half of the connections.
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", min(settings.max_body, NBYTES_MAX)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
             ("grpc.max_connection_idle_ms", idle_ms),
-            # A client whose machine went away says nothing; its requests are cancelled when a ping fails.
+            # A client whose machine is gone sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),
         ]
 
@@ -177,7 +176,7 @@ class GrpcServer:
         return methods
 
     def _unary(self, name: str, answer: Callable[[Any], Awaitable[Any]]) -> Any:
-        """A handler that parses the request, asks ``answer``, and has an error for whatever goes wrong."""
+        """Return a handler that parses the request, awaits ``answer``, and reports any error."""
         kind, answer_kind = self._kinds[name + "Request"], self._kinds[name + "Response"]
 
         async def handle(body: bytes, context: Any) -> bytes:
@@ -194,9 +193,7 @@ class GrpcServer:
 
     def _unsupported(self, name: str) -> Any:
         async def handle(_: bytes, context: Any) -> bytes:
-            await _abort(
-                context, UnsupportedError(f"{name} is a part of the protocol that this server does not have")
-            )
+            await _abort(context, UnsupportedError(f"this server does not implement {name}"))
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
@@ -227,7 +224,10 @@ class GrpcServer:
         return {"config": self._api.describe("config", request.name, request.version)}
 
     async def _model_statistics(self, request: Any) -> dict[str, Any]:
-        return {"model_stats": self._api.statistics(request.name, request.version)}
+        statistics = self._api.statistics(request.name, request.version)
+        for model in statistics:
+            del model["batches_launched"]  # Triton's message has no field for it.
+        return {"model_stats": statistics}
 
     async def _index(self, request: Any) -> dict[str, Any]:
         items = self._api.repository.index()
@@ -236,7 +236,8 @@ class GrpcServer:
     async def _load(self, request: Any) -> dict[str, Any]:
         if request.parameters:
             raise UnsupportedError(
-                f"a model is loaded as it is, without {', '.join(sorted(request.parameters))!r:.200}"
+                f"unsupported load parameter {min(request.parameters)!r:.40}: models are loaded as the "
+                "server is configured"
             )
         return await self._control(request, "load")
 
@@ -258,9 +259,9 @@ class GrpcServer:
             log = self._api.log
             then = None if log is None else partial(log, "grpc", context.peer())
             inference = self._begin(parse(self._request, body), headers, then)
-            # To cancel this task is to cancel the future that it waits for, and so the request.
+            # Cancelling this task cancels the future that it awaits, and so the request.
             result = await inference.future
-            return self._codec(inference.served).encode(inference.call, result)
+            return self._codec(inference.served).encode(inference.request, result)
         except Exception as error:
             failure = error
         return await _abort(context, failure)
@@ -282,7 +283,7 @@ class GrpcServer:
         await _abort(context, failure)
 
     def _inference_headers(self, name: str, context: Any) -> Headers:
-        """The headers, if anybody wants them, of a client that may come in."""
+        """Check a client's token, and return its headers if tokens or tracing need them."""
         if not self._has_tokens and self._api.observe is None:
             return {}
         headers = _headers(context)
@@ -291,24 +292,24 @@ class GrpcServer:
         return headers
 
     def _begin(self, request: Any, headers: Headers, then: Then | None = None) -> Inference:
-        """Decode a request and hand it to its engine.
+        """Decode a request and submit it to its engine.
 
-        :raises AsynctrtError: what is wrong with it, counted already.
+        :raises AsynctrtError: if it is refused; the failure is counted already.
         """
         began_ns = clock.now_ns()
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
-            call = self._codec(served).decode(request)
-            return self._api.submit(served, call, began_ns, headers, then)
+            decoded = self._codec(served).decode(request)
+            return self._api.submit(served, decoded, began_ns, headers, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
 
-    def _codec(self, served: ServedModel) -> InferCodec:
+    def _codec(self, served: ServedModel) -> ProtobufCodec:
         codec = self._codecs.get(served)
         if codec is None:
             engine = served.engine
-            codec = self._codecs[served] = InferCodec(
+            codec = self._codecs[served] = ProtobufCodec(
                 served.name,
                 served.version,
                 engine.inputs,
@@ -330,7 +331,7 @@ class GrpcServer:
         }
 
     def _health(self, service: str) -> str:
-        """The status of the server, by no name or by that of its service, or of a model."""
+        """Return the status of a model, or of the server for an empty name or its service's."""
         is_draining = self._is_draining or self._api.repository.is_draining
         if service in ("", SERVICE):
             return "SERVING" if self._is_ready else "NOT_SERVING"
@@ -344,7 +345,7 @@ class GrpcServer:
             service = parse(self._kinds["HealthCheckRequest"], body).service
             status = self._health(service)
             if status == "SERVICE_UNKNOWN":
-                raise UnknownModelError(f"there is no model {service!r:.200}")
+                raise UnknownModelError(f"unknown model {service!r:.200}")
             return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
         except Exception as error:
             failure = error
@@ -360,14 +361,14 @@ class GrpcServer:
         await _abort(context, failure)
 
     async def _tell_health(self, service: str, tell: Callable[[bytes], Awaitable[None]]) -> None:
-        """Tell a status, and each change of it, until the server stops."""
+        """Send a status, and each change of it, until the server stops."""
         told = ""
         while not self._is_stopping:
             changed, status = self._changed, self._health(service)
             if status != told:
                 told = status
                 await tell(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
-            # Models come and go over HTTP too, which does not say so here.
+            # Models are also loaded and unloaded over HTTP, which does not set the event.
             try:
                 async with asyncio.timeout(HEALTH_S):
                     await changed.wait()
@@ -380,7 +381,7 @@ class GrpcServer:
 
 
 class _Stream:
-    """One ``ModelStreamInfer``: while requests are read, answers are written in the order of their ends."""
+    """One ``ModelStreamInfer``: reads requests, and writes each answer as it becomes ready."""
 
     def __init__(self, server: GrpcServer, context: Any, headers: Headers) -> None:
         self._server = server
@@ -388,7 +389,7 @@ class _Stream:
         self._headers = headers
         self._taken_max = server._settings.max_requests_per_connection
         self._taken = 0
-        """Requests that were read and whose answers were not yet written."""
+        """Requests that were read and whose answers are not written yet."""
         self._in_flight: set[Inference] = set()
         self._answers: deque[Inference | bytes] = deque()
         self._may_read = asyncio.Event()
@@ -397,7 +398,7 @@ class _Stream:
         self._reader.add_done_callback(lambda _: self._may_write.set())
 
     async def run(self) -> None:
-        """Until the client has said all and was answered."""
+        """Serve until the client has finished sending and every request is answered."""
         try:
             await self._write()
         finally:
@@ -409,7 +410,7 @@ class _Stream:
             self._reader.result()
 
     def finish(self) -> None:
-        """Read no further, answer what was read, and end."""
+        """Stop reading, answer what was read, and end."""
         self._reader.cancel()
 
     async def _read(self) -> None:
@@ -457,13 +458,13 @@ class _Stream:
     def _encoded(self, inference: Inference) -> bytes:
         try:
             result = inference.future.result()
-            return streamed(self._server._codec(inference.served).encode(inference.call, result))
+            return streamed(self._server._codec(inference.served).encode(inference.request, result))
         except (Exception, asyncio.CancelledError) as error:
-            return streamed_error(inference.call.id, _explained(error)[1])
+            return streamed_error(inference.request.id, _explained(error)[1])
 
 
 def _headers(context: Any) -> dict[bytes, bytes]:
-    """A call's metadata as HTTP has it."""
+    """Return a call's metadata in the form of HTTP headers."""
     return {
         name.encode(): value.encode() if isinstance(value, str) else value
         for name, value in context.invocation_metadata() or ()
@@ -471,17 +472,17 @@ def _headers(context: Any) -> dict[bytes, bytes]:
 
 
 def _explained(error: BaseException) -> tuple[str, str]:
-    """The name of the status code for an error, and what the client is told."""
+    """Return the name of the status code for an error, and the message for the client."""
     if isinstance(error, AsynctrtError):
         return error.grpc_code, str(error)[:DETAILS_LENGTH_MAX]
     if isinstance(error, asyncio.CancelledError):
         return "CANCELLED", "the request was cancelled"
-    logger.error("a request failed for a reason that is no caller's", exc_info=error)
-    return "INTERNAL", "internal error; the server's log has it"
+    logger.error("a request failed with an internal error", exc_info=error)
+    return "INTERNAL", "internal error; see the server's log"
 
 
 def _stopping() -> EngineClosedError:
-    return EngineClosedError("this server is stopping: send to another one")
+    return EngineClosedError("this server is stopping: use another one")
 
 
 async def _abort(context: Any, error: BaseException) -> NoReturn:
@@ -491,20 +492,27 @@ async def _abort(context: Any, error: BaseException) -> NoReturn:
 
 
 async def _check_address(host: str, port: int) -> None:
-    """Listen for a moment: gRPC would say that it failed, but not why.
+    """Try to listen, as gRPC reports that it failed but not why.
 
     :raises UsageError: if it is not possible.
     """
     try:
         probe = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
     except OSError as error:
-        raise _cannot_listen(host, port, error.strerror or str(error)) from error
+        raise _cannot_listen(host, port, reason_of(error)) from error
     probe.close()
     await probe.wait_closed()
 
 
+def reason_of(error: OSError) -> str:
+    """Return why listening failed, without the address, which asyncio repeats in the error's text."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
 def _cannot_listen(host: str, port: int, why: str) -> UsageError:
     return UsageError(
-        f"gRPC cannot listen on {host} port {port}: {why}. Choose another grpc_port, or 0 for one that is "
-        "free; or another host"
+        f"gRPC cannot listen on {host} port {port}: {why}. Choose another host or grpc_port; port 0 picks a "
+        "free one"
     )

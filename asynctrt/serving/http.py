@@ -1,9 +1,8 @@
-"""HTTP/1.1 on an event loop: sockets, limits, times. The only importer of ``httptools``, which parses.
+"""Speak HTTP/1.1 on an event loop: sockets, limits, timeouts. The only importer of ``httptools``, the parser.
 
-An inference takes the short way: its body is decoded in the callback that brings its last byte, and its
-answer is written in the callback of the batch that it was part of, with no task in between. All else is
-a task that awaits :meth:`Api.respond`. Measured on 2 cores with bodies of 64 bytes: uvicorn alone 50,000
-requests/s (20 µs of CPU each), a bare protocol over the same parser 154,000 (6.5 µs).
+An inference takes a short path: its body is decoded in the callback that delivers its last byte, and its
+answer is written in the callback of its batch, with no task in between. Every other request is a task that
+awaits :meth:`Api.respond`.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from asynctrt.serving.api import (
     Answer,
     Api,
     Inference,
-    Target,
+    ModelRoute,
     accepted_coding,
     encoded_answer,
     error_answer,
@@ -34,17 +33,17 @@ except ImportError as error:
     raise MissingExtraError("serving needs httptools: pip install 'asynctrt[serve]'") from error
 
 SWEEP_S: Final = 0.25
-"""How often connections are looked at for what takes too long."""
+"""Seconds between checks of all connections for timeouts."""
 
 JOIN_NBYTES_MAX: Final = 128 << 10
-"""A larger answer is handed to the transport in pieces instead of being copied into one."""
+"""A larger answer is handed to the transport in pieces instead of being joined."""
 
 PIPELINE_MAX: Final = 64
 PIPELINE_NBYTES_MAX: Final = 1 << 20
-"""What a connection may have sent ahead of its answers, requests and bytes, before it is read no further."""
+"""Requests, and bytes, that a client may send ahead of its answers before its connection is paused."""
 
 PIECES_MAX: Final = 1024
-"""Pieces of a body that are kept apart until it is whole."""
+"""Pieces of a body that are kept separate until the body is complete."""
 
 PATH_NBYTES_MAX: Final = 8 << 10
 
@@ -58,26 +57,26 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class Connection(Protocol):
-    """What the hub knows of a connection, HTTP's or a websocket's."""
+    """What the hub needs of a connection, be it HTTP or a websocket."""
 
     def check_times(self, tick: int) -> None:
-        """End it if something has taken too long; ``tick`` counts sweeps."""
+        """Close the connection if a timeout has passed; ``tick`` counts sweeps."""
 
     def drain(self) -> None:
-        """End it as soon as what it has taken is answered."""
+        """Close the connection once its accepted requests are answered."""
 
     def abort(self) -> None:
-        """End it now."""
+        """Close the connection at once."""
 
 
 UpgradeHandler = Callable[["HttpConnection", "Hub", "HttpRequest", bytes], None]
 
 
 class Hub:
-    """What the connections of a server share: limits, the date, the sweep.
+    """Hold what a server's connections share: limits, the Date header, the sweep for timeouts.
 
-    :param upgrade: takes a connection over whose client asks for a websocket: with its request, and with what
-        was read after that.
+    :param upgrade: takes over a connection whose client asks for a websocket, given its request and the bytes
+        that were read after it.
     """
 
     def __init__(self, api: Api, upgrade: UpgradeHandler | None = None, log: AccessLog | None = None) -> None:
@@ -99,16 +98,16 @@ class Hub:
         self._sweep()
 
     def __call__(self) -> "HttpConnection":
-        """A protocol for a new connection."""
+        """Return a protocol for a new connection."""
         return HttpConnection(self)
 
     def add(self, connection: Connection) -> None:
-        """A connection was made."""
+        """Register a new connection."""
         self.connections.add(connection)
         self._empty.clear()
 
     def discard(self, connection: Connection) -> None:
-        """A connection is gone."""
+        """Forget a connection that is gone."""
         self.connections.discard(connection)
         if not self.connections:
             self._empty.set()
@@ -125,7 +124,7 @@ class Hub:
             flush()
 
     def drain(self) -> None:
-        """Close what is idle, and the rest as soon as what it has taken is answered."""
+        """Close idle connections now, and the others once their accepted requests are answered."""
         self.is_draining = True
         for connection in list(self.connections):
             connection.drain()
@@ -135,7 +134,7 @@ class Hub:
         await self._empty.wait()
 
     def close(self) -> None:
-        """Close every connection now, and look at them no more."""
+        """Close every connection now, and stop the sweep."""
         self._timer.cancel()
         for connection in list(self.connections):
             connection.abort()
@@ -149,7 +148,7 @@ class Hub:
 
 
 def ticks_of(seconds: float) -> int:
-    """How many sweeps a time is."""
+    """Convert seconds to a number of sweeps, at least 1."""
     return max(1, round(seconds / SWEEP_S))
 
 
@@ -158,7 +157,7 @@ def _end_of_head() -> bytes:
 
 
 class HttpRequest:
-    """One request, read whole."""
+    """One complete request."""
 
     __slots__ = ("began_ns", "body", "headers", "is_broken", "keep_alive", "method", "path", "version")
 
@@ -173,11 +172,11 @@ class HttpRequest:
         self.keep_alive = keep_alive
         self.began_ns = 0
         self.is_broken = False
-        """It was not read to its end."""
+        """Whether it was refused before its end was read."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection: requests are answered one after the other, in order."""
+    """One connection. Its requests are answered in order, one at a time."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -196,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
         self._body_nbytes = 0
         self._began: int | None = None
         self._version = "1.1"
-        # Requests that were read: one is being answered, others wait behind it.
+        # Complete requests: one is being answered, the others wait behind it.
         self._current: HttpRequest | None = None
         self._waiting: deque[HttpRequest] = deque()
         self._waiting_nbytes = 0
@@ -218,10 +217,12 @@ class HttpConnection(asyncio.Protocol):
         hub = self._hub
         hub.add(self)
         if hub.is_draining or len(hub.connections) > hub.settings.max_connections:
-            self._refuse(503, f"the server has {hub.settings.max_connections} connections, as many as may be")
+            self._refuse(
+                503, f"the server has {hub.settings.max_connections} connections, its limit: retry later"
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The caller has gone away: nobody waits for what was asked any more.
+        # The client has gone away, so its requests are cancelled.
         self._is_ending = True
         self._hub.discard(self)
         self._waiting.clear()
@@ -242,11 +243,11 @@ class HttpConnection(asyncio.Protocol):
             self._broken(error)
         else:
             if self._began is not None and not self._head_is_done:
-                # A header is counted when it is whole; this one may never be. Of the first piece nobody knows
-                # how much was of requests before.
+                # Complete headers are counted in on_header; this one may never be complete. How much of its
+                # first piece belongs to earlier requests is unknown.
                 self._unread_nbytes += len(data) if self._unread_nbytes >= 0 else 1
                 if self._unread_nbytes > self._max_headers:
-                    self._refuse(431, f"the headers are more than {self._max_headers} bytes")
+                    self._refuse(431, f"the headers exceed {self._max_headers} bytes")
 
     def eof_received(self) -> bool:
         return False
@@ -263,7 +264,7 @@ class HttpConnection(asyncio.Protocol):
     # ---- the parser's callbacks
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Begin a request."""
         self._began = self._touched
         self._unread_nbytes = -1
         self._url = b""
@@ -274,25 +275,25 @@ class HttpConnection(asyncio.Protocol):
         self._body_nbytes = 0
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request's target."""
+        """Take a piece of the request's target."""
         self._url += url
         if len(self._url) > PATH_NBYTES_MAX:
-            self._refuse(414, f"the request's target is more than {PATH_NBYTES_MAX} bytes")
+            self._refuse(414, f"the request's target exceeds {PATH_NBYTES_MAX} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header. What comes after a chunked body is no header of ours."""
+        """Take a header. Trailers, which follow a chunked body, are ignored."""
         if self._head_is_done:
             return
         self._headers[name.lower()] = value
         self._head_nbytes += len(name) + len(value)
 
     def on_headers_complete(self) -> None:
-        """The body follows, if it may."""
+        """Check the head, and refuse the request before its body if it cannot be accepted."""
         self._head_is_done = True
         if self._is_ending:
             return
         if self._head_nbytes > self._max_headers:
-            self._refuse(431, f"the headers are more than {self._max_headers} bytes")
+            self._refuse(431, f"the headers exceed {self._max_headers} bytes")
             return
         self._version = self._parser.get_http_version()
         if self._version != "1.1":
@@ -300,24 +301,26 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse(505, f"this server speaks HTTP/1.1, not HTTP/{self._version}")
                 return
         elif b"host" not in self._headers:
-            self._refuse(400, "a request of HTTP/1.1 has a Host header")
+            self._refuse(400, "an HTTP/1.1 request must have a Host header")
             return
         length = self._headers.get(b"content-length", b"0")
         if len(length) > 1 and int(length) > self._max_body:
-            self._refuse(413, f"the body is {int(length)} bytes; this server takes {self._max_body}")
+            self._refuse(
+                413, f"the body has {int(length)} bytes; this server accepts at most {self._max_body}"
+            )
         elif b"expect" in self._headers and self._current is None:
             if self._headers[b"expect"].lower() == b"100-continue":
                 self._transport.write(CONTINUE)
             else:
-                self._refuse(417, "Expect is 100-continue or absent")
+                self._refuse(417, "Expect must be 100-continue or absent")
 
     def on_body(self, piece: bytes) -> None:
-        """A piece of the body."""
+        """Take a piece of the body."""
         if self._is_ending:
             return
         pieces = self._body
         if len(pieces) == PIECES_MAX:
-            # Chunks of a byte each would take forty times the memory of what they hold.
+            # Chunks of one byte each would take many times the memory of their content.
             self._body = pieces = [bytearray(b"".join(pieces))]
         if pieces and type(pieces[0]) is bytearray:
             pieces[0] += piece
@@ -325,10 +328,10 @@ class HttpConnection(asyncio.Protocol):
             pieces.append(piece)
         self._body_nbytes += len(piece)
         if self._body_nbytes > self._max_body:
-            self._refuse(413, f"the body is more than the {self._max_body} bytes that this server takes")
+            self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
 
     def on_message_complete(self) -> None:
-        """A request was read whole: answer it, or let it wait for its turn."""
+        """Answer the complete request, or queue it behind the one being answered."""
         self._began = None
         if self._is_ending:
             return
@@ -363,31 +366,31 @@ class HttpConnection(asyncio.Protocol):
         if self._hub.log is not None:
             request.began_ns = clock.now_ns()
         if request.method == b"POST" and b"content-encoding" not in request.headers:
-            target = self._api.target(path)
-            if target is not None and target.verb == "infer":
-                self._infer(target, request)
+            route = self._api.route(path)
+            if route is not None and route.verb == "infer":
+                self._infer(route, request)
                 return
         self._task = self._hub.loop.create_task(self._respond(request))
 
-    def _infer(self, target: Target, request: HttpRequest) -> None:
+    def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         try:
             self._api.authorize(request.path, request.headers)
-            self._inference = self._api.begin(target, request.headers, request.body, self._inferred)
+            self._inference = self._api.begin(route, request.headers, request.body, self._inferred)
         except Exception as error:
             self._send(error_answer(error))
-        # What was read has become arrays that look into it; the batch lets go of them.
+        # The inputs are views of the body, which their batch releases.
         request.body = b""
 
     def _inferred(self, inference: Inference) -> None:
-        """The future of an inference is done."""
+        """Answer an inference whose future is done."""
         self._inference = None
         request = self._current
-        # A transport may be closed a turn before its protocol is told.
+        # A transport may close one loop iteration before connection_lost is called.
         if request is None or self._is_ending or self._transport.is_closing():
             return
         try:
-            call = inference.call
-            head, tensors = inference.served.codec.encode(call, inference.future.result())
+            decoded = inference.request
+            head, tensors = inference.served.codec.encode(decoded, inference.future.result())
         except BaseException as error:
             self._send(error_answer(_answerable(error)))
             return
@@ -402,12 +405,12 @@ class HttpConnection(asyncio.Protocol):
         if not tensors or not request.keep_alive or self._hub.is_draining:
             self._send(encoded_answer(head, tensors), inference)
             return
-        plan = call.plan
-        start = plan.http_head
-        if not start or call.id:
+        layout = decoded.layout
+        start = layout.http_head
+        if not start or decoded.id:
             start = BINARY_HEAD % (len(head), nbytes)
-            if head is plan.answer:
-                plan.http_head = start
+            if head is layout.answer:
+                layout.http_head = start
         self._write([start, self._hub.end_of_head, head, *tensors], len(start) + nbytes)
         self._done(200, nbytes, inference)
 
@@ -456,8 +459,8 @@ class HttpConnection(asyncio.Protocol):
             peer = self._transport.get_extra_info("peername")
             self._hub.log.write(peer, request, status, nbytes, inference)
         if request.is_broken and self._transport.can_write_eof():
-            # Its client may be sending still. To close now would take the answer back, so what comes is read
-            # and forgotten, until the client has seen the end or the sweep finds that it takes too long.
+            # The client may still be sending. Closing now would discard the answer, so input is read and
+            # dropped until the client closes or the sweep's timeout passes.
             self._is_ending = True
             self._transport.write_eof()
         elif not request.keep_alive:
@@ -466,7 +469,7 @@ class HttpConnection(asyncio.Protocol):
             self._hub.loop.call_soon(self._next)
 
     def _next(self) -> None:
-        """The next request, if it was sent ahead and may be answered now."""
+        """Answer the next waiting request, if it may be answered now."""
         if self._waiting and self._current is None and self._writing_since is None and not self._is_ending:
             request = self._waiting.popleft()
             self._waiting_nbytes -= len(request.body)
@@ -474,7 +477,7 @@ class HttpConnection(asyncio.Protocol):
             self._start(request)
 
     def _throttle(self) -> None:
-        """Read on or not: so much may be sent ahead of its answers at the most."""
+        """Pause or resume reading by how much was sent ahead of its answers."""
         is_much = len(self._waiting) >= PIPELINE_MAX or self._waiting_nbytes > PIPELINE_NBYTES_MAX
         if is_much != self._is_throttled and not self._transport.is_closing():
             self._is_throttled = is_much
@@ -489,13 +492,13 @@ class HttpConnection(asyncio.Protocol):
         if self._is_ending:
             return
         if isinstance(error, httptools.HttpParserCallbackError):
-            logger.error("a request could not be read", exc_info=error)
-            self._refuse(500, "internal error; the server's log has it")
+            logger.error("failed to parse a request", exc_info=error)
+            self._refuse(500, "internal error; see the server's log")
         else:
-            self._refuse(400, f"this is no HTTP request: {error}")
+            self._refuse(400, f"not a valid HTTP request: {error}")
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer what cannot be read to its end, and close: nobody knows where the next request begins."""
+        """Refuse a request before its end is read, and close: where the next one begins is unknown."""
         if self._is_ending:
             return
         if self._current is None:
@@ -504,13 +507,13 @@ class HttpConnection(asyncio.Protocol):
             self._current = HttpRequest(b"", self._url, "1.1", self._headers, keep_alive=False)
             self._current.is_broken = True
             self._send(answer)
-        # An answer is on its way for an earlier request: it is the last.
+        # An earlier request is still being answered: that answer is the last.
         elif self._current is not None:
             self._current.keep_alive = False
             self._waiting.clear()
 
     def check_times(self, tick: int) -> None:
-        """End the connection if something has taken too long."""
+        """Close the connection if a timeout has passed."""
         hub = self._hub
         since = self._writing_since
         if since is None and self._is_ending:
@@ -525,12 +528,12 @@ class HttpConnection(asyncio.Protocol):
             self._close()
 
     def drain(self) -> None:
-        """End the connection as soon as what was read is answered."""
+        """Close the connection once its complete requests are answered."""
         if self._current is None and self._began is None:
             self._close()
 
     def abort(self) -> None:
-        """End the connection now."""
+        """Close the connection at once."""
         self._is_ending = True
         self._transport.abort()
 
@@ -539,7 +542,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport.close()
 
     def _switch(self, rest: bytes) -> None:
-        """The client wants another protocol. A websocket it gets; the wish for any other is passed over."""
+        """Switch to a websocket if the client asks for one; ignore its wish for any other protocol."""
         request, self._upgrade = self._upgrade, None
         if request is None:
             if self._is_ending:
@@ -549,32 +552,32 @@ class HttpConnection(asyncio.Protocol):
                 self.data_received(rest)
             return
         if self._current is not None:
-            self._refuse(400, "a websocket cannot be asked for while an answer is on its way")
+            self._refuse(400, "a websocket cannot be opened while an earlier request is being answered")
             return
         assert self._hub.upgrade is not None
         request.path = request.path.partition(b"?")[0]
         self._hub.upgrade(self, self._hub, request, rest)
 
     def answer(self, request: HttpRequest, answer: Answer) -> None:
-        """Answer a request that asked for a websocket and does not get one."""
+        """Answer a request whose websocket was refused."""
         request.keep_alive = False
         self._current = request
         self._send(answer)
 
     def hand_over(self) -> Any:
-        """The transport, for another protocol; this one has nothing to do with it any more."""
+        """Give up the transport to another protocol, and return it."""
         self._is_ending = True
         self._hub.discard(self)
         return self._transport
 
 
 def is_websocket(request: HttpRequest) -> bool:
-    """Whether a request asks for a websocket."""
+    """Return whether a request asks for a websocket."""
     return request.method == b"GET" and request.headers.get(b"upgrade", b"").lower() == b"websocket"
 
 
 def _path_of(url: bytes) -> bytes:
-    """The path of an absolute target, which is what a client sends through a proxy."""
+    """Return the path of an absolute target, which a client sends through a proxy."""
     try:
         return httptools.parse_url(url).path or b"/"
     except httptools.HttpParserError:
@@ -582,5 +585,5 @@ def _path_of(url: bytes) -> bytes:
 
 
 def _answerable(error: BaseException) -> BaseException:
-    """A cancelled future has no answer of its own."""
+    """Return the error to answer with; a cancellation has no answer of its own."""
     return AsynctrtError("the request was cancelled") if isinstance(error, asyncio.CancelledError) else error

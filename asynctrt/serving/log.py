@@ -1,4 +1,4 @@
-"""The access log: a JSON object a line, one a request."""
+"""Write the access log: one JSON object a request, each on a line."""
 
 import sys
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Any, Final, Protocol
 
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
+from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.api import CANCELLED_STATUS, Inference
-from asynctrt.serving.wire import dump
 
 FLUSH_NBYTES: Final = 64 << 10
 
 
 class Logged(Protocol):
-    """What is known of a request."""
+    """What the log needs of an HTTP request."""
 
     method: bytes
     path: bytes
@@ -21,10 +21,10 @@ class Logged(Protocol):
 
 
 class AccessLog:
-    """Writes lines, gathered until they are many or are asked for.
+    """Write buffered lines to a file.
 
     :param path: the file to append to; ``-`` is standard output.
-    :raises UsageError: if it cannot be written.
+    :raises UsageError: if it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class AccessLog:
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise UsageError(f"the access log {str(path)!r} cannot be written: {error}") from error
+            raise UsageError(f"cannot write the access log {str(path)!r}: {error}") from error
 
     def write(
         self,
@@ -47,7 +47,7 @@ class AccessLog:
         nbytes: int,
         inference: Inference | None = None,
     ) -> None:
-        """One line for an HTTP request that was answered."""
+        """Write a line for an answered HTTP request."""
         now_ns = clock.now_ns()
         line = {
             "time": clock.wall_ns(now_ns) / 1e9,
@@ -61,7 +61,7 @@ class AccessLog:
         self._append(line | (_of(inference) if inference is not None else {}))
 
     def write_inference(self, protocol: str, peer: Any, inference: Inference) -> None:
-        """One line for an inference that came over another protocol and has ended."""
+        """Write a line for an ended inference that came over another protocol."""
         now_ns, future = clock.now_ns(), inference.future
         status = 200
         if future.cancelled():
@@ -85,7 +85,7 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write what has been gathered. A full disk costs lines, not requests."""
+        """Write the buffered lines. A full disk costs lines, not requests."""
         lines, self._lines, self._nbytes = self._lines, [], 0
         if lines:
             try:
@@ -95,16 +95,16 @@ class AccessLog:
                 return
 
     def close(self) -> None:
-        """Write the last lines."""
+        """Write the buffered lines, and close the file."""
         self.flush()
         if self._file is not sys.stdout.buffer:
             self._file.close()
 
 
 def _of(inference: Inference) -> dict[str, Any]:
-    """What is known of an inference: its model, and where its time went."""
+    """Return an inference's model and id, and if it succeeded, where its time went."""
     served, future = inference.served, inference.future
-    known: dict[str, Any] = {"model": served.name, "version": served.version, "id": inference.call.id}
+    known: dict[str, Any] = {"model": served.name, "version": served.version, "id": inference.request.id}
     if future.done() and not future.cancelled() and future.exception() is None:
         result = future.result()
         timing = result.timing

@@ -1,7 +1,7 @@
-"""A server's metrics for Prometheus: Triton's names, and asynctrt's own. The only importer of
+"""Expose a server's metrics to Prometheus, under Triton's names and asynctrt's own. The only importer of
 ``prometheus_client``.
 
-They are read when they are asked for, from counters that are kept anyway, so that a request costs nothing.
+Metrics are computed at each scrape from counters that exist anyway, so they cost requests nothing.
 """
 
 import re
@@ -34,96 +34,98 @@ except ImportError as error:
 Read = Callable[[Statistics], float]
 
 TRITON: Final[tuple[tuple[str, str, Read], ...]] = (
-    ("nv_inference_count", "Rows that were answered.", lambda done: done.rows),
-    ("nv_inference_exec_count", "Batches that were run.", lambda done: done.batches),
+    ("nv_inference_count", "Rows answered.", lambda done: done.rows),
+    ("nv_inference_exec_count", "Batches run.", lambda done: done.batches),
     (
         "nv_inference_request_duration_us",
-        "Time from arrival to answer, in microseconds, summed over the answered requests.",
+        "Time from arrival to answer, summed over answered requests, in microseconds.",
         lambda done: done.total_ns / 1e3,
     ),
     (
         "nv_inference_queue_duration_us",
-        "Time in the queue, in microseconds, summed over the answered requests.",
+        "Time in the queue, summed over answered requests, in microseconds.",
         lambda done: done.queue_ns / 1e3,
     ),
     (
         "nv_inference_compute_input_duration_us",
-        "Time of copying inputs, in microseconds: that of each answered request's batch, summed.",
+        "Time to copy a batch's inputs, summed over answered requests, in microseconds.",
         lambda done: done.copy_in_ns / 1e3,
     ),
     (
         "nv_inference_compute_infer_duration_us",
-        "Time of running the model, in microseconds: that of each answered request's batch, summed.",
+        "Time to compute a batch, summed over answered requests, in microseconds.",
         lambda done: done.compute_ns / 1e3,
     ),
     (
         "nv_inference_compute_output_duration_us",
-        "Time of copying outputs, in microseconds: that of each answered request's batch, summed.",
+        "Time to copy a batch's outputs, summed over answered requests, in microseconds.",
         lambda done: done.copy_out_ns / 1e3,
     ),
 )
-"""Counters by the names that users of Triton chart already, without the ``_total`` of newer conventions."""
+"""Counters under Triton's names, which users chart already and which lack the ``_total`` of OpenMetrics."""
 
 GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
     (
         "nv_inference_pending_request_count",
-        "Requests that wait in the queue now.",
+        "Requests in the queue.",
         lambda done: done.queued_requests,
     ),
-    ("asynctrt_queued_requests", "Requests that wait in the queue now.", lambda done: done.queued_requests),
+    ("asynctrt_queued_requests", "Requests in the queue.", lambda done: done.queued_requests),
     (
         "asynctrt_queued_rows",
-        "Rows of the requests that wait in the queue now.",
+        "Rows of the requests in the queue.",
         lambda done: done.queued_rows,
     ),
-    ("asynctrt_in_flight_batches", "Batches that run now.", lambda done: done.in_flight_batches),
-    ("asynctrt_contexts", "Contexts to run batches on.", lambda done: done.contexts),
+    ("asynctrt_in_flight_batches", "Batches in flight.", lambda done: done.in_flight_batches),
+    ("asynctrt_contexts", "Execution contexts.", lambda done: done.contexts),
     (
         "asynctrt_contexts_quarantined",
-        "Contexts that were given up because their work did not end.",
+        "Contexts abandoned because their work did not end.",
         lambda done: done.contexts_quarantined,
     ),
-    ("asynctrt_arenas", "Arenas of enqueue memory that contexts share.", lambda done: done.arenas),
+    ("asynctrt_arenas", "Arenas of enqueue memory shared by the contexts.", lambda done: done.arenas),
     (
         "asynctrt_arena_bytes",
-        "Enqueue memory that the arenas hold, in bytes.",
+        "Enqueue memory of the arenas, in bytes.",
         lambda done: done.arena_nbytes,
     ),
     (
         "asynctrt_arena_private_bytes",
-        "Enqueue memory that a workspace of its own for each context would hold, in bytes.",
+        "Enqueue memory that private workspaces, one a context, would take, in bytes.",
         lambda done: done.arena_nbytes_private,
     ),
     (
         "asynctrt_arena_busy_share",
-        "Which share of the time since the model was loaded its arenas were computing for it.",
+        "Share of the time since the model was loaded in which its arenas were computing.",
         lambda done: done.arena_busy_share,
     ),
     (
         "asynctrt_memory_bytes",
-        "Memory of slabs, their twins on the device, and arenas, in bytes.",
+        "Memory of slabs, on the host and the device, and of arenas, in bytes.",
         lambda done: done.memory_nbytes,
     ),
 )
 
 STATES: Final = ("succeeded", "failed", "cancelled", "expired", "refused")
-"""What came of requests, as :class:`asynctrt.Statistics` has it."""
+"""Outcomes of requests, by their names in :class:`asynctrt.Statistics`."""
 
 _UNTYPED: Final = re.compile(rb"^(# TYPE nv_\w+) untyped$", re.MULTILINE)
 
 
-class _Look(NamedTuple):
+class _Labelled(NamedTuple):
+    """A model's statistics with the labels of its metrics."""
+
     labels: list[str]
     served: ServedModel
     done: Statistics
 
 
 class Metrics:
-    """A collector of its own registry, so that two servers in one process do not meet.
+    """Collect metrics into a registry of its own, so that two servers in one process do not collide.
 
-    :param repository: whose models it tells of. Labels are their names and versions, and so as many.
-    :param connections: says how many connections the server has; ``in_flight``: how many requests it is
-        answering; ``loop_lag_ns``: how late the loop's timer was. What is not given is not in the metrics.
+    :param repository: the models, whose names and versions are the labels.
+    :param connections: returns the number of open connections; ``in_flight`` that of requests being answered;
+        ``loop_lag_ns`` how late the loop ran its last timer. Without one of them its metric is left out.
     """
 
     def __init__(
@@ -144,38 +146,38 @@ class Metrics:
         self.registry.register(self)
 
     def page(self, *, is_open: bool = False) -> Page:
-        """The page for ``/metrics``."""
+        """Return the page for ``/metrics``."""
         return Page(self.answer, is_open)
 
     def answer(self, headers: Headers) -> Answer:
-        """The metrics, in OpenMetrics' format for a client that takes it, else in Prometheus's own."""
+        """Return the metrics in OpenMetrics' format if the client accepts it, else in Prometheus's."""
         accepted = headers.get(b"accept", b"").lower().split(b",")
         if any(item.split(b";")[0].strip() == b"application/openmetrics-text" for item in accepted):
             body = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]  # It is.
             kind = openmetrics.CONTENT_TYPE_LATEST
         else:
-            # The library would call them counters under a name with _total only, which is not theirs.
-            # OpenMetrics has no counters without it, so that there they stay of unknown type.
+            # The library accepts counters only with _total, which Triton's names lack. Prometheus's format
+            # can declare them counters all the same; in OpenMetrics they stay of unknown type.
             body = _UNTYPED.sub(rb"\1 counter", exposition.generate_latest(self.registry))
             kind = exposition.CONTENT_TYPE_PLAIN_0_0_4
         return Answer(200, (("Content-Type", kind), ("Cache-Control", "no-store")), (body,))
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it is now."""
-        looks = [
-            _Look([served.name, served.version], served, served.engine.statistics())
+        """Yield every metric."""
+        readings = [
+            _Labelled([served.name, served.version], served, served.engine.statistics())
             for served in self._repository
         ]
-        yield from _triton(looks)
-        yield from _gauges(looks)
-        yield from _requests(looks)
-        yield _batches(looks)
+        yield from _triton(readings)
+        yield from _gauges(readings)
+        yield from _requests(readings)
+        yield _batches(readings)
         yield self._ready()
         yield from self._server()
 
     def _ready(self) -> Metric:
         ready = GaugeMetricFamily(
-            "asynctrt_model_ready", "Whether the model is served: 1, or 0.", labels=("model", "version")
+            "asynctrt_model_ready", "Whether the model is ready: 1, or 0.", labels=("model", "version")
         )
         for item in self._repository.index():
             ready.add_metric([item["name"], item["version"]], float(item["state"] == "READY"))
@@ -183,13 +185,11 @@ class Metrics:
 
     def _server(self) -> Iterator[Metric]:
         if self._connections is not None:
-            yield GaugeMetricFamily(
-                "asynctrt_server_connections", "Connections that are open now.", self._connections()
-            )
+            yield GaugeMetricFamily("asynctrt_server_connections", "Open connections.", self._connections())
         if self._in_flight is not None:
             yield GaugeMetricFamily(
                 "asynctrt_server_requests_in_flight",
-                "Requests to all models that are being answered now.",
+                "Requests to all models that are being answered.",
                 self._in_flight(),
             )
         lag_ns = self._loop_lag_ns() if self._loop_lag_ns is not None else None
@@ -201,92 +201,103 @@ class Metrics:
             )
         yield CounterMetricFamily(
             "asynctrt_process_cpu_seconds",
-            "CPU time that the process has used, in seconds.",
+            "CPU time used by the process, in seconds.",
             self._cpu_ns() / 1e9,
         )
         resident = resident_nbytes()
         if resident is not None:
             yield GaugeMetricFamily(
                 "asynctrt_process_resident_memory_bytes",
-                "Memory that the process has in RAM, in bytes.",
+                "Resident memory of the process, in bytes.",
                 resident,
             )
         yield InfoMetricFamily(
-            "asynctrt_build", "The version of asynctrt that serves.", {"version": asynctrt.__version__}
+            "asynctrt_build", "The version of asynctrt.", {"version": asynctrt.__version__}
         )
 
 
-def _triton(looks: list[_Look]) -> Iterator[Metric]:
+def _triton(readings: list[_Labelled]) -> Iterator[Metric]:
     for name, text, read in TRITON:
         counter = UnknownMetricFamily(name, text, labels=("model", "version"))
-        for look in looks:
-            counter.add_metric(look.labels, read(look.done))
+        for reading in readings:
+            counter.add_metric(reading.labels, read(reading.done))
         yield counter
     success = UnknownMetricFamily(
-        "nv_inference_request_success", "Requests that were answered.", labels=("model", "version")
+        "nv_inference_request_success", "Requests answered.", labels=("model", "version")
     )
-    for look in looks:
-        success.add_metric(look.labels, look.served.succeeded(look.done))
+    for reading in readings:
+        success.add_metric(reading.labels, reading.served.succeeded(reading.done))
     yield success
     failures = UnknownMetricFamily(
         "nv_inference_request_failure",
-        "Requests that failed: REJECTED under overload, CANCELED by the client, BACKEND failed, or OTHER.",
+        "Requests that failed, by reason: REJECTED under overload, CANCELED by the client, BACKEND if the "
+        "model failed, or OTHER.",
         labels=("model", "version", "reason"),
     )
-    for look in looks:
-        for reason, count in look.served.failures.items():
-            failures.add_metric([*look.labels, reason], count)
+    for reading in readings:
+        for reason, count in reading.served.failures.items():
+            failures.add_metric([*reading.labels, reason], count)
     yield failures
 
 
-def _gauges(looks: list[_Look]) -> Iterator[Metric]:
+def _gauges(readings: list[_Labelled]) -> Iterator[Metric]:
     for name, text, read in GAUGES:
         gauge = GaugeMetricFamily(name, text, labels=("model", "version"))
-        for look in looks:
-            gauge.add_metric(look.labels, read(look.done))
+        for reading in readings:
+            gauge.add_metric(reading.labels, read(reading.done))
         yield gauge
 
 
-def _requests(looks: list[_Look]) -> Iterator[Metric]:
+def _requests(readings: list[_Labelled]) -> Iterator[Metric]:
     ended = CounterMetricFamily(
         "asynctrt_requests",
-        "Requests by what came of them; expired: timed out in the queue; refused: never queued.",
+        "Requests by outcome; expired: timed out in the queue; refused: never queued.",
         labels=("model", "version", "state"),
+    )
+    launched = CounterMetricFamily(
+        "asynctrt_batches_launched",
+        "Batches by why they were launched; full: no more rows fitted; idle: the device had room; delay: "
+        "max_delay was over; deadline: a timeout was near; turn: another bucket was full, but it was this "
+        "one's turn.",
+        labels=("model", "version", "reason"),
     )
     pending = GaugeMetricFamily(
         "asynctrt_pending_requests",
-        "Requests to the server that were taken and not answered yet, queued or running.",
+        "Requests accepted and not answered yet, queued or running.",
         labels=("model", "version"),
     )
     handover = CounterMetricFamily(
         "asynctrt_handover_seconds",
-        "Time of answered requests that is in none of the nv_inference durations but the whole, in seconds: "
-        "a launched batch waits for a busy device, and a computed one for the event loop to notice it.",
+        "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
+        "after launch, and for the event loop to notice the result.",
         labels=("model", "version"),
     )
-    for look in looks:
-        done = look.done
+    for reading in readings:
+        done = reading.done
+        for reason, count in done.launched.items():
+            launched.add_metric([*reading.labels, reason], count)
         for state in STATES:
-            ended.add_metric([*look.labels, state], getattr(done, state))
-        pending.add_metric(look.labels, look.served.pending)
+            ended.add_metric([*reading.labels, state], getattr(done, state))
+        pending.add_metric(reading.labels, reading.served.pending)
         known_ns = done.queue_ns + done.copy_in_ns + done.compute_ns + done.copy_out_ns
-        handover.add_metric(look.labels, max(0, done.total_ns - known_ns) / 1e9)
+        handover.add_metric(reading.labels, max(0, done.total_ns - known_ns) / 1e9)
     yield ended
+    yield launched
     yield pending
     yield handover
 
 
-def _batches(looks: list[_Look]) -> Metric:
+def _batches(readings: list[_Labelled]) -> Metric:
     family = HistogramMetricFamily(
-        "asynctrt_batch_rows", "Batches by their number of rows.", labels=("model", "version")
+        "asynctrt_batch_rows", "Batches by number of rows.", labels=("model", "version")
     )
-    for look in looks:
-        bounds = batch_bounds(look.served.engine.max_rows)
+    for reading in readings:
+        bounds = batch_bounds(reading.served.engine.max_rows)
         buckets: list[tuple[str, float]] = []
         total = 0
-        for bound, count in zip(bounds, batch_counts(look.done, bounds), strict=True):
+        for bound, count in zip(bounds, batch_counts(reading.done, bounds), strict=True):
             total += count
             buckets.append((str(float(bound)), total))
-        rows = sum(size * batches.count for size, batches in look.done.by_batch_rows.items())
-        family.add_metric(look.labels, [*buckets, ("+Inf", total)], rows)
+        rows = sum(size * batches.count for size, batches in reading.done.by_batch_rows.items())
+        family.add_metric(reading.labels, [*buckets, ("+Inf", total)], rows)
     return family

@@ -1,4 +1,4 @@
-"""What a user writes for a model to serve, and what it comes to."""
+"""Parse a user's description of a model to serve."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from asynctrt.options import Options
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """One model to serve: under which name and version, from where, and with which engine options.
+    """One model to serve: its name, version and path, and options for its engine.
 
-    :raises OptionsError: for an option that is unknown or impossible.
+    :raises OptionsError: if an option is unknown or invalid.
     """
 
     name: str
@@ -30,15 +30,15 @@ class ModelSource:
 
     @classmethod
     def parse(cls, text: str, settings: Mapping[str, Any]) -> "ModelSource":
-        """``PATH``, ``NAME=PATH`` or ``NAME:VERSION=PATH``.
+        """Parse ``PATH``, ``NAME=PATH`` or ``NAME:VERSION=PATH``.
 
-        :raises OptionsError: for what is none of these.
+        :raises OptionsError: if the text is none of these.
         """
         named, equals, path = text.partition("=")
         if not equals:
             named, path = name_of(text), text
         if not path or not named:
-            raise OptionsError(f"a model is PATH, NAME=PATH or NAME:VERSION=PATH, not {text!r}")
+            raise OptionsError(f"a model must be PATH, NAME=PATH or NAME:VERSION=PATH, not {text!r}")
         name, colon, version = named.rpartition(":")
         if not colon or not version.isdigit():
             name, version = named, "1"
@@ -46,22 +46,22 @@ class ModelSource:
 
     @classmethod
     def read(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> "ModelSource":
-        """A ``[[models]]`` table of a configuration file: ``path``, ``name``, ``version`` and engine options.
+        """Read a ``[[models]]`` table of a configuration: ``path``, ``name``, ``version`` and engine options.
 
-        :raises OptionsError: for a key that is none of these.
+        :raises OptionsError: if a key or value is invalid.
         """
         own = dict(table)
         path = own.pop("path", None)
         if not isinstance(path, str):
-            raise OptionsError(f"each of the [[models]] has a path, a string; this one has {path!r}")
+            raise OptionsError(f"each [[models]] table needs a path, a string; this one has {path!r}")
         name = own.pop("name", None) or name_of(path)
         version = own.pop("version", 1)
         if not isinstance(name, str) or isinstance(version, bool) or not isinstance(version, int | str):
-            raise OptionsError(f"name is a string and version a number, not {name!r} and {version!r}")
+            raise OptionsError(f"name must be a string and version a number, not {name!r} and {version!r}")
         return cls(name, str(version), path, {**settings, **own})
 
     def opener(self, device: str) -> Callable[[], Awaitable[Engine]]:
-        """A function that opens it, when awaited."""
+        """Return a function that opens the model's engine when awaited."""
 
         async def opened(opening: Callable[[], asynctrt.Opening]) -> Engine:
             return await opening()

@@ -1,4 +1,4 @@
-"""The models of a server: by name and version, each an engine; loaded, unloaded and counted."""
+"""Hold a server's models by name and version: load and unload them, and count their requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -16,28 +16,29 @@ from asynctrt.errors import (
     UnknownModelError,
     UsageError,
 )
-from asynctrt.serving.datatypes import datatype_of
-from asynctrt.serving.wire import JSON_NBYTES_MAX, Call, Codec
+from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.kserve.datatypes import datatype_of
+from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
 
 LATENCIES_MAX: Final = 65536
-"""Latencies that are kept between two looks at them; a second has fewer."""
+"""Latencies that are kept between two samples, which are a second apart."""
 
-LOST: Final = "its device is lost, and only a new process helps: restart the server"
-"""Why a model is loaded and not ready."""
+LOST: Final = "its device is lost, which only a new process can recover: restart the server"
+"""Why a loaded model is not ready."""
 
 UNLOADED: Final = "unloaded"
-"""Why a model is not served that was unloaded on purpose."""
+"""Why a model that was unloaded on purpose is not served."""
 
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-"""Why requests fail, in Triton's words: overload, the caller went away, the model, a bad request."""
+"""Triton's labels for failures: overload, a client that went away, the model, a bad request."""
 
 
 class ServedModel:
-    """One version of a model, ready to serve: its engine, its codec, and counts of what came of requests.
+    """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
 
-    :raises ModelError: for tensors that the protocol has no datatype for.
+    :raises ModelError: if KServe has no datatype for one of its tensors.
     """
 
     def __init__(
@@ -52,34 +53,34 @@ class ServedModel:
         self.name = name
         self.version = version
         self.engine = engine
-        self.codec = Codec(
+        self.codec = JsonCodec(
             name, version, engine.inputs, engine.outputs, tensors_max=tensors_max, json_max=json_max
         )
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
         self.parts = 0
-        """By how much the engine counts more answers than there were, as it counts the parts of each."""
+        """Answers that the engine counted beyond one a request, as it counts each part of a split one."""
         self.last_ns = 0
-        """When the last request was answered; 0: none yet."""
+        """When the last request was answered, or 0."""
         self.latencies_ns: list[int] = []
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
 
-    def submit(self, call: Call) -> "asyncio.Future[InferResult]":
-        """Hand a decoded request to the engine; see :meth:`Engine.submit`."""
-        plan = call.plan
-        priority = plan.priority
+    def submit(self, request: DecodedRequest) -> "asyncio.Future[InferResult]":
+        """Submit a decoded request to the engine; see :meth:`Engine.submit`."""
+        layout = request.layout
+        priority = layout.priority
         if priority:
-            # On the wire 1 is the most urgent; what is beyond the last level is the default.
+            # On the wire 1 is the most urgent. Priorities beyond the last level mean the default.
             priority = max(0, self.engine.options.priorities - priority)
-        future = self.engine.submit(call.inputs, timeout=plan.timeout, priority=priority)
+        future = self.engine.submit(request.inputs, timeout=layout.timeout, priority=priority)
         self.pending += 1
         return future
 
     def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> None:
-        """Count a request that :meth:`submit` has taken and that has come to its end."""
+        """Count the outcome of a request that was submitted with :meth:`submit`."""
         now_ns = clock.now_ns()
         self.pending -= 1
         if future.cancelled():
@@ -94,16 +95,16 @@ class ServedModel:
                 self.latencies_ns.append(now_ns - began_ns)
 
     def count_failure(self, error: BaseException, took_ns: int) -> None:
-        """Count a request that failed, or was refused."""
+        """Count a request that failed or was refused."""
         self.failures[reason_of(error)] += 1
         self.failed_ns += took_ns
 
     def succeeded(self, done: Statistics) -> int:
-        """Requests answered, of which a split one is one."""
+        """Return the number of answered requests, in which a split one counts once."""
         return done.succeeded - self.parts
 
     def metadata(self, versions: list[str]) -> dict[str, Any]:
-        """What KServe calls a model's metadata."""
+        """Return KServe's model metadata."""
         return {
             "name": self.name,
             "versions": versions,
@@ -113,7 +114,7 @@ class ServedModel:
         }
 
     def config(self) -> dict[str, Any]:
-        """What Triton's clients read of a model's configuration. Dims are without the batch axis."""
+        """Return the part of Triton's model configuration that clients read. Dims exclude the batch axis."""
         options = self.engine.options
 
         def side(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
@@ -153,8 +154,10 @@ class ServedModel:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What KServe's statistics extension says of a model. Every count is that of requests but where
-        it says executions."""
+        """Return the statistics extension's figures. Counts are of requests unless they say executions.
+
+        ``batches_launched``, batches by why they were launched, is asynctrt's own.
+        """
         done = self.engine.statistics()
 
         def duration(count: int, ns: int) -> dict[str, int]:
@@ -179,6 +182,7 @@ class ServedModel:
                 "cache_miss": duration(0, 0),
             },
             "response_stats": {},
+            "batches_launched": dict(done.launched),
             "batch_stats": [
                 {
                     "batch_size": rows,
@@ -204,22 +208,23 @@ class _Entry:
 
     served: ServedModel | None
     opener: Callable[[], Any] | None
-    """Gives an engine when awaited; ``None`` for an engine that the application opened itself."""
+    """Opens an engine when awaited; ``None`` for an engine that the application opened itself."""
     reason: str = ""
     """Why it is not served."""
     unloaded: ServedModel | None = None
-    """What was unloaded, if it is the application's: it stays open, to be loaded again."""
+    """The application's own engine after it was unloaded: it stays open, and can be loaded again."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is served, by an engine that can still run batches."""
+        """Whether it is served by an engine that can still run batches."""
         return self.served is not None and self.served.engine.state != "lost"
 
 
 class Repository:
-    """Models by name and version. What is added open stays its owner's to close.
+    """Models by name and version. Engines that were added open are closed by their owner.
 
-    :param tensors_max: inputs and outputs that one request may name; ``json_max``: bytes of its JSON.
+    :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
+    :param json_max: the largest JSON part of a request, in bytes.
     """
 
     def __init__(self, *, tensors_max: int = 64, json_max: int = JSON_NBYTES_MAX) -> None:
@@ -234,7 +239,7 @@ class Repository:
         return f"<Repository {', '.join(f'{model.name}:{model.version}' for model in self)}>"
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """The models that are served now."""
+        """Iterate over the models that are served now."""
         for versions in self._models.values():
             for entry in versions.values():
                 if entry.served is not None:
@@ -242,7 +247,7 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model is served that was not unloaded, and the server is not about to stop."""
+        """Whether every model that was not unloaded is ready, and the server is not draining."""
         return not self.is_draining and all(
             entry.is_ready or (entry.served is None and entry.reason == UNLOADED)
             for versions in self._models.values()
@@ -257,32 +262,32 @@ class Repository:
         version: str = "1",
         opener: Callable[[], Any] | None = None,
     ) -> None:
-        """Serve an open engine; or know how to open one, and serve it after :meth:`load`.
+        """Serve an open engine, or one that :meth:`load` opens with ``opener``.
 
-        :raises UsageError: for a name and version that there is already, or a version that is no number.
-        :raises ModelError: for tensors that the protocol has no datatype for.
+        :raises UsageError: if that version of the model exists, or name or version are malformed.
+        :raises ModelError: if KServe has no datatype for one of its tensors.
         """
         if not (version.isascii() and version.isdigit()) or str(int(version)) != version:
-            raise UsageError(f"a model's version is a whole number, not {version!r}: NAME:2=PATH")
+            raise UsageError(f"a model's version must be a whole number, not {version!r}, as in NAME:2=PATH")
         if not name or name != name.strip():
-            raise UsageError(f"a model needs a name that does not begin or end with a space, not {name!r}")
+            raise UsageError(
+                f"a model's name must not be empty or begin or end with a space, unlike {name!r}"
+            )
         versions = self._models.get(name, {})
         if version in versions:
-            raise UsageError(
-                f"there is a version {version} of {name!r} already: give this one another number"
-            )
+            raise UsageError(f"duplicate version {version} of model {name!r}: give this one another version")
         served = None
         if engine is not None:
             served = ServedModel(name, version, engine, **self._limits)
         versions[version] = _Entry(served, opener, "" if served else "not loaded yet")
-        # The newest version is the one that a request without a version means.
+        # A request without a version means the newest one.
         self._models[name] = dict(sorted(versions.items(), key=lambda item: int(item[0])))
         self._served.clear()
 
     def find(self, name: str, version: str = "") -> ServedModel:
-        """The model of that name; without a version, the newest that is served.
+        """Return the model of that name; without a version, the newest that is served.
 
-        :raises UnknownModelError: if there is none.
+        :raises UnknownModelError: if the name or version is unknown.
         :raises ModelNotReadyError: if it is not loaded.
         """
         served = self._served.get((name, version))
@@ -291,7 +296,7 @@ class Repository:
         return served
 
     def find_ready(self, name: str, version: str = "") -> ServedModel:
-        """As :meth:`find`, if its engine can still run batches.
+        """Return the model as :meth:`find` does, if its engine can still run batches.
 
         :raises ModelNotReadyError: also if its device is lost.
         """
@@ -304,11 +309,11 @@ class Repository:
         versions = self._models.get(name)
         if versions is None:
             known = ", ".join(repr(known) for known in self._models)
-            raise UnknownModelError(f"there is no model {name!r:.200}; there are: {known or 'none'}")
+            raise UnknownModelError(f"unknown model {name!r:.200}; known models: {known or 'none'}")
         if version:
             if version not in versions:
                 raise UnknownModelError(
-                    f"there is no version {version!r:.40} of {name!r}; there are: {', '.join(versions)}"
+                    f"unknown version {version!r:.40} of {name!r}; known versions: {', '.join(versions)}"
                 )
             entry = versions[version]
             if entry.served is None:
@@ -321,11 +326,11 @@ class Repository:
         return newest[-1]
 
     def versions(self, name: str) -> list[str]:
-        """The versions of a model that are served."""
+        """Return the versions of a model that are served."""
         return [version for version, entry in self._models[name].items() if entry.served is not None]
 
     def index(self) -> list[dict[str, str]]:
-        """What KServe's repository extension lists."""
+        """Return the repository extension's list of models."""
         return [
             {
                 "name": name,
@@ -338,7 +343,7 @@ class Repository:
         ]
 
     async def load_all(self) -> None:
-        """Load every model that is not."""
+        """Load every model that is not loaded."""
         for name in list(self._models):
             await self.load(name)
 
@@ -346,7 +351,7 @@ class Repository:
         """Open every version of a model that is not served.
 
         :raises UnknownModelError: for a name that is not in the repository.
-        :raises AsynctrtError: whatever opening it raises; it is then listed as unavailable, with the reason.
+        :raises AsynctrtError: if opening it fails; it is then listed as unavailable, with the reason.
         """
         async with self._loading:
             for version, entry in self._known(name).items():
@@ -361,7 +366,7 @@ class Repository:
                     engine = await entry.opener()
                     try:
                         if self._is_closed:
-                            raise EngineClosedError("the server was closed while it loaded the model")
+                            raise EngineClosedError("the server was closed while it was loading the model")
                         served = ServedModel(name, version, engine, **self._limits)
                     except BaseException:
                         await engine.aclose()
@@ -373,7 +378,7 @@ class Repository:
                 self._served.clear()
 
     async def unload(self, name: str) -> None:
-        """Stop serving every version of a model: new requests are refused, those taken are answered.
+        """Stop serving every version of a model: new requests are refused, accepted ones are answered.
 
         :raises UnknownModelError: for a name that is not in the repository.
         """
@@ -391,14 +396,14 @@ class Repository:
                     await served.engine.aclose()
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when those taken have been answered."""
+        """Refuse new requests, and return once the accepted ones are answered."""
         self.is_draining = True
         async with asyncio.TaskGroup() as tasks:
             for served in self:
                 tasks.create_task(served.engine.drain())
 
     async def aclose(self) -> None:
-        """Close the engines that the repository has opened. What they still do is failed or finished."""
+        """Close the engines that the repository has opened. Their remaining requests finish or fail."""
         self.is_draining = self._is_closed = True
         for versions in self._models.values():
             for entry in versions.values():
@@ -410,12 +415,12 @@ class Repository:
 
     def _known(self, name: str) -> Mapping[str, _Entry]:
         if name not in self._models:
-            raise UnknownModelError(f"there is no model {name!r:.200} in the repository")
+            raise UnknownModelError(f"unknown model {name!r:.200}; the repository does not list it")
         return self._models[name]
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a request failed, in Triton's words."""
+    """Return Triton's label for a failure."""
     if isinstance(error, asyncio.CancelledError):
         return "CANCELED"
     if isinstance(error, OverloadError):

@@ -1,7 +1,7 @@
-"""What a server did in each of the last seconds: rates, latencies, queues. The dashboard draws it.
+"""Sample a server once a second for the dashboard: rates, latencies, queues.
 
-The server calls :meth:`Sampler.sample` once a second. Requests cost nothing for it: it takes the differences
-of counters that are kept anyway, and the latencies that were noted since it looked last.
+Sampling takes differences of counters that exist anyway, and the latencies recorded since the last sample, so
+it costs requests nothing.
 """
 
 import os
@@ -18,12 +18,12 @@ from asynctrt.serving.repository import Repository, ServedModel
 from asynctrt.statistics import Statistics
 
 SAMPLES_MAX: Final = 300
-"""Samples that are kept: five minutes of seconds."""
+"""Samples that are kept: five minutes."""
 
 PERCENTILES: Final = (50, 95, 99)
 
 SERVER_FIELDS: Final = ("connections", "requests_in_flight", "loop_lag_ms", "cpu_percent", "resident_bytes")
-"""The figures of a sample's ``server``, in order. 100 % is one core."""
+"""The figures of a sample's ``server``, in order. A CPU percentage of 100 is one core."""
 
 MODEL_FIELDS: Final = (
     "answers_per_s",
@@ -48,9 +48,9 @@ MODEL_FIELDS: Final = (
 )
 """The figures of one model in a sample, in order.
 
-The first eleven and the last are of the time since the sample before, and null where there was nothing to
-measure; the seven between are of the moment. ``batches`` counts the batches by their rows, with the bounds
-of :func:`batch_bounds`.
+The first eleven and the last cover the time since the previous sample, and are null where there was nothing
+to measure; the seven between are momentary. ``batches`` counts batches by rows, within the bounds of
+:func:`batch_bounds`.
 """
 
 _NOTHING: Final = (None,) * 11
@@ -60,8 +60,8 @@ PAGE_NBYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4
 STATM: Final = Path("/proc/self/statm")
 
 
-class _Look(NamedTuple):
-    """What a model's counters said at one moment."""
+class _Reading(NamedTuple):
+    """A model's counters at one moment."""
 
     served: ServedModel
     done: Statistics
@@ -71,14 +71,14 @@ class _Look(NamedTuple):
 
 
 class Sampler:
-    """Keeps a sample of every second. It belongs to the event loop of its server.
+    """Keep the last samples of a server, in its event loop.
 
-    :param repository: whose models are looked at.
-    :param connections: says how many connections the server has; ``in_flight``: how many requests it is
-        answering. Without them these figures are null.
-    :param interval_ns: between the end of one sample and the next; what a sample comes later than that is
-        the loop's lag, so the server's timer is to be started anew after each. A sample that comes after
-        less than a tenth of it is not taken: the rates of so short a time would be wild.
+    :param repository: the models to sample.
+    :param connections: returns the number of open connections; ``in_flight`` that of requests being answered.
+        Without them these figures are null.
+    :param interval_ns: the time from the end of one sample to the next. What a sample comes later is the
+        loop's lag, so the server restarts its timer after each. A sample after less than a tenth of the
+        interval is skipped: rates over so short a time would be meaningless.
     """
 
     def __init__(
@@ -103,38 +103,38 @@ class Sampler:
         self._at_ns = self._ended_ns = now_ns()
         self._cpu_at_ns = cpu_ns()
         self.started_ms = clock.wall_ns(self._at_ns) // 1_000_000
-        """When it was made, in ms since 1970. Another one's samples are numbered from 1 again."""
+        """When the sampler was made, in ms since 1970; a client notices a restart by it."""
         self.loop_lag_ns: int | None = None
         """How late the last sample came; ``None`` before the first."""
-        # What was done before is no second's: it is where the first sample begins.
-        self._looks: dict[str, _Look] = {}
+        # The first sample starts from the counters as they are now.
+        self._readings: dict[str, _Reading] = {}
         for served in repository:
-            self._looks[key_of(served)] = _look(served)
+            self._readings[key_of(served)] = _read(served)
             served.latencies_ns = []
 
     def __repr__(self) -> str:
         return f"<Sampler {self._number} samples taken, {len(self._samples)} kept>"
 
     def sample(self) -> None:
-        """Take one sample, and forget the oldest if there are too many."""
+        """Take one sample, dropping the oldest beyond the limit."""
         now_ns, cpu_ns = self._now_ns(), self._cpu_ns()
         elapsed_ns = now_ns - self._at_ns
         if elapsed_ns * 10 < self._interval_ns:
             return
-        # Since the end of the last one, so that what sampling itself took is not held to be lag.
+        # Measured from the end of the last sample, so that sampling itself does not count as lag.
         self.loop_lag_ns = max(0, now_ns - self._ended_ns - self._interval_ns)
-        looks = {}
+        readings = {}
         models = {}
         for served in self._repository:
             key = key_of(served)
-            look = looks[key] = _look(served)
+            reading = readings[key] = _read(served)
             latencies_ns, served.latencies_ns = served.latencies_ns, []
-            before = self._looks.get(key)
+            before = self._readings.get(key)
             if before is not None and (
-                before.served is not served or before.done.succeeded > look.done.succeeded
+                before.served is not served or before.done.succeeded > reading.done.succeeded
             ):
-                before = None  # Loaded again: its counters began anew, some time within this second.
-            models[key] = _figures(before, look, elapsed_ns, latencies_ns)
+                before = None  # It was loaded again, so its counters restarted.
+            models[key] = _figures(before, reading, elapsed_ns, latencies_ns)
         self._number += 1
         self._samples.append(
             {
@@ -150,12 +150,12 @@ class Sampler:
                 "models": models,
             }
         )
-        self._looks = looks
+        self._readings = readings
         self._at_ns, self._cpu_at_ns = now_ns, cpu_ns
         self._ended_ns = self._now_ns()
 
     def history(self, since: int = 0) -> dict[str, Any]:
-        """The samples after number ``since``, ready for JSON; all that are kept, if it is not given."""
+        """Return the kept samples after number ``since``, ready for JSON."""
         return {
             "started_ms": self.started_ms,
             "number": self._number,
@@ -165,22 +165,22 @@ class Sampler:
         }
 
     def recent(self, count: int) -> dict[str, Any]:
-        """The newest ``count`` samples; see :meth:`history`."""
+        """Return the newest ``count`` samples; see :meth:`history`."""
         return self.history(self._number - count)
 
 
 def key_of(served: ServedModel) -> str:
-    """A model's name and version as one word, as samples have it."""
+    """Return the key of a model and version in samples."""
     return f"{served.name}:{served.version}"
 
 
 def batch_bounds(rows_max: int) -> list[int]:
-    """The sizes up to which batches are counted together: powers of two, and in the end ``rows_max``."""
+    """Return the upper bounds of the batch size histogram: powers of two below ``rows_max``, then it."""
     return [1 << bits for bits in range((rows_max - 1).bit_length())] + [rows_max]
 
 
 def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
-    """How many batches had rows up to each of the bounds, and more than the bound before it."""
+    """Count the batches within each bound and above the previous one."""
     counts = [0] * len(bounds)
     for rows, batches in done.by_batch_rows.items():
         counts[bisect_left(bounds, rows)] += batches.count
@@ -188,7 +188,7 @@ def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
 
 
 def resident_nbytes() -> int | None:
-    """The memory that this process has in RAM; ``None`` where the platform does not say it in /proc."""
+    """Return the process's resident memory in bytes; ``None`` on a platform without /proc."""
     try:
         return int(STATM.read_bytes().split()[1]) * PAGE_NBYTES
     except (OSError, IndexError, ValueError):
@@ -196,7 +196,7 @@ def resident_nbytes() -> int | None:
 
 
 def percentiles_ms(latencies_ns: list[int]) -> list[float | None]:
-    """The latencies that 50, 95 and 99 % are not above, each one that occurred; null without any."""
+    """Return the 50th, 95th and 99th percentile in ms, each a latency that occurred; ``None`` without any."""
     if not latencies_ns:
         return [None] * len(PERCENTILES)
     ranks = [-(-len(latencies_ns) * percent // 100) - 1 for percent in PERCENTILES]
@@ -204,19 +204,21 @@ def percentiles_ms(latencies_ns: list[int]) -> list[float | None]:
     return [round(int(ordered[rank]) / 1e6, 4) for rank in ranks]
 
 
-def _look(served: ServedModel) -> _Look:
+def _read(served: ServedModel) -> _Reading:
     done = served.engine.statistics()
     counts = batch_counts(done, batch_bounds(served.engine.max_rows))
-    return _Look(served, done, served.succeeded(done), sum(served.failures.values()), counts)
+    return _Reading(served, done, served.succeeded(done), sum(served.failures.values()), counts)
 
 
-def _figures(before: _Look | None, look: _Look, elapsed_ns: int, latencies_ns: list[int]) -> list[Any]:
-    """One model's figures, in the order of :data:`MODEL_FIELDS`."""
-    done = look.done
+def _figures(
+    before: _Reading | None, reading: _Reading, elapsed_ns: int, latencies_ns: list[int]
+) -> list[Any]:
+    """Return one model's figures, in the order of :data:`MODEL_FIELDS`."""
+    done = reading.done
     now = (
         done.queued_requests,
         done.queued_rows,
-        look.served.pending,
+        reading.served.pending,
         done.in_flight_batches,
         done.contexts,
         done.arenas,
@@ -225,7 +227,7 @@ def _figures(before: _Look | None, look: _Look, elapsed_ns: int, latencies_ns: l
     if before is None:
         return [*_NOTHING, *now, None]
     was = before.done
-    answers, batches = look.answers - before.answers, done.batches - was.batches
+    answers, batches = reading.answers - before.answers, done.batches - was.batches
 
     def a_second(count: int) -> float:
         return round(count * 1e9 / elapsed_ns, 3)
@@ -236,7 +238,7 @@ def _figures(before: _Look | None, look: _Look, elapsed_ns: int, latencies_ns: l
     return [
         a_second(answers),
         a_second(done.rows - was.rows),
-        a_second(look.failures - before.failures),
+        a_second(reading.failures - before.failures),
         round((done.rows - was.rows) / batches, 3) if batches else None,
         *percentiles_ms(latencies_ns),
         a_request(done.queue_ns - was.queue_ns),
@@ -244,5 +246,5 @@ def _figures(before: _Look | None, look: _Look, elapsed_ns: int, latencies_ns: l
         a_request(done.compute_ns - was.compute_ns),
         a_request(done.copy_out_ns - was.copy_out_ns),
         *now,
-        [count - earlier for count, earlier in zip(look.batches, before.batches, strict=True)],
+        [count - earlier for count, earlier in zip(reading.batches, before.batches, strict=True)],
     ]

@@ -1,4 +1,4 @@
-"""A server: its ports, its models, its end. ``asynctrt serve`` is this with signals.
+"""Serve a repository of models: listen, drain, stop. ``asynctrt serve`` adds signals and the command line.
 
 ::
 
@@ -24,7 +24,7 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
-from asynctrt.serving.grpc_server import GrpcServer
+from asynctrt.serving.grpc_server import GrpcServer, reason_of
 from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
@@ -39,7 +39,7 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class Server:
-    """Serves a repository over HTTP, websocket and gRPC. It belongs to the running event loop.
+    """Serve a repository over HTTP, websocket and gRPC, on the running event loop.
 
     :param repository: the models; the server closes those that it loaded.
     :param settings: ports, limits and times.
@@ -78,18 +78,18 @@ class Server:
 
     @property
     def http_url(self) -> str:
-        """Where HTTP is served, with the port that was bound."""
+        """The URL of the HTTP server, with the port that was bound."""
         scheme = "https" if self.settings.tls_certificate else "http"
         return f"{scheme}://{self._addresses[0]}"
 
     @property
     def metrics_url(self) -> str | None:
-        """Where the metrics are served apart, if they are."""
+        """The URL of the metrics if they have a port of their own."""
         return f"http://{self._addresses[1]}/metrics" if len(self._addresses) > 1 else None
 
     @property
     def grpc_target(self) -> str | None:
-        """Where gRPC is served, as ``host:port``."""
+        """The address of the gRPC server, as ``host:port``."""
         if self._grpc is None:
             return None
         host = self.settings.host
@@ -98,8 +98,8 @@ class Server:
     async def start(self) -> None:
         """Listen. Models are loaded by ``repository.load_all()``, before or after.
 
-        :raises UsageError: for a port that cannot be had.
-        :raises OptionsError: for a certificate that cannot be used.
+        :raises UsageError: if it cannot listen on a port.
+        :raises OptionsError: if the certificate cannot be used.
         """
         settings = self.settings
         try:
@@ -139,15 +139,15 @@ class Server:
             await asyncio.shield(self._stopping)
 
     def hurry(self) -> None:
-        """Stop at once: what is still being answered is given up."""
+        """Stop at once: requests that are still being answered are abandoned."""
         self._hurry.set()
 
     async def wait_stopped(self) -> None:
-        """Return when the server has stopped."""
+        """Wait until the server has stopped."""
         await self._stopped.wait()
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, then stop; a second signal does not wait any longer."""
+        """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once."""
         loop = asyncio.get_running_loop()
         asked = asyncio.Event()
 
@@ -172,14 +172,12 @@ class Server:
         try:
             listener = await hub.loop.create_server(hub, host, port, ssl=tls, backlog=BACKLOG)
         except OSError as error:
-            fix = "choose another port, or 0 for one that is free"
+            fix = "Choose another port; 0 picks a free one"
             if error.errno == errno.EACCES:
-                fix = "ports below 1024 need a right that this user does not have; choose a higher one"
+                fix = "Ports below 1024 need a privilege that this user lacks: choose a higher one"
             elif error.errno not in (errno.EADDRINUSE, None):
-                fix = "give an address that this machine has, such as 127.0.0.1 or 0.0.0.0"
-            raise UsageError(
-                f"cannot listen on {host} port {port}: {error.strerror or error}. {fix}"
-            ) from error
+                fix = "Use an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+            raise UsageError(f"cannot listen on {host} port {port}: {reason_of(error)}. {fix}") from error
         self._listeners.append(listener)
         self._addresses.append(_address(listener))
 
@@ -199,7 +197,7 @@ class Server:
     async def _stop(self) -> None:
         hurry = asyncio.create_task(self._hurry.wait())
         try:
-            # Not ready, and going on as before: a balancer has so long to send elsewhere.
+            # Report not ready and keep answering, so that balancers can send elsewhere.
             self.repository.is_draining = True
             if self._grpc is not None:
                 await self._grpc.drain()
@@ -211,7 +209,7 @@ class Server:
                 [hurry, draining], timeout=self.settings.drain_timeout, return_when="FIRST_COMPLETED"
             )
             if not draining.done():
-                logger.warning("%r: %d requests are given up", self, self.api.in_flight)
+                logger.warning("%r: abandoning %d requests", self, self.api.in_flight)
             draining.cancel()
             await asyncio.wait([draining])
         finally:
@@ -229,7 +227,7 @@ class Server:
                 tasks.create_task(self._grpc.stop(self.settings.drain_timeout))
 
     async def _close(self) -> None:
-        """Give everything back, whatever there is of it."""
+        """Release everything that was acquired so far."""
         if self._sampling is not None:
             self._sampling.cancel()
         for listener in self._listeners:
@@ -241,7 +239,7 @@ class Server:
             await self._grpc.stop(0)
         await self.repository.aclose()
         if self._log is not None:
-            # Connections that were cut write their last lines in the next tick.
+            # Aborted connections write their last lines in the next loop iteration.
             await asyncio.sleep(SWEEP_S if self._hub and self._hub.connections else 0)
             self._log.close()
 
@@ -260,6 +258,6 @@ def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
     except (OSError, ssl.SSLError) as error:
         raise OptionsError(
             f"tls_certificate {str(settings.tls_certificate)!r} with tls_key {str(settings.tls_key)!r} "
-            f"cannot be used: {error}. Both are PEM files, the key without a passphrase"
+            f"cannot be used: {error}. Both must be PEM files, the key without a passphrase"
         ) from error
     return context

@@ -1,6 +1,6 @@
-"""Spans for requests, where OpenTelemetry is set up. The only importer of ``opentelemetry``.
+"""Make spans for requests if OpenTelemetry is set up. The only importer of ``opentelemetry``.
 
-Where it is not installed, or has no provider of its own, nothing is done and nothing is paid for.
+If it is not installed, or has no provider, requests pay nothing.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ SCOPE: Final = "asynctrt.serving"
 
 
 def find_tracing() -> Callable[[Inference], None] | None:
-    """A function that makes the spans of a request that has ended; ``None`` if nobody wants them."""
+    """Return a function that makes an ended request's spans; ``None`` if tracing is not set up."""
     if find_spec("opentelemetry") is None:
         return None
-    from opentelemetry import trace  # noqa: PLC0415  (it is optional, and may stay unloaded)
+    from opentelemetry import trace  # noqa: PLC0415  (it is optional)
 
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
@@ -28,9 +28,9 @@ def find_tracing() -> Callable[[Inference], None] | None:
 
 
 class Tracing:
-    """Makes a span for each request, with spans in it for the queue, the copies and the compute.
+    """Make a span for each request, with child spans for the queue, the copies and the compute.
 
-    A request whose headers have a ``traceparent`` becomes part of that trace.
+    A request with a ``traceparent`` header becomes part of that trace.
     """
 
     def __init__(self, tracer: "Tracer") -> None:
@@ -59,7 +59,7 @@ class Tracing:
             attributes={
                 "asynctrt.model": served.name,
                 "asynctrt.version": served.version,
-                "asynctrt.request_id": inference.call.id,
+                "asynctrt.request_id": inference.request.id,
             },
         )
         if future.cancelled():
@@ -74,7 +74,7 @@ class Tracing:
         span.end(now_ns + offset_ns)
 
     def _parts(self, span: Any, timing: Any, start_ns: int) -> None:
-        """One after the other: their lengths are measured, and the gaps between them left out."""
+        """Make the child spans back to back: their lengths are measured, the gaps between them are not."""
         context = self._in_span(span)
         for name in ("queue", "copy_in", "compute", "copy_out"):
             end_ns = start_ns + getattr(timing, f"{name}_ns")

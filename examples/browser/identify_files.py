@@ -1,4 +1,4 @@
-"""A web page that sends files to a model and shows the answers as they arrive: a websocket in an application.
+"""Serve a web page that sends files to a model and shows the answers as they arrive, over a websocket.
 
     pip install 'asynctrt[demo,serve]' starlette uvicorn
     python examples/browser/identify_files.py        # then open http://127.0.0.1:8080/
@@ -37,7 +37,7 @@ async def page(_: Request) -> FileResponse:
 
 
 async def describe(request: Request) -> JSONResponse:
-    """What the page has to know to make a row out of a file, and a name out of an answer."""
+    """Return what the page needs to turn a file into a row, and an answer into a name."""
     return JSONResponse(
         {
             "input": request.app.state.engine.inputs[0].name,
@@ -59,7 +59,7 @@ app: Starlette = Starlette(
     routes=[
         Route("/", page),
         Route("/model.json", describe),
-        # The engine is there when the first client comes, and not when this line is read.
+        # A function, as the engine exists only once the application has started.
         WebSocketRoute("/ws", websocket_endpoint(lambda: app.state.engine)),
     ],
     lifespan=lifespan,

@@ -1,8 +1,11 @@
 """ONNX models: what can be read, and what is refused with which fix."""
 
 import gc
+import os
+import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
@@ -10,9 +13,16 @@ import pytest
 from onnx import TensorProto
 
 import asynctrt
-from asynctrt.backends.onnxruntime import OnnxModel
+from asynctrt.backends.onnxruntime import OnnxModel, read_specs
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import MissingExtraError, ModelError, ModelNotFoundError, OptionsError, UsageError
+from asynctrt.errors import (
+    ExecutionError,
+    MissingExtraError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    UsageError,
+)
 from tests.models import double_onnx, node, save, sequence_onnx, unnamed_output_onnx
 
 FLOAT = TensorProto.FLOAT
@@ -147,8 +157,77 @@ def test_an_output_whose_shape_no_input_determines(tmp_path):
     assert model.outputs[0].dims == ("joined_length",)
 
 
+FIRST_AXES = {
+    "the hits of all rows together": (
+        [node("NonZero", "input", "where"), node("Transpose", "where", "output", perm=[1, 0])],
+        TensorProto.INT64,
+    ),
+    "every row twice": ([node("Concat", "input input", "output", axis=0)], FLOAT),
+    "those rows that are not masked": (
+        [
+            node("Cast", "input", "large", to=TensorProto.BOOL),
+            node("Slice", "large zero one one", "column"),
+            node("Squeeze", "column one", "mask"),
+            node("Compress", "input mask", "output", axis=0),
+        ],
+        FLOAT,
+    ),
+}
+WEIGHTS = [("zero", np.array([0])), ("one", np.array([1]))]
+
+
+@pytest.mark.parametrize("rows", ["n", 4])
+@pytest.mark.parametrize("what", FIRST_AXES)
+def test_an_output_whose_first_axis_counts_something_else(tmp_path, what, rows):
+    """Where the number happens to be that of the rows, answers would go to the wrong callers."""
+    nodes, kind = FIRST_AXES[what]
+    path = save(
+        tmp_path / "m.onnx", nodes, [("input", FLOAT, [rows, 2])], [("output", kind, ["k", 2])], WEIGHTS
+    )
+    message = refused(path)
+    assert "output 'output' of 'm'" in message
+    assert "first axis" in message
+
+
+@pytest.mark.parametrize("names", [["unk__1", "unk__2", "unk__3"], ["x_axis", "x_axis", "y_axis"]])
+def test_an_exporter_may_name_the_batch_axis_of_each_tensor_differently(tmp_path, names):
+    """As long as shape inference shows that it is the same axis."""
+    path = save(
+        tmp_path / "m.onnx",
+        [node("Add", "a b", "sum"), node("MatMul", "sum weight", "output")],
+        [("a", FLOAT, [names[0], 2]), ("b", FLOAT, [names[1], 2])],
+        [("output", FLOAT, [names[2], 3])],
+        [("weight", np.ones((2, 3), np.float32))],
+    )
+    model = OnnxModel(path)
+    assert [str(spec) for spec in model.outputs] == ["output: float32[rows, 3]"]
+    assert model.rows_fixed is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("rows", "found"), [("n", None), (None, None), ("unk__1", "unk__2")])
+async def test_a_first_axis_without_a_name_is_checked_when_a_batch_has_run(tmp_path, rows, found):
+    """The demo's model has dimensions as tf2onnx names them if it does not know them: unk__1 and so on."""
+    nodes, kind = FIRST_AXES["the hits of all rows together"]
+    path = save(tmp_path / "m.onnx", nodes, [("input", FLOAT, [rows, 2])], [("output", kind, [found, 2])])
+    async with asynctrt.open(path) as engine:
+        with pytest.raises(ExecutionError):
+            await engine.infer(np.ones((3, 2), np.float32))
+        assert engine.state == "open"
+
+
+def test_no_telemetry_is_written_into_the_home_directory(tmp_path):
+    model, home = double_onnx(tmp_path / "m.onnx"), tmp_path / "home"
+    home.mkdir()
+    kept = ("PATH", "PYTHONPATH", "VIRTUAL_ENV")
+    variables = {name: os.environ[name] for name in kept if name in os.environ} | {"HOME": str(home)}
+    program = f"from asynctrt.backends.onnxruntime import OnnxModel; OnnxModel({str(model)!r})"
+    subprocess.run([sys.executable, "-c", program], env=variables, check=True, timeout=60)
+    assert list(home.rglob("*")) == []
+
+
 def test_a_model_without_threads(tmp_path):
-    with pytest.raises(OptionsError, match="intra_op_threads is at least 1, not 0"):
+    with pytest.raises(OptionsError, match="intra_op_threads must be a whole number ≥ 1, not 0"):
         OnnxModel(double_onnx(tmp_path / "m.onnx"), intra_op_threads=0)
 
 
@@ -182,3 +261,18 @@ def test_without_onnxruntime_the_message_names_the_extra(monkeypatch):
         import asynctrt.backends.onnxruntime  # noqa: F401
     monkeypatch.undo()
     assert sys.modules["onnxruntime"] is onnxruntime
+
+
+def test_a_type_that_cannot_be_served_is_named_before_its_missing_rank():
+    """What skl2onnx's zipmap leaves has no rank; the fix is another export, and not a batch axis."""
+    given = SimpleNamespace(name="x", type="tensor(float)", shape=["rows", 4])
+    classes = SimpleNamespace(name="p", type="seq(map(int64,tensor(float)))", shape=[])
+    with pytest.raises(ModelError, match="output 'p' of 'm' is a seq.*zipmap"):
+        read_specs("m", [given], [classes])
+
+
+def test_a_scalar_has_no_rows():
+    given = SimpleNamespace(name="x", type="tensor(float)", shape=["rows", 4])
+    scalar = SimpleNamespace(name="p", type="tensor(float)", shape=[])
+    with pytest.raises(ModelError, match="output 'p' of 'm' is a scalar.* Export the model with"):
+        read_specs("m", [given], [scalar])

@@ -1,7 +1,7 @@
-"""Do other load generators find the same? MLPerf's LoadGen on one engine, ``perf_analyzer`` on one server.
+"""Do other load generators measure the same? MLPerf's LoadGen on an engine, ``perf_analyzer`` on a server.
 
-LoadGen (``pip install mlcommons-loadgen``) and we take turns, A B A B, each in a process of its own; so do
-``perf_analyzer``, which tests/serving/test_perf_analyzer.py fetches, and we.
+LoadGen (``pip install mlcommons-loadgen``) and ours run in turn, A B A B, each in a process of its own; so do
+``perf_analyzer``, which .ci/packages installs, and ours.
 """
 
 import asyncio
@@ -23,9 +23,10 @@ from asynctrt import loadtest
 from asynctrt.backends.function import FunctionModel
 from asynctrt.bench import random_inputs
 from asynctrt.devices.host import HostDevice
-from asynctrt.process import let_threads_in
+from asynctrt.process import shorten_switch_interval
 from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.mlp import mlp_onnx
+from tests.helpers import installed
 from tests.serving import test_perf_analyzer as analyzer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -35,7 +36,7 @@ CALLERS = 8
 
 
 def sleeping_model():
-    """Takes 4 ms for a batch, whatever its size."""
+    """Return a model that takes 4 ms for a batch of any size."""
 
     def compute(inputs, outputs):
         time.sleep(BATCH_S)
@@ -57,7 +58,7 @@ def opened(model, folder):
 
 
 async def under_loadgen(model, scenario, seconds, count, folder):
-    """Throughput and p99 in ms, as LoadGen logs them."""
+    """Measure with LoadGen, and return the throughput and the p99 in ms from its log."""
     import mlperf_loadgen as lg
 
     loop = asyncio.get_running_loop()
@@ -132,7 +133,7 @@ async def under_ours(model, scenario, seconds, count, folder):
 
 
 def apart(who, *details):
-    """One measurement in a process of its own."""
+    """Measure once in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.benchmarks.agreement", "--one", json.dumps([who, *details])],
         cwd=ROOT,
@@ -145,14 +146,13 @@ def apart(who, *details):
 
 def one(text):
     who, *details = json.loads(text)
-    let_threads_in()
+    shorten_switch_interval()
     run = under_loadgen if who == "LoadGen" else under_ours
     print(json.dumps(uvloop.run(run(*details))))
 
 
 def under_perf_analyzer(binary, served, model, seconds, folder):
     path = Path(folder) / "perf.csv"
-    libraries = os.pathsep.join(str(analyzer.CACHE / part) for part in analyzer.LIBRARIES)
     window = (
         "--measurement-interval",
         int(seconds * 1000 / 3),
@@ -165,7 +165,7 @@ def under_perf_analyzer(binary, served, model, seconds, folder):
     command += ["--concurrency-range", CALLERS, "--percentile", 99, *window]
     subprocess.run(
         list(map(str, command)),
-        env=os.environ | {"LD_LIBRARY_PATH": libraries},
+        env=os.environ | {"LD_LIBRARY_PATH": str(analyzer.LIBRARY)},
         check=True,
         capture_output=True,
         timeout=60 + 4 * seconds,
@@ -194,7 +194,7 @@ def main():
         figures[name] = {"other": other, "runs": {other: a, "asynctrt": b}}
         for figure in ("throughput", "p99_ms"):
             if name.startswith("offline") and figure == "p99_ms":
-                continue  # Of one query there is none.
+                continue  # A single query has none.
             theirs, ours = median(a, figure), median(b, figure)
             figures[name][figure] = {"theirs": theirs, "ours": ours, "ratio": ours / theirs}
             lines.append(
@@ -212,7 +212,7 @@ def main():
                 note(
                     f"{scenario}, {model}", "LoadGen", in_turn(runs, options.repeats, f"{scenario}, {model}")
                 )
-        binary = analyzer.get_binary()
+        binary = installed(analyzer.BINARY)
         (Path(folder) / "agreement_models.py").write_text(
             "from tests.benchmarks.agreement import sleeping_model\n"
         )

@@ -1,6 +1,6 @@
 """How late is a batch noticed on a loop that is never idle? A callback burns 20 µs every tick.
 
-Compared are the engine as it is and the engine whose guard is kept from handing the GIL over.
+It compares the engine as it is with one whose guard cannot hand the GIL over.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import uvloop
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.devices.crew import Crew
 from asynctrt.devices.host import HostDevice
+from asynctrt.devices.host.threads import StreamThreads
 from tests.benchmarks.common import arguments, save, show
 from tests.benchmarks.mlp import mlp_onnx
 
@@ -22,10 +22,10 @@ BURN_NS = 20_000
 
 
 async def lateness_us(path, rows, requests, *, is_busy, is_guarded):
-    """Microseconds from the end of a batch's work to its caller, and from launch to the work's beginning."""
-    lend = Crew.lend_gil
+    """Return the time in µs from the end of a batch's work to its caller, and from its launch to its work."""
+    lend = StreamThreads.lend_gil
     if not is_guarded:
-        Crew.lend_gil = lambda self: False
+        StreamThreads.lend_gil = lambda self: False
     loop = asyncio.get_running_loop()
     burning = is_busy
 
@@ -51,7 +51,7 @@ async def lateness_us(path, rows, requests, *, is_busy, is_guarded):
                 late.append((clock.now_ns() - sent_ns - alone) / 1000)
             burning = False
     finally:
-        Crew.lend_gil = lend
+        StreamThreads.lend_gil = lend
     return late
 
 

@@ -1,7 +1,7 @@
-"""A load client for the benchmarks of serving, as light as Python allows: prebuilt bytes, no library between.
+"""A load client for the benchmarks of serving, as light as possible in Python: prebuilt bytes, no library.
 
 ``python -m tests.benchmarks.client http://127.0.0.1:8000/v2/models/noop/infer`` prints one line of JSON. It
-looks at the status of what is answered, and at nothing else.
+reads only the status of an answer.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def infer_head(dim):
 
 
 class Book:
-    """Latencies, from a time on."""
+    """Record latencies from a time on."""
 
     def __init__(self):
         self.latencies_ns = []
@@ -39,7 +39,7 @@ class Book:
 
 
 class Connection(asyncio.Protocol):
-    """Keeps ``depth`` requests in flight; or, paced, sends when it is told to."""
+    """Keep ``depth`` requests in flight or, if paced, send when told to."""
 
     def __init__(self, book, depth, *, paced):
         self.book = book
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
 
 
 class Http(Connection):
-    """One request after the other, so that answers need no telling apart."""
+    """Send one request after the other, so that answers need not be told apart."""
 
     def __init__(self, book, depth, *, paced, url, dim, raw):
         super().__init__(book, depth, paced=paced)
@@ -113,7 +113,7 @@ class Http(Connection):
 
 
 class WebSocket(Connection):
-    """``depth`` requests in flight, told apart by their ids."""
+    """Keep ``depth`` requests in flight, told apart by their ids."""
 
     def __init__(self, book, depth, *, paced, url, dim, raw):
         super().__init__(book, depth, paced=paced)
@@ -164,7 +164,7 @@ class WebSocket(Connection):
                 length, at = int.from_bytes(buffer[start + 2 : start + 4], "big"), start + 4
             if len(buffer) < at + length:
                 break
-            # An echo server sends the request back, and ours an answer: both begin with the id.
+            # An echo server returns the request, and ours an answer: both begin with the id.
             number = int(buffer[at + 11 : buffer.index(b'"', at + 11)])
             now_ns = self.answered(number, ok=b'"error"' not in buffer[at : at + 40])
             if not self.paced or self.waiting:
@@ -198,7 +198,7 @@ async def sockets(options, url, book):
 
 
 async def pace(options, connections, stop_ns):
-    """Poisson arrivals, spread over the connections; a late one counts from when it was due."""
+    """Send Poisson arrivals over all connections; the latency counts from when each was due."""
     random = np.random.default_rng(1)
     due_ns = time.monotonic_ns()
     turn = 0

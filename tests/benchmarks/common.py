@@ -1,4 +1,4 @@
-"""What the benchmarks share: a table, a JSON file with the machine, and runs in turn."""
+"""Helpers that the benchmarks share: a table, a JSON file with the machine, and runs in turn."""
 
 import argparse
 import json
@@ -14,14 +14,16 @@ try:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
-except ImportError:  # Those for a GPU do without: there may be no more on its machine than the engine needs.
+except (
+    ImportError
+):  # The benchmarks for a GPU do without it: their machine may have only what the engine needs.
     console = None
 else:
     console = Console()
 
 
 def arguments(doc, **defaults):
-    """The options that every benchmark has, and those of one with their defaults."""
+    """Parse the options of every benchmark, and those of one with their defaults."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", "--results", type=Path, metavar="FILE", help="write the figures here")
     for name, value in defaults.items():
@@ -30,7 +32,7 @@ def arguments(doc, **defaults):
 
 
 def in_turn(runs, repeats, description):
-    """Call every run once, then all again: A B C A B C. Returns the list of results for each name."""
+    """Call every run once, then all again (A B C A B C), and return the list of results for each name."""
     results = {name: [] for name in runs}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(description, total=repeats * len(runs))
@@ -51,7 +53,7 @@ def spread(results, figure):
 
 
 def describe_gpu(device):
-    """The GPU that the figures were taken on, and what drove it; ``None`` for the host device."""
+    """Describe the GPU, its driver and its libraries; ``None`` for the host device."""
     if device.name == "host":
         return None
     from cuda.bindings import driver
@@ -70,7 +72,7 @@ def describe_gpu(device):
 
 
 def driver_version():
-    """As ``nvidia-smi`` says it, if it is there."""
+    """Return the driver's version from ``nvidia-smi``, if that is installed."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout

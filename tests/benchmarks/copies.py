@@ -1,7 +1,7 @@
 """Copying rows: gathered late or on arrival, as one block or one by one, on the loop or off it.
 
-The last table is what ``COPY_ON_LOOP_NBYTES_MAX`` was chosen by: how long the loop stands still for a batch
-of so many bytes, against what handing the copy to a thread costs the batch.
+``COPY_ON_LOOP_NBYTES_MAX`` was chosen from the last table: how long a batch of a given size blocks the loop,
+against what handing the copy to a thread costs the batch.
 """
 
 import asyncio
@@ -13,8 +13,7 @@ import uvloop
 import asynctrt
 from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
-from asynctrt.runtime import batch, driver
-from asynctrt.scheduling.request import Request
+from asynctrt.runtime import driver, staging
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, save, show
 
@@ -31,21 +30,23 @@ def gathering():
     figures = {}
     for floats in (16, 512, 4096, 37_500):
         slab = np.zeros((BATCH, floats), np.float32)
-        requests = [Request(1, (), 0, 0, payload=(np.ones((1, floats), np.float32),)) for _ in range(BATCH)]
+        rows = [np.ones((1, floats), np.float32) for _ in range(BATCH)]
 
-        def late(slab=slab, requests=requests):
-            batch.gather(requests, (slab,), BATCH)
+        def late(slab=slab, rows=rows):
+            np.concatenate(rows, out=slab)  # As a batch's rows are staged.
 
-        def on_arrival(slab=slab, requests=requests):
-            for number, request in enumerate(requests):
-                slab[number : number + 1] = request.payload[0]
+        def on_arrival(slab=slab, rows=rows):
+            for number, row in enumerate(rows):
+                slab[number : number + 1] = row
 
         outputs = {"output": slab}
         figures[floats * 4] = {
             "gathered late": us(late),
             "on arrival": us(on_arrival),
-            "out as a block": us(lambda outputs=outputs: batch.copy_out(outputs, None, BATCH, shared=True)),
-            "out one by one": us(lambda outputs=outputs: batch.copy_out(outputs, None, BATCH, shared=False)),
+            "out as a block": us(lambda outputs=outputs: staging.copy_out(outputs, None, BATCH, shared=True)),
+            "out one by one": us(
+                lambda outputs=outputs: staging.copy_out(outputs, None, BATCH, shared=False)
+            ),
         }
     return figures
 
@@ -62,7 +63,7 @@ def copying_model(floats):
 
 
 async def longest_stop(nbytes, *, off_loop, batches):
-    """The loop's longest stop in µs and the batch's latency in µs, medians over batches of so many bytes."""
+    """Return the loop's longest stop and the batch's latency in µs, as medians over batches of this size."""
     before, driver.COPY_ON_LOOP_NBYTES_MAX = driver.COPY_ON_LOOP_NBYTES_MAX, 0 if off_loop else 1 << 60
     floats = nbytes // 4 // 8
     stops, latencies = [], []

@@ -1,7 +1,8 @@
 """How exactly are delays and timeouts below a millisecond kept? On uvloop and on asyncio.
 
-A timeout: how long after its deadline a queued request is answered. A delay: how long after its end a batch
-that is not full is launched. Both while another batch is in flight, so that they are waited for at all.
+For a timeout it measures how long after its deadline a queued request is answered; for a delay, how long
+after its end a batch that is not full is launched. Another batch is in flight meanwhile, or neither would
+wait at all.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from tests.models import double_model, rows
 
 
 async def late_timeouts(seconds, count):
-    device, late = LatchDevice(slots=1), []
+    device, late = LatchDevice(concurrency=1), []
     async with asynctrt.open(double_model(), device=device, contexts=1) as engine:
         blocker = asyncio.create_task(engine.infer(rows(1)))
         while not device.held:
@@ -34,14 +35,14 @@ async def late_timeouts(seconds, count):
 
 
 async def late_launches(seconds, count):
-    device, late = LatchDevice(slots=2), []
+    device, late = LatchDevice(concurrency=2), []
     async with asynctrt.open(double_model(), device=device, contexts=2, max_delay=seconds) as engine:
         for _ in range(count):
             blocker = asyncio.create_task(engine.infer(rows(1)))
             while not device.held:
                 await asyncio.sleep(0)
             follower = asyncio.create_task(engine.infer(rows(2)))
-            # A timer of the test's own would disturb what is measured: sleep until the engine acts.
+            # A timer of its own would disturb the measurement: sleep until the engine acts.
             while device.held < 2:
                 await asyncio.sleep(0.002)
             device.release(2)

@@ -1,7 +1,8 @@
-"""A thousand clients hang up at once while a server is loaded: does everybody else notice?
+"""A thousand clients hang up at once while a server is loaded: do the other clients notice?
 
 A 512-2048-512 x 2 MLP at a steady rate. In the middle of the run a thousand connections send a request each
-and are reset. What is queued for them is dropped; the others' latencies are compared with a run without.
+and are reset. What is queued for them is dropped; the latencies of the others are compared with a run without
+hang-ups.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ HANG_UPS = 1000
 
 
 async def hang_up(url, count):
-    """Connect, ask, and reset every connection."""
+    """Connect, send a request, and reset every connection."""
     loop = asyncio.get_running_loop()
     book = Book()
     connections = []
@@ -46,7 +47,7 @@ async def hang_up(url, count):
 
 
 def measure(server, url, seconds, rate, hang_ups):
-    """The figures of the steady load; with hang-ups in its middle, if there are any."""
+    """Measure the steady load, with hang-ups in the middle if there are to be any."""
     helper = None
     if hang_ups:
         code = f"import tests.benchmarks.hangups as it; it.later({seconds / 2 + 0.7}, {url!r}, {hang_ups})"

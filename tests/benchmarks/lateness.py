@@ -1,6 +1,6 @@
 """How late does the load generator come to a request, and what does it cost? The target answers at once.
 
-One process, an open loop of Poisson arrivals; each way of waiting in turn.
+One process sends an open loop of Poisson arrivals, with each way of waiting in turn.
 """
 
 import gc
@@ -10,9 +10,9 @@ import numpy as np
 import uvloop
 
 from asynctrt import clock, loadtest
-from asynctrt.loadtest.arrivals import Profile, Schedule
+from asynctrt.loadtest.arrivals import LoadProfile, Schedule
 from asynctrt.loadtest.processes import GC_THRESHOLDS
-from asynctrt.process import keep_what_is_there
+from asynctrt.process import freeze_gc
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.loadtest.support import Target
 
@@ -20,7 +20,7 @@ RATES = (1_000, 5_000, 20_000, 50_000)
 
 
 class IdleTarget(Target):
-    """Answers everything at once, and remembers nothing of it."""
+    """Answer everything at once, and record nothing."""
 
     in_flight_max = 1 << 20
 
@@ -31,8 +31,8 @@ class IdleTarget(Target):
 
 
 def bare(rate, seconds):
-    """The least that there is: a loop that does nothing but look at the clock."""
-    profile = Profile.parse(f"{rate:f}", seconds)
+    """Measure the lower bound: a loop that only looks at the clock."""
+    profile = LoadProfile.parse(f"{rate:f}", seconds)
     schedule = Schedule("poisson", profile, np.ones(1), 1)
     due = np.concatenate([block.due_ns for block in schedule.blocks()]) + clock.now_ns()
     late = []
@@ -65,8 +65,8 @@ def main():
     runs = {case: partial(lambda case: uvloop.run(measure(*case, options.seconds)), case) for case in cases}
     for rate in RATES:
         runs["a bare loop", rate] = partial(bare, rate, options.seconds)
-    # As the processes of the command do.
-    keep_what_is_there()
+    # As the child processes of the command do.
+    freeze_gc()
     gc.set_threshold(*GC_THRESHOLDS)
     results = in_turn(runs, options.repeats, "lateness")
     lines, figures = [], {}

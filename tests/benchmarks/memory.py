@@ -1,7 +1,7 @@
 """A million requests through one engine, and 200 engines opened and closed: what is left behind?
 
-Runs with one heap for all threads (``MALLOC_ARENA_MAX=1``). With several, what the C library keeps of a
-closed engine depends on which of them its threads were given, and the resident size goes up and down by that.
+It runs with one heap for all threads (``MALLOC_ARENA_MAX=1``). With several heaps, how much the C library
+keeps of a closed engine depends on which of them its threads were given.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ CALLERS = 256
 
 def now():
     gc.collect()
-    # What the C library keeps of memory that was given back is not left behind: it is used again.
+    # Memory that was freed and kept by the C library is not a leak: it is used again.
     ctypes.CDLL(None).malloc_trim(0)
     return {
         "resident_kib": psutil.Process().memory_info().rss // 1024,

@@ -1,6 +1,6 @@
-"""A 512-2048-512 x 2 MLP: the engine against raw ONNX Runtime, with one thread a batch and with two.
+"""A 512-2048-512 x 2 MLP: the engine against raw ONNX Runtime, with one thread per batch and with two.
 
-Writes the model to a temporary file and runs what ``asynctrt bench MODEL`` runs.
+It writes the model to a temporary file and runs what ``asynctrt bench MODEL`` runs.
 """
 
 import tempfile

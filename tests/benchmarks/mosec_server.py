@@ -1,6 +1,7 @@
 """A peer of the benchmark of serving: Mosec, an HTTP front end in Rust and batches in worker processes.
 
-It gets and gives the tensor alone, without a header. ``python -m tests.benchmarks.mosec_server PORT [MODEL]``
+It receives and returns the bare tensor, without a header. ``python -m tests.benchmarks.mosec_server PORT
+[MODEL]``
 """
 
 import os

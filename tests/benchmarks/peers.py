@@ -30,7 +30,7 @@ class Peer(AsyncBatcher):
 
 
 class Bare:
-    """A deque, one flush a tick, one concatenate, futures set in a loop: the floor."""
+    """Batch with a deque, one flush per tick, one concatenate, and futures set in a loop: the lower bound."""
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What serving is measured beside: servers that do nothing but answer. One a process.
+"""Servers that only answer, with which serving is compared. Each runs in a process of its own.
 
 ``python -m tests.benchmarks.servers KIND PORT``
 """
@@ -10,7 +10,7 @@ import uvloop
 
 
 def uvicorn(port):
-    """The HTTP limit of uvicorn: 64 bytes back for whatever came."""
+    """Serve the HTTP limit of uvicorn: 64 bytes for any request."""
     import uvicorn
 
     async def app(scope, receive, send):
@@ -24,7 +24,7 @@ def uvicorn(port):
 
 
 def websockets(port):
-    """The websocket limit of ``websockets``: every message back."""
+    """Serve the limit of ``websockets``: return every message."""
     from websockets.asyncio.server import serve
 
     async def echo(socket):
@@ -39,7 +39,7 @@ def websockets(port):
 
 
 def grpc(port):
-    """The limit of ``grpc.aio``: every message back, unread."""
+    """Serve the limit of ``grpc.aio``: return every message unread."""
     import grpc
 
     async def echo(request, context):

@@ -32,7 +32,7 @@ SOCKET = "/v2/models/{}/ws"
 
 
 def noop():
-    """Gives back what it got."""
+    """Return a model that returns its input."""
     row = TensorSpec("input", "float32", (16,)), TensorSpec("output", "float32", (16,))
     return FunctionModel(
         lambda inputs, outputs: np.copyto(outputs["output"], inputs["input"]),
@@ -44,7 +44,7 @@ def noop():
 
 @contextmanager
 def process(*command):
-    """A server as a process, once it listens on the last port of its command line."""
+    """Start a server process, and wait until it listens on the last port of its command line."""
     started = subprocess.Popen(
         [sys.executable, "-m", *map(str, command)],
         cwd=ROOT,
@@ -74,7 +74,7 @@ def cpu_s(server):
 
 
 def load(server, url, seconds, **settings):
-    """Run the client once; its figures, and the server's CPU a request."""
+    """Run the client once; return its figures, and the server's CPU time per request."""
     given = [f"--{name}={value}" for name, value in settings.items() if value is not True]
     given += [f"--{name}" for name, value in settings.items() if value is True]
     command = [sys.executable, "-m", "tests.benchmarks.client", url, f"--seconds={seconds}", *given]
@@ -95,7 +95,7 @@ def grpc_body():
 
 
 def cases(stack, folder, seconds):
-    """What is measured, by name: a function that measures it once."""
+    """Return the cases by name: functions that measure once."""
     mlp = mlp_onnx(Path(folder) / "mlp.onnx")
     http, rpc = free_port(), free_port()
     ours = stack.enter_context(

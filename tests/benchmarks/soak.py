@@ -1,7 +1,7 @@
 """A server's memory over an hour's worth of requests, with connections opened and dropped at random.
 
 An hour at 1,000 requests a second is 3,600,000. They come over HTTP and websockets from clients that stay for
-a while, and then say goodbye, hang up in the middle, or leave half a request behind.
+a while, and then close properly, hang up in the middle, or leave half a request behind.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LOOKS = 20
 
 
 class Visitors:
-    """Clients that come and go until so many requests have been answered."""
+    """Run clients that come and go until enough requests have been answered."""
 
     def __init__(self, port, seed):
         from urllib.parse import urlsplit

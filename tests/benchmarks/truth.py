@@ -1,7 +1,7 @@
-"""Does the harness tell the truth? Targets of known service times, and one that freezes for a second.
+"""Are the load test's figures true? Targets with known service times, and one that freezes for a second.
 
-What is measured is compared with what the very same arrivals and service times come to on paper (Lindley's
-recursion for a queue), and with theory.
+The figures are compared with those calculated from the same arrivals and service times (Lindley's recursion
+for a queue), and with theory.
 """
 
 import heapq
@@ -12,7 +12,7 @@ import numpy as np
 import uvloop
 
 from asynctrt import clock, loadtest
-from asynctrt.loadtest.arrivals import Profile, Schedule
+from asynctrt.loadtest.arrivals import LoadProfile, Schedule
 from tests.benchmarks.common import arguments, save, show
 from tests.loadtest.support import Target
 
@@ -21,7 +21,7 @@ SEED = 7
 
 
 class KnownTarget(Target):
-    """Answers after service times that are given; at once side by side, or one after the other."""
+    """Answer after given service times, concurrently or one after the other."""
 
     in_flight_max = 1 << 20
 
@@ -39,7 +39,7 @@ class KnownTarget(Target):
     def start(self, prepared):
         now_ns = clock.now_ns()
         future = self.loop.create_future()
-        if self.first_ns is None:  # The request that is tried before the run.
+        if self.first_ns is None:  # The first request, which is tried before the run.
             self.first_ns = now_ns
             future.set_result(None)
             return future
@@ -47,7 +47,7 @@ class KnownTarget(Target):
         end_ns = begin_ns + self.services.popleft()
         self.free_ns = end_ns
         if self.freeze_ns is not None:
-            # What would end while it is frozen ends when it thaws.
+            # A request that would end during the freeze ends after it.
             start_ns, stop_ns = (self.first_ns + part for part in self.freeze_ns)
             end_ns = stop_ns if start_ns <= end_ns < stop_ns else end_ns
         self.number += 1
@@ -56,7 +56,7 @@ class KnownTarget(Target):
         return future
 
     def _wait(self):
-        # Its own times have to be exact, so it never sleeps.
+        # Its own times must be exact, so it never sleeps.
         if self.heap and not self.is_scheduled:
             self.is_scheduled = True
             self.loop.call_soon(self._tick)
@@ -72,14 +72,14 @@ class KnownTarget(Target):
 
 
 def due_ns(rate, seconds):
-    """The arrivals that the run will have."""
-    profile = Profile.parse(f"{rate:f}", seconds)
+    """Return the arrivals that the run will have."""
+    profile = LoadProfile.parse(f"{rate:f}", seconds)
     schedule = Schedule("poisson", profile, np.ones(1), SEED)
     return np.concatenate([block.due_ns for block in schedule.blocks()])
 
 
 def on_paper(due, services, *, is_queue):
-    """Percentiles in ms of the same arrivals and service times."""
+    """Calculate percentiles in ms from the same arrivals and service times."""
     if is_queue:
         free, sojourn = 0, np.empty(len(due))
         for number, (due_one, service) in enumerate(zip(due.tolist(), services.tolist(), strict=True)):
@@ -130,7 +130,7 @@ async def compare(name, rate, seconds, mean_ms, *, is_exponential, is_queue):
 
 
 async def freeze(seconds):
-    """1,000 requests/s of 2 ms, 8 on the way at most; it freezes for a second in the middle."""
+    """Measure 1,000 requests/s of 2 ms, at most 8 in flight, with a freeze of one second in the middle."""
     rate, start = 1000, seconds / 2
     due = due_ns(rate, seconds)
     services = np.full(len(due), 2_000_000)
@@ -147,7 +147,7 @@ async def freeze(seconds):
         pacing="spin",
     )
     (run,) = report.runs
-    # The same on paper: eight servers, and what would end while they are frozen ends when they thaw.
+    # The same by calculation: eight servers, and what would end during the freeze ends after it.
     free = [0] * 8
     waited = []
     for one in due.tolist():

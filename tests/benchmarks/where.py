@@ -1,7 +1,7 @@
-"""Where each microsecond of a request goes: the steps of its way, timed by themselves, in batches of 64.
+"""Where does the time of a request go? Times the steps of its way separately, in batches of 64.
 
-The steps are called as the engine calls them, on the engine's own objects. What is left of the whole is the
-loop's part: resuming tasks, coroutines, futures' callbacks, and that caches are colder there than here.
+The steps are called as the engine calls them, on the engine's own objects. The rest of the whole is the
+loop's: resuming tasks, coroutines, callbacks of futures, and colder caches.
 """
 
 import timeit
@@ -12,8 +12,10 @@ import uvloop
 import asynctrt
 from asynctrt.bench import OVERHEAD_DIM, closed_loop, echo_model
 from asynctrt.devices.host import HostDevice
-from asynctrt.runtime import batch
-from asynctrt.scheduling.request import QUEUED
+from asynctrt.runtime import staging
+from asynctrt.runtime.inflight import InFlight
+from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.request import NO_DEADLINE_NS, QUEUED, Request
 from asynctrt.tensors import BatchRecord
 from tests.benchmarks.common import arguments, save, show
 
@@ -30,44 +32,46 @@ async def steps(seconds):
         row = np.random.default_rng(0).random((1, OVERHEAD_DIM), np.float32)
         await engine.infer(row)
         driver, scheduler, pool = engine._driver, engine._scheduler, engine._pool
-        requests = [driver._request((row,), 1, (), 0, None) for _ in range(BATCH)]
-        slab = pool._bays[0].slab((), pool.layout(()))
+        requests = [request_of(driver, row) for _ in range(BATCH)]
         record = BatchRecord(BATCH, 0)
-        outputs = batch.copy_out(slab.outputs, None, BATCH, shared=True)
 
-        def schedule():
+        def launched():
             for request in requests:
                 request.state = QUEUED
                 scheduler.submit(request)
-            launch = scheduler.next_launch(0)
-            scheduler.complete(launch, 0, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
+            return scheduler.next_batch(0)
+
+        def schedule():
+            batch = launched()
+            scheduler.finished(batch, 0, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
+            return batch
 
         def deliver():
             for request in requests:
-                request.future = driver._create_future()
-            batch.deliver(requests, outputs, record)
+                request.future, request.payload = driver._create_future(), (row,)
+            staging.deliver(requests, outputs, record)
 
         def futures():
             for request in requests:
                 request.future = driver._create_future()
 
         inputs = {"input": row}
-        lease = pool.lease(_launch(scheduler, requests), None)
+        batch = schedule()
+        source = pool.source(batch)
+        flight = InFlight(batch, pool[batch.context], source)
+        outputs = staging.copy_out(source.slab.outputs, None, BATCH, shared=True)
+        gather_ns = ns(source.stage, 2000, BATCH)
         futures_ns = ns(futures, 500, BATCH)
         parts = {
-            "check the inputs": ns(lambda: engine._admit(inputs), 20_000, 1),
-            "make the request, look at the clock": ns(
-                lambda: driver._request((row,), 1, (), 0, None), 20_000, 1
-            )
+            "check the inputs": ns(lambda: engine._validate(inputs), 20_000, 1),
+            "make the request, look at the clock": ns(lambda: request_of(driver, row), 20_000, 1)
             - futures_ns,
             "make its future": futures_ns,
             "queue it, launch it, end it": ns(schedule, 500, BATCH),
-            "gather its row into the slab": ns(
-                lambda: batch.gather(requests, slab.inputs, BATCH), 2000, BATCH
-            ),
-            "a batch on the device, divided by 64": ns(lambda: lease.enqueue(BATCH), 5000, BATCH),
+            "gather its row into the slab": gather_ns,
+            "a batch on the device, divided by 64": ns(flight.enqueue, 5000, BATCH),
             "copy its row out": ns(
-                lambda: batch.copy_out(slab.outputs, None, BATCH, shared=True), 2000, BATCH
+                lambda: staging.copy_out(source.slab.outputs, None, BATCH, shared=True), 2000, BATCH
             ),
             "make the result, resolve the future": ns(deliver, 500, BATCH) - futures_ns,
         }
@@ -78,13 +82,8 @@ async def steps(seconds):
     return parts, whole
 
 
-def _launch(scheduler, requests):
-    for request in requests:
-        request.state = QUEUED
-        scheduler.submit(request)
-    launch = scheduler.next_launch(0)
-    scheduler.complete(launch, 0, copy_in_ns=0, compute_ns=0, copy_out_ns=0)
-    return launch
+def request_of(driver, row):
+    return Request(1, FIXED_SHAPE, 0, driver._now_ns(), NO_DEADLINE_NS, (row,), driver._create_future())
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Every device there is, for the contract suites."""
+"""All devices, for the contract suites."""
 
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice

@@ -1,4 +1,4 @@
-"""What every device does, in CUDA's sense of the words. One suite for all of them."""
+"""What every device does, with CUDA's meaning of the terms. One suite for all devices."""
 
 import threading
 from itertools import pairwise
@@ -36,21 +36,21 @@ class Memory:
         self._stream = device.create_stream()
 
     def write(self, buffer, value):
-        """Fill it, and give it back."""
+        """Fill a buffer, and return it."""
         self._seen(buffer)[...] = value
         if not buffer.is_host_visible:
             self._copy(buffer, self._staging)
         return buffer
 
     def read(self, buffer):
-        """Its bytes."""
+        """Return the bytes of a buffer."""
         seen = self._seen(buffer)
         if not buffer.is_host_visible:
             self._copy(self._staging, buffer)
         return seen
 
     def values(self, buffer):
-        """Which bytes there are in it."""
+        """Return the set of bytes that occur in a buffer."""
         return set(self.read(buffer).tolist())
 
     def _seen(self, buffer):
@@ -79,9 +79,9 @@ def finish(stream, device):
     return event
 
 
-def test_what_it_says_of_itself(device):
+def test_its_properties(device):
     assert device.name
-    assert device.slots >= 1
+    assert device.concurrency >= 1
     assert device.contexts_default >= 1
     assert device.unified in (True, False)
     assert device.is_parallel in (True, False)
@@ -167,7 +167,7 @@ def test_a_stream_waits_for_an_event_of_another(device, memory):
 
 
 def test_a_wait_is_for_the_recording_that_was_there(device):
-    """As cuStreamWaitEvent: recording the event again afterwards changes nothing for who waits already."""
+    """As with cuStreamWaitEvent, recording the event again later does not affect a waiting stream."""
     first, second = device.create_stream(), device.create_stream()
     event = device.create_event()
     for _ in range(20):
@@ -179,12 +179,12 @@ def test_a_wait_is_for_the_recording_that_was_there(device):
     assert second.close(WAIT_S)
 
 
-def test_waiting_for_an_event_that_was_never_recorded_is_no_wait(device, stream):
+def test_waiting_for_an_event_that_was_never_recorded_returns_at_once(device, stream):
     stream.wait(device.create_event())
     finish(stream, device)
 
 
-def test_who_asks_is_called_when_a_pending_event_is_done(device, stream):
+def test_a_callback_is_called_when_a_pending_event_is_done(device, stream):
     for _ in range(50):
         event, called = device.create_event(), threading.Event()
         target, source = device.allocate(1 << 18), device.allocate(1 << 18)
@@ -212,6 +212,33 @@ def test_an_event_can_be_recorded_again(device, stream):
     for _ in range(3):
         stream.record(event)
         assert event.synchronize(WAIT_S)
+
+
+def test_an_abandoned_stream_ends_as_usual_if_its_work_does(device, memory):
+    stream, event = device.create_stream(), device.create_event()
+    source, target = memory.write(device.allocate_staging(4096), 3), device.allocate(4096)
+    stream.copy(target, source, offset=0, nbytes=4096)
+    stream.record(event)
+    stream.abandon()
+    stream.abandon()
+    assert event.synchronize(WAIT_S)
+    assert memory.values(target) == {3}
+    assert stream.close(WAIT_S)
+
+
+def test_work_behind_an_abandoned_stream_runs_once_that_has_ended(device, memory):
+    first, second = device.create_stream(), device.create_stream()
+    between, end = device.create_event(), device.create_event()
+    source, target = memory.write(device.allocate_staging(4096), 4), device.allocate(4096)
+    first.record(between)
+    second.wait(between)
+    second.copy(target, source, offset=0, nbytes=4096)
+    second.record(end)
+    first.abandon()
+    assert end.synchronize(WAIT_S)
+    assert memory.values(target) == {4}
+    assert first.close(WAIT_S)
+    assert second.close(WAIT_S)
 
 
 def test_closing_a_stream_twice(device):
@@ -287,7 +314,7 @@ def test_what_would_not_fit_is_refused_with_the_arithmetic(device):
 
 
 def test_streams_have_handles_of_their_own(device):
-    streams = [device.create_stream(priority=priority) for priority in (0, 1, 100, -1)]
+    streams = [device.create_stream() for _ in range(4)]
     handles = {stream.handle for stream in streams}
     assert len(handles) == 4
     assert 0 not in handles

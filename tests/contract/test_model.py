@@ -1,5 +1,6 @@
 """What every model and its contexts do, under the engine: one suite for all backends."""
 
+import re
 import threading
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 
 from asynctrt.backends.base import Model
 from asynctrt.backends.onnxruntime import OnnxModel
+from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError
-from asynctrt.runtime.batch import lay_out
-from asynctrt.runtime.bay import Memory, Slab
+from asynctrt.errors import AsynctrtError, DeviceUnavailableError, UsageError
+from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from asynctrt.tensors import TensorSpec
+from tests.contract.devices import four_floats, strict
 from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx
 
 WAIT_S = 20
@@ -19,7 +21,11 @@ WAIT_S = 20
 MODELS = {
     "function": lambda path: double_model(),
     "onnxruntime": lambda path: OnnxModel(double_onnx(path / "double.onnx")),
+    "tensorrt": lambda path: strict(HostDevice(in_place="never", threads=4), DOUBLE),
 }
+
+DOUBLE = four_floats(steps=1)
+"""An engine of the strict double, which computes ``2 * x + 1``."""
 
 
 @pytest.fixture(params=MODELS)
@@ -34,15 +40,18 @@ class Runner:
     """A context bound to a slab of its own."""
 
     def __init__(self, model, rows_max=8, symbols=None):
-        self.device = HostDevice()
+        # The weights of a plan lie on one device; other models run on any host device.
+        self.device = model.device if isinstance(model, TensorRTModel) else HostDevice()
+        self.arena = self.device.allocate(model.enqueue_nbytes) if model.enqueue_nbytes else None
+        self.added = 1 if isinstance(model, TensorRTModel) else 0
         self.stream = self.device.create_stream()
         layout = lay_out(model.inputs, model.outputs, symbols or {}, rows_max)
-        self.slab = Slab(layout, Memory(self.device, layout.nbytes))
+        self.slab = Slab(layout, StagingBuffers(self.device, layout.nbytes))
         self.context = model.create_context(self.device)
-        self.binding = self.slab.bind(self.context)
+        self.binding = self.context.bind(self.slab.input_memory(), self.slab.output_memory())
 
     def enqueue(self, count):
-        self.binding.enqueue(count, stream=self.stream, arena=None)
+        self.binding.enqueue(count, profile=None, stream=self.stream, arena=self.arena)
         event = self.device.create_event()
         self.stream.record(event)
         return event
@@ -60,6 +69,12 @@ class Runner:
         assert self.stream.close(WAIT_S)
         self.context.close()
         self.context.close()
+        if self.arena is not None:
+            self.arena.close()
+
+    def doubled(self, batch):
+        """Return what the model answers to a batch."""
+        return 2 * batch + self.added
 
 
 @pytest.fixture
@@ -74,23 +89,33 @@ def test_it_is_a_model(model):
     assert model.name
     assert model.inputs == (TensorSpec("input", "float32", (4,)),)
     assert model.outputs == (TensorSpec("output", "float32", (4,)),)
-    assert (model.rows_fixed, model.rows_max, model.enqueue_nbytes) == (None, None, 0)
+    assert (model.rows_fixed, model.rows_min) == (None, 1)
+    assert model.rows_max is None or model.rows_max >= 8
 
 
 def test_a_batch_is_computed_from_the_slab_into_the_slab(runner):
-    np.testing.assert_array_equal(runner.run(rows(1, 2, 3))["output"], rows(2, 4, 6))
+    batch = rows(1, 2, 3)
+    np.testing.assert_array_equal(runner.run(batch)["output"], runner.doubled(batch))
 
 
 def test_batches_of_changing_size(runner):
     for count in (1, 8, 3, 3, 5, 1):
         batch = rows(*range(count))
-        np.testing.assert_array_equal(runner.run(batch)["output"], 2 * batch)
+        np.testing.assert_array_equal(runner.run(batch)["output"], runner.doubled(batch))
 
 
 def test_rows_behind_the_batch_are_not_written(runner):
     runner.slab.outputs["output"][...] = -1
     runner.run(rows(1, 2))
     assert (runner.slab.outputs["output"][2:] == -1).all()
+
+
+def test_no_row_of_an_earlier_batch_is_answered(runner):
+    """Whatever lies in the outputs beforehand, every row of the batch is written anew."""
+    for count in (8, 1, 5, 8):
+        runner.slab.outputs["output"][...] = np.nan
+        batch = rows(*range(count))
+        np.testing.assert_array_equal(runner.run(batch)["output"], runner.doubled(batch))
 
 
 def test_contexts_run_side_by_side(model):
@@ -101,28 +126,36 @@ def test_contexts_run_side_by_side(model):
     events = [runner.enqueue(8) for runner in runners]
     for runner, batch, event in zip(runners, batches, events, strict=True):
         assert event.synchronize(WAIT_S)
-        np.testing.assert_array_equal(runner.slab.outputs["output"], 2 * batch)
+        np.testing.assert_array_equal(runner.slab.outputs["output"], runner.doubled(batch))
         runner.close()
 
 
 def test_contexts_are_made_from_several_threads(model):
     contexts = []
+    device = model.device if isinstance(model, TensorRTModel) else HostDevice()
     threads = [
-        threading.Thread(target=lambda: contexts.append(model.create_context(HostDevice()))) for _ in range(8)
+        threading.Thread(target=lambda: contexts.append(model.create_context(device))) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
     assert len(contexts) == 8
+    for context in contexts:
+        context.close()
 
 
 def test_another_kind_of_device_is_refused(model):
     class Elsewhere(HostDevice):
         name = "cuda:0"
 
-    with pytest.raises(DeviceUnavailableError, match="not on 'cuda:0'.*device='host'"):
+    with pytest.raises(AsynctrtError) as caught:
         model.create_context(Elsewhere())
+    if isinstance(model, TensorRTModel):
+        assert isinstance(caught.value, UsageError)
+    else:
+        assert isinstance(caught.value, DeviceUnavailableError)
+        assert re.search("not on 'cuda:0'.*device='host'", str(caught.value))
 
 
 def test_several_tensors_of_mixed_types(tmp_path):

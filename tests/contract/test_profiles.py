@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError
 from asynctrt.testing.tensorrt import EngineSpec, TensorIO
 from tests.contract.devices import DEVICES, strict
@@ -93,7 +94,7 @@ async def test_slots_stay_within_the_profile_too(device, model):
 
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*[caller(number) for number in range(12)])
-        with pytest.raises(InputError, match="a slot has 1 to 16 rows, not 17"):
+        with pytest.raises(InputError, match="rows of a slot must be a whole number from 1 to 16, not 17"):
             engine.slot(rows=17, dims={"tokens": (40,)})
         with pytest.raises(InputError, match="no profile"):
             engine.slot(rows=1, dims={"tokens": (300,)})
@@ -117,4 +118,50 @@ async def test_a_fixed_batch_size_is_padded(device):
             async with asyncio.timeout(WAIT_S):
                 result = await engine.infer(sent)
             np.testing.assert_array_equal(result["output"], spec.expected({"input": sent})["output"])
+    model.close()
+
+
+def on_device(device, array):
+    buffer = device.allocate(array.nbytes)
+    stream = device.create_stream()
+    staging = device.allocate_staging(array.nbytes)
+    staging.array(array.dtype, array.shape, 0)[...] = array
+    stream.copy(buffer, staging, offset=0, nbytes=array.nbytes)
+    ready = device.create_event()
+    stream.record(ready)
+    assert ready.synchronize(WAIT_S)
+    assert stream.close(WAIT_S)
+    staging.close()
+    return DeviceArray(device, buffer.address, array.dtype, array.shape, owner=buffer, ready=ready)
+
+
+@pytest.mark.parametrize("way", ["arrays", "slots", "device"])
+@pytest.mark.parametrize("fixed", [True, False])
+async def test_padding_shows_nothing_of_an_earlier_batch(device, fixed, way):
+    """The length of a data-dependent output is that of the longest row, of those that only pad included."""
+    spec = EngineSpec(
+        inputs=(TensorIO("input", dims=(-1, 4)),),
+        fixed_rows=8 if fixed else None,
+        profiles=({},) if fixed else ({"input": ((8, 4), (8, 4), (8, 4))},),
+        data_dependent=True,
+    )
+    model = strict(device, spec)
+    async with asynctrt.open(model, device=device, contexts=1, arenas=1, max_rows=8) as engine:
+        for sent, positives in (
+            (np.zeros((8, 4), np.float32), 4),
+            (np.float32([[10, 0, 10, 10]]), 1),
+            (np.float32([[10, 10, 10, 10]] * 5), 0),
+        ):
+            async with asyncio.timeout(WAIT_S):
+                if way == "slots":
+                    async with engine.slot(rows=len(sent)) as slot:
+                        slot["input"][...] = sent
+                        result = await slot.infer()
+                else:
+                    result = await engine.infer(on_device(device, sent) if way == "device" else sent)
+            expected = spec.expected({"input": sent})
+            assert result["positives"].shape == (len(sent), positives)
+            for name in ("output", "positives"):
+                np.testing.assert_array_equal(result[name], expected[name])
+        assert model.flavour.module.violations() == ()
     model.close()

@@ -31,7 +31,7 @@ def held(device):
 
 @pytest.mark.parametrize(("count", "nbytes"), [(0, 0), (-1, 0), (1, -1)])
 def test_impossible_numbers_are_refused(count, nbytes):
-    with pytest.raises(OptionsError, match=f"at least 1 arena and 0 bytes .* not {count} and {nbytes}"):
+    with pytest.raises(OptionsError, match=f"count must be at least 1 .* not {count} and {nbytes}"):
         Arenas(HostDevice(), count, nbytes=nbytes)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from asynctrt.devices.arrays import DeviceArray
+from asynctrt.devices.base import DeviceArray
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceLostError
+from asynctrt.errors import DeviceLostError, UsageError
 from asynctrt.testing import LatchDevice
 
 FLOAT = np.dtype("float32")
@@ -31,8 +31,16 @@ def test_rows_are_taken_without_a_copy_and_keep_the_memory():
     del held
     np.testing.assert_array_equal(last.numpy(), [[3, 4], [5, 6]])
     assert len(last[5:]) == 0
-    with pytest.raises(IndexError, match="in order"):
-        last[::-1]
+    assert last[::1].shape == last[None:None].shape == last.shape
+
+
+@pytest.mark.parametrize("rows", [0, -1, (0, 1), slice(None, None, -1), slice(0, 2, 2), "x", None])
+def test_rows_that_cannot_be_taken_without_a_copy(rows):
+    held = array_on(HostDevice(), [[1, 2], [3, 4]])
+    with pytest.raises(UsageError, match=r"by consecutive rows, array\[start:stop\], not by .*numpy\(\)"):
+        held[rows]
+    with pytest.raises(UsageError):
+        list(held)
 
 
 def test_the_copy_on_the_host_is_ones_own():
@@ -56,7 +64,7 @@ def test_the_copy_is_made_after_whoever_writes_it():
 
 
 def test_a_copy_that_does_not_end(monkeypatch):
-    monkeypatch.setattr("asynctrt.devices.arrays.COPY_S", 0.05)
+    monkeypatch.setattr("asynctrt.devices.base.COPY_S", 0.05)
     device = LatchDevice(unified=False)
     held = array_on(device, [[1, 2]])
     with pytest.raises(DeviceLostError, match="did not end within 0.05 s"):

@@ -1,4 +1,4 @@
-"""What is the CUDA device's own: what is missing is named, and a status becomes the right error.
+"""What only the CUDA device does: it names what is missing, and turns each status into the right error.
 
 The driver is a stand-in here that answers as CUDA's does, so it all runs without a GPU. That the device works
 is what the contract suite and ``tests/gpu`` are for, on a real one.
@@ -11,25 +11,38 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from weakref import ref
 
 import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.devices import cuda, cuda_objects
-from asynctrt.devices.cuda import DRIVER_MIN, STICKY, CudaDevice, find_cuda_device
+from asynctrt.devices.cuda import (
+    DRIVER_MIN,
+    STICKY,
+    CudaDevice,
+    bindings,
+    context,
+    find_cuda_device,
+    memory,
+    streams,
+)
+from asynctrt.devices.cuda import (
+    device as cuda_device,
+)
 from asynctrt.errors import (
     DeviceError,
     DeviceLostError,
     DeviceMemoryError,
     DeviceUnavailableError,
     OptionsError,
+    UsageError,
 )
 from tests.gpu.support import gpu_is_here
 from tests.models import double_model
 
 ROOT = Path(__file__).parent.parent.parent
-REAL = cuda.driver
+REAL = bindings.driver
 OK = REAL.CUresult.CUDA_SUCCESS
 PENDING = REAL.CUresult.CUDA_ERROR_NOT_READY
 NO_MEMORY = REAL.CUresult.CUDA_ERROR_OUT_OF_MEMORY
@@ -91,14 +104,10 @@ class Driver:
     def do_cuDeviceGetAttribute(self, attribute, device):
         return (9,)
 
-    def do_cuCtxGetStreamPriorityRange(self):
-        return 0, -5
-
     def do_cuMemGetInfo(self):
         return FREE, TOTAL
 
-    def do_cuStreamCreateWithPriority(self, flags, priority):
-        self.priority = priority
+    def do_cuStreamCreate(self, flags):
         return (next(self.handles),)
 
     def do_cuEventCreate(self, flags):
@@ -139,8 +148,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver()
-    monkeypatch.setattr(cuda, "driver", made)
-    monkeypatch.setattr(cuda_objects, "driver", made)
+    for module in (context, cuda_device, memory, streams):
+        monkeypatch.setattr(module, "driver", made)
     yield made
     gc.collect()
 
@@ -240,17 +249,10 @@ class TestNames:
         assert not device.is_parallel
         assert device.prefers_graphs
 
-    def test_slots(self, driver):
-        assert CudaDevice(slots=3).slots == 3
-        with pytest.raises(OptionsError, match="slots is at least 1, not 0"):
-            CudaDevice(slots=0)
-
-    @pytest.mark.parametrize(("asked", "given"), [(0, 0), (1, -1), (5, -5), (100, -5), (-1, 0)])
-    def test_priorities_are_cudas_the_other_way_round_and_within_its_range(
-        self, device, driver, asked, given
-    ):
-        device.create_stream(priority=asked)
-        assert driver.priority == given
+    def test_concurrency(self, driver):
+        assert CudaDevice(concurrency=3).concurrency == 3
+        with pytest.raises(OptionsError, match="concurrency must be at least 1, not 0"):
+            CudaDevice(concurrency=0)
 
 
 class TestStatuses:
@@ -267,7 +269,7 @@ class TestStatuses:
         driver.codes.clear()
         device.allocate(5000).close()
 
-    def test_even_if_nobody_knows_how_much_there_is(self, device, driver):
+    def test_out_of_memory_when_the_free_memory_is_unknown(self, device, driver):
         driver.codes = {"cuMemAlloc": NO_MEMORY, "cuMemGetInfo": REFUSED}
         with pytest.raises(DeviceMemoryError, match="how much is free is not known"):
             device.allocate(5000)
@@ -328,7 +330,7 @@ class TestStatuses:
             ("cuMemHostAlloc", lambda device: device.allocate_staging(1)),
             ("cuMemAllocAsync", lambda device: device.allocate_output(1, stream=device.create_stream())),
             ("cuEventCreate", lambda device: device.create_event()),
-            ("cuStreamCreateWithPriority", lambda device: device.create_stream()),
+            ("cuStreamCreate", lambda device: device.create_stream()),
             ("cuEventRecord", lambda device: device.create_stream().record(device.create_event())),
             ("cuStreamWaitEvent", lambda device: device.create_stream().wait(device.create_event())),
             ("cuMemcpyAsync", lambda device: device.create_stream().copy_bytes(1, 2, 3)),
@@ -364,7 +366,7 @@ class TestEvents:
         assert isinstance(event.error, DeviceLostError)
         assert device.lost is event.error
 
-    def test_who_waits_without_an_end_is_told_too(self, device, driver):
+    def test_waiting_without_a_timeout_finds_the_error_too(self, device, driver):
         event = device.create_event()
         driver.codes["cuEventSynchronize"] = ILLEGAL
         assert event.synchronize()
@@ -378,10 +380,52 @@ class TestEvents:
         stream.record(event)
         assert event.error is None
 
-    def test_nobody_is_called_back(self, device):
+    def test_it_never_calls_back(self, device):
         event = device.create_event()
         assert not event.on_done(lambda: None)
         assert not event.nudge()
+
+    def test_work_runs_once_what_it_waits_for_is_done(self, device, driver):
+        """Behind another batch in an arena it waits for its turn, which is no sign that it hangs."""
+        streams = [device.create_stream() for _ in range(2)]
+        before, end = device.create_event(is_timed=False), device.create_event()
+        streams[0].record(before)
+        assert before.is_running()
+        streams[1].wait(before)
+        streams[1].record(end)
+        driver.codes["cuEventQuery"] = PENDING
+        assert not end.is_running()
+        driver.codes.clear()
+        assert end.is_running()
+        driver.codes["cuEventQuery"] = PENDING
+        assert end.is_running(), "it was seen to run, so nothing is asked again"
+
+    @pytest.mark.parametrize("why", ["recorded again", "abandoned", "freed"])
+    def test_what_it_waits_for_need_not_be_seen_to_be_done(self, device, driver, why):
+        streams = [device.create_stream() for _ in range(2)]
+        before, end = device.create_event(), device.create_event()
+        streams[0].record(before)
+        streams[1].wait(before)
+        streams[1].record(end)
+        driver.codes["cuEventQuery"] = PENDING
+        assert not end.is_running()
+        if why == "recorded again":
+            streams[0].record(before)
+        elif why == "abandoned":
+            streams[0].abandon()
+        else:
+            del before
+        assert end.is_running()
+
+    def test_they_keep_no_other_event_alive(self, device, driver):
+        streams = [device.create_stream() for _ in range(2)]
+        before, end = device.create_event(), device.create_event()
+        streams[0].record(before)
+        streams[1].wait(before)
+        streams[1].record(end)
+        known = ref(before)
+        del before
+        assert known() is None
 
     def test_times_are_in_ns(self, device):
         assert device.create_event().elapsed_ns(device.create_event()) == 1_500_000
@@ -406,7 +450,7 @@ class TestMemory:
     def test_the_budget(self, device, driver):
         kept = device.allocate((1 << 20) - 512)
         with pytest.raises(
-            DeviceMemoryError, match="holds 1048064 bytes of the 1048576 that it may"
+            DeviceMemoryError, match="holds 1048064 of the 1048576 bytes of its budget"
         ) as caught:
             device.allocate(513)
         assert "Lower max_rows, contexts or arenas, or raise memory_nbytes" in str(caught.value)
@@ -417,7 +461,7 @@ class TestMemory:
         assert device.memory().held_nbytes == 0
         assert driver.count("cuMemFree") == 2
 
-    def test_it_is_zeroed_before_anybody_sees_it(self, device, driver):
+    def test_it_is_zeroed_before_it_is_used(self, device, driver):
         device.allocate(1000)
         assert driver.calls[-3:] == ["cuMemAlloc", "cuMemsetD8Async", "cuStreamSynchronize"]
 
@@ -427,7 +471,7 @@ class TestMemory:
         with pytest.raises(DeviceError, match="memory of the GPU: copy it to staging memory"):
             buffer.array(np.dtype("uint8"), (1000,), 0)
 
-    def test_pinned_memory_is_zeroed_and_outlives_its_buffer_for_who_looks_at_it(self, device, driver):
+    def test_pinned_memory_is_zeroed_and_outlives_its_buffer_while_it_is_viewed(self, device, driver):
         buffer = device.allocate_staging(1000)
         view = buffer.array(np.dtype("float32"), (5, 10), 200)
         assert not view.any()
@@ -503,6 +547,12 @@ class TestClosing:
         driver.codes[function] = ILLEGAL
         assert stream.close(1.0)
         assert device.lost is not None
+
+    def test_a_device_in_a_forked_process(self, device, monkeypatch):
+        monkeypatch.setattr("os.getpid", lambda: 1)
+        for use in (device.create_stream, device.create_event, device.activate, device.memory):
+            with pytest.raises(UsageError, match="used in process 1, which was forked from it"):
+                use()
 
     def test_a_device_twice(self, device, driver):
         device.close()

@@ -1,18 +1,26 @@
-"""What is the host device's own: running in place, failing work, threads that wait for nobody."""
+"""What only the host device does: running in place, failing work, replacing threads that hang."""
 
+import asyncio
+import os
+import subprocess
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from asynctrt.devices.host import HAND_OVER_NS, LABELS_MAX, HostBuffer, HostDevice, cores
+from asynctrt.devices.host import HostDevice, HostEvent, Unfinished, cores
+from asynctrt.devices.host.memory import HostBuffer
+from asynctrt.devices.host.streams import HAND_OVER_NS, LABELS_MAX
 from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
 
 WAIT_S = 20
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Clock:
-    """Time that moves only when work says how long it took."""
+    """A time that moves only when work says how long it took."""
 
     def __init__(self):
         self.ns = 0
@@ -26,6 +34,11 @@ def finish(stream, device):
     stream.record(event)
     assert event.synchronize(WAIT_S)
     return event
+
+
+def hold(gate):
+    """Work that lasts until the gate is opened."""
+    assert gate.wait(WAIT_S), "the test never let it go on"
 
 
 class Bench:
@@ -110,7 +123,7 @@ def test_no_work_runs_in_place_behind_work_that_is_queued():
     for _ in range(10):
         stream.launch(lambda: None, label="short")
         finish(stream, device)
-    stream.launch(partial(gate.wait, WAIT_S), label="long")
+    stream.launch(partial(hold, gate), label="long")
     for number in range(5):
         stream.launch(partial(order.append, number), label="short")
     assert order == []
@@ -136,20 +149,188 @@ def test_what_work_raises_is_the_error_of_the_next_event_only(in_place):
     assert stream.close(WAIT_S)
 
 
-def test_ctrl_c_in_place_is_the_applications():
-    def interrupt():
-        raise KeyboardInterrupt
+class Panic(BaseException):
+    """As a Rust extension's panic: no Exception."""
 
-    stream = HostDevice(in_place="always").create_stream()
-    with pytest.raises(KeyboardInterrupt):
-        stream.launch(interrupt, label="work")
+
+ODD = [Panic, GeneratorExit, asyncio.CancelledError, KeyboardInterrupt, SystemExit]
+
+
+def raising(error):
+    """Work that raises it."""
+
+    def work():
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("in_place", ["always", "never"])
+def test_whatever_work_raises_is_the_error_of_its_event_and_the_stream_goes_on(kind, in_place):
+    device, broken, seen = HostDevice(in_place=in_place), kind("broken"), []
+    stream = device.create_stream()
+
+    async def main():
+        stream.launch(raising(broken), label="bad")
+        seen.append(finish(stream, device).error)
+        stream.launch(lambda: None, label="good")
+        seen.append(finish(stream, device).error)
+        await asyncio.sleep(0)
+        seen.append("went on")
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(main())
+    if in_place == "always" and kind in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(kind) as caught:
+            loop.run_until_complete(task)
+        assert caught.value is broken
+        assert seen == [broken, None], "it reaches the application once what launched it is through"
+    loop.run_until_complete(task)
+    loop.close()
+    assert seen == [broken, None, "went on"]
+    assert stream.close(WAIT_S)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_without_a_loop_an_interrupt_in_place_is_raised_where_the_work_was_launched(kind):
+    device, broken = HostDevice(in_place="always"), kind("broken")
+    stream = device.create_stream()
+    with pytest.raises(kind):
+        stream.launch(raising(broken), label="work")
+    assert finish(stream, device).error is broken
+    stream.launch(lambda: None, label="work")
+    assert finish(stream, device).error is None
+
+
+def test_work_runs_from_when_a_thread_has_taken_it_up():
+    """What waits for a thread, or behind another stream, is not running."""
+    device = HostDevice(threads=1, in_place="never")
+    streams = [device.create_stream() for _ in range(3)]
+    events = [device.create_event() for _ in streams]
+    gates, begun = [threading.Event() for _ in streams], [threading.Event() for _ in streams]
+
+    def work(number):
+        begun[number].set()
+        assert gates[number].wait(WAIT_S)
+
+    for number, (stream, event) in enumerate(zip(streams, events, strict=True)):
+        if number == 2:
+            stream.wait(events[1])
+        stream.launch(partial(work, number), label="work")
+        stream.record(event)
+    for number, event in enumerate(events):
+        assert begun[number].wait(WAIT_S)
+        assert [other.is_running() for other in events] == [other is event for other in events]
+        gates[number].set()
+        assert event.synchronize(WAIT_S)
+    assert not any(event.is_running() for event in events)
+    assert all(stream.close(WAIT_S) for stream in streams)
+
+
+def test_work_behind_what_was_abandoned_hangs_too():
+    device = HostDevice(threads=2, in_place="never")
+    hung, behind = device.create_stream(), device.create_stream()
+    first, second = device.create_event(), device.create_event()
+    gate, begun = threading.Event(), threading.Event()
+
+    def hang():
+        begun.set()
+        assert gate.wait(WAIT_S)
+
+    hung.launch(hang, label="hangs")
+    hung.record(first)
+    behind.wait(first)
+    behind.launch(lambda: None, label="work")
+    behind.record(second)
+    assert begun.wait(WAIT_S)
+    assert (first.is_running(), second.is_running()) == (True, False)
+    hung.abandon()
+    for _ in range(1000):  # Until a thread has seen that it has to wait.
+        if second.is_running():
+            break
+        threading.Event().wait(0.01)
+    assert (first.is_running(), second.is_running()) == (True, True)
+    gate.set()
+    assert first.synchronize(WAIT_S), "its late end is seen"
+    assert second.synchronize(WAIT_S)
+    assert not second.is_running()
+    assert hung.close(WAIT_S)
+    assert behind.close(WAIT_S)
+
+
+def test_an_abandoned_stream_leaves_its_thread_to_others():
+    device = HostDevice(threads=1, in_place="never")
+    hung, good = device.create_stream(), device.create_stream()
+    gate, begun = threading.Event(), threading.Event()
+
+    def hang():
+        begun.set()
+        assert gate.wait(WAIT_S)
+
+    hung.launch(hang, label="hangs")
+    late = device.create_event()
+    hung.record(late)
+    assert begun.wait(WAIT_S)
+    good.launch(lambda: None, label="work")
+    hung.abandon()
+    finish(good, device)
+    assert not late.query()
+    gate.set()
+    assert late.synchronize(WAIT_S)
+    assert hung.close(WAIT_S)
+    assert good.close(WAIT_S)
+
+
+FORKED = """
+import asyncio, os, sys
+import asynctrt
+from asynctrt.devices.host import HostDevice
+from tests.models import double_model, rows
+
+device = HostDevice(in_place="never")
+async def main():
+    async with asynctrt.open(double_model(), device=device) as engine:
+        await engine.infer(rows(1))
+asyncio.run(main())
+stream = device.create_stream()
+pid = os.fork()
+if pid:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+for use in (lambda: asyncio.run(main()), lambda: stream.launch(print, label="work")):
+    try:
+        use()
+    except asynctrt.UsageError as error:
+        print(error, flush=True)
+assert stream.close(1.0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this platform")
+def test_a_forked_child_is_told_that_the_device_is_its_parents():
+    """Its threads do not exist there, so that work would wait for ever."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        timeout=WAIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == 2
+    for line in said:
+        assert line.startswith("this device was made in process ")
+        assert "forked from it" in line
+        assert "start method 'spawn'" in line
 
 
 def test_a_stream_that_waits_holds_no_thread():
     device = HostDevice(threads=1, in_place="never")
     waits, goes_on = device.create_stream(), device.create_stream()
     gate, event = threading.Event(), device.create_event()
-    goes_on.launch(partial(gate.wait, WAIT_S), label="gate")
+    goes_on.launch(partial(hold, gate), label="gate")
     goes_on.record(event)
     waits.wait(event)
     done = device.create_event()
@@ -161,10 +342,101 @@ def test_a_stream_that_waits_holds_no_thread():
     assert all(stream.close(WAIT_S) for stream in (waits, goes_on, third))
 
 
+class Elsewhere(Unfinished):
+    """Work that begins something and leaves it unfinished until the test ends it."""
+
+    def __init__(self):
+        self.finish = None
+        self.cancelled = 0
+        self.started = threading.Event()
+
+    def __call__(self):
+        return self
+
+    def start(self, finish):
+        self.finish = finish
+        self.started.set()
+
+    def cancel(self):
+        self.cancelled += 1
+        self.finish(RuntimeError("cancelled"))
+
+
+class TestWorkThatIsUnfinished:
+    @pytest.fixture(params=["always", "never", "auto"])
+    def device(self, request):
+        return HostDevice(threads=1, in_place=request.param)
+
+    def test_what_follows_waits_for_it_and_holds_no_thread(self, device):
+        streams = [device.create_stream() for _ in range(4)]
+        works = [Elsewhere() for _ in streams]
+        done = []
+        for number, (stream, work) in enumerate(zip(streams, works, strict=True)):
+            stream.launch(work, label="begins")
+            stream.launch(partial(done.append, number), label="follows")
+        for work in works:  # Four of them at a time, with one thread.
+            assert work.started.wait(WAIT_S)
+        assert done == []
+        ends = [device.create_event() for _ in streams]
+        for stream, end in zip(streams, ends, strict=True):
+            stream.record(end)
+        for work, end in reversed(list(zip(works, ends, strict=True))):
+            assert not end.query()
+            work.finish(None)
+            assert end.synchronize(WAIT_S)
+            assert end.error is None
+        assert done == [3, 2, 1, 0]
+        assert all(stream.close(WAIT_S) for stream in streams)
+
+    def test_its_error_is_that_of_the_next_event(self, device):
+        stream = device.create_stream()
+        work = Elsewhere()
+        stream.launch(work, label=None)
+        end = device.create_event()
+        stream.record(end)
+        assert work.started.wait(WAIT_S)
+        work.finish(ValueError("no"))
+        assert end.synchronize(WAIT_S)
+        assert str(end.error) == "no"
+        assert finish(stream, device).error is None
+        assert stream.close(WAIT_S)
+
+    def test_what_is_over_at_once_or_cannot_start(self, device):
+        class Over(Elsewhere):
+            def start(self, finish):
+                finish(None)
+
+        class Refused(Elsewhere):
+            def start(self, finish):
+                raise ValueError("no")
+
+        stream = device.create_stream()
+        stream.launch(Over(), label=None)
+        assert finish(stream, device).error is None
+        stream.launch(Refused(), label=None)
+        assert str(finish(stream, device).error) == "no"
+        assert stream.close(WAIT_S)
+
+    @pytest.mark.parametrize("way", ["abandon", "close"])
+    def test_it_is_cancelled_with_its_stream(self, device, way):
+        stream = device.create_stream()
+        work = Elsewhere()
+        stream.launch(work, label=None)
+        end = device.create_event()
+        stream.record(end)
+        assert work.started.wait(WAIT_S)
+        assert end.is_running()
+        if way == "abandon":
+            stream.abandon()
+        assert stream.close(WAIT_S)
+        assert work.cancelled
+        assert str(end.error) == "cancelled"
+
+
 def test_a_stream_whose_work_hangs_is_not_waited_for_longer_than_asked():
     device = HostDevice(in_place="never")
     stream, gate = device.create_stream(), threading.Event()
-    stream.launch(partial(gate.wait, WAIT_S), label="hangs")
+    stream.launch(partial(hold, gate), label="hangs")
     assert not stream.close(0.01)
     gate.set()
     assert stream.close(WAIT_S)
@@ -187,13 +459,25 @@ def test_events_of_other_devices_are_refused():
 def test_recording_a_pending_event_again_is_refused():
     device = HostDevice(in_place="never")
     stream, gate, event = device.create_stream(), threading.Event(), device.create_event()
-    stream.launch(partial(gate.wait, WAIT_S), label="gate")
+    stream.launch(partial(hold, gate), label="gate")
     stream.record(event)
     with pytest.raises(DeviceError, match="recorded again"):
         stream.record(event)
     gate.set()
     assert event.synchronize(WAIT_S)
     assert stream.close(WAIT_S)
+
+
+def test_an_event_is_done_until_it_is_recorded():
+    event, stream = HostEvent(), HostDevice(in_place="never").create_stream()
+    gate = threading.Event()
+    assert repr(event) == "<HostEvent done>"
+    stream.launch(partial(hold, gate), label="gate")
+    stream.record(event)
+    assert repr(event) == "<HostEvent pending>"
+    gate.set()
+    assert stream.close(WAIT_S)
+    assert repr(event) == "<HostEvent done>"
 
 
 def test_memory_that_is_not_there_is_a_typed_error():
@@ -203,7 +487,7 @@ def test_memory_that_is_not_there_is_a_typed_error():
 
 @pytest.mark.parametrize("threads", [0, -1])
 def test_a_device_without_threads(threads):
-    with pytest.raises(OptionsError, match="at least one thread"):
+    with pytest.raises(OptionsError, match="threads must be at least 1"):
         HostDevice(threads=threads)
 
 

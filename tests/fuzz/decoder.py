@@ -1,7 +1,7 @@
-"""Any bytes at the binary decoder are a decoded call that says what was sent, or a caller's error.
+"""Check that any bytes given to the binary decoder become the call that they encode, or a caller's error.
 
-``check_*`` are the properties; tests/serving/test_fuzz.py holds them with Hypothesis, and the rest of this
-module with atheris, which looks for inputs that reach new lines. README.md has the commands.
+The functions `check_*` are the properties. tests/serving/test_fuzz.py tries them with Hypothesis, the rest of
+this module with atheris, which looks for inputs that reach new lines. README.md has the commands.
 """
 
 import argparse
@@ -21,18 +21,18 @@ import orjson
 
 
 def _instrumented():
-    """Coverage is measured of what is imported here, and only in a process that fuzzes."""
+    """Have atheris measure the coverage of what is imported in this context, in a process that fuzzes."""
     if __name__ != "__main__" or "--worker" not in sys.argv:
         return contextlib.nullcontext()
     import atheris
 
-    return atheris.instrument_imports(include=["asynctrt.serving.wire", "asynctrt.serving.datatypes"])
+    return atheris.instrument_imports(include=["asynctrt.kserve"])
 
 
 with _instrumented():
     from asynctrt.errors import CallerError, UnsupportedError
-    from asynctrt.serving.datatypes import datatype_of, read_bytes
-    from asynctrt.serving.wire import Codec, dump
+    from asynctrt.kserve.datatypes import datatype_of, read_bytes
+    from asynctrt.kserve.json_codec import JsonCodec, dump
     from asynctrt.tensors import TensorSpec
 
 DTYPES = [
@@ -56,25 +56,25 @@ RAW_INPUTS = tuple(
 )
 
 MESSAGE_CHARS_MAX = 1000
-"""What an error says is not as long as what it is about."""
+"""An error must not quote a large request at length."""
 
 LEADING_ID = re.compile(rb'\{"id":"[^"\\]*"')
 
 
 def make_codec():
-    """A codec of a model with an input of each datatype, of fixed and of open dimensions."""
-    return Codec("all", "1", INPUTS, OUTPUTS)
+    """Return a codec for a model with an input of each datatype, with fixed and with open dimensions."""
+    return JsonCodec("all", "1", INPUTS, OUTPUTS)
 
 
 def wire_of(array):
-    """The raw form of a tensor."""
+    """Return the raw bytes of a tensor."""
     if array.dtype.kind != "S":
         return array.tobytes()
     return b"".join(struct.pack("<I", len(item)) + item for item in array.ravel().tolist())
 
 
 def good_message(request_id="good"):
-    """A message that every codec of these inputs decodes, and the length of its header."""
+    """Return a valid message for `make_codec()`, and the length of its header."""
     tensors = wire_of(np.array([b"ab", b"", b"\0b"], "S8")) + struct.pack("<2q", 1, -1)
     inputs = [
         {"name": "in13", "datatype": "BYTES", "shape": [3], "parameters": {"binary_data_size": 16}},
@@ -88,7 +88,7 @@ def good_message(request_id="good"):
 
 
 def check_message(body, head_nbytes):
-    """Decode a message; what comes of it is right, and does not depend on what was decoded before."""
+    """Check what a message is decoded to, and that it does not depend on what was decoded before."""
     used = make_codec()
     first = _outcome(used, body, head_nbytes)
     relatives = list(_relatives(body, head_nbytes)) if first[0] == "call" else []
@@ -100,8 +100,8 @@ def check_message(body, head_nbytes):
 
 
 def check_raw(spec, body):
-    """A body without a header is a row of the model's only input."""
-    codec = Codec("raw", "1", [spec], OUTPUTS[:2])
+    """Check that a body without a header is decoded to a row of the model's only input."""
+    codec = JsonCodec("raw", "1", [spec], OUTPUTS[:2])
     try:
         call = codec.decode_raw(body)
     except CallerError as error:
@@ -116,7 +116,7 @@ def check_raw(spec, body):
 
 
 def check_bytes(raw, count):
-    """A BYTES tensor has as many elements as it says, to the last byte."""
+    """Check that a BYTES tensor has exactly `count` elements, and no bytes beyond them."""
     try:
         array = read_bytes(INPUTS[-1], memoryview(raw), count)
     except CallerError as error:
@@ -127,14 +127,14 @@ def check_bytes(raw, count):
 
 
 def check_error(error):
-    """An error of the caller's is answered with a status of theirs, in few words."""
+    """Check that an error of the caller's has a 4xx status and a short message."""
     assert 400 <= error.http_status < 500 or isinstance(error, UnsupportedError)
     assert len(str(error)) < MESSAGE_CHARS_MAX, str(error)[:200]
     dump({"error": str(error)})
 
 
 def check_call(call, head, tensors):
-    """A decoded call is what its message says, read once more without the codec."""
+    """Compare a decoded call with its message, which is parsed once more without the codec."""
     content = orjson.loads(head)
     parameters = content.get("parameters") or {}
     assert call.id == content.get("id", "")
@@ -153,15 +153,15 @@ def check_call(call, head, tensors):
     assert not tensors
     default = parameters.get("binary_data_output", False)
     wanted = content.get("outputs") or [{"name": spec.name} for spec in OUTPUTS]
-    assert [(spec.name, binary) for spec, binary in call.plan.outputs] == [
+    assert [(spec.name, binary) for spec, binary in call.layout.outputs] == [
         (item["name"], (item.get("parameters") or {}).get("binary_data", default)) for item in wanted
     ]
-    assert call.plan.priority == parameters.get("priority", 0)
-    assert (call.plan.timeout or 0) == parameters.get("timeout", 0) / 1e6
+    assert call.layout.priority == parameters.get("priority", 0)
+    assert (call.layout.timeout or 0) == parameters.get("timeout", 0) / 1e6
 
 
 def _outcome(codec, body, head_nbytes):
-    """What came of a message, comparable."""
+    """Return the decoded call or the error of a message, in a form that can be compared."""
     try:
         call = codec.decode(body, head_nbytes)
     except CallerError as error:
@@ -169,12 +169,12 @@ def _outcome(codec, body, head_nbytes):
         return "error", type(error).__name__, str(error)
     check_call(call, body[:head_nbytes], body[head_nbytes:])
     arrays = [(name, array.shape, array.tobytes()) for name, array in call.inputs.items()]
-    plan = call.plan
-    return "call", call.id, arrays, plan.outputs, plan.priority, plan.timeout
+    layout = call.layout
+    return "call", call.id, arrays, layout.outputs, layout.priority, layout.timeout
 
 
 def _relatives(body, head_nbytes):
-    """Messages that a memory of headers without their ids may take for this one."""
+    """Yield messages that a cache of headers, which leaves out their ids, may confuse with this one."""
     head, tensors = body[:head_nbytes], body[head_nbytes:]
     found = LEADING_ID.match(head)
     rests = [head[found.end() :]] if found else [b"," + head[1:], b"}" + head[1:]]
@@ -184,7 +184,7 @@ def _relatives(body, head_nbytes):
 
 
 def _are_same(array, data):
-    """Whether these are the values that JSON had, as near as the dtype can hold them."""
+    """Return whether an array has the values that stood in JSON, as precisely as its dtype can hold them."""
     values = data
     while any(isinstance(item, list) for item in values):
         values = [part for item in values for part in (item if isinstance(item, list) else [item])]
@@ -206,27 +206,27 @@ def _are_same(array, data):
 
 
 class Reader:
-    """Choices out of the fuzzer's bytes; where they end, the choice is 0."""
+    """Turns the fuzzer's bytes into choices; beyond their end every choice is 0."""
 
     def __init__(self, data):
         self._data = data
         self._position = 0
 
     def take(self, count):
-        """The next bytes, fewer at the end."""
+        """Return the next `count` bytes, or fewer at the end."""
         start, self._position = self._position, min(self._position + count, len(self._data))
         return self._data[start : self._position]
 
     def number(self, count=1):
-        """The next bytes as a number."""
+        """Return the next `count` bytes as a number."""
         return int.from_bytes(self.take(count), "little")
 
     def pick(self, choices):
-        """One of the choices."""
+        """Return one of the choices."""
         return choices[self.number() % len(choices)]
 
     def rest(self):
-        """What is left."""
+        """Return all remaining bytes."""
         return self.take(len(self._data))
 
 
@@ -255,7 +255,7 @@ SIZES = (
 
 
 def built_message(reader):
-    """A message that is nearly right: the fuzzer chooses tensors, shapes and sizes."""
+    """Return a message that is nearly valid: the fuzzer chooses tensors, shapes and sizes."""
     inputs = []
     for _ in range(reader.number() % 4):
         spec = INPUTS[reader.number() % len(INPUTS)]
@@ -279,10 +279,10 @@ def built_message(reader):
 
 
 def test_one_input(data):
-    """What the fuzzer calls: the first byte says which of the decoder's entrances the others go to."""
+    """Give one input to the decoder; its first byte chooses the entry point. The fuzzer calls this."""
     reader = Reader(data)
     kind = reader.number() % 5
-    if kind == 0:  # As a websocket has it: the length comes first, and may lie.
+    if kind == 0:  # As on a websocket: the length comes first, and may be wrong.
         nbytes = reader.number(4)
         check_message(reader.rest(), nbytes)
     elif kind == 1:  # A length that is always right: the header ends at a NUL byte.
@@ -302,7 +302,7 @@ def test_one_input(data):
 
 
 def seeds():
-    """Good inputs for the fuzzer to begin with."""
+    """Yield valid inputs for the fuzzer to start from."""
     for request_id in ("good", ""):
         body, nbytes = good_message(request_id)
         yield b"\0" + struct.pack("<I", nbytes) + body
@@ -335,7 +335,7 @@ NUMBERS = ["-1", "0", "18446744073709551615", "9223372036854775807", "1e308", "1
 
 
 def fuzz(runs, folder, seed):
-    """Run the fuzzer in a process of its own, and say what came of it; its exit status."""
+    """Run the fuzzer in its own process, print what it found, and return its exit status."""
     corpus, found = folder / "corpus", folder / "found"
     corpus.mkdir()
     found.mkdir()
@@ -372,7 +372,7 @@ def fuzz(runs, folder, seed):
 
 
 def work(flags):
-    """The process that fuzzes; it does not return."""
+    """Fuzz in this process; does not return."""
     import atheris
 
     atheris.Setup([sys.argv[0], *flags], test_one_input)
@@ -380,15 +380,15 @@ def work(flags):
 
 
 def main():
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--replay", type=Path, help="an input that was found")
+    parser.add_argument("--replay", type=Path, help="a file with a failing input")
     arguments = parser.parse_args()
     if arguments.replay is not None:
         test_one_input(arguments.replay.read_bytes())
-        print("nothing is wrong with it")
+        print("no property is violated")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         return fuzz(arguments.runs, Path(folder), arguments.seed)

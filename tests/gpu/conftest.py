@@ -1,4 +1,4 @@
-"""What the tests on a GPU share."""
+"""Fixtures of the GPU tests."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whether there is a GPU. Where there is none, the suites run on the host device with the strict double."""
+"""Detect GPUs. Without one, the suites run on the host device with the strict double."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 @cache
 def gpu_count():
-    """How many GPUs the driver sees."""
+    """Return how many GPUs the driver sees."""
     try:
         from cuda.bindings import driver
 
@@ -16,13 +16,13 @@ def gpu_count():
 
 
 def gpu_is_here():
-    """Whether the driver sees a GPU."""
+    """Return whether the driver sees a GPU."""
     return gpu_count() > 0
 
 
 @cache
 def torch_is_here():
-    """Whether PyTorch is installed, and sees the GPU."""
+    """Return whether PyTorch is installed and sees the GPU."""
     if find_spec("torch") is None:
         return False
     import torch

@@ -1,4 +1,4 @@
-"""Arrays of PyTorch on the GPU: taken where they are, in the order of their stream, and given back there."""
+"""PyTorch tensors on the GPU: read where they lie, in the order of their stream, and returned there."""
 
 import asyncio
 

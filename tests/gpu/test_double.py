@@ -316,14 +316,14 @@ def test_memory_that_the_gpu_cannot_reach(bench):
     good = user.context.get_tensor_address("input")
     process = np.zeros(1 << 16, np.uint8)
     user.context.set_tensor_address("input", (process.ctypes.data + 255) // 256 * 256)
-    with pytest.raises(ViolationError, match="no memory that the GPU can reach"):
+    with pytest.raises(ViolationError, match="the GPU cannot reach the memory"):
         user.context.execute_async_v3(stream.handle)
     small = made.device.allocate(256)
     user.context.set_tensor_address("input", small.address)
     with pytest.raises(ViolationError, match="its allocation ends after"):
         user.context.execute_async_v3(stream.handle)
     user.context.set_tensor_address("input", good)
-    with pytest.raises(ViolationError, match="no stream but a default one"):
+    with pytest.raises(ViolationError, match="or that of a default stream"):
         user.context.execute_async_v3(0)
     user.run(stream)
     user.check()
@@ -381,7 +381,7 @@ os._exit(0)
 
 
 def test_an_illegal_address_is_the_end_of_the_device(device):
-    """In a process of its own: nothing on the GPU works there afterwards."""
+    """Runs in a process of its own, whose GPU is unusable afterwards."""
     done = subprocess.run(
         [sys.executable, "-c", LOST], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )

@@ -50,7 +50,7 @@ def run(model):
         x[...] = np.random.default_rng(rows).normal(size=x.shape)
         y[...] = 0
         stream.copy(buffers[0], staging[0], offset=0, nbytes=4096)
-        binding.enqueue(rows, stream=stream, arena=arena if model.enqueue_nbytes else None)
+        binding.enqueue(rows, profile=None, stream=stream, arena=arena if model.enqueue_nbytes else None)
         stream.copy(staging[1], buffers[1], offset=0, nbytes=rows * 16)
         stream.record(event)
         assert event.synchronize(30)
@@ -78,7 +78,7 @@ os._exit(0)
 
 
 def opened(path, flavour):
-    """What comes of opening a plan with a real package, and of running it if it opens."""
+    """Open a plan with a real package, run it if it opens, and return the report."""
     command = [sys.executable, "-c", PROGRAM, str(path), flavour]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=55, cwd=ROOT)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr}"

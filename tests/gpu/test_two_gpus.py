@@ -49,7 +49,7 @@ async def test_engines_on_two_gpus_side_by_side(devices, graphs):
         import torch
 
         tensor = torch.ones(1, 4, device="cuda:1")
-        with pytest.raises(InputError, match="lies on cuda:1, and this engine runs on cuda:0"):
+        with pytest.raises(InputError, match="is on cuda:1, but this engine runs on cuda:0"):
             await engines[0].infer(tensor)
         await engines[1].infer(tensor)
     for engine, model in zip(engines, models, strict=True):

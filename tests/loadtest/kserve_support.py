@@ -21,7 +21,8 @@ from asynctrt.errors import (
     UnknownModelError,
     UsageError,
 )
-from asynctrt.loadtest.targets import Target, TargetSpec, opened
+from asynctrt.loadtest.opening import opened
+from asynctrt.loadtest.targets import Target, TargetSpec
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import free_port, until
@@ -76,7 +77,8 @@ async def target_at(where, **kw):
 ASK = """
 import asyncio, sys
 import numpy as np
-from asynctrt.loadtest.targets import TargetSpec, opened
+from asynctrt.loadtest.opening import opened
+from asynctrt.loadtest.targets import TargetSpec
 
 async def ask():
     async with asyncio.timeout(30), opened(TargetSpec(sys.argv[1])) as target:
@@ -259,27 +261,30 @@ class ServerContract:
                     assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
             async with self.open(server, "double", model="double") as target:
                 assert target.name == "double"
-            with pytest.raises(OptionsError, match="'double', and the option model says 'other'"):
+            with pytest.raises(OptionsError, match="'double', and the option model 'other'"):
                 async with self.open(server, model="other"):
                     pass
         async with self.served({"one": double_model(), "two": double_model()}) as server:
-            with pytest.raises(OptionsError, match="'one', 'two': name it in the address, or with --model"):
+            with pytest.raises(OptionsError, match="'one', 'two': name one in the address, or with --model"):
                 async with self.open(server, ""):
                     pass
 
     async def test_no_model_of_that_name(self):
         async with self.served() as server:
-            with pytest.raises(UnknownModelError, match="no model 'missing'; there are: 'double'"):
+            with pytest.raises(UnknownModelError, match="unknown model 'missing'; known models: 'double'"):
                 async with self.open(server, "missing"):
                     pass
-            with pytest.raises(UnknownModelError, match="no version '7'"):
+            with pytest.raises(UnknownModelError, match="unknown version '7'"):
                 async with self.open(server, "double", "7"):
                     pass
 
     async def test_tokens(self):
         async with self.served(tokens=("s3cret",)) as server:
             for model in ("double", ""):
-                for token, says in ((None, "none was given"), ("wrong", "a wrong one was given")):
+                for token, says in (
+                    (None, "requires a bearer token"),
+                    ("wrong", "token is wrong"),
+                ):
                     with pytest.raises(UnauthorizedError, match=says):
                         async with self.open(server, model, token=token):
                             pass
@@ -310,7 +315,7 @@ class ServerContract:
         async with self.served() as server, self.open(server) as target:
             with pytest.raises(self.wrong_input, match="shape"):
                 await answer(target, {"input": np.zeros((1, 5), np.float32)})
-            with pytest.raises(self.wrong_input, match="'x' is none of"):
+            with pytest.raises(self.wrong_input, match="unknown input 'x'"):
                 await answer(target, {"x": rows(1)})
             assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
 
@@ -326,7 +331,7 @@ class ServerContract:
     @asynccontextmanager
     async def latched(self, function=double, **engine):
         """A target whose batches of one row are held until the test lets them go, its server and device."""
-        device = LatchDevice(slots=1)
+        device = LatchDevice(concurrency=1)
         engine = {"device": device, "contexts": 1, "max_rows": 1} | engine
         async with self.served({"double": double_model(function)}, engine=engine) as server:
             try:

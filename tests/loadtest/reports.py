@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from asynctrt.loadtest.criteria import PERCENTILES, latency_target_ms, parse_slo
 from asynctrt.loadtest.histogram import Counts
@@ -10,7 +11,7 @@ from asynctrt.loadtest.report import (
     Bar,
     BatchFigures,
     Comparison,
-    Errors,
+    ErrorKind,
     Interval,
     Moment,
     Report,
@@ -150,7 +151,7 @@ def make_run(
     moments = tuple(moments_of(due_s, taken_ns, late_ns, failed, seconds))
     throughput = float(np.mean([moment.throughput for moment in moments]))
     errors = int(failed.sum())
-    kinds = {"NoAnswer": Errors(errors, "no answer within 10 s")} if errors else {}
+    kinds = {"NoAnswer": ErrorKind(errors, "no answer within 10 s")} if errors else {}
     found = figures_of(latency)
     run = Run(
         label=label,
@@ -208,7 +209,7 @@ def batches_of(rng, requests, mean_ms, base_ms):
 
 def nothing(label="run", **changed):
     """A run that nobody answered."""
-    refused = {"ConnectionRefusedError": Errors(500, "[Errno 111] Connect call failed ('10.0.0.7', 8000)")}
+    refused = {"ConnectionRefusedError": ErrorKind(500, "[Errno 111] Connect call failed ('10.0.0.7', 8000)")}
     empty = make_run(label, rate=50, has_batches=False, has_timeline=False, failing=2.0)
     return replace(empty, errors=refused, steady_from_s=None, throughput_interval=None, **changed)
 
@@ -315,9 +316,9 @@ def void():
 def hostile():
     """Errors whose texts came from a server that nobody should trust, and names like them."""
     errors = {
-        "HTTPError": Errors(1234, XSS + " " + "x" * 480),
-        "<b>bold</b>": Errors(3, "\x00\x1b[31m\u202e"),
-        "QueueFullError": Errors(17, "the queue has room for 512 rows, and 512 are in it"),
+        "HTTPError": ErrorKind(1234, XSS + " " + "x" * 480),
+        "<b>bold</b>": ErrorKind(3, "\x00\x1b[31m\u202e"),
+        "QueueFullError": ErrorKind(17, "the queue has room for 512 rows, and 512 are in it"),
     }
     run = make_run(label=XSS, failing=0.01, errors=errors, notes=(XSS,))
     return make_report(run, target={"where": XSS, "name": XSS}, settings={"reader": XSS})
@@ -394,3 +395,8 @@ EVERY = {
     )
 }
 """Reports of every kind, by name."""
+IN_TIERS = [
+    kind if kind in ("single", "hostile", "few", "empty") else pytest.param(kind, marks=pytest.mark.tier2)
+    for kind in EVERY
+]
+"""Their names, for tests that draw each: a few kinds in the first tier, all the others in the second."""

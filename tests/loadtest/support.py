@@ -7,6 +7,7 @@ import numpy as np
 from asynctrt import clock
 from asynctrt.loadtest.local import Local
 from asynctrt.loadtest.recorder import merge, total
+from asynctrt.loadtest.runner import Runner
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import BatchCounters
@@ -78,3 +79,42 @@ async def run(target, samples=None, *, share=0, shares=1, started=None, **settin
     async with asyncio.timeout(30):
         outcome = await task
     return plan, outcome, windows, total(windows.values())
+
+
+async def turns(count=50):
+    """Let the event loop run this often."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self):
+        self.ns = 0
+
+    def __call__(self):
+        return self.ns
+
+    async def tick_until(self, is_over, step_ns):
+        """Move on by ``step_ns`` each turn of the event loop."""
+        async with asyncio.timeout(60):
+            while not is_over():
+                self.ns += step_ns
+                await asyncio.sleep(0)
+
+
+async def run_by(clock, target, drive, **settings):
+    """One run by a clock that ``drive(task)`` moves: its outcome and windows."""
+    settings = {"seconds": 0.2, "warmup": 0.0, "pacing": "spin"} | settings
+    samples = [sample()]
+    plan = Local(target, samples).plan(LoadSettings(**settings))
+    windows = {}
+    runner = Runner(target, samples, [None], plan, now_ns=clock)
+    task = asyncio.ensure_future(runner.run(0, lambda more: merge(windows, more)))
+    try:
+        await drive(task)
+        async with asyncio.timeout(30):
+            return await task, windows
+    finally:
+        task.cancel()

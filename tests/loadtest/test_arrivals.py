@@ -21,7 +21,7 @@ from asynctrt.loadtest.arrivals import (
     RATE_MAX,
     Arrivals,
     Fixed,
-    Profile,
+    LoadProfile,
     Schedule,
     TraceEntry,
     read_trace,
@@ -31,7 +31,7 @@ SIGMAS = 5
 
 
 def schedule(rate, seconds, process="poisson", seed=1, weights=(1.0,)):
-    profile = rate if isinstance(rate, Profile) else Profile.parse(str(rate), seconds)
+    profile = rate if isinstance(rate, LoadProfile) else LoadProfile.parse(str(rate), seconds)
     return Schedule(process, profile, np.array(weights), seed)
 
 
@@ -173,7 +173,7 @@ def test_samples_are_sent_as_often_as_they_weigh():
     ],
 )
 def test_levels_over_the_time(text, times, levels, total):
-    profile = Profile.parse(text, 10)
+    profile = LoadProfile.parse(text, 10)
     # A ramp is of pieces: at a knot it is half of one off.
     reach = 2000 / KNOTS if ".." in text else 0
     assert [profile.at(time) for time in times] == pytest.approx(list(levels), abs=reach)
@@ -183,8 +183,8 @@ def test_levels_over_the_time(text, times, levels, total):
 
 @pytest.mark.parametrize("text", ["0", "0,0", "0..0", "1e9", "1,1e9", "1..1e9", "1e400", "0.0"])
 def test_a_rate_that_is_none_or_too_high(text):
-    with pytest.raises(OptionsError, match="is above 0 and at most 100,000,000") as caught:
-        Profile.parse(text, 10)
+    with pytest.raises(OptionsError, match="must be above 0 and at most 100,000,000") as caught:
+        LoadProfile.parse(text, 10)
     assert repr(text) in str(caught.value)
 
 
@@ -209,8 +209,10 @@ def test_a_rate_that_is_none_or_too_high(text):
     ],
 )
 def test_what_is_no_rate(text):
-    with pytest.raises(OptionsError, match="is no rate and no number of callers: 1000, a ramp") as caught:
-        Profile.parse(text, 10)
+    with pytest.raises(
+        OptionsError, match="is not a rate or a number of callers: write 1000, a ramp"
+    ) as caught:
+        LoadProfile.parse(text, 10)
     assert repr(text) in str(caught.value)
 
 
@@ -218,7 +220,7 @@ def test_what_is_no_rate(text):
 @given(st.text(st.sampled_from("0123456789.,e-+ nax"), max_size=12))
 def test_any_text_is_a_rate_or_refused(text):
     try:
-        profile = Profile.parse(text, 10)
+        profile = LoadProfile.parse(text, 10)
     except OptionsError:
         return
     assert 0 < profile.largest <= RATE_MAX
@@ -232,7 +234,7 @@ levels = st.lists(st.floats(0, 1e5), min_size=1, max_size=8).filter(lambda given
 @settings(deadline=None)
 @given(levels, st.floats(0.01, 1e4), st.data())
 def test_times_are_the_inverse_of_sums(given_levels, seconds, data):
-    profile = Profile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
+    profile = LoadProfile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
     sums = np.array(sorted(data.draw(st.lists(st.floats(0, 1), max_size=20)))) * profile.total
     times = profile.times_s(sums)
     assert (np.diff(times) >= 0).all()
@@ -244,14 +246,14 @@ def test_times_are_the_inverse_of_sums(given_levels, seconds, data):
 @settings(deadline=None)
 @given(levels, st.floats(0.01, 1e4))
 def test_the_total_is_the_integral(given_levels, seconds):
-    profile = Profile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
+    profile = LoadProfile.parse(",".join(f"{level:f}" for level in given_levels), seconds)
     assert profile.total == pytest.approx(integral(profile, 0, seconds), rel=1e-9)
 
 
 @pytest.mark.parametrize("process", ["poisson", "constant"])
 @pytest.mark.parametrize("text", ["2000", "100..4000", "4000..0", "500,3000,0,1500", "0..100"])
 def test_as_many_as_the_integral_in_every_piece(process, text):
-    profile = Profile.parse(text, 8)
+    profile = LoadProfile.parse(text, 8)
     due_ns = gathered(schedule(profile, 8, process).blocks()).due_ns
     edges = np.linspace(0, 8, 17)
     expected = [integral(profile, start, end) for start, end in pairwise(edges)]
@@ -270,7 +272,7 @@ def test_nothing_comes_where_the_level_is_zero():
 
 def test_a_day_rises_and_falls():
     """As many as the integral of the sine says in every eighth of a day, over three days."""
-    profile = Profile.parse("2000", 12).diurnal(period_s=4, swing=0.8)
+    profile = LoadProfile.parse("2000", 12).diurnal(period_s=4, swing=0.8)
     assert profile.total == pytest.approx(24_000, rel=1e-6)
     assert profile.largest == pytest.approx(3600, rel=1e-3)
     edges = np.linspace(0, 12, 25)
@@ -285,20 +287,20 @@ def test_a_day_rises_and_falls():
 
 @pytest.mark.parametrize(("swing", "lowest"), [(1.0, 0.0), (0.5, 50.0)])
 def test_a_day_is_never_below_nothing(swing, lowest):
-    profile = Profile.parse("100", 10).diurnal(10, swing)
+    profile = LoadProfile.parse("100", 10).diurnal(10, swing)
     assert profile.levels.min() == pytest.approx(lowest, abs=0.1)
     assert profile.levels.min() >= 0
 
 
 def test_a_day_over_steps_keeps_the_steps():
-    profile = Profile.parse("100,1000", 10).diurnal(period_s=1, swing=0.3)
+    profile = LoadProfile.parse("100,1000", 10).diurnal(period_s=1, swing=0.3)
     assert integral(profile, 0, 5) == pytest.approx(500, rel=1e-3)
     assert integral(profile, 5, 10) == pytest.approx(5000, rel=1e-3)
-    assert set(np.round(Profile.parse("100,1000", 10).ends_s, 9)) <= set(np.round(profile.ends_s, 9))
+    assert set(np.round(LoadProfile.parse("100,1000", 10).ends_s, 9)) <= set(np.round(profile.ends_s, 9))
 
 
 def bursty(text, seconds, period_s, share, factor, seed):
-    return Profile.parse(text, seconds).bursty(period_s, share, factor, np.random.default_rng(seed))
+    return LoadProfile.parse(text, seconds).bursty(period_s, share, factor, np.random.default_rng(seed))
 
 
 def test_bursts_have_their_levels_and_their_share():
@@ -325,7 +327,7 @@ def test_bursts_leave_the_mean_as_it_was(seconds):
 @pytest.mark.parametrize("text", ["500,2000", "100..900"])
 def test_bursts_over_other_levels(text):
     """In each piece it is the level there, times the one factor or the other."""
-    base = Profile.parse(text, 10)
+    base = LoadProfile.parse(text, 10)
     profile = bursty(text, 10, 0.5, 0.3, 2.0, 3)
     middles = profile.ends_s - np.diff(profile.ends_s, prepend=0) / 2
     factors = profile.levels / [base.at(time) for time in middles]
@@ -392,11 +394,11 @@ def test_dimensions_are_in_the_order_of_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "has no entry"),
-        ("\n\n", "has no entry"),
-        ("time,rows\n", "has no entry"),
-        ("rows\n1\n", "line 2: {'rows': '1'} has no time in seconds"),
-        ("time\n1\n\n\nx\n", "line 5: {'time': 'x'} has no time"),
+        ("", "has no entries"),
+        ("\n\n", "has no entries"),
+        ("time,rows\n", "has no entries"),
+        ("rows\n1\n", "line 2: {'rows': '1'} lacks a time in seconds"),
+        ("time\n1\n\n\nx\n", "line 5: {'time': 'x'} lacks a time"),
         ("0.1\n0.2\n", "line 2"),
         ("time,rows\n0,x\n", "line 2"),
         ("time,rows\n0,1.5\n", "line 2"),
@@ -407,12 +409,12 @@ def test_dimensions_are_in_the_order_of_their_names(tmp_path):
         ("time\ninf\n", "out of range"),
         ("time\n1e9\n", "out of range"),
         ("time,length\n0,-3\n", "out of range"),
-        ("time,length\n0,short\n", "no number"),
+        ("time,length\n0,short\n", "is not a number"),
         ("time\n0\n1,2,3\n", "line 3"),
-        ('{"time": 0}\n{"time": 1\n', "line 2 is no JSON"),
-        ('{"time": 0}\nnonsense\n', "line 2 is no JSON"),
-        ('{"time": 0}\n[1]\n', "line 2: [1] has no time"),
-        ('{"time": 0}\n7\n', "line 2: 7 has no time"),
+        ('{"time": 0}\n{"time": 1\n', "line 2 is not JSON"),
+        ('{"time": 0}\nnonsense\n', "line 2 is not JSON"),
+        ('{"time": 0}\n[1]\n', "line 2: [1] lacks a time"),
+        ('{"time": 0}\n7\n', "line 2: 7 lacks a time"),
         ('{"time": null}\n', "line 1"),
         ('{"rows": 1}\n', "line 1"),
         ('{"time": [0]}\n', "line 1"),
@@ -446,6 +448,7 @@ def test_a_trace_that_cannot_be_read(tmp_path, what):
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.tier2
 @settings(deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_any_file_is_a_trace_or_refused(tmp_path_factory, content):

@@ -153,7 +153,7 @@ def test_callers_that_use_a_whole_core_are_void():
 
 
 def test_nothing_due_is_void():
-    assert "nothing was due" in run_of({}).void[0]
+    assert "no request was due" in run_of({}).void[0]
 
 
 def test_a_run_that_was_stopped_is_of_the_windows_that_were_whole():
@@ -222,7 +222,18 @@ def test_batches_and_their_timeline():
     counters = BatchCounters(100, 200, 50, 100 * MS, 200 * MS, 300 * MS, 400 * MS, {4: 50})
     trace = tuple(
         BatchTrace(
-            number % 2, None, 4, 2, 10**12 + number * MS, MS // 10, MS, MS // 10, 10**12 + (number + 2) * MS
+            context=number % 2,
+            arena=None,
+            rows=4,
+            rows_run=4,
+            requests=2,
+            reason="idle",
+            is_timed=True,
+            launched_ns=10**12 + number * MS,
+            copy_in_ns=MS // 10,
+            compute_ns=MS,
+            copy_out_ns=MS // 10,
+            answered_ns=10**12 + (number + 2) * MS,
         )
         for number in range(500)
     )

@@ -169,9 +169,9 @@ class TestOpening:
             (
                 grpc.StatusCode.UNIMPLEMENTED,
                 TargetError,
-                "is no KServe server that can be reached: UNIMPLEMENTED it is",
+                "cannot be reached as a KServe server: UNIMPLEMENTED it is",
             ),
-            (metadata(("x", "STRING", (1,))), TargetError, "'x' is 'STRING', which is no datatype"),
+            (metadata(("x", "STRING", (1,))), TargetError, "'x' has the unknown datatype 'STRING'"),
             (b"\xff", TargetError, "does not speak KServe: .*ModelMetadataResponse"),
         ],
     )
@@ -202,7 +202,7 @@ class TestOpening:
 
         async with asked({"ModelStatistics": nothing}) as target:
             monkeypatch.setattr(grpc_target, "PAGE_S", 0.01)
-            with pytest.raises(ConnectionLostError, match="no answer within 0.01 s"):
+            with pytest.raises(ConnectionLostError, match="did not answer within 0.01 s"):
                 await target.batches()
         monkeypatch.setattr(grpc_target, "OPEN_S", 0.05)
         with pytest.raises(TargetError, match=r"grpc://127.0.0.1:\d+/m .*: no answer within 0.05 s"):
@@ -212,12 +212,12 @@ class TestOpening:
     async def test_what_is_no_grpc(self):
         async with serving() as server:
             where = server.http_url.replace("http", "grpc") + "/double"
-            with pytest.raises(TargetError, match=f"{where} is no KServe server that can be reached"):
+            with pytest.raises(TargetError, match=f"{where} cannot be reached as a KServe server"):
                 async with target_at(where):
                     pass
 
     async def test_no_port(self):
-        with pytest.raises(Exception, match="'grpc://host/m' has no port: grpc://HOST:PORT/NAME"):
+        with pytest.raises(Exception, match="'grpc://host/m' has no port: write grpc://HOST:PORT/NAME"):
             async with target_at("grpc://host/m"):
                 pass
 

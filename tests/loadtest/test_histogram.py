@@ -224,5 +224,5 @@ def test_counts_that_were_decoded_add_up_with_others():
     ],
 )
 def test_what_is_no_histogram(text):
-    with pytest.raises(ValueError, match="no HDR histogram"):
+    with pytest.raises(ValueError, match="not an HDR histogram"):
         Counts.decode(text)

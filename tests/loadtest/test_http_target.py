@@ -264,18 +264,18 @@ class TestErrors:
                 TargetError,
                 "/v2/models/m answered with status 404: <html>Apache",
             ),
-            ("<html>Welcome</html>", TargetError, "/v2/models/m is not what KServe has there"),
-            ([1], TargetError, "is not what KServe has there"),
+            ("<html>Welcome</html>", TargetError, "/v2/models/m is not in KServe's form"),
+            ([1], TargetError, "is not in KServe's form"),
             ((404, {"error": "no m"}), UnknownModelError, "no m"),
             ((400, {"error": "unknown model"}), RequestError, "unknown model"),
             ((503, {"error": "starting"}), OverloadError, "starting"),
-            (METADATA | {"inputs": [{}]}, TargetError, "metadata cannot be read: there is no 'name'"),
+            (METADATA | {"inputs": [{}]}, TargetError, "metadata cannot be read: 'name' is missing"),
             (METADATA | {"inputs": ["x"]}, TargetError, "metadata cannot be read"),
             (METADATA | {"inputs": 1}, TargetError, "metadata cannot be read"),
             (
                 METADATA | {"inputs": [{"name": "x", "datatype": "STRING", "shape": [1]}]},
                 TargetError,
-                "'x' is 'STRING', which is no datatype of KServe's",
+                "'x' has the unknown datatype 'STRING'",
             ),
             (
                 METADATA | {"inputs": [{"name": "x", "datatype": "FP32", "shape": ["n"]}]},
@@ -297,8 +297,8 @@ class TestErrors:
             ("<html>", "status 200"),
             ([1], "status 200"),
             ([{}], "status 200"),
-            ([], "the server has none that are ready"),
-            ([{"name": "m", "state": "UNAVAILABLE"}], "none that are ready"),
+            ([], "the server has no models that are ready"),
+            ([{"name": "m", "state": "UNAVAILABLE"}], "no models that are ready"),
             ([{"name": "m", "state": "READY"}, {"name": "n"}], "the server has 'm', 'n'"),
         ],
     )
@@ -394,10 +394,10 @@ class TestErrors:
             future.cancel()
             await left.wait()  # The server was told.
             monkeypatch.setattr(http_target, "PAGE_S", 0.01)
-            with pytest.raises(ConnectionLostError, match="no answer within 0.01 s"):
+            with pytest.raises(ConnectionLostError, match="did not answer within 0.01 s"):
                 await target.batches()
             server.pages[MODEL] = page
-            with pytest.raises(TargetError, match="/v2/models/m gave no answer within 0.01 s"):
+            with pytest.raises(TargetError, match="/v2/models/m did not answer within 0.01 s"):
                 async with target_at(server.url + MODEL):
                     pass
 
@@ -411,7 +411,7 @@ class TestErrors:
         listener = await asyncio.start_server(greet, "127.0.0.1", 0)
         async with listener:
             port = listener.sockets[0].getsockname()[1]
-            with pytest.raises(TargetError, match=f"127.0.0.1:{port}/v2/models/m answered what is no HTTP"):
+            with pytest.raises(TargetError, match=f"127.0.0.1:{port}/v2/models/m did not answer in HTTP"):
                 async with target_at(f"http://127.0.0.1:{port}{MODEL}"):
                     pass
 

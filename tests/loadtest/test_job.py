@@ -9,8 +9,8 @@ import pytest
 
 from asynctrt import clock, loadtest
 from asynctrt.errors import OptionsError, UsageError
-from asynctrt.loadtest.job import Job, carry_out, make_report
-from asynctrt.loadtest.session import Session
+from asynctrt.loadtest.job import LoadJob, carry_out, make_report
+from asynctrt.loadtest.session import LoadSession
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from tests.helpers import WAIT_S, until
@@ -113,15 +113,15 @@ async def test_a_search_without_a_rate_begins_near_what_callers_get():
     ("arguments", "says"),
     [
         ({"search": True}, "a search needs an slo"),
-        ({"search": True, "slo": "p99<1ms", "callers": 2}, "a search is over the rate"),
-        ({"search": True, "slo": "p99<1ms", "rate": "1..5"}, "begins with one rate"),
-        ({"search": True, "slo": "p99<1ms", "sweep": {"rate": [1]}}, "three things"),
-        ({"precision": 0}, "precision is a share"),
-        ({"processes": 2}, "several processes cannot send to an engine"),
-        ({"sweep": {"rate": [1] * 2000}}, "more than 1000"),
-        ({"sweep": {"rate": [100, -1]}}, "no rate"),
-        ({"sweep": {"rat": [100]}}, "Did you mean 'rate'"),
-        ({"compare": {"max_rows": 2}}, "cannot be set"),
+        ({"search": True, "slo": "p99<1ms", "callers": 2}, "a search varies the rate"),
+        ({"search": True, "slo": "p99<1ms", "rate": "1..5"}, "begins at one constant rate"),
+        ({"search": True, "slo": "p99<1ms", "sweep": {"rate": [1]}}, "exclude each other"),
+        ({"precision": 0}, "precision must be a share"),
+        ({"processes": 2}, "several processes can only send to a server"),
+        ({"sweep": {"rate": [1] * 2000}}, "at most 1000 are allowed"),
+        ({"sweep": {"rate": [100, -1]}}, "not a rate"),
+        ({"sweep": {"rat": [100]}}, "did you mean 'rate'"),
+        ({"compare": {"max_rows": 2}}, "cannot set"),
     ],
 )
 async def test_what_cannot_be_done_is_said_before_the_first_run(arguments, says):
@@ -133,8 +133,8 @@ async def test_what_cannot_be_done_is_said_before_the_first_run(arguments, says)
 
 async def test_what_was_cut_short_is_reported():
     target = Target(at_once)
-    job = Job(target, LoadSettings(rate=500, seconds=1.0, warmup=0.0, repeats=50))
-    async with Session(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
+    job = LoadJob(target, LoadSettings(rate=500, seconds=1.0, warmup=0.0, repeats=50))
+    async with LoadSession(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
         running = asyncio.create_task(carry_out(job, session))
         await until(lambda: len(session.runs) == 1 and target.requests > 800)
         session.stop()
@@ -149,7 +149,7 @@ def test_a_pair_with_a_run_that_was_cut_short_is_left_out_and_the_others_stay_pa
     """As when the generator gives up B once, in the middle of A B A B."""
     one = reports.single().runs[0]
     a, b = replace(one, label="A", throughput=10.0), replace(one, label="B", throughput=5.0)
-    job = Job(TargetSpec("model.onnx"), LoadSettings(), compare={"max_rows": 2})
+    job = LoadJob(TargetSpec("model.onnx"), LoadSettings(), compare={"max_rows": 2})
     found = make_report(job, [a, replace(b, complete=False), a, b, a, b], None).comparison
     assert found.ratios["throughput"].mean == pytest.approx(0.5)
     assert found.ratios["throughput"].count == 2
@@ -157,13 +157,13 @@ def test_a_pair_with_a_run_that_was_cut_short_is_left_out_and_the_others_stay_pa
 
 
 async def test_what_was_over_within_the_warm_up_is_said():
-    with pytest.raises(UsageError, match="or over, before anything was measured.*A shorter warmup"):
+    with pytest.raises(UsageError, match="ended before anything was measured.*a shorter warmup"):
         await loadtest.run(Target(at_once), callers=2, requests=5, warmup=30.0)
 
 
 def test_nothing_at_all_is_no_report():
     with pytest.raises(UsageError, match="before anything was measured"):
-        make_report(Job("target", LoadSettings()), [], None)
+        make_report(LoadJob("target", LoadSettings()), [], None)
 
 
 async def test_the_report_is_json_and_says_what_was_asked(tmp_path):

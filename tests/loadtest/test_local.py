@@ -1,6 +1,7 @@
 """Sending from this process: what is opened, tried and checked before a run."""
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ QUICK = {"seconds": 0.25, "warmup": 0.0}
 
 
 async def test_a_target_that_never_answers_is_said_before_the_run():
-    with pytest.raises(TargetError, match=r"has not answered a first request within 0\.1 s"):
+    with pytest.raises(TargetError, match=r"did not answer a first request within 0\.1 s"):
         async with Local.open(Target(), LoadSettings(answer_timeout=0.1)):
             pass
 
@@ -30,11 +31,11 @@ async def test_a_target_that_fails_at_once():
         raise ZeroDivisionError("odd")
 
     settings = LoadSettings(dims=())
-    with pytest.raises(OptionsError, match="nobody knows what this target takes"):
+    with pytest.raises(OptionsError, match="the inputs of this target are not known"):
         async with Local.open(broken, settings):
             pass
     target = Target(lambda target, future: future.set_exception(ZeroDivisionError("odd")))
-    with pytest.raises(TargetError, match="has failed at a first request: ZeroDivisionError: odd"):
+    with pytest.raises(TargetError, match="failed to answer a first request: ZeroDivisionError: odd"):
         async with Local.open(target, settings):
             pass
 
@@ -48,7 +49,7 @@ async def test_a_model_that_refuses_the_shape(tmp_path):
 
 async def test_dims_that_nobody_said(tmp_path):
     path = sequence_onnx(tmp_path / "sequence.onnx")
-    with pytest.raises(OptionsError, match=r"not said: \['length'\].*Say dims length="):
+    with pytest.raises(OptionsError, match=r"missing: \['length'\].*Set dims length="):
         await loadtest.run(path, **QUICK)
     report = await loadtest.run(path, dims=["length=3", "length=9@2"], rate=200, **QUICK)
     assert report.runs[0].answered == report.runs[0].requests > 0
@@ -119,6 +120,50 @@ async def test_a_run_in_an_applications_own_tests():
         assert engine.statistics().state == "open"
 
 
+class SampledDevice(asynctrt.HostDevice):
+    """A host device on which, as on a GPU, it costs something to time a batch; each takes 1 µs."""
+
+    def __init__(self):
+        ticks = itertools.count(0, 1000)
+        super().__init__(in_place="always", now_ns=lambda: next(ticks))
+
+    @property
+    def timing_is_free(self):
+        return False
+
+
+async def test_a_load_test_does_not_change_how_the_engine_runs():
+    """The device times a sample of the batches, as it does for any caller, unless a trace is asked for."""
+    for trace_batches, is_sampled in ((False, True), (True, False)):
+        async with asynctrt.open(double_model(), device=SampledDevice()) as engine:
+            report = await loadtest.run(
+                engine, callers=1, requests=1000, seconds=60, warmup=0.0, trace_batches=trace_batches
+            )
+            statistics = engine.statistics()
+        (run,) = report.runs
+        assert run.answered == 1000
+        assert (statistics.batches_timed < statistics.batches / 2) == is_sampled
+        assert bool(run.timeline) == trace_batches
+        # The figures of the batches are from the engine's statistics, and there without a trace.
+        assert run.batches.by_rows == {1: 1000}
+        assert run.batches.compute > 0
+
+
+async def test_an_application_may_trace_the_engine_that_it_loads():
+    async with asynctrt.open(double_model()) as engine:
+        with engine.tracing() as trace:
+            report = await loadtest.run(engine, callers=1, requests=20, **QUICK)
+        assert report.runs[0].answered == 20
+        assert sum(batch.requests for batch in trace) == 21  # And the first request.
+
+
+async def test_batches_of_a_server_are_not_traced():
+    with pytest.raises(OptionsError, match="cannot be traced from"):
+        await loadtest.run("http://127.0.0.1:1/v2/models/x", trace_batches=True)
+    with pytest.raises(OptionsError, match="trace_batches must be True or False, not 'no'"):
+        LoadSettings(trace_batches="no")
+
+
 async def test_an_async_function_of_the_application(tmp_path):
     calls = []
 
@@ -138,9 +183,9 @@ async def test_an_async_function_of_the_application(tmp_path):
 
 
 async def test_a_target_that_is_the_applications_takes_no_options():
-    with pytest.raises(asynctrt.UsageError, match="for paths and addresses"):
+    with pytest.raises(asynctrt.UsageError, match="apply to paths and addresses"):
         await loadtest.run(Target(at_once), token="x")
-    with pytest.raises(OptionsError, match=r"'rates' is no setting of a load test. Did you mean 'rate'"):
+    with pytest.raises(OptionsError, match=r"unknown setting of a load test 'rates'; did you mean 'rate'"):
         await loadtest.run(Target(at_once), rates=5)
 
 

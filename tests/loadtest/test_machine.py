@@ -5,12 +5,12 @@ import os
 import pytest
 
 from asynctrt.loadtest import machine
-from asynctrt.loadtest.machine import Monitor, gpu_of
+from asynctrt.loadtest.machine import ResourceMonitor, gpu_of
 from asynctrt.loadtest.targets import TargetSpec
 
 
 def test_memory_is_the_largest_that_was_seen():
-    monitor = Monitor([os.getpid()], None)
+    monitor = ResourceMonitor([os.getpid()], None)
     monitor.look()
     before = monitor._memory_nbytes
     ballast = b"x" * 50_000_000
@@ -24,11 +24,11 @@ def test_memory_is_the_largest_that_was_seen():
 
 
 def test_nothing_was_looked_at():
-    assert Monitor([os.getpid()], None).close(None).memory_mb is None
+    assert ResourceMonitor([os.getpid()], None).close(None).memory_mb is None
 
 
 def test_a_gpu_that_is_not_there_is_missing():
-    monitor = Monitor([os.getpid()], 999)
+    monitor = ResourceMonitor([os.getpid()], 999)
     monitor.look()
     assert monitor.close(None).gpu_name is None
 
@@ -71,7 +71,7 @@ def test_a_figure_that_a_gpu_does_not_tell_is_missing_and_the_others_are_not(mon
     used = [name for name in dir(double) if name.startswith("nvml")]
     assert all(hasattr(real, name) for name in used)
     monkeypatch.setattr(machine, "pynvml", double)
-    monitor = Monitor([os.getpid()], 1)
+    monitor = ResourceMonitor([os.getpid()], 1)
     monitor.look()
     monitor.look()
     found = monitor.close(None)

@@ -14,9 +14,9 @@ from playwright.async_api import async_playwright
 
 from asynctrt.loadtest import plots
 from asynctrt.loadtest.page import DASH, TOO_FEW, Banner, banners, flat, headline, render, share, tiles
-from asynctrt.loadtest.report import Comparison, Errors, Interval
+from asynctrt.loadtest.report import Comparison, ErrorKind, Interval
 from tests.loadtest import reports
-from tests.loadtest.reports import EVERY, XSS, make_report, make_run
+from tests.loadtest.reports import EVERY, IN_TIERS, XSS, make_report, make_run
 from tests.serving.support import CHROMIUM_FLAGS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -106,8 +106,9 @@ class TestHeadline:
     def test_a_comparison_that_tells_nothing(self):
         ratios = {"p99": Interval(0.9, 0.7, 1.1, 4)}
         report = replace(reports.compare(), comparison=Comparison("a", "b", ratios))
-        assert headline(report) == "No sure difference between A and B"
+        assert headline(report) == "No certain difference between A and B"
 
+    @pytest.mark.tier2
     def test_what_was_stopped_has_no_result_and_says_what_it_has(self):
         report = replace(reports.search(), search=None)
         assert headline(report).startswith("At best 3,432 requests/s, with p99")
@@ -133,7 +134,7 @@ class TestBanners:
     def test_all_that_can_be_wrong_with_a_run(self):
         void, stopped, missed, notes = banners(reports.void())
         assert void.level == stopped.level == missed.level == "bad"
-        assert void.title == "This run is void: what was measured is the generator, and not the target"
+        assert void.title == "This run is void: the generator was measured, not the target"
         assert void.reasons == ("the generator was 14.2 ms late at p99, more than a tenth of the latency",)
         assert stopped.title == "Stopped early"
         assert stopped.reasons[1] == "12 requests had neither been answered nor failed."
@@ -152,7 +153,7 @@ class TestBanners:
         ]
         (banner,) = banners(make_report(*runs, kind="repeats"))
         worst = runs[2].latency["p99"]
-        assert banner.reasons == (f"p99<20ms: p99 is {worst:.1f} ms in 2 of 3 runs, at the worst",)
+        assert banner.reasons == (f"p99<20ms: p99 is {worst:.1f} ms at worst, in 2 of 3 runs",)
 
     def test_a_figure_that_is_not_known_holds_nothing(self):
         run = make_run(rate=8, seconds=5)
@@ -164,7 +165,7 @@ class TestBanners:
         run = replace(make_run(failing=0.02), slo={"p99<20ms": False})
         (banner,) = banners(make_report(run))
         assert re.fullmatch(
-            r"p99<20ms: p99 is \d\.\d\d ms of those that were answered, and too many failed",
+            r"p99<20ms: p99 is \d\.\d\d ms among answered requests, but too many requests failed",
             banner.reasons[0],
         )
 
@@ -240,7 +241,7 @@ class TestFigures:
 
 
 class TestPage:
-    @pytest.mark.parametrize("kind", EVERY)
+    @pytest.mark.parametrize("kind", IN_TIERS)
     def test_it_is_whole_and_alone(self, kind):
         html = page_of(kind)
         read = Reader(html)
@@ -260,7 +261,7 @@ class TestPage:
         html = page_of("hostile")
         read = Reader(html)
         assert read.text.count("<script>alert(1)</script>") >= 6
-        assert read.column("Kind", "The first said")[0][0].startswith(XSS)
+        assert read.column("Kind", "First message")[0][0].startswith(XSS)
         assert [cell for cell, _ in read.column("Kind", "Kind")][2] == "<b>bold</b>"
         assert "<b>" not in html
         html = page_of("sweep_of_hostile_names")
@@ -273,6 +274,17 @@ class TestPage:
         # An open loop's rate is not there in a closed one, and has no column.
         assert not any("Due" in row for row in read.rows)
         assert any("Due" in row for row in Reader(page_of("single")).rows)
+
+    def test_batches_without_a_timeline_say_how_to_get_one(self):
+        without = make_run(has_timeline=False)
+        server = {"where": "http://127.0.0.1:8000/v2/models/x"}
+        for report, is_said in (
+            (make_report(without), True),
+            (make_report(make_run()), False),
+            (make_report(without, target=server), False),
+            (make_report(make_run(has_timeline=False, has_batches=False)), False),
+        ):
+            assert ("--trace-batches" in render(report, [])) == is_said
 
     def test_the_table_has_the_figures(self):
         report = reports.sweep()
@@ -294,13 +306,16 @@ class TestPage:
     def test_a_comparison(self):
         report = reports.compare()
         read = Reader(page_of("compare"))
-        assert [cell for cell, _ in read.column("Figure", "B is")] == ["no sure difference"] + ["better"] * 3
+        assert [cell for cell, _ in read.column("Figure", "B is")] == ["no certain difference"] + [
+            "better"
+        ] * 3
         mean = sum(run.latency["p99"] for run in report.runs[::2]) / 4
         assert read.column("Figure", "A")[2][0] == f"{mean:.2f} ms"
         assert read.column("Figure", "B over A")[2][0] == "0.861"
         assert "A is as given, B is max_rows=32" in read.text
         assert "Key figures" not in read.text
 
+    @pytest.mark.tier2
     def test_a_search(self):
         rows = Reader(page_of("search")).rows
         assert ["Highest rate that holds", "3,438 requests/s"] in rows
@@ -309,12 +324,12 @@ class TestPage:
 
     def test_errors_of_all_runs_are_together(self):
         runs = [
-            make_run(str(n), errors={"Late": Errors(n + 1, f"example {n}"), "Rare": Errors(1, "it")})
+            make_run(str(n), errors={"Late": ErrorKind(n + 1, f"example {n}"), "Rare": ErrorKind(1, "it")})
             for n in range(3)
         ]
         read = Reader(render(make_report(*runs, kind="repeats"), []))
         assert read.column("Kind", "Count") == [("6", None), ("3", None)]
-        assert read.column("Kind", "The first said")[0][0] == "example 0"
+        assert read.column("Kind", "First message")[0][0] == "example 0"
         assert not any(row[0] == "Kind" for row in Reader(page_of("single")).rows)
 
     def test_settings_target_and_machine(self):
@@ -331,17 +346,19 @@ class TestPage:
             ({"rate": 1500.5}, "open loop, 1,500 requests/s"),
             ({"rate": None, "callers": 8}, "closed loop, 8 callers"),
             ({"rate": None}, "closed loop, 64 callers"),
-            ({"rate": None, "trace": Path("day.csv")}, "a recorded trace"),
+            ({"rate": None, "trace": Path("day.csv")}, "recorded trace"),
             ({"scenario": "offline"}, "MLPerf offline"),
         ],
     )
     def test_the_load(self, settings, words):
         assert words in Reader(render(make_report(make_run(), settings=settings), [])).text
 
+    @pytest.mark.tier2
     def test_the_same_report_gives_the_same_page(self):
         report = reports.single()
         assert render(report, plots.figures(report)) == page_of("single")
 
+    @pytest.mark.tier2
     def test_it_is_small(self):
         assert max(len(page_of(kind)) for kind in EVERY) < 400_000
 

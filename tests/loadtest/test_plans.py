@@ -15,7 +15,7 @@ from asynctrt.loadtest.plans import (
     trace_shapes,
     window_seconds,
 )
-from asynctrt.loadtest.recorder import Recorder
+from asynctrt.loadtest.recorder import RunRecorder
 from asynctrt.loadtest.samples import Sample
 from asynctrt.loadtest.settings import LoadSettings
 
@@ -79,7 +79,7 @@ def test_windows_cover_exactly_what_is_measured(seconds, warmup):
     assert window_s * count == pytest.approx(seconds)
     assert (count - 1) * made.window_ns < made.measured_ns <= count * made.window_ns
     # As the recorder has it, which does the counting.
-    recorder = Recorder(made.warmup_ns, made.window_ns)
+    recorder = RunRecorder(made.warmup_ns, made.window_ns)
     ends_ns = (-1, 0, made.measured_ns - 1)
     for at_ns in ends_ns:
         recorder.failed(made.warmup_ns + at_ns, "Error", "")

@@ -80,10 +80,11 @@ async def test_what_a_process_says_is_wrong_is_raised_here():
             pass
 
 
+@pytest.mark.tier2
 async def test_a_process_that_dies_is_said(tmp_path):
     async with under_way(tmp_path, rate=100) as (fleet, running):
         os.kill(fleet.pids[0], signal.SIGKILL)
-        with pytest.raises(TargetError, match="has ended by itself, with exit status -9"):
+        with pytest.raises(TargetError, match="ended unexpectedly, with exit status -9"):
             await running
 
 
@@ -97,6 +98,7 @@ async def test_a_run_is_stopped(tmp_path):
         assert outcome.exhausted
 
 
+@pytest.mark.tier2
 async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     async with asyncio.timeout(WAIT_S), Fleet.open(spec, QUICK) as fleet:
@@ -109,12 +111,14 @@ async def test_a_run_that_is_stopped_before_it_has_begun_ends_all_the_same(tmp_p
         assert outcome.exhausted
 
 
+@pytest.mark.tier2
 async def test_closing_in_the_middle_of_a_run_ends_the_process(tmp_path):
     async with under_way(tmp_path, callers=2, warmup=0.0) as (fleet, running):
         running.cancel()
     assert not _is_alive(fleet.pids[0])
 
 
+@pytest.mark.tier2
 async def test_ctrl_c_in_the_terminal_is_not_for_the_processes_that_send(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
     async with asyncio.timeout(WAIT_S):

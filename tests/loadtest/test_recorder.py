@@ -14,7 +14,7 @@ from asynctrt.loadtest.recorder import (
     EXAMPLE_CHARACTERS,
     KINDS_MAX,
     WARM_UP,
-    Recorder,
+    RunRecorder,
     Window,
     merge,
     total,
@@ -25,7 +25,7 @@ WINDOW_NS = 100
 
 
 def recorder():
-    return Recorder(FROM_NS, WINDOW_NS)
+    return RunRecorder(FROM_NS, WINDOW_NS)
 
 
 def answered(rec, due_ns, sent_ns, done_ns):
@@ -199,7 +199,7 @@ def test_parts_add_up_to_the_whole(items, parts, data):
 @settings(deadline=None)
 @given(requests)
 def test_the_total_is_that_of_one_window(items):
-    rec, one = recorder(), Recorder(0, 10**9)
+    rec, one = recorder(), RunRecorder(0, 10**9)
     given_to(rec, items)
     given_to(one, items)
     windows = one.take()

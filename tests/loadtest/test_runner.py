@@ -7,9 +7,12 @@ import pytest
 
 from asynctrt.errors import QueueFullError
 from asynctrt.loadtest import runner
-from asynctrt.loadtest.recorder import WARM_UP
+from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.recorder import WARM_UP, total
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.targets import BatchCounters
 from tests.helpers import until
-from tests.loadtest.support import Target, at_once, run, sample
+from tests.loadtest.support import Clock, Target, at_once, run, run_by, sample, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -203,6 +206,48 @@ async def test_batches_are_those_after_the_warm_up():
     assert abs(outcome.batches.requests - windows[0].sent) < 100
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_was_due_in_the_warm_up_is_never_counted_among_the_batches(seed):
+    """Its answers come when the warm-up is over by the clock, and one of it was not even sent by then."""
+    clock = Clock()
+    looks = []
+
+    class Counting(Target):
+        async def batches(self):
+            answered = sum(future.done() for future in self.futures)
+            looks.append(answered)
+            return BatchCounters(answered, answered, answered, 0, 0, 0, 0, {1: answered})
+
+    target = Counting()
+    settings = {"rate": 1000, "seconds": 0.02, "warmup": 0.02, "seed": seed}
+    plan = Local(target, [sample()]).plan(LoadSettings(**settings))
+    due_ns = np.concatenate([block.due_ns for block in plan.schedule.blocks()])
+    warm_up = int((due_ns < plan.warmup_ns).sum())
+
+    async def answer_late(task):
+        # The loop's timers come early: by this clock the warm-up is not over.
+        clock.ns = plan.warmup_ns - 1
+        await until(lambda: target.requests == warm_up)
+        target.futures[0].set_result({})
+        await turns()
+        assert not looks
+        # All that is left is due at once, and what was due in the warm-up is answered first.
+        clock.ns = plan.warmup_ns + plan.measured_ns
+        await until(lambda: target.requests == len(due_ns))
+        await turns()
+        assert not looks
+        for future in target.futures[1:warm_up]:
+            future.set_result({})
+        await until(lambda: looks)
+        for future in target.futures[warm_up:]:
+            future.set_result({})
+
+    outcome, windows = await run_by(clock, target, answer_late, **settings)
+    measured = sum(window.sent for number, window in windows.items() if number != WARM_UP)
+    assert looks == [warm_up, len(due_ns)]
+    assert outcome.batches.requests == measured == len(due_ns) - warm_up
+
+
 async def test_answers_are_checked():
     right = {"y": np.array([[1.0, 2.0]], np.float32)}
 
@@ -238,19 +283,23 @@ async def test_a_generator_that_falls_far_behind_gives_up(monkeypatch):
 
 async def test_a_loop_that_is_held_up_shows_in_the_latency_and_as_lateness():
     """For 100 ms nothing can be sent: what was due then counts from when it was due."""
-    import time
+    clock = Clock()
 
-    async def hold(local, target, task):
-        await until(lambda: target.requests >= 20)
-        time.sleep(0.1)  # noqa: ASYNC251  (it is what the test is about)
+    async def hold(task):
+        await clock.tick_until(lambda: target.requests >= 20, 10_000)
+        clock.ns += 100_000_000
+        await clock.tick_until(task.done, 10_000)
 
-    _, _, _, whole = await run(Target(at_once), rate=1000, seconds=0.5, started=hold)
+    target = Target(at_once)
+    _, windows = await run_by(clock, target, hold, rate=1000, seconds=0.5)
+    whole = total(windows.values())
+    assert whole.sent == whole.answered == target.requests
     late = whole.answered - whole.latency.within(5e6)
-    assert late >= 60  # A hundred were due in that time.
+    assert 50 <= late <= 150  # A hundred were due in that time, on average.
     assert whole.latency.percentile(100) >= 80e6
     assert whole.lateness.percentile(100) >= 80e6
     # But for the one whose answer was there and could not be taken.
-    assert whole.answered - whole.uncorrected.within(50e6) <= 2
+    assert whole.answered - whole.uncorrected.within(50e6) <= 1
 
 
 async def test_a_target_that_no_longer_tells_its_batches_costs_nothing_else():

@@ -129,22 +129,22 @@ def test_samples_are_bounded_by_their_bytes(monkeypatch, rows, expected):
 def test_a_request_that_takes_too_much_is_refused(monkeypatch, changed):
     monkeypatch.setattr(samples_module, "NBYTES_MAX", 1 << 20)
     length = "length" if "dims" in changed else 256
-    with pytest.raises(OptionsError, match="say fewer rows, or smaller dims"):
+    with pytest.raises(OptionsError, match="set fewer rows, or smaller dims"):
         make_samples(told(**changed), [TensorSpec("x", np.float32, (length,))])
 
 
 def test_nobody_knows_what_it_takes():
-    with pytest.raises(OptionsError, match="say with inputs what to send"):
+    with pytest.raises(OptionsError, match="set inputs to what should be sent"):
         make_samples(told(), [])
 
 
 @pytest.mark.parametrize(
     ("dims", "says"),
     [
-        ((), r"not said: \['heads', 'length'\], unknown: \[\]. Say dims heads=...,length=..."),
-        (("length=3",), r"not said: \['heads'\]"),
+        ((), r"missing: \['heads', 'length'\], unknown: \[\]. Set dims heads=...,length=..."),
+        (("length=3",), r"missing: \['heads'\]"),
         (("length=3,heads=1,width=2",), r"unknown: \['width'\]"),
-        (("length=3,heads=1", "length=4"), r"not said: \['heads'\]"),
+        (("length=3,heads=1", "length=4"), r"missing: \['heads'\]"),
     ],
 )
 def test_dimensions_that_are_not_the_models(dims, says):
@@ -153,7 +153,7 @@ def test_dimensions_that_are_not_the_models(dims, says):
 
 
 def test_a_model_without_dynamic_dimensions_takes_none():
-    with pytest.raises(OptionsError, match=r"unknown: \['length'\]. Say dims none"):
+    with pytest.raises(OptionsError, match=r"unknown: \['length'\]. Set dims none"):
         make_samples(told(dims="length=3"), [X])
 
 
@@ -190,7 +190,7 @@ def test_dimensions(texts, kinds):
     ],
 )
 def test_what_is_no_dimension(text):
-    with pytest.raises(OptionsError, match="says no dimensions") as caught:
+    with pytest.raises(OptionsError, match="is not a list of dimensions") as caught:
         read_dims([text])
     assert repr(text) in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_kinds_of_requests_are_bounded():
     spec = TensorSpec("x", np.float32, ("length",))
     dims = [f"length={size}" for size in range(KINDS_MAX + 1)]
     assert len(make_samples(LoadSettings(dims=dims[:-1]), (spec,))) == KINDS_MAX
-    with pytest.raises(OptionsError, match=f"{KINDS_MAX + 1} kinds of requests.* more than {KINDS_MAX}"):
+    with pytest.raises(OptionsError, match=f"{KINDS_MAX + 1} kinds of requests.* at most {KINDS_MAX}"):
         make_samples(LoadSettings(dims=dims), (spec,))
 
 
@@ -255,7 +255,7 @@ def test_an_npy_is_the_only_input(tmp_path):
     made = make_samples(told(inputs=tmp_path / "rows.npy"), [X])
     assert [sample.inputs["x"].tolist() for sample in made] == ROWS[:4, None].tolist()
     assert all(sample.inputs["x"].flags.c_contiguous for sample in made)
-    with pytest.raises(UsageError, match=r"has one array, and the inputs are \['x', 'y'\]"):
+    with pytest.raises(UsageError, match=r"has one unnamed array, and the inputs are \['x', 'y'\]"):
         make_samples(told(inputs=tmp_path / "rows.npy"), [X, TensorSpec("y", np.float32)])
 
 
@@ -295,7 +295,7 @@ BAD_ARRAYS = {
 
 @pytest.mark.parametrize("arrays", BAD_ARRAYS.values(), ids=BAD_ARRAYS)
 def test_arrays_that_are_no_rows(tmp_path, arrays):
-    with pytest.raises(UsageError, match="the same number of rows|fewer than the 1 of one request"):
+    with pytest.raises(UsageError, match="the same number of rows|one request needs 1"):
         make_samples(told(inputs=saved(tmp_path, **arrays)), [X])
 
 
@@ -309,13 +309,13 @@ def test_answers_that_are_no_rows(tmp_path, arrays):
 
 
 def test_fewer_rows_than_a_request_has(tmp_path):
-    with pytest.raises(UsageError, match="has 10 rows, fewer than the 11 of one request"):
+    with pytest.raises(UsageError, match="has 10 rows, and one request needs 11"):
         make_samples(told(inputs=saved(tmp_path, x=ROWS), rows=11), [X])
 
 
 def test_answers_are_an_npz(tmp_path):
     np.save(tmp_path / "answers.npy", ROWS)
-    with pytest.raises(UsageError, match="is an .npz, with an array for each output"):
+    with pytest.raises(UsageError, match="must be an .npz, with an array for each output"):
         make_samples(told(inputs=saved(tmp_path, x=ROWS), expect=tmp_path / "answers.npy"), [X])
 
 
@@ -403,7 +403,7 @@ def test_files_that_are_not_there(tmp_path, place):
 @pytest.mark.parametrize("name", ["photo.jpg", "rows", "rows.npz.gz"])
 def test_other_files_need_a_reader(tmp_path, name):
     (tmp_path / name).write_bytes(b"?")
-    with pytest.raises(UsageError, match="is neither an .npz nor an .npy: name a reader"):
+    with pytest.raises(UsageError, match="is neither an .npz nor an .npy: set a reader"):
         make_samples(told(inputs=tmp_path / name), [X])
 
 
@@ -526,14 +526,14 @@ def test_one_file_for_a_reader(readers, files):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("never", "took none of the 8 files"),
+        ("never", "accepted none of the 8 files"),
         ("fails", r"failed at .*KeyError: 'the label'"),
-        ("ragged", "something that is no array"),
-        ("unequal", "gives arrays of .2, 3. rows"),
-        ("empty", "gives arrays of .0. rows"),
-        ("number", "gives arrays of set() rows"),
-        ("word", "gives arrays of set() rows"),
-        ("thing", "gives arrays of set() rows"),
+        ("ragged", "a value that cannot become an array"),
+        ("unequal", "returned arrays of .2, 3. rows"),
+        ("empty", "returned arrays of .0. rows"),
+        ("number", "returned arrays of set() rows"),
+        ("word", "returned arrays of set() rows"),
+        ("thing", "returned arrays of set() rows"),
     ],
 )
 def test_what_a_reader_may_not_give(readers, files, function, says):
@@ -547,25 +547,25 @@ def test_a_folder_without_files(tmp_path, readers, is_there):
     folder = tmp_path / "empty"
     if is_there:
         (folder / "deeper").mkdir(parents=True)
-    with pytest.raises(UsageError, match="there is no file in"):
+    with pytest.raises(UsageError, match="there are no files in"):
         make_samples(told(inputs=folder, reader=f"{readers}:rows"), [X])
 
 
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("no_such_module:f", "is not there .*no_such_module"),
-        ("{}:no_such_function", "is not there .*no_such_function"),
-        ("{}", "is not there .*written module:function"),
-        ("{}:", "is not there"),
-        (":rows", "is not there"),
-        ("", "is not there"),
-        (".:rows", "is not there"),
-        ("..{}:rows", "is not there"),
-        ("{}:rows:more", "is not there"),
-        ("{}_broken:rows", "is not there .*ZeroDivisionError"),
-        ("{}_garbled:rows", "is not there .*SyntaxError"),
-        ("{}:CONSTANT", "is no function, but 3"),
+        ("no_such_module:f", "cannot be imported .*no_such_module"),
+        ("{}:no_such_function", "cannot be imported .*no_such_function"),
+        ("{}", "cannot be imported .*write it as module:function"),
+        ("{}:", "cannot be imported"),
+        (":rows", "cannot be imported"),
+        ("", "cannot be imported"),
+        (".:rows", "cannot be imported"),
+        ("..{}:rows", "cannot be imported"),
+        ("{}:rows:more", "cannot be imported"),
+        ("{}_broken:rows", "cannot be imported .*ZeroDivisionError"),
+        ("{}_garbled:rows", "cannot be imported .*SyntaxError"),
+        ("{}:CONSTANT", "is not a function, but 3"),
     ],
 )
 def test_readers_that_are_not_there(readers, where, says):
@@ -647,7 +647,7 @@ def test_every_output_that_is_expected():
     one = array([1])
     assert differs({"y": one, "more": one}, {"y": one}, 0, 0) is None
     assert differs({"y": one}, {}, 0, 0) is None
-    assert differs({"more": one}, {"y": one}, 0, 0) == "output 'y' is not there"
+    assert differs({"more": one}, {"y": one}, 0, 0) == "output 'y' is missing"
     assert differs({"y": one, "z": one}, {"y": one, "z": one + 1}, 0, 0).startswith("output 'z' is 1.0")
 
 

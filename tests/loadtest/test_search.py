@@ -44,7 +44,7 @@ def test_it_finds_the_capacity(capacity, start, precision):
     assert found.holds <= capacity < found.fails
     assert found.fails / found.holds <= (1 + precision) * (1 + 1e-9)
     assert tried[-1] == found.holds
-    assert found.why.startswith("between what holds and what fails is less than")
+    assert found.why.startswith("the rates that hold and fail are less than")
     assert found.slo == SLO
     # Doublings to the first pair, halvings of its logarithm, and one to confirm.
     pair = abs(math.log2(capacity / start)) + 2
@@ -102,7 +102,7 @@ def test_whatever_it_is_told_it_ends(told, precision):
     found = search.result(SLO)
     assert 0 < len(tried) <= TRIES_MAX
     assert all(rate > 0 for rate in tried)
-    assert found.why != "it goes on"
+    assert found.why != "the search is not over"
     if found.holds is not None and found.fails is not None:
         assert found.holds < found.fails
 
@@ -122,7 +122,7 @@ def test_nothing_holds():
     tried = carry_out(search, up_to(0))
     found = search.result(SLO)
     assert (found.holds, found.fails) == (None, tried[-1])
-    assert found.why == f"even {tried[-1]:,.4g} requests/s do not hold it"
+    assert found.why == f"not even {tried[-1]:,.4g} requests/s hold it"
     assert RATE_LEAST <= tried[-1] < 2 * RATE_LEAST
     assert len(tried) == math.floor(math.log2(100 / RATE_LEAST)) + 1
 
@@ -141,7 +141,7 @@ def test_everything_holds():
     found = search.result(SLO)
     assert tried == [2.0**number for number in range(27)]  # One more is more than a rate may be.
     assert (found.holds, found.fails) == (tried[-1], None)
-    assert found.why == "100,000,000 requests/s are the most that can be asked for"
+    assert found.why == "100,000,000 requests/s is the highest rate that can be tried"
 
 
 def test_too_exact_for_so_many_tries():
@@ -150,7 +150,7 @@ def test_too_exact_for_so_many_tries():
     found = search.result(SLO)
     assert len(tried) == TRIES_MAX
     assert found.holds <= 777 < found.fails
-    assert found.why == f"it was tried {TRIES_MAX} times"
+    assert found.why == f"{TRIES_MAX} rates were tried"
 
 
 @settings(deadline=None)
@@ -168,7 +168,7 @@ def test_void_ends_it(after, capacity, holds):
     assert search.next_rate() is None
     found = search.result(SLO)
     assert (found.holds, found.fails) == before
-    assert f"the generator could not keep {rate:,.4g} requests/s up" in found.why
+    assert f"the generator could not keep up {rate:,.4g} requests/s" in found.why
 
 
 def test_what_held_by_luck_does_not_stand():
@@ -189,7 +189,7 @@ def test_what_held_by_luck_does_not_stand():
     assert found.holds <= 130 < found.fails
     assert found.fails <= tried[-1]
     assert after[-1] == found.holds
-    assert "between what holds and what fails" in found.why
+    assert "the rates that hold and fail are" in found.why
 
 
 def test_one_that_never_holds_twice_is_never_confirmed():
@@ -203,7 +203,7 @@ def test_one_that_never_holds_twice_is_never_confirmed():
 
     search = Search(80.0, 0.1)
     assert len(carry_out(search, target)) == TRIES_MAX
-    assert search.result(SLO).why == f"it was tried {TRIES_MAX} times"
+    assert search.result(SLO).why == f"{TRIES_MAX} rates were tried"
 
 
 def test_the_end_from_outside():

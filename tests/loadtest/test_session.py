@@ -6,7 +6,7 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import OptionsError
-from asynctrt.loadtest.session import RUN_ONLY, SETTING_NAMES, Case, Session
+from asynctrt.loadtest.session import RUN_ONLY, SETTING_NAMES, LoadCase, LoadSession
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.options import Options
@@ -20,7 +20,7 @@ QUICK = LoadSettings(callers=2, seconds=0.25, warmup=0.0)
 
 
 def case(target, settings=QUICK):
-    return Case(target, settings, "a case", {})
+    return LoadCase(target, settings, "a case", {})
 
 
 def test_values_go_to_settings_options_or_the_target():
@@ -37,11 +37,11 @@ def test_values_go_to_settings_options_or_the_target():
 @pytest.mark.parametrize(
     ("target", "values", "says"),
     [
-        (TargetSpec("model.onnx"), {"max_row": 8}, "Did you mean 'max_rows'"),
-        (TargetSpec("model.onnx"), {"max_rows": 0}, "max_rows is a whole number"),
-        (TargetSpec("model.onnx"), {"rate": 0}, "is above 0"),
-        (TargetSpec("http://here"), {"max_rows": 8}, "cannot be set"),
-        ("an engine", {"max_rows": 8}, "cannot be set"),
+        (TargetSpec("model.onnx"), {"max_row": 8}, "did you mean 'max_rows'"),
+        (TargetSpec("model.onnx"), {"max_rows": 0}, "max_rows must be a whole number"),
+        (TargetSpec("model.onnx"), {"rate": 0}, "must be above 0"),
+        (TargetSpec("http://here"), {"max_rows": 8}, "cannot set"),
+        ("an engine", {"max_rows": 8}, "cannot set"),
     ],
 )
 def test_values_that_are_impossible(target, values, says):
@@ -69,7 +69,7 @@ def test_settings_that_need_nothing_new_are_settings():
 
 async def test_what_was_opened_stays_for_runs_that_only_send_differently(tmp_path):
     spec = TargetSpec(str(double_onnx(tmp_path / "double.onnx")))
-    async with Session(apart=False, watch=None) as session:
+    async with LoadSession(apart=False, watch=None) as session:
         base = case(spec)
         await session.run(base)
         (first,) = session._opened.values()
@@ -88,7 +88,7 @@ async def test_what_was_opened_stays_for_runs_that_only_send_differently(tmp_pat
 
 async def test_it_is_stopped_while_it_runs_and_does_nothing_more():
     target = Target(at_once)
-    async with Session(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
+    async with LoadSession(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
         running = asyncio.create_task(
             session.run(case(target, LoadSettings(rate=500, seconds=600, warmup=0.0)))
         )
@@ -106,7 +106,7 @@ async def test_it_ends_as_soon_as_the_figures_are_sure_enough(monkeypatch):
     """Every answer takes as long as the other, so that little time tells enough."""
     monkeypatch.setattr("asynctrt.loadtest.session.LOOK_S", 0.05)
     settings = LoadSettings(rate=2000, arrivals="constant", seconds=600, warmup=0.0, until=0.9)
-    async with Session(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
+    async with LoadSession(apart=False, watch=None) as session, asyncio.timeout(WAIT_S):
         run = await session.run(case(Target(at_once), settings))
     assert run.complete
     assert run.seconds < 60
@@ -120,7 +120,7 @@ async def test_what_goes_on_is_told():
         numbers = [number for number in progress.windows if number >= 0]
         seen.append((progress.number, progress.label, progress.seconds, len(numbers)))
 
-    async with asynctrt.open(double_model()) as engine, Session(apart=False, watch=watch) as session:
+    async with asynctrt.open(double_model()) as engine, LoadSession(apart=False, watch=watch) as session:
         await session.run(case(engine, LoadSettings(rate=300, seconds=0.5, warmup=0.25)))
         await session.run(case(engine, LoadSettings(rate=300, seconds=0.5, warmup=0.25)))
     assert {number for number, *_ in seen} == {1, 2}

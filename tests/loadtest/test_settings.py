@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.settings import CALLERS_DEFAULT, CALLERS_MAX, PROCESSES_MAX, LoadSettings
-from asynctrt.serving.settings import attribute_docs
+from asynctrt.validation import docs_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -46,6 +46,7 @@ IMPOSSIBLE = {
     "rtol": [-0.1, NAN, None, "0.1"],
     "atol": [-0.1, NAN, None, "0.1"],
     "pacing": ["fast", None, 1],
+    "trace_batches": [0, 1, None, "yes"],
     "processes": [0, -1, 1.5, "2", None, True, PROCESSES_MAX + 1],
     "seed": [-1, 1.5, "0", None, True],
 }
@@ -84,7 +85,7 @@ def test_every_setting_has_an_impossible_value():
 
 
 def test_every_setting_is_explained():
-    texts = attribute_docs(LoadSettings)
+    texts = docs_of(LoadSettings)
     assert set(texts) == {item.name for item in dataclasses.fields(LoadSettings)}
     assert all(text.endswith(".") for text in texts.values())
 
@@ -147,40 +148,43 @@ def test_what_is_possible(settings):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rate": 1, "callers": 1}, "rate is for an open loop and callers for a closed one"),
-        ({"trace": "t", "rate": 1}, "a trace brings its own arrivals: give neither rate nor callers"),
-        ({"trace": "t", "callers": 1}, "a trace brings its own arrivals"),
-        ({"trace": "t", "dims": "length=3"}, "a trace says what to send"),
-        ({"trace": "t", "inputs": "rows.npz"}, "a trace says what to send"),
+        ({"rate": 1, "callers": 1}, "rate is for an open loop and callers for a closed loop"),
+        ({"trace": "t", "rate": 1}, "a trace has its own arrivals: leave rate and callers out"),
+        ({"trace": "t", "callers": 1}, "a trace has its own arrivals"),
+        ({"trace": "t", "dims": "length=3"}, "the columns of a trace say what to send"),
+        ({"trace": "t", "inputs": "rows.npz"}, "the columns of a trace say what to send"),
         ({"burst": 2}, "burst and swing change a rate"),
         ({"swing": 0.5}, "burst and swing change a rate"),
         ({"callers": 3, "swing": 0.5}, "burst and swing change a rate"),
         ({"trace": "t", "burst": 2}, "burst and swing change a rate"),
-        ({"rate": 1, "burst": 10}, "burst * burst_share is less than 1"),
-        ({"rate": 1, "burst": 2, "burst_share": 0.5}, "burst * burst_share is less than 1"),
-        ({"rate": 1, "think": 0.1}, "think is for callers"),
-        ({"trace": "t", "think": 0.1}, "think is for callers"),
-        ({"inputs": "i", "expect": "e", "reference": "r"}, "expect and reference both say what is right"),
-        ({"expect": "e"}, "expect has the answers to inputs"),
+        ({"rate": 1, "burst": 10}, "burst * burst_share must be below 1"),
+        ({"rate": 1, "burst": 2, "burst_share": 0.5}, "burst * burst_share must be below 1"),
+        ({"rate": 1, "think": 0.1}, "think is the pause of a caller"),
+        ({"trace": "t", "think": 0.1}, "think is the pause of a caller"),
+        (
+            {"inputs": "i", "expect": "e", "reference": "r"},
+            "expect and reference both say which answers are right",
+        ),
+        ({"expect": "e"}, "expect has the answers to the rows of inputs"),
         ({"reader": "module:name"}, "reader reads the files of inputs"),
-        ({"scenario": "server", "rate": 1, "slo": "p99<1s", "until": 0.1}, "give no until"),
-        ({"scenario": "server", "slo": "p99<1s"}, "scenario server needs the rate"),
-        ({"scenario": "offline"}, "scenario offline needs the rate"),
-        ({"scenario": "single-stream", "rate": 1}, "scenario single-stream has no rate"),
-        ({"scenario": "multi-stream", "rate": 1}, "scenario multi-stream has no rate"),
-        ({"scenario": "single-stream", "callers": 1}, "a scenario of MLPerf brings its own arrivals"),
-        ({"scenario": "single-stream", "trace": "t"}, "a scenario of MLPerf brings its own arrivals"),
-        ({"scenario": "single-stream", "think": 1}, "a scenario of MLPerf brings its own arrivals"),
-        ({"scenario": "offline", "rate": 1, "burst": 2}, "a scenario of MLPerf brings its own arrivals"),
-        ({"scenario": "offline", "rate": 1, "swing": 0.1}, "a scenario of MLPerf brings its own arrivals"),
-        ({"scenario": "offline", "rate": "1..2"}, "has one rate, not"),
-        ({"scenario": "offline", "rate": "1,2"}, "has one rate, not"),
-        ({"scenario": "server", "rate": "1..2", "slo": "p99<1s"}, "has one rate, not"),
+        ({"scenario": "server", "rate": 1, "slo": "p99<1s", "until": 0.1}, "leave until out"),
+        ({"scenario": "server", "slo": "p99<1s"}, "scenario server needs a rate"),
+        ({"scenario": "offline"}, "scenario offline needs a rate"),
+        ({"scenario": "single-stream", "rate": 1}, "scenario single-stream takes no rate"),
+        ({"scenario": "multi-stream", "rate": 1}, "scenario multi-stream takes no rate"),
+        ({"scenario": "single-stream", "callers": 1}, "an MLPerf scenario has its own arrivals"),
+        ({"scenario": "single-stream", "trace": "t"}, "an MLPerf scenario has its own arrivals"),
+        ({"scenario": "single-stream", "think": 1}, "an MLPerf scenario has its own arrivals"),
+        ({"scenario": "offline", "rate": 1, "burst": 2}, "an MLPerf scenario has its own arrivals"),
+        ({"scenario": "offline", "rate": 1, "swing": 0.1}, "an MLPerf scenario has its own arrivals"),
+        ({"scenario": "offline", "rate": "1..2"}, "needs one constant rate, not"),
+        ({"scenario": "offline", "rate": "1,2"}, "needs one constant rate, not"),
+        ({"scenario": "server", "rate": "1..2", "slo": "p99<1s"}, "needs one constant rate, not"),
         ({"scenario": "single-stream", "arrivals": "constant"}, "MLPerf's arrivals are poisson"),
-        ({"scenario": "server", "rate": 1}, "a target for one percentile"),
-        ({"scenario": "server", "rate": 1, "slo": "errors<1%"}, "a target for one percentile"),
-        ({"scenario": "server", "rate": 1, "slo": "p99<1s,p50<1s"}, "a target for one percentile"),
-        ({"scenario": "server", "rate": "fast", "slo": "p99<1s"}, "is no rate"),
+        ({"scenario": "server", "rate": 1}, "an slo for exactly one percentile"),
+        ({"scenario": "server", "rate": 1, "slo": "errors<1%"}, "an slo for exactly one percentile"),
+        ({"scenario": "server", "rate": 1, "slo": "p99<1s,p50<1s"}, "an slo for exactly one percentile"),
+        ({"scenario": "server", "rate": "fast", "slo": "p99<1s"}, "is not a rate"),
     ],
 )
 def test_settings_that_are_at_odds(settings, says):

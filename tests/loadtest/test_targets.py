@@ -7,7 +7,9 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import ModelNotFoundError, TargetError, UsageError
-from asynctrt.loadtest.targets import BatchCounters, CallTarget, TargetSpec, opened
+from asynctrt.loadtest.local_targets import CallTarget
+from asynctrt.loadtest.opening import opened
+from asynctrt.loadtest.targets import BatchCounters, TargetSpec
 from asynctrt.options import Options
 from tests.loadtest.support import Target
 from tests.models import double_model, double_onnx, rows
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_an_engine_that_is_open_is_not_closed():
     async with asynctrt.open(double_model()) as engine:
-        async with opened(engine) as target:
+        async with opened(engine, trace_batches=True) as target:
             assert (target.kind, target.inputs) == ("engine", engine.inputs)
             prepared = target.prepare({"input": rows(1)}, 2)
             answers = await asyncio.gather(*(target.start(prepared) for _ in range(5)))
@@ -27,8 +29,21 @@ async def test_an_engine_that_is_open_is_not_closed():
             assert sum(batch.rows for batch in target.trace()) == 5
             assert all(batch.launched_ns < batch.answered_ns for batch in target.trace())
         assert engine.statistics().state == "open"
-        with engine.tracing():  # Nobody traces any more.
+        with engine.tracing():  # The target no longer traces.
             pass
+
+
+async def test_an_engine_is_traced_only_when_asked_to():
+    """To trace makes a GPU time every batch, and an engine can be traced once at a time."""
+    async with asynctrt.open(double_model()) as engine:
+        with engine.tracing() as mine:
+            async with opened(engine) as target:
+                await target.start(target.prepare({"input": rows(1)}, 0))
+                assert list(target.trace()) == []
+            with pytest.raises(UsageError, match="being traced already"):
+                async with opened(engine, trace_batches=True):
+                    pass
+        assert len(mine) == 1
 
 
 async def test_a_path_is_opened_and_closed(tmp_path):
@@ -48,7 +63,7 @@ async def test_what_is_not_there():
 
 @pytest.mark.parametrize("where", ["ftp://here/model", "htp://127.0.0.1:8000", "://x"])
 async def test_a_scheme_that_there_is_none_of(where):
-    with pytest.raises(UsageError, match="There are: http"):
+    with pytest.raises(UsageError, match="valid schemes: http"):
         async with opened(TargetSpec(where)):
             pass
 
@@ -90,12 +105,12 @@ async def test_a_function_that_gives_a_future():
 
 
 async def test_a_function_that_is_not_async():
-    with pytest.raises(TargetError, match="is no async function: it gives dict"):
+    with pytest.raises(TargetError, match="is not an async function: it returned dict"):
         CallTarget(dict).start({})
 
 
 async def test_an_answer_that_cannot_be_checked():
-    with pytest.raises(TargetError, match="gives list"):
+    with pytest.raises(TargetError, match="returned list"):
         CallTarget(dict).outputs([1])
 
 

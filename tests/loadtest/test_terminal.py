@@ -100,7 +100,7 @@ def test_how_far_it_is():
 
 def test_a_progress_without_an_end():
     progress = Progress(number=1, label="trace", started_ns=0, windows={0: window([5] * 9)})
-    assert "until all is answered" in rendered(progress_view("x", progress, 10**9))
+    assert "runs until the last answer" in rendered(progress_view("x", progress, 10**9))
 
 
 def test_sparks():

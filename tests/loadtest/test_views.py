@@ -140,6 +140,7 @@ class TestWords:
     def test_every_plot_has_some(self):
         assert TITLES.keys() == CAPTIONS.keys()
 
+    @pytest.mark.tier2
     def test_which_runs_are_shown(self):
         def end(report, plot):
             _, caption = words(report, plot)

@@ -22,17 +22,27 @@ from tests.models import double, double_model, rows
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
 TIMEOUT_S = 60
+SKIP_NS = 20_000_000
 
 
 @pytest.fixture
 def skip(monkeypatch):
-    """Moves the engine's time on by so many seconds. Its engines look every tick, whatever they expect."""
-    shift_ns, read_ns = [0], clock.now_ns
-    monkeypatch.setattr(clock, "now_ns", lambda: read_ns() + shift_ns[0])
+    """Moves the engine's time on by so many seconds. Its engines look every tick, whatever they expect.
+
+    Each look at the clock moves it on by a little, as a jump would be time in which the loop was blocked.
+    """
+    left_ns, shift_ns, read_ns = [0], [0], clock.now_ns
+
+    def now_ns():
+        step_ns = min(left_ns[0], SKIP_NS)
+        left_ns[0] -= step_ns
+        shift_ns[0] += step_ns
+        return read_ns() + shift_ns[0]
 
     def later(seconds):
-        shift_ns[0] += int(seconds * 1e9)
+        left_ns[0] += int(seconds * 1e9)
 
+    monkeypatch.setattr(clock, "now_ns", now_ns)
     return later
 
 
@@ -164,7 +174,7 @@ class TestABatchThatHangs:
             skip(TIMEOUT_S + 1)
             assert lost(await ends([hung]))
             hanging.go.set()
-            await until(lambda: "busy" not in repr(engine._pool._bays[0].stream))
+            await until(lambda: "busy" not in repr(engine._pool[0].stream))
             await ticks()
             with engine.tracing() as trace:
                 assert await ends([send(engine, value) for value in range(10)]) == [2 * n for n in range(10)]
@@ -247,9 +257,18 @@ class TestAnArenaThatHangs:
             hanging.go.set()
 
     async def test_those_behind_it_hang_with_it(self, skip, hanging):
-        async with opening(in_arenas(hanging), contexts=4, arenas=2) as engine:
+        all_launched = threading.Event()
+
+        def function(inputs, outputs):
+            if (inputs["input"] == 2).any():
+                assert all_launched.wait(WAIT_S)
+            hanging(inputs, outputs)
+
+        async with opening(in_arenas(function), contexts=4, arenas=2) as engine:
             tasks = [send(engine, value) for value in (-1, 2, 3)]
-            await until(lambda: hanging.hung and tasks[1].done())
+            await until(lambda: hanging.hung and engine.statistics().in_flight_batches == 3)
+            all_launched.set()
+            await until(tasks[1].done)
             await ticks()
             assert not tasks[2].done(), "it is in the arena of the first"
             skip(TIMEOUT_S + 1)
@@ -259,7 +278,9 @@ class TestAnArenaThatHangs:
             assert engine.statistics().contexts_quarantined == 2
             assert await ends([send(engine, value) for value in range(5)]) == [0, 2, 4, 6, 8]
             hanging.go.set()
-            await until(lambda: "busy" not in "".join(repr(bay.stream) for bay in engine._pool._bays))
+            await until(
+                lambda: "busy" not in "".join(repr(context.stream) for context in engine._pool._contexts)
+            )
             await ticks()
             assert engine.statistics().failed == 2
 
@@ -418,7 +439,7 @@ class LosableDevice(LatchDevice):
 
 @pytest.fixture(params=[True, False], ids=["refuses", "takes"])
 def device(request):
-    return LosableDevice(refuses=request.param, slots=3)
+    return LosableDevice(refuses=request.param, concurrency=3)
 
 
 SAYS = "CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -596,7 +617,7 @@ async def test_a_model_that_fails_is_no_lost_device():
 
 
 async def test_answers_that_were_given_stay_valid_when_the_device_is_lost():
-    device = LosableDevice(slots=2)
+    device = LosableDevice(concurrency=2)
     async with opening(device.model(), device) as engine:
         device.open()
         result = await engine.infer(rows(21))

@@ -1,17 +1,21 @@
 """Slots: written in place, batched with each other, left behind, given up, bounded."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
+from asynctrt.runtime.staging import SlotSource
+from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.models import double_model, failing_model, mixed_onnx, rows, sequence_onnx
+from tests.models import double, double_model, failing_model, mixed_onnx, rows, sequence_onnx
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -19,7 +23,7 @@ WAIT_S = 30
 
 def latched(model=None, **settings):
     settings = {"contexts": 1, "max_rows": 4, **settings}
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     return asynctrt.open(model or double_model(), device=device, **settings), device
 
 
@@ -186,6 +190,61 @@ async def test_a_turn_that_comes_as_its_waiter_is_cancelled_is_passed_on():
             assert victim.cancelled()
 
 
+async def test_when_the_first_to_wait_is_cancelled_those_behind_may_fit_where_it_did_not():
+    opening, device = latched(max_rows=8)
+    async with opening as engine, engine.slot(rows=8):
+        device.open()
+        async with engine.slot(rows=6):
+            large = asyncio.create_task(use(engine, *range(8)))
+            await asyncio.sleep(0)
+            small = [asyncio.create_task(use(engine, value)) for value in (1, 2)]
+            await until(lambda: len(engine._slots._waiters) == 3)
+            large.cancel()
+            async with asyncio.timeout(WAIT_S):
+                assert await asyncio.gather(*small) == [[2], [4]], "they fit beside the 6 rows"
+            assert large.cancelled()
+            assert engine._slots._waiting_rows == 0
+
+
+async def test_those_who_gave_up_waiting_are_forgotten_though_the_first_still_waits():
+    opening, _device = latched()
+    async with opening as engine, engine.slot(rows=4), engine.slot(rows=4):
+        first = asyncio.create_task(use(engine, 1))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            behind = [asyncio.create_task(use(engine, 2)) for _ in range(20)]
+            await until(lambda: len(engine._slots._waiters) == 21)
+            for task in behind:
+                task.cancel()
+            await asyncio.gather(*behind, return_exceptions=True)
+            assert len(engine._slots._waiters) == 1
+            assert engine._slots._waiting_rows == 1
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert not engine._slots._waiters
+
+
+@pytest.mark.parametrize("must_wait", [False, True])
+async def test_a_slot_that_is_entered_twice_at_once_is_held_once(must_wait):
+    opening, _device = latched()
+    async with opening as engine:
+        others = [engine.slot(rows=4) for _ in range(2 if must_wait else 0)]
+        for other in others:
+            await other.__aenter__()
+        slot = engine.slot(rows=4)
+        tasks = [asyncio.create_task(slot.__aenter__()) for _ in range(2)]
+        await asyncio.sleep(0)
+        for other in others:
+            await other.__aexit__(None, None, None)
+        async with asyncio.timeout(WAIT_S):
+            entered = await asyncio.gather(*tasks, return_exceptions=True)
+        assert entered[0] is slot
+        assert isinstance(entered[1], UsageError)
+        assert [owner.users for owner in engine._slots._slabs.values() if owner.users] == [1]
+        await slot.__aexit__(None, None, None)
+        assert not any(owner.users for owner in engine._slots._slabs.values())
+
+
 async def test_a_full_queue_leaves_the_slot_to_be_tried_again():
     opening, device = latched(max_queue_rows=4)
     async with opening as engine:
@@ -205,7 +264,7 @@ async def test_a_full_queue_leaves_the_slot_to_be_tried_again():
 async def test_misuse():
     async with asynctrt.open(double_model(), max_rows=4) as engine:
         for count in (0, 5, -1, 1.5, None):
-            with pytest.raises(InputError, match="a slot has 1 to 4 rows"):
+            with pytest.raises(InputError, match="rows of a slot must be a whole number from 1 to 4"):
                 engine.slot(rows=count)
         slot = engine.slot(rows=1)
         with pytest.raises(UsageError, match="enter the slot first"):
@@ -247,9 +306,8 @@ async def test_slabs_of_shapes_that_have_gone_are_given_back(tmp_path):
                 await slot.infer()
         live = [owner.slab for owner in engine._slots._slabs.values()]
         assert len(live) <= 3
-        for bay in engine._pool._bays:
-            own = list(bay._slabs.values())
-            assert all(slab in own or slab in live for slab in bay._bindings)
+        for context in engine._pool._contexts:
+            assert set(context._slot_bindings) <= set(live)
 
 
 async def test_the_rows_of_a_slab_are_launched_together():
@@ -279,6 +337,86 @@ async def test_failing_batches():
             with pytest.raises(asynctrt.ExecutionError):
                 await use(engine, -1)
             assert await use(engine, 1) == [2]
+
+
+class Profiled(FunctionModel):
+    """A model of rows of any length, which says which profile takes a batch; an exception is raised."""
+
+    def __init__(self):
+        specs = [TensorSpec(name, "float32", ("n",)) for name in ("input", "output")]
+        super().__init__(double, inputs=specs[0], outputs=specs[1], name="profiled")
+        self.rows, self.profile = ((1, 4),), 0
+
+    def rows_of(self, dims):
+        return self._answer(self.rows)
+
+    def profile_of(self, dims, rows):
+        return self._answer(self.profile)
+
+    @staticmethod
+    def _answer(answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("third-party bug"), "garbage", InputError("none takes it")])
+async def test_a_model_that_fails_to_choose_a_profile_leaks_no_slab(fault):
+    model = Profiled()
+    async with asynctrt.open(model, contexts=1, max_rows=4) as engine:
+        for length in range(1, 10):
+            dims = {"input": (length,)}
+            async with engine.slot(dims=dims) as slot:
+                slot["input"][...] = 1
+                model.profile = fault
+                expected = InputError if isinstance(fault, InputError) else asynctrt.ExecutionError
+                with pytest.raises(expected):
+                    await slot.infer()
+            assert all(owner.is_unused for owner in engine._slots._slabs.values())
+            model.profile = 0
+            async with asyncio.timeout(WAIT_S), engine.slot(dims=dims, rows=4) as slot:
+                slot["input"][...] = length
+                assert (await slot.infer())["output"][3, 0] == 2 * length
+        assert len(engine._slots._slabs) <= 2
+        await engine.drain()
+
+
+async def test_a_model_that_fails_to_say_what_it_takes_refuses_the_slot():
+    model = Profiled()
+    async with asynctrt.open(model, contexts=1, max_rows=4) as engine:
+        model.rows = RuntimeError("third-party bug")
+        with pytest.raises(asynctrt.ExecutionError, match="rows_of"):
+            engine.slot(dims={"input": (3,)})
+        model.rows = ((1, 4),)
+        async with engine.slot(dims={"input": (3,)}) as slot:
+            slot["input"][...] = 2
+            assert (await slot.infer())["output"].tolist() == [[4, 4, 4]]
+
+
+async def test_no_slot_joins_a_slab_whose_rows_are_being_copied_off_the_loop(monkeypatch):
+    """The batch is decided by then: another one from the same slab would run beside it."""
+    monkeypatch.setattr("asynctrt.runtime.driver.COPY_ON_LOOP_NBYTES_MAX", 0)
+    staging, go_on = threading.Event(), threading.Event()
+    stage = SlotSource.stage
+
+    def stage_slowly(source):
+        staging.set()
+        assert go_on.wait(WAIT_S)
+        stage(source)
+
+    monkeypatch.setattr(SlotSource, "stage", stage_slowly)
+    async with asynctrt.open(double_model(rows_fixed=4), contexts=2, max_rows=4) as engine:
+        async with engine.slot() as one:
+            one["input"][...] = 1
+            first = asyncio.create_task(one.infer())
+            await until(staging.is_set)
+            async with engine.slot() as other:
+                other["input"][...] = 3
+                go_on.set()
+                async with asyncio.timeout(WAIT_S):
+                    assert (await first)["output"][0, 0] == 2
+                    assert (await other.infer())["output"][0, 0] == 6, "padding was written over it"
+        assert all(owner.is_unused for owner in engine._slots._slabs.values())
 
 
 async def test_closing_with_slots_open_queued_and_waited_for():

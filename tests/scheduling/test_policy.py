@@ -1,85 +1,55 @@
-"""What may launch, when, and how much of it: a table a rule."""
+"""When a bucket is ready, how many rows a batch takes, and how many are executed: a table a rule."""
+
+import dataclasses
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from asynctrt.scheduling.latency import LatencyModel
-from asynctrt.scheduling.policy import NEVER_NS, PART_NS_MIN, Policy
-from asynctrt.scheduling.queues import BucketQueue
-from asynctrt.scheduling.request import Request, WholeBucket
+from asynctrt.scheduling.estimates import LatencyHistory
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, NOT_CAPTURED, PART_NS_MIN, Captured, Policy
+from asynctrt.scheduling.request import NO_DEADLINE_NS
 
 ROWS_MAX = 8
+SHAPE = (("n", 3),)
 
 
-def policy(delay_ns_max=0, slots=2, is_parallel=False):
-    return Policy(ROWS_MAX, delay_ns_max, slots, is_parallel)
+def policy(*, delay_ns_max=0, concurrency=2, is_parallel=False, captured=NOT_CAPTURED):
+    return Policy(ROWS_MAX, delay_ns_max, concurrency, is_parallel, captured)
 
 
-def bucket(*arrivals_ns, key="bucket", rows=1, priority=0):
-    queue = BucketQueue(key, 3, ROWS_MAX)
-    for arrival_ns in arrivals_ns:
-        queue.push(Request(rows, key, priority, arrival_ns))
-    return queue
+def test_the_rules_do_not_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy().rows_max = 9
 
 
 @pytest.mark.parametrize(
-    ("requests", "delay_ns", "in_flight", "ready_ns"),
+    ("delay_ns", "deadline_ns", "ready_ns"),
     [
-        (1, 0, 0, 0),  # Idle: at once.
-        (1, 500, 0, 0),  # Idle: at once, whatever the delay.
-        (1, 0, 1, 0),  # Work in flight and a slot to spare: at once.
-        (1, 500, 1, 600),  # The same with a delay: when the oldest has waited.
-        (8, 500, 1, 0),  # Full: at once.
-        (8, 0, 2, 0),  # Full, every slot taken: at once, it waits on the device.
-        (7, 0, 2, NEVER_NS),  # Not full, every slot taken: it may still grow.
-        (7, 500, 2, NEVER_NS),
+        (0, NO_DEADLINE_NS, 100),
+        (500, NO_DEADLINE_NS, 600),
+        (500, 10**9, 600),  # The delay is over long before the deadline.
+        (10**9, 10**7, 10**7 - DEADLINE_MARGIN_NS),  # The deadline comes first, and is met.
+        (10**9, 200, 200 - DEADLINE_MARGIN_NS),  # It is too close to wait for anything.
     ],
 )
-def test_when_a_bucket_may_launch(requests, delay_ns, in_flight, ready_ns):
-    waiting = bucket(*range(100, 100 + requests))
-    assert policy(delay_ns_max=delay_ns).ready_ns(waiting, in_flight) == ready_ns
-
-
-def test_the_wait_does_not_restart_with_each_arrival():
-    waiting = bucket(100)
-    rules = policy(delay_ns_max=500)
-    before = rules.ready_ns(waiting, 1)
-    waiting.push(Request(1, "bucket", 0, 550))
-    assert rules.ready_ns(waiting, 1) == before == 600
-
-
-def test_nothing_to_choose_from():
-    assert policy().choose([], 0, 0) is None
-
-
-def test_the_most_urgent_head_wins():
-    calm, urgent = bucket(1, key="calm"), bucket(2, key="urgent", priority=2)
-    assert policy().choose([calm, urgent], 0, 10) is urgent
-
-
-def test_equals_are_chosen_in_the_order_of_their_turns():
-    a, b = bucket(5, key="a"), bucket(1, key="b")
-    assert policy().choose([a, b], 0, 10) is a
-
-
-def test_a_bucket_that_may_not_launch_yet_does_not_block_one_that_may():
-    waiting, full = bucket(100, key="waiting"), bucket(*[100] * 8, key="full")
-    assert policy(delay_ns_max=500).choose([waiting, full], 1, 101) is full
-
-
-def test_after_its_delay_a_bucket_is_chosen():
-    waiting = bucket(100)
-    rules = policy(delay_ns_max=500)
-    assert rules.choose([waiting], 1, 599) is None
-    assert rules.choose([waiting], 1, 600) is waiting
+def test_a_bucket_is_ready_when_its_oldest_has_waited_or_shortly_before_a_deadline(
+    delay_ns, deadline_ns, ready_ns
+):
+    assert policy(delay_ns_max=delay_ns).ready_ns(100, deadline_ns) == ready_ns
 
 
 def latency_of(expected_ns):
-    model = LatencyModel()
+    history = LatencyHistory()
     if expected_ns is not None:
-        model.observe("bucket", 1, expected_ns)
-    return model
+        history.observe(SHAPE, 1, expected_ns)
+    return history
+
+
+def rows_to_take(rules, rows, latency, *, head_rows=1, buckets=1, in_flight=0, rows_max=ROWS_MAX):
+    return rules.rows_to_take(
+        SHAPE, rows, head_rows, rows_max=rows_max, buckets=buckets, in_flight=in_flight, latency=latency
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,54 +58,43 @@ def latency_of(expected_ns):
         (None, 0, 1, 8),  # Nothing was measured yet.
         (PART_NS_MIN, 0, 1, 8),  # Too short to gain from being split.
         (2 * PART_NS_MIN, 0, 1, 3),  # Two parts of the 6 rows that wait.
-        (100 * PART_NS_MIN, 0, 1, 2),  # No more parts than idle slots.
+        (100 * PART_NS_MIN, 0, 1, 2),  # No more parts than idle cores.
         (100 * PART_NS_MIN, 1, 1, 3),
-        (100 * PART_NS_MIN, 2, 1, 8),  # One idle slot: nothing to share.
-        (100 * PART_NS_MIN, 0, 2, 3),  # A slot is left to the other bucket.
+        (100 * PART_NS_MIN, 2, 1, 8),  # One idle core: nothing to share.
+        (100 * PART_NS_MIN, 0, 2, 3),  # A core is left to the other bucket.
     ],
 )
-def test_on_parallel_slots_rows_are_shared_out(expected_ns, in_flight, buckets, rows):
-    rules = policy(slots=3, is_parallel=True)
-    assert rules.rows_to_take(bucket(*range(6)), buckets, in_flight, latency_of(expected_ns)) == rows
+def test_on_parallel_cores_rows_are_shared_out(expected_ns, in_flight, buckets, rows):
+    rules = policy(concurrency=3, is_parallel=True)
+    assert rows_to_take(rules, 6, latency_of(expected_ns), buckets=buckets, in_flight=in_flight) == rows
 
 
 def test_rows_are_not_shared_out_on_a_device_that_does_one_thing_at_a_time():
-    rules = policy(slots=3, is_parallel=False)
-    assert rules.rows_to_take(bucket(*range(6)), 1, 0, latency_of(10**9)) == 8
+    assert rows_to_take(policy(concurrency=3), 6, latency_of(10**9)) == 8
 
 
 def test_who_configures_a_delay_gets_large_batches():
-    rules = policy(slots=3, is_parallel=True, delay_ns_max=1)
-    assert rules.rows_to_take(bucket(*range(6)), 1, 0, latency_of(10**9)) == 8
-
-
-def test_a_whole_bucket_is_never_shared_out():
-    rules = policy(slots=3, is_parallel=True)
-    key = WholeBucket("bucket", 0)
-    latency = LatencyModel()
-    latency.observe(key, 1, 10**9)
-    assert rules.rows_to_take(bucket(*range(6), key=key), 1, 0, latency) == 8
+    rules = policy(concurrency=3, is_parallel=True, delay_ns_max=1)
+    assert rows_to_take(rules, 6, latency_of(10**9)) == 8
 
 
 def test_a_share_has_room_for_the_head():
-    waiting = bucket(1, rows=5)
-    waiting.push(Request(1, "bucket", 0, 2))
-    rules = policy(slots=3, is_parallel=True)
-    assert rules.rows_to_take(waiting, 1, 0, latency_of(10**9)) == 5
+    rules = policy(concurrency=3, is_parallel=True)
+    assert rows_to_take(rules, 6, latency_of(10**9), head_rows=5) == 5
 
 
-def test_shares_of_a_long_queue_are_full_batches():
-    rules = policy(slots=2, is_parallel=True)
-    assert rules.rows_to_take(bucket(*range(100)), 1, 0, latency_of(10**9)) == 8
+@pytest.mark.parametrize("rows_max", [3, 8])
+def test_shares_of_a_long_queue_are_full_batches(rows_max):
+    rules = policy(concurrency=2, is_parallel=True)
+    assert rows_to_take(rules, 100, latency_of(10**9), rows_max=rows_max) == rows_max
 
 
-def measured(sizes, direct_ns=0, graph_ns=0):
-    """Batches of these rows took so long; and what the CPU needs to launch one."""
-    model = LatencyModel()
+def measured(sizes):
+    """Batches of these rows took so long."""
+    history = LatencyHistory()
     for rows, duration_ns in sizes.items():
-        model.observe("bucket", rows, duration_ns)
-    model.direct_ns, model.graph_ns = direct_ns, graph_ns
-    return model
+        history.observe(SHAPE, rows, duration_ns)
+    return history
 
 
 @pytest.mark.parametrize(
@@ -145,7 +104,7 @@ def measured(sizes, direct_ns=0, graph_ns=0):
         (1, {}, 0, 0, 1),
         (8, {8: 900}, 0, 0, 8),
         (9, {8: 100}, 0, 0, 9),
-        # What was never tried is tried: else nobody would ever know.
+        # A size that was never tried is tried: else its cost would never be known.
         (3, {}, 0, 0, 8),
         (3, {1: 100}, 0, 0, 8),
         (3, {3: 100}, 0, 0, 8),
@@ -167,21 +126,26 @@ def measured(sizes, direct_ns=0, graph_ns=0):
     ],
 )
 def test_a_batch_is_padded_to_a_captured_size_where_that_pays(rows, seen, direct_ns, graph_ns, run):
-    latency = measured(seen, direct_ns, graph_ns)
-    assert policy().rows_to_run("bucket", rows, (1, 8), latency) == run
+    rules = policy(captured=Captured((1, 8), direct_ns, graph_ns))
+    assert rules.rows_to_run(SHAPE, rows, measured(seen)) == run
 
 
 def test_below_the_smallest_captured_size_there_is_no_line():
-    assert policy().rows_to_run("bucket", 3, (8,), measured({8: 800})) == 8
-    assert policy().rows_to_run("bucket", 3, (8,), measured({3: 300, 8: 800})) == 3
+    rules = policy(captured=Captured((8,)))
+    assert rules.rows_to_run(SHAPE, 3, measured({8: 800})) == 8
+    assert rules.rows_to_run(SHAPE, 3, measured({3: 300, 8: 800})) == 3
 
 
 def test_without_captured_sizes_nothing_is_padded():
-    assert policy().rows_to_run("bucket", 3, (), measured({3: 300, 8: 8})) == 3
+    assert policy().rows_to_run(SHAPE, 3, measured({3: 300, 8: 8})) == 3
 
 
-def test_other_buckets_do_not_decide_about_padding():
-    assert policy().rows_to_run("other", 3, (8,), measured({3: 1, 8: 800})) == 8
+def test_what_launching_costs_is_not_known_from_the_start():
+    assert tuple(NOT_CAPTURED) == ((), 0, 0)
+
+
+def test_other_shapes_do_not_decide_about_padding():
+    assert policy(captured=Captured((8,))).rows_to_run("other", 3, measured({3: 1, 8: 800})) == 8
 
 
 @given(
@@ -192,14 +156,14 @@ def test_other_buckets_do_not_decide_about_padding():
     graph_ns=some.integers(0, 10**6),
 )
 def test_rows_run_as_they_are_or_at_the_next_captured_size(rows, sizes, seen, direct_ns, graph_ns):
-    captured = sorted(sizes)
-    latency = measured(seen, direct_ns, graph_ns)
-    run = policy().rows_to_run("bucket", rows, captured, latency)
-    above = [size for size in captured if size >= rows]
+    rules = policy(captured=Captured(tuple(sorted(sizes)), direct_ns, graph_ns))
+    latency = measured(seen)
+    run = rules.rows_to_run(SHAPE, rows, latency)
+    above = sorted(size for size in sizes if size >= rows)
     assert run in (rows, *above[:1])
     if rows in sizes:
         assert run == rows
     if run != rows and run in seen and rows in seen:
         assert seen[run] + graph_ns <= seen[rows] + direct_ns
     # The same measurements decide the same way: nothing is remembered.
-    assert policy().rows_to_run("bucket", rows, captured, latency) == run
+    assert rules.rows_to_run(SHAPE, rows, latency) == run

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from asynctrt.errors import InternalError
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import TRANSITIONS, Change, Request, State, change, change_all
 
 ALLOWED = {
@@ -21,7 +22,7 @@ ALLOWED = {
 
 
 def request_in(state: State) -> Request:
-    request = Request(1, 0, 0, 0)
+    request = Request(1, BatchKey(), 0, 0)
     request.state = state
     return request
 
@@ -47,4 +48,4 @@ def test_the_table_has_a_row_for_every_change_and_a_column_for_every_state():
 
 
 def test_repr_shows_the_state():
-    assert repr(Request(3, 0, 1, 0)) == "<Request QUEUED rows=3 priority=1>"
+    assert repr(Request(3, BatchKey(), 1, 0)) == "<Request QUEUED rows=3 priority=1>"

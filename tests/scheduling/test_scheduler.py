@@ -1,328 +1,666 @@
 """The scheduler as a whole, event by event. Simulation runs it through everything at once."""
 
+import dataclasses
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
-from asynctrt.errors import DeviceLostError, EngineClosedError, QueueFullError
-from asynctrt.scheduling.policy import Policy
+from asynctrt.errors import (
+    DeviceLostError,
+    EngineClosedError,
+    ExecutionError,
+    InputError,
+    InternalError,
+    QueueFullError,
+)
+from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured
 from asynctrt.scheduling.request import Request, State
-from asynctrt.scheduling.scheduler import ARENA_WAIT_NS_MIN, Scheduler
+from tests.scheduling.support import KEY, Profiles, count_operations, finish, key_of, scheduler, submit
 
 
-def scheduler(rows_max=4, delay_ns_max=0, queue_rows_max=16, contexts=2, slots=2, **kw):
-    return Scheduler(
-        policy=Policy(rows_max, delay_ns_max, slots, is_parallel=False),
-        queue_rows_max=queue_rows_max,
-        priorities=3,
-        contexts=contexts,
-        arenas=kw.pop("arenas", 0),
-        in_flight_max=kw.pop("in_flight_max", contexts),
-        **kw,
-    )
+def counters(plan):
+    return plan.snapshot().counters
 
 
-def submit(plan, rows=1, bucket="b", priority=0, now_ns=0, **kw):
-    request = Request(rows, bucket, priority, now_ns, **kw)
-    plan.submit(request)
-    return request
+def shape_of(batch):
+    return batch.key.shape[0]
 
 
-def complete(plan, launch, now_ns=0, **kw):
-    plan.complete(launch, now_ns, copy_in_ns=1, compute_ns=20, copy_out_ns=300, **kw)
+class TestWhatLaunches:
+    def test_an_idle_device_launches_at_once_and_everything_that_is_there(self):
+        plan = scheduler(delay_ns_max=10**6)
+        requests = [submit(plan) for _ in range(3)]
+        batch = plan.next_batch(0)
+        assert batch.requests == tuple(requests)
+        assert (batch.rows, batch.reason) == (3, Reason.IDLE)
+        assert plan.queued_requests == plan.queued_rows == 0
 
-
-def test_an_idle_device_launches_at_once_and_everything_that_is_there():
-    plan = scheduler(delay_ns_max=10**6)
-    requests = [submit(plan) for _ in range(3)]
-    launch = plan.next_launch(0)
-    assert launch.requests == requests
-    assert launch.rows == 3
-    assert plan.queued_requests == plan.queued_rows == 0
-
-
-def test_a_busy_device_lets_the_batch_grow_and_forms_it_as_late_as_possible():
-    plan = scheduler(contexts=4, slots=1)
-    submit(plan)
-    first = plan.next_launch(0)
-    late = [submit(plan) for _ in range(3)]
-    assert plan.next_launch(1) is None
-    complete(plan, first)
-    assert plan.next_launch(2).requests == late
-
-
-def test_a_full_batch_goes_ahead_of_time_while_contexts_last():
-    plan = scheduler(contexts=3, slots=1)
-    for _ in range(12):
+    def test_a_busy_device_lets_the_batch_grow_and_forms_it_as_late_as_possible(self):
+        plan = scheduler(contexts=4, concurrency=1)
         submit(plan)
-    assert [plan.next_launch(0).rows for _ in range(3)] == [4, 4, 4]
+        first = plan.next_batch(0)
+        late = [submit(plan) for _ in range(3)]
+        assert plan.next_batch(1) is None
+        finish(plan, first)
+        assert plan.next_batch(2).requests == tuple(late)
 
-
-def test_two_interleaved_shapes_do_not_destroy_batching():
-    plan = scheduler(contexts=4, slots=4)
-    for _ in range(4):
-        submit(plan, bucket="a")
-        submit(plan, bucket="b")
-    launches = [plan.next_launch(0), plan.next_launch(0)]
-    assert [(launch.bucket, launch.rows) for launch in launches] == [("a", 4), ("b", 4)]
-
-
-def test_a_flood_of_one_shape_does_not_keep_another_waiting():
-    plan = scheduler(contexts=1, slots=1, queue_rows_max=100)
-    for _ in range(40):
-        submit(plan, bucket="flood")
-    submit(plan, bucket="drop")
-    order = []
-    for _ in range(3):
-        launch = plan.next_launch(0)
-        order.append(launch.bucket)
-        complete(plan, launch)
-    assert order == ["flood", "drop", "flood"]
-
-
-def test_a_more_urgent_request_overtakes_across_buckets():
-    plan = scheduler(contexts=1)
-    submit(plan, bucket="calm")
-    submit(plan, bucket="urgent", priority=2)
-    assert plan.next_launch(0).bucket == "urgent"
-
-
-def test_a_full_queue_refuses_and_keeps_what_it_has():
-    plan = scheduler(queue_rows_max=4)
-    kept = submit(plan, rows=3)
-    with pytest.raises(QueueFullError, match="holds 3 of at most 4 rows and has no room for 2 more"):
-        submit(plan, rows=2)
-    assert plan.next_launch(0).requests == [kept]
-    assert plan.ledger.totals.refused == 1
-
-
-def test_parts_are_queued_all_or_none():
-    plan = scheduler(queue_rows_max=4)
-    with pytest.raises(QueueFullError):
-        plan.submit_all([Request(3, "b", 0, 0), Request(2, "b", 0, 0)])
-    assert plan.is_idle
-    assert plan.ledger.totals.refused == 2
-
-
-def test_a_queued_request_is_cancelled_without_a_trace():
-    plan = scheduler()
-    victim, other = submit(plan, rows=2), submit(plan)
-    assert plan.cancel(victim)
-    assert victim.state is State.CANCELLED
-    assert (plan.queued_rows, plan.queued_requests) == (1, 1)
-    assert plan.next_launch(0).requests == [other]
-
-
-def test_a_request_in_flight_is_masked_and_its_mates_are_untouched():
-    plan = scheduler()
-    victim, mate = submit(plan), submit(plan)
-    launch = plan.next_launch(0)
-    assert not plan.cancel(victim)
-    complete(plan, launch)
-    assert (victim.state, mate.state) == (State.CANCELLED, State.DONE)
-    totals = plan.ledger.totals
-    assert (totals.succeeded, totals.cancelled) == (1, 1)
-
-
-def test_cancelling_what_is_over_does_nothing():
-    plan = scheduler()
-    request = submit(plan)
-    complete(plan, plan.next_launch(0))
-    assert not plan.cancel(request)
-    assert request.state is State.DONE
-    assert plan.ledger.totals.cancelled == 0
-
-
-def test_deadlines_take_requests_out_of_the_queue_only():
-    plan = scheduler(contexts=1)
-    flying = submit(plan, deadline_ns=100)
-    plan.next_launch(0)
-    waiting, patient = submit(plan, deadline_ns=100), submit(plan)
-    assert plan.next_wakeup() == 100
-    assert plan.expire(99) == []
-    assert plan.expire(100) == [waiting]
-    assert (flying.state, waiting.state, patient.state) == (
-        State.IN_FLIGHT,
-        State.EXPIRED,
-        State.QUEUED,
-    )
-    assert plan.next_wakeup() is None
-
-
-def test_the_end_of_a_delay_is_a_time_to_wake_up():
-    plan = scheduler(delay_ns_max=500, contexts=2)
-    submit(plan)
-    plan.next_launch(0)
-    submit(plan, now_ns=30)
-    assert plan.next_launch(40) is None
-    assert plan.next_wakeup() == 530
-    assert plan.next_launch(530).rows == 1
-
-
-def test_while_no_context_is_free_a_delay_wakes_nobody():
-    plan = scheduler(delay_ns_max=500, contexts=1)
-    submit(plan)
-    plan.next_launch(0)
-    submit(plan)
-    assert plan.next_wakeup() is None
-
-
-def test_a_failed_batch_frees_its_context_and_fails_its_requests():
-    plan = scheduler(contexts=1)
-    requests = [submit(plan), submit(plan)]
-    launch = plan.next_launch(0)
-    plan.cancel(requests[0])
-    plan.fail(launch)
-    assert [request.state for request in requests] == [State.CANCELLED, State.FAILED]
-    assert plan.ledger.totals.failed == 1
-    submit(plan)
-    assert plan.next_launch(0) is not None
-
-
-def test_a_quarantined_batch_keeps_its_context():
-    plan = scheduler(contexts=1)
-    submit(plan)
-    plan.fail(plan.next_launch(0), quarantine=True)
-    submit(plan)
-    assert plan.next_launch(0) is None
-
-
-def test_with_its_last_context_in_quarantine_it_is_stuck():
-    plan = scheduler(contexts=4, arenas=2)
-    launches = []
-    for bucket in "ab":
-        submit(plan, bucket=bucket)
-        launches.append(plan.next_launch(0))
-    assert [launch.arena for launch in launches] == [0, 1]
-    for launch in launches:
-        assert not plan.is_stuck
-        plan.fail(launch, quarantine=True)
-    assert plan.is_stuck
-
-
-def test_batches_are_kept_on_contexts_of_their_kind():
-    asked = []
-
-    def kind_of(bucket, rows):
-        asked.append((bucket, rows))
-        return rows > 1
-
-    plan = scheduler(contexts=2, slots=2, kind_of=kind_of)
-    contexts = {}
-    for rows in (1, 2, 2, 1, 2):
-        submit(plan, rows=rows, bucket="b")
-        launch = plan.next_launch(0)
-        assert contexts.setdefault(rows, launch.context) == launch.context
-        complete(plan, launch)
-    assert contexts[1] != contexts[2]
-    assert asked == [("b", rows) for rows in (1, 2, 2, 1, 2)]
-
-
-def test_a_batch_that_failed_is_not_expected_any_more():
-    plan = scheduler(contexts=2, arenas=1)
-    plan.latency.observe("b", 1, 10**9)
-    submit(plan)
-    launch = plan.next_launch(0)
-    assert plan.timeline.launched(launch, 0) == 10**9
-    plan.fail(launch)
-    submit(plan)
-    assert plan.timeline.launched(plan.next_launch(50), 50) == 10**9
-
-
-def test_refusing_lets_the_queue_go_on():
-    plan = scheduler()
-    submit(plan)
-    plan.refuse(EngineClosedError("draining"))
-    with pytest.raises(EngineClosedError, match="draining"):
-        submit(plan)
-    assert plan.next_launch(0) is not None
-
-
-def test_closing_takes_everything_queued_and_leaves_what_is_in_flight():
-    plan = scheduler(contexts=1)
-    flying = submit(plan)
-    launch = plan.next_launch(0)
-    waiting = [submit(plan, bucket="a"), submit(plan, bucket="b", priority=1)]
-    assert plan.close(EngineClosedError("closed")) == waiting
-    assert all(request.state is State.FAILED for request in waiting)
-    complete(plan, launch)
-    assert flying.state is State.DONE
-    assert plan.is_idle
-
-
-def test_each_refusal_is_a_fresh_error_of_the_type_that_was_given():
-    plan = scheduler()
-    plan.close(DeviceLostError("lost"))
-    errors = []
-    for _ in range(2):
-        with pytest.raises(DeviceLostError, match="lost") as caught:
+    def test_a_full_batch_goes_ahead_of_time_while_contexts_last(self):
+        plan = scheduler(contexts=3, concurrency=1)
+        for _ in range(12):
             submit(plan)
-        errors.append(caught.value)
-    assert errors[0] is not errors[1]
+        assert [plan.next_batch(0).rows for _ in range(3)] == [4, 4, 4]
 
+    def test_the_limit_on_batches_in_flight_holds_with_contexts_to_spare(self):
+        plan = scheduler(contexts=3, in_flight_max=1)
+        for _ in range(8):
+            submit(plan)
+        first = plan.next_batch(0)
+        assert plan.next_batch(0) is None
+        finish(plan, first)
+        assert plan.next_batch(0) is not None
 
-def test_totals_by_batch_size():
-    plan = scheduler()
-    for now_ns in (10, 20):
-        submit(plan, now_ns=now_ns)
-    complete(plan, plan.next_launch(100), now_ns=1000)
-    totals = plan.ledger.totals
-    assert (totals.batches, totals.rows, totals.queue_ns) == (1, 2, 90 + 80)
-    assert (totals.copy_in_ns, totals.compute_ns, totals.copy_out_ns) == (2, 40, 600)
-    assert totals.total_ns == 990 + 980
-    size = totals.by_size[2]
-    assert (size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns) == (1, 1, 20, 300)
+    def test_two_interleaved_shapes_do_not_destroy_batching(self):
+        plan = scheduler(contexts=4, concurrency=4)
+        for _ in range(4):
+            submit(plan, shape="a")
+            submit(plan, shape="b")
+        batches = [plan.next_batch(0), plan.next_batch(0)]
+        assert [(shape_of(batch), batch.rows) for batch in batches] == [("a", 4), ("b", 4)]
 
+    def test_a_flood_of_one_shape_does_not_keep_another_waiting(self):
+        plan = scheduler(contexts=1, concurrency=1, queue_rows_max=100)
+        for _ in range(40):
+            submit(plan, shape="flood")
+        submit(plan, shape="drop")
+        order = []
+        for _ in range(3):
+            batch = plan.next_batch(0)
+            order.append(shape_of(batch))
+            finish(plan, batch)
+        assert order == ["flood", "drop", "flood"]
 
-def test_a_masked_request_is_in_no_sum_of_times():
-    plan = scheduler()
-    gone, there = [submit(plan, now_ns=now_ns) for now_ns in (10, 20)]
-    launch = plan.next_launch(100)
-    plan.cancel(gone)
-    complete(plan, launch, now_ns=1000)
-    totals = plan.ledger.totals
-    assert (totals.succeeded, totals.cancelled, totals.rows) == (1, 1, 2)
-    assert (totals.queue_ns, totals.compute_ns, totals.total_ns) == (80, 20, 980)
-    assert there.state is State.DONE
+    @pytest.mark.parametrize("delay_ns", [0, 500])
+    def test_nor_does_it_while_the_device_always_has_enough_in_flight(self, delay_ns):
+        """The flood is refilled before each batch ends, so there is never a moment with room to spare."""
+        plan = scheduler(contexts=4, concurrency=2, queue_rows_max=1000, delay_ns_max=delay_ns)
+        for _ in range(40):
+            submit(plan, shape="flood")
+        flights = [plan.next_batch(0) for _ in range(4)]
+        submit(plan, shape="drop", now_ns=0)
+        launched = []
+        for now_ns in range(1000, 5000, 1000):
+            for _ in range(4):
+                submit(plan, shape="flood", now_ns=now_ns)
+            finish(plan, flights.pop(0))
+            assert plan.in_flight >= 2
+            flights.append(plan.next_batch(now_ns))
+            launched.append((shape_of(flights[-1]), flights[-1].reason))
+        assert ("drop", Reason.TURN) in launched[:2]
 
+    def test_on_a_busy_device_the_more_urgent_goes_first_though_it_is_not_full(self):
+        plan = scheduler(contexts=4, concurrency=1, queue_rows_max=100)
+        for _ in range(20):
+            submit(plan, shape="flood")
+        plan.next_batch(0)
+        submit(plan, shape="urgent", priority=2)
+        batch = plan.next_batch(0)
+        assert (shape_of(batch), batch.reason) == ("urgent", Reason.TURN)
 
-def test_rows_that_fill_a_batch_up_are_counted_apart():
-    plan = scheduler(rows_max=8)
-    submit(plan, rows=3)
-    launch = plan.next_launch(0)
-    assert launch.rows_run == 3, "as many as there are, until somebody says otherwise"
-    launch.rows_run = plan.rows_to_run(launch, launch.rows, (1, 8))
-    assert launch.rows_run == 8
-    complete(plan, launch)
-    totals = plan.ledger.totals
-    assert (totals.rows, totals.rows_padded) == (3, 5)
-    assert list(totals.by_size) == [3], "a batch is known by the rows that were asked for"
-    assert plan.latency.has_seen("b", 8), "but it took as long as it did because of those that ran"
-    assert not plan.latency.has_seen("b", 3)
+    def test_a_more_urgent_request_overtakes_across_buckets(self):
+        plan = scheduler(contexts=1)
+        submit(plan, shape="calm")
+        submit(plan, shape="urgent", priority=2)
+        assert shape_of(plan.next_batch(0)) == "urgent"
 
-
-def test_a_batch_that_was_not_timed_teaches_nothing():
-    plan = scheduler()
-    for is_timed in (False, True):
+    @pytest.mark.parametrize(("slab", "rows"), [(None, 2), (3, 8)])
+    def test_the_rows_of_one_slab_are_launched_together_however_many_cores_are_idle(self, slab, rows):
+        """Two batches out of one slab would write over each other."""
+        plan = scheduler(rows_max=8, contexts=4, concurrency=4, is_parallel=True)
         submit(plan)
-        complete(plan, plan.next_launch(0), is_timed=is_timed)
-        assert plan.latency.has_seen("b", 1) is is_timed
-    totals = plan.ledger.totals
-    assert (totals.batches, totals.batches_timed) == (2, 1)
+        finish(plan, plan.next_batch(0), compute_ns=100 * PART_NS_MIN)
+        for _ in range(8):
+            submit(plan, shape=KEY._replace(slab=slab))
+        assert plan.next_batch(0).rows == rows
+
+    def test_the_reasons_of_batches_are_counted(self):
+        plan = scheduler(contexts=5, concurrency=3, delay_ns_max=10**6)
+        submit(plan, shape="idle")
+        submit(plan, shape="delay")
+        submit(plan, shape="deadline", now_ns=100, deadline_ns=10**6 + 5 + DEADLINE_MARGIN_NS)
+        reasons = [plan.next_batch(now_ns).reason for now_ns in (0, 10**6, 10**6 + 5)]
+        for _ in range(4):
+            submit(plan, shape="full", now_ns=10**6)
+        submit(plan, shape="turn", now_ns=10**6, priority=1)
+        reasons += [plan.next_batch(10**7).reason for _ in range(2)]
+        assert reasons == [Reason.IDLE, Reason.DELAY, Reason.DEADLINE, Reason.TURN, Reason.FULL]
+        assert counters(plan).launched == dict.fromkeys(Reason, 1)
 
 
-def test_waits_for_an_arena_are_counted_if_they_are_any():
-    plan = scheduler(contexts=1, arenas=1)
-    for wait_ns in (0, ARENA_WAIT_NS_MIN, ARENA_WAIT_NS_MIN + 1, 10**6):
+class TestTheQueue:
+    def test_a_full_queue_refuses_and_keeps_what_it_has(self):
+        plan = scheduler(queue_rows_max=4)
+        kept = submit(plan, rows=3)
+        with pytest.raises(QueueFullError, match="holds 3 of at most 4 rows and has no room for 2 more"):
+            submit(plan, rows=2)
+        assert plan.next_batch(0).requests == (kept,)
+        assert counters(plan).refused == 1
+
+    def test_parts_are_queued_all_or_none(self):
+        plan = scheduler(queue_rows_max=4)
+        with pytest.raises(QueueFullError):
+            plan.submit_all([Request(3, KEY, 0, 0), Request(2, KEY, 0, 0)])
+        assert plan.is_idle
+        assert counters(plan).refused == 2
+        plan.submit_all([Request(2, KEY, 0, 0), Request(2, KEY, 0, 0)])
+        assert plan.queued_rows == 4
+
+    def test_a_queued_request_is_cancelled_without_a_trace(self):
+        plan = scheduler()
+        victim, other = submit(plan, rows=2), submit(plan)
+        assert plan.cancel(victim)
+        assert victim.state is State.CANCELLED
+        assert (plan.queued_rows, plan.queued_requests) == (1, 1)
+        assert plan.next_batch(0).requests == (other,)
+
+    def test_a_request_in_flight_is_masked_and_its_mates_are_untouched(self):
+        plan = scheduler()
+        victim, mate = submit(plan), submit(plan)
+        batch = plan.next_batch(0)
+        assert not plan.cancel(victim)
+        finish(plan, batch)
+        assert (victim.state, mate.state) == (State.CANCELLED, State.DONE)
+        assert (counters(plan).succeeded, counters(plan).cancelled) == (1, 1)
+
+    def test_one_request_of_a_batch_in_flight_fails_alone(self):
+        plan = scheduler()
+        guilty, mate = submit(plan), submit(plan)
+        batch = plan.next_batch(0)
+        plan.fail_one(guilty)
+        assert guilty.state is State.MASKED, "its rows run, and its caller has been told"
+        finish(plan, batch)
+        assert mate.state is State.DONE
+        assert (counters(plan).succeeded, counters(plan).failed, counters(plan).cancelled) == (1, 1, 0)
+        assert plan.is_idle
+
+    def test_one_that_was_cancelled_before_does_not_fail_too(self):
+        plan = scheduler()
+        gone = submit(plan)
+        batch = plan.next_batch(0)
+        plan.cancel(gone)
+        plan.fail_one(gone)
+        plan.failed(batch)
+        assert (counters(plan).cancelled, counters(plan).failed) == (1, 0)
+
+    def test_cancelling_what_is_over_does_nothing(self):
+        plan = scheduler()
+        request = submit(plan)
+        finish(plan, plan.next_batch(0))
+        assert not plan.cancel(request)
+        assert request.state is State.DONE
+        assert counters(plan).cancelled == 0
+
+
+class TestDeadlinesAndDelays:
+    def test_deadlines_take_requests_out_of_the_queue_only(self):
+        plan = scheduler(contexts=1)
+        flying = submit(plan, deadline_ns=100)
+        plan.next_batch(0)
+        waiting, patient = submit(plan, deadline_ns=100), submit(plan)
+        assert plan.next_wakeup() == 100
+        assert plan.expire(99) == []
+        assert plan.expire(100) == [waiting]
+        assert [request.state for request in (flying, waiting, patient)] == [
+            State.IN_FLIGHT,
+            State.EXPIRED,
+            State.QUEUED,
+        ]
+        assert plan.next_wakeup() is None
+        assert counters(plan).expired == 1
+
+    def test_a_request_without_any_time_to_wait_is_launched_by_an_idle_engine(self):
+        """It is due as it arrives, so only those expire that had a chance to be launched."""
+        plan = scheduler()
+        request = submit(plan, now_ns=100, deadline_ns=100)
+        assert plan.expire(120, arrived_by_ns=99) == []
+        assert plan.next_batch(120).requests == (request,)
+
+    def test_and_expires_in_a_busy_one_once_it_had_its_chance(self):
+        plan = scheduler(contexts=1)
         submit(plan)
-        complete(plan, plan.next_launch(0), arena_wait_ns=wait_ns)
-    totals = plan.ledger.totals
-    assert totals.arena_waits == 2
-    assert totals.arena_wait_ns == 2 * ARENA_WAIT_NS_MIN + 1 + 10**6
-    assert totals.busy_ns == 4 * 20
+        plan.next_batch(0)
+        request = submit(plan, now_ns=100, deadline_ns=100)
+        assert plan.expire(120, arrived_by_ns=99) == []
+        assert plan.next_batch(120) is None
+        assert plan.expire(120, arrived_by_ns=120) == [request]
+        assert plan.queued_requests == plan.queued_rows == 0
+
+    def test_the_end_of_a_delay_is_a_time_to_wake_up(self):
+        plan = scheduler(delay_ns_max=500)
+        submit(plan)
+        plan.next_batch(0)
+        submit(plan, now_ns=30)
+        assert plan.next_batch(40) is None
+        assert plan.next_wakeup() == 530
+        batch = plan.next_batch(530)
+        assert (batch.rows, batch.reason) == (1, Reason.DELAY)
+
+    def test_the_earlier_of_a_delay_and_a_deadline_wakes(self):
+        plan = scheduler(delay_ns_max=10**7)
+        submit(plan, shape="flying")
+        plan.next_batch(0)
+        submit(plan, shape="a", deadline_ns=10**6)
+        submit(plan, shape="b", deadline_ns=10**9)
+        assert plan.next_wakeup() == 10**6 - DEADLINE_MARGIN_NS
+        batch = plan.next_batch(10**6 - DEADLINE_MARGIN_NS)
+        assert (shape_of(batch), batch.reason) == ("a", Reason.DEADLINE)
+
+    def test_while_no_context_is_free_a_delay_wakes_nobody(self):
+        plan = scheduler(delay_ns_max=500, contexts=1)
+        submit(plan)
+        plan.next_batch(0)
+        submit(plan)
+        assert plan.next_wakeup() is None
+
+    def test_a_deadline_wakes_even_then(self):
+        plan = scheduler(delay_ns_max=500, contexts=1)
+        submit(plan)
+        plan.next_batch(0)
+        submit(plan, deadline_ns=10**6)
+        assert plan.next_wakeup() == 10**6
 
 
-def test_repr_shows_the_state():
-    plan = scheduler()
-    submit(plan, rows=2)
-    assert repr(plan) == (
-        "<Scheduler open queued=1 rows=2 buckets=1 <Ledger free=2 in_flight=0 quarantined=0>>"
+class TestHowBatchesEnd:
+    def test_a_failed_batch_frees_its_context_and_fails_its_requests(self):
+        plan = scheduler(contexts=1)
+        requests = [submit(plan), submit(plan)]
+        batch = plan.next_batch(0)
+        plan.cancel(requests[0])
+        plan.failed(batch)
+        assert [request.state for request in requests] == [State.CANCELLED, State.FAILED]
+        assert counters(plan).failed == 1
+        submit(plan)
+        assert plan.next_batch(0) is not None
+
+    def test_a_quarantined_batch_keeps_its_context(self):
+        plan = scheduler(contexts=1)
+        submit(plan)
+        plan.failed(plan.next_batch(0), quarantine=True)
+        submit(plan)
+        assert plan.next_batch(0) is None
+        assert plan.snapshot().contexts_quarantined == 1
+
+    def test_with_its_last_context_in_quarantine_it_is_stuck(self):
+        plan = scheduler(contexts=4, arenas=2)
+        batches = []
+        for shape in "ab":
+            submit(plan, shape=shape)
+            batches.append(plan.next_batch(0))
+        assert [batch.arena for batch in batches] == [0, 1]
+        for batch in batches:
+            assert not plan.is_stuck
+            plan.failed(batch, quarantine=True)
+        assert plan.is_stuck
+
+    @pytest.mark.parametrize("again", ["finished", "failed", "quarantined"])
+    @pytest.mark.parametrize("first", ["finished", "failed"])
+    def test_a_batch_ends_once(self, first, again):
+        plan = scheduler()
+        submit(plan)
+        batch = plan.next_batch(0)
+        if first == "finished":
+            finish(plan, batch)
+        else:
+            plan.failed(batch)
+        before = plan.snapshot(), repr(plan)
+        with pytest.raises(InternalError, match="not in flight"):
+            if again == "finished":
+                plan.finished(batch, 0, copy_in_ns=1, compute_ns=1, copy_out_ns=1)
+            else:
+                plan.failed(batch, quarantine=again == "quarantined")
+        assert (plan.snapshot(), repr(plan)) == before
+
+    def test_a_batch_of_another_scheduler_is_not_in_flight_here(self):
+        one, other = scheduler(), scheduler()
+        for plan in (one, other):
+            submit(plan)
+        batch = one.next_batch(0)
+        other.next_batch(0)
+        with pytest.raises(InternalError, match="not in flight"):
+            other.failed(batch)
+
+    def test_a_batch_that_failed_is_not_expected_any_more(self):
+        plan = scheduler(contexts=2, arenas=1)
+        submit(plan)
+        finish(plan, plan.next_batch(0), compute_ns=10**9)
+        submit(plan)
+        batch = plan.next_batch(0)
+        assert plan.started(batch, 0) == 10**9
+        plan.failed(batch)
+        submit(plan)
+        assert plan.started(plan.next_batch(50), 50) == 10**9
+
+
+class TestProfiles:
+    def test_batches_are_kept_on_contexts_of_their_profile(self):
+        profiles = Profiles(profile=lambda shape, rows: int(rows > 1))
+        plan = scheduler(profiles=profiles)
+        contexts = {}
+        for rows in (1, 2, 2, 1, 2):
+            submit(plan, rows=rows)
+            batch = plan.next_batch(0)
+            assert batch.profile == (rows > 1)
+            assert contexts.setdefault(rows, batch.context) == batch.context
+            finish(plan, batch)
+        assert contexts[1] != contexts[2]
+        asked = [question for question in profiles.asked if question != KEY.shape]
+        assert asked == [(KEY.shape, 1), (KEY.shape, 2)], "once for each size"
+
+    def test_the_profile_is_chosen_for_the_rows_that_are_executed(self):
+        profiles = Profiles(ranges=((3, 8),), profile=lambda shape, rows: rows)
+        plan = scheduler(rows_max=8, profiles=profiles)
+        submit(plan)
+        batch = plan.next_batch(0)
+        assert (batch.rows, batch.rows_run, batch.profile) == (1, 3, 3)
+
+    def test_a_shape_has_its_own_limit(self):
+        profiles = Profiles(ranges=lambda shape: ((1, shape[0]),))
+        plan = scheduler(rows_max=8, profiles=profiles, contexts=4, concurrency=4)
+        for _ in range(4):
+            submit(plan, shape=2)
+            submit(plan, shape=3)
+        assert [plan.next_batch(0).rows for _ in range(4)] == [2, 3, 2, 1]
+
+
+class Garbage(Exception):
+    def __str__(self):
+        raise RuntimeError("nor a message")
+
+
+FAULTS = [
+    RuntimeError("third-party bug"),
+    Garbage(),
+    DeviceLostError("lost"),
+    InputError("no profile"),
+    "garbage",
+    None,
+    float("nan"),
+]
+
+
+class TestAModelThatFails:
+    """Its code is foreign, and is asked before any request leaves its queue."""
+
+    @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
+    @pytest.mark.parametrize("slab", [None, 0])
+    def test_about_a_profile_rejects_this_batch_and_the_others_go_on(self, fault, slab):
+        def profile(shape, rows):
+            return fault if shape == ("bad",) else 0
+
+        plan = scheduler(profiles=Profiles(profile=profile), contexts=2, arenas=2)
+        guilty = [submit(plan, shape=key_of("bad")._replace(slab=slab), priority=2) for _ in range(3)]
+        innocent = [submit(plan, shape="good") for _ in range(2)]
+        rejected = plan.next_batch(0)
+        assert isinstance(rejected, RejectedBatch)
+        assert rejected.requests == tuple(guilty)
+        if isinstance(fault, DeviceLostError | InputError):
+            assert rejected.error is fault
+        else:
+            assert isinstance(rejected.error, ExecutionError)
+        assert all(request.state is State.FAILED for request in guilty)
+        assert (plan.queued_requests, plan.queued_rows, plan.in_flight) == (2, 2, 0)
+        batch = plan.next_batch(0)
+        assert batch.requests == tuple(innocent)
+        assert batch.number == 1
+        finish(plan, batch)
+        assert plan.is_idle
+        assert (counters(plan).failed, counters(plan).succeeded) == (3, 2)
+        for context in range(2):
+            submit(plan, shape=f"good {context}")
+            assert plan.next_batch(0) is not None, "no context was held"
+
+    def test_and_goes_on_when_the_model_has_recovered(self):
+        profiles = Profiles(profile=RuntimeError("for now"))
+        plan = scheduler(profiles=profiles)
+        submit(plan)
+        assert isinstance(plan.next_batch(0), RejectedBatch)
+        assert plan.next_batch(0) is None
+        profiles.profile = 1
+        submit(plan)
+        assert plan.next_batch(0).profile == 1
+
+    def test_only_the_requests_of_one_batch_are_rejected_at_a_time(self):
+        plan = scheduler(rows_max=4, profiles=Profiles(profile=RuntimeError()), queue_rows_max=100)
+        requests = [submit(plan) for _ in range(6)]
+        plan.cancel(requests[1])
+        rejected = []
+        while plan.queued_rows:
+            rejected.append(plan.next_batch(0).requests)
+        assert rejected == [(requests[0], *requests[2:5]), (requests[5],)]
+        assert plan.next_wakeup() is None
+
+    @pytest.mark.parametrize("fault", [*FAULTS, (), ((3, 2),), ((0, 4),)], ids=repr)
+    def test_about_the_rows_of_a_shape_refuses_the_request_and_changes_nothing(self, fault):
+        plan = scheduler(profiles=Profiles(ranges=lambda shape: fault if shape == ("bad",) else ((1, 4),)))
+        submit(plan, shape="good")
+        before = repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan._buckets._by_key)
+        expected = type(fault) if isinstance(fault, DeviceLostError | InputError) else ExecutionError
+        for _ in range(2):
+            with pytest.raises(expected):
+                submit(plan, shape="bad", deadline_ns=5)
+            with pytest.raises(expected):
+                plan.submit_all([Request(1, key_of("bad"), 0, 0) for _ in range(2)])
+            with pytest.raises(expected):
+                plan.limit(key_of("bad"))
+        assert (repr(plan), plan.snapshot(), plan.queued_by_key(), len(plan._buckets._by_key)) == before
+        assert plan.next_wakeup() is None
+        assert plan.next_batch(0).rows == 1
+
+
+class TestRowsRun:
+    def test_rows_are_padded_to_a_captured_size(self):
+        plan = scheduler(rows_max=8, captured=Captured((1, 8)))
+        submit(plan, rows=3, shape=FIXED_SHAPE)
+        batch = plan.next_batch(0)
+        assert (batch.rows, batch.rows_run) == (3, 8)
+        finish(plan, batch, compute_ns=700)
+        assert (counters(plan).rows, counters(plan).rows_padded) == (3, 5)
+        assert list(counters(plan).by_rows) == [3], "a batch is known by the rows that were asked for"
+        submit(plan, rows=8, shape=FIXED_SHAPE)
+        assert plan.usual_ns(plan.next_batch(0))[1] == 700, "but it took as long as those that were executed"
+
+    @pytest.mark.parametrize("variant", [{"slab": 3}, {"on_device": True}, {"outputs_on_device": True}])
+    def test_so_are_rows_of_slots_and_rows_on_the_device(self, variant):
+        plan = scheduler(rows_max=8, captured=Captured((1, 8)))
+        submit(plan, rows=3, shape=FIXED_SHAPE._replace(**variant))
+        assert plan.next_batch(0).rows_run == 8
+
+    def test_rows_of_other_shapes_are_not_captured(self):
+        plan = scheduler(rows_max=8, captured=Captured((1, 8)))
+        submit(plan, rows=3)
+        assert plan.next_batch(0).rows_run == 3
+
+    def test_a_batch_that_was_not_timed_teaches_nothing(self):
+        plan = scheduler(rows_max=4, concurrency=1)
+        for _ in range(7):
+            submit(plan)
+            batch = plan.next_batch(0)
+            finish(plan, batch, compute_ns=1000 if batch.is_timed else 7)
+        submit(plan)
+        assert plan.usual_ns(plan.next_batch(0))[1] == 1000
+        assert (counters(plan).batches, counters(plan).batches_timed) == (7, 4)
+
+    def test_a_device_that_times_for_nothing_times_all(self):
+        plan = scheduler(times_all=True)
+        for _ in range(20):
+            submit(plan)
+            batch = plan.next_batch(0)
+            assert batch.is_timed
+            finish(plan, batch)
+        plan.times_all = False
+        submit(plan)
+        assert not plan.next_batch(0).is_timed
+
+
+class TestClosing:
+    def test_refusing_lets_the_queue_go_on(self):
+        plan = scheduler()
+        submit(plan)
+        plan.refuse(EngineClosedError("draining"))
+        with pytest.raises(EngineClosedError, match="draining"):
+            submit(plan)
+        assert plan.next_batch(0) is not None
+
+    def test_closing_takes_everything_queued_and_leaves_what_is_in_flight(self):
+        plan = scheduler(contexts=1, delay_ns_max=500)
+        flying = submit(plan)
+        batch = plan.next_batch(0)
+        waiting = [submit(plan, shape="a"), submit(plan, shape="c", priority=1, deadline_ns=9)]
+        assert plan.close(EngineClosedError("closed")) == waiting
+        assert all(request.state is State.FAILED for request in waiting)
+        assert plan.expire(10) == []
+        assert plan.next_wakeup() is None
+        finish(plan, batch)
+        assert flying.state is State.DONE
+        assert plan.is_idle
+        assert plan.next_batch(10**9) is None
+
+    def test_each_refusal_is_a_fresh_error_of_the_type_that_was_given(self):
+        plan = scheduler()
+        plan.close(DeviceLostError("lost"))
+        errors = []
+        for _ in range(2):
+            with pytest.raises(DeviceLostError, match="lost") as caught:
+                submit(plan)
+            errors.append(caught.value)
+        assert errors[0] is not errors[1]
+
+
+class TestSnapshots:
+    def test_a_batch_is_counted_with_its_times(self):
+        plan = scheduler(contexts=1, arenas=1)
+        for now_ns in (10, 20):
+            submit(plan, now_ns=now_ns)
+        finish(plan, plan.next_batch(100), now_ns=1000, arena_wait_ns=ARENA_WAIT_NS_MIN + 1)
+        totals = counters(plan)
+        assert (totals.batches, totals.rows, totals.queue_ns) == (1, 2, 90 + 80)
+        assert (totals.copy_in_ns, totals.compute_ns, totals.copy_out_ns) == (2, 40, 600)
+        assert (totals.total_ns, totals.busy_ns) == (990 + 980, 20)
+        assert (totals.arena_waits, totals.arena_wait_ns) == (1, ARENA_WAIT_NS_MIN + 1)
+        size = totals.by_rows[2]
+        assert (size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns) == (1, 1, 20, 300)
+
+    def test_a_masked_request_is_in_no_sum_of_times(self):
+        plan = scheduler()
+        gone, there = [submit(plan, now_ns=now_ns) for now_ns in (10, 20)]
+        batch = plan.next_batch(100)
+        plan.cancel(gone)
+        finish(plan, batch, now_ns=1000)
+        totals = counters(plan)
+        assert (totals.succeeded, totals.cancelled, totals.rows) == (1, 1, 2)
+        assert (totals.queue_ns, totals.compute_ns, totals.total_ns) == (80, 20, 980)
+        assert there.state is State.DONE
+
+    def test_a_snapshot_is_the_callers_own(self):
+        plan = scheduler()
+        submit(plan)
+        finish(plan, plan.next_batch(0))
+        before = plan.snapshot()
+        kept = dataclasses.asdict(before.counters)
+        submit(plan)
+        finish(plan, plan.next_batch(0))
+        assert dataclasses.asdict(before.counters) == kept
+        before.counters.by_rows.clear()
+        before.counters.launched.clear()
+        assert plan.snapshot().counters.by_rows[1].count == 2
+        assert plan.snapshot().counters.launched[Reason.IDLE] == 2
+
+    def test_what_is_queued_and_in_flight(self):
+        plan = scheduler(contexts=1)
+        submit(plan)
+        plan.next_batch(0)
+        submit(plan, rows=2)
+        submit(plan, rows=3, shape="a")
+        snapshot = plan.snapshot()
+        assert (snapshot.queued_requests, snapshot.queued_rows, snapshot.in_flight_batches) == (2, 5, 1)
+        assert plan.queued_by_key() == {key_of("b"): 2, key_of("a"): 3}
+
+    def test_repr_shows_the_state(self):
+        plan = scheduler()
+        submit(plan, rows=2)
+        assert repr(plan) == (
+            "<Scheduler open queued=1 rows=2 in_flight=0 <ContextAllocator free=2 quarantined=0>>"
+        )
+        plan.close(EngineClosedError("closed"))
+        assert repr(plan) == (
+            "<Scheduler closed queued=0 rows=0 in_flight=0 <ContextAllocator free=2 quarantined=0>>"
+        )
+
+
+@pytest.mark.parametrize("delay_ns", [0, 500])
+def test_deciding_takes_as_much_work_with_ten_buckets_waiting_as_with_thousands(delay_ns):
+    """Submitting, launching and finishing, of buckets that come and go."""
+
+    def work(buckets):
+        plan = scheduler(delay_ns_max=delay_ns, queue_rows_max=10_000, contexts=1, priorities=1)
+        for number in range(buckets):
+            submit(plan, shape=number)
+        finish(plan, plan.next_batch(10**6))
+
+        def turns():
+            for number in range(5):
+                submit(plan, shape=f"new {number}", now_ns=10**6)
+                finish(plan, plan.next_batch(10**6))
+                plan.next_wakeup()
+                plan.expire(10**6)
+
+        return count_operations(turns)
+
+    assert work(5000) == work(10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shapes=some.integers(2, 6),
+    events=some.lists(
+        some.tuples(
+            some.sampled_from(["submit", "submit", "cancel", "pump", "end"]), some.integers(0, 10**6)
+        ),
+        max_size=150,
+    ),
+    contexts=some.integers(1, 4),
+    concurrency=some.integers(1, 2),
+)
+def test_no_bucket_waits_for_more_batches_than_there_are_buckets(shapes, events, contexts, concurrency):
+    plan = scheduler(
+        rows_max=2, contexts=contexts, concurrency=concurrency, queue_rows_max=10_000, priorities=1
     )
+    queued, flights, passed_over = [], [], {}
+    for what, choice in events:
+        if what == "submit":
+            queued.append(submit(plan, rows=1 + choice % 2, shape=choice % shapes))
+        elif what == "cancel" and queued:
+            plan.cancel(queued.pop(choice % len(queued)))
+        elif what == "end" and flights:
+            finish(plan, flights.pop(choice % len(flights)))
+        elif what == "pump" and (batch := plan.next_batch(0)) is not None:
+            assert isinstance(batch, Batch)
+            flights.append(batch)
+            queued = [request for request in queued if request.state is State.QUEUED]
+            passed_over.pop(batch.key, None)
+            for key in {request.key for request in queued} - {batch.key}:
+                passed_over[key] = passed_over.get(key, 0) + 1
+        waiting = {request.key for request in queued}
+        passed_over = {key: count for key, count in passed_over.items() if key in waiting}
+        assert all(count < shapes for count in passed_over.values())
+    assert plan.queued_requests == len(queued)
+
+
+def test_rows_of_two_slabs_share_no_batch():
+    plan = scheduler(contexts=4, concurrency=4)
+    for slab in (None, 0, 1):
+        submit(plan, shape=BatchKey(("b",), slab))
+    assert [plan.next_batch(0).key.slab for _ in range(3)] == [None, 0, 1]

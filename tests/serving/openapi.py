@@ -3,7 +3,7 @@
 The routes are those of KServe V2. A status that is not listed here is one that must not come back.
 """
 
-from asynctrt.serving.datatypes import DATATYPES
+from asynctrt.kserve.datatypes import DATATYPES
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"

@@ -127,7 +127,7 @@ async def test_limits_tokens_and_origins():
 
 
 async def test_hanging_up_cancels():
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     async with asynctrt.open(double_model(), device=device, contexts=1, max_rows=1) as engine:
         app = kserve_app(engine, name="double")
         async with running(app) as address:

@@ -283,6 +283,8 @@ class TestInABrowser:
         await shows(page, "#numbers-answered td:last-child", str(done.succeeded))
         await shows(page, "#numbers-rows td:last-child", str(done.rows))
         await shows(page, "#numbers-batches td:last-child", str(done.batches))
+        for reason, launched in done.launched.items():
+            await shows(page, f"#numbers-launched-{reason} td:last-child", str(launched))
         for name in ("queue", "copy-in", "compute", "copy-out"):
             took = shown(figures[f"{name.replace('-', '_')}_ms"])
             await shows(page, f"#numbers-{name} td:nth-child(2)", f"{took} ms")
@@ -306,7 +308,7 @@ class TestInABrowser:
             assert await canvas.evaluate(PAINTED)
 
     async def test_what_waits_and_what_runs(self, chromium):
-        device = LatchDevice(slots=1)
+        device = LatchDevice(concurrency=1)
         async with (
             asynctrt.open(double_model(), device=device, max_rows=2, contexts=1) as engine,
             Site(("double", engine)) as site,
@@ -480,7 +482,7 @@ class TestInABrowser:
             await expect(page.locator("#token-error")).to_contain_text("ASCII")
             await page.get_by_label("Token", exact=True).fill("wrong")
             await page.get_by_role("button").click()
-            await shows(page, "#token-error", "The server did not take that token.")
+            await shows(page, "#token-error", "The server refused that token.")
             await page.get_by_label("Token", exact=True).fill("secret")
             await page.keyboard.press("Enter")
             await shows(page, "#numbers-answered td:last-child", "1")

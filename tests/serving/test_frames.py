@@ -157,7 +157,7 @@ async def test_tls(tmp_path):
 
 
 async def test_a_client_that_hangs_up_cancels_what_it_has_asked():
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
         engine = engine_of(server)
         async with opened(server) as socket:
@@ -172,7 +172,7 @@ async def test_a_client_that_hangs_up_cancels_what_it_has_asked():
 
 async def test_backpressure_holds_a_connection_and_no_other():
     """What is too much is not read, and so not lost: it goes on when there is room."""
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     engine = {"device": device, "contexts": 1, "max_rows": 1}
     async with (
         serving(max_requests_per_connection=3, engine=engine) as server,

@@ -32,11 +32,11 @@ from schemathesis.specs.openapi.checks import (
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
-from asynctrt.serving.api import Api, Target
-from asynctrt.serving.datatypes import datatype_of
+from asynctrt.kserve.datatypes import datatype_of
+from asynctrt.serving.api import Api, ModelRoute
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.websocket import ID_CHARS_MAX, Session
+from asynctrt.serving.websocket import ID_CHARS_MAX, WebSocketSession
 from asynctrt.tensors import BatchRecord, InferResult
 from tests.fuzz.decoder import (
     INPUTS,
@@ -341,6 +341,7 @@ def broken_messages(draw, requests=None):
 # ---- the codec
 
 
+@pytest.mark.tier2
 @fuzzed(1000, message=broken_messages())
 def test_what_is_decoded_is_what_was_sent_and_all_else_is_the_callers_error(message):
     check_message(*message)
@@ -358,6 +359,7 @@ def test_a_good_request_is_decoded_to_what_it_was_made_of(request):
         assert array.tobytes() == request.arrays[name].tobytes(), name
 
 
+@pytest.mark.tier2
 @fuzzed(
     200,
     messages=st.lists(st.one_of(broken_messages(), good_requests().map(Request.message)), max_size=6),
@@ -564,13 +566,13 @@ class Talk:
         for engine in self._engines:
             self._runner.run(engine.aclose())
 
-    def say(self, messages, target):
+    def say(self, messages, route):
         """What a session answers to these messages, in the end."""
-        return self._runner.run(self._say(messages, target))
+        return self._runner.run(self._say(messages, route))
 
-    async def _say(self, messages, target):
+    async def _say(self, messages, route):
         said = []
-        session = Session(self.api, said.append, target=target)
+        session = WebSocketSession(self.api, said.append, route=route)
         for message in messages:
             session.receive(message)
         async with asyncio.timeout(WAIT_S):
@@ -649,15 +651,16 @@ def read_said(message):
     return orjson.loads(message[4 : 4 + int.from_bytes(message[:4], "little")])
 
 
+@pytest.mark.tier2
 @fuzzed(
     600,
     messages=st.lists(socket_messages, min_size=1, max_size=5),
-    target=st.sampled_from(
-        [None, Target("all", "", "ws"), Target("double", "1", "ws"), Target("none", "", "ws")]
+    route=st.sampled_from(
+        [None, ModelRoute("all", "", "ws"), ModelRoute("double", "1", "ws"), ModelRoute("none", "", "ws")]
     ),
 )
-def test_each_message_of_a_websocket_has_its_answer(talk, messages, target):
-    said = talk.say(messages, target)
+def test_each_message_of_a_websocket_has_its_answer(talk, messages, route):
+    said = talk.say(messages, route)
     due = [message for message in messages if answer_is_due(message)]
     assert [sum(isinstance(message, kind) for message in said) for kind in (str, bytes)] == [
         sum(isinstance(message, kind) for message in due) for kind in (str, bytes)
@@ -1018,6 +1021,7 @@ def http_bytes(draw):
     return raw
 
 
+@pytest.mark.tier2
 @fuzzed(700, raw=st.one_of(http_requests(), http_bytes()))
 def test_broken_http_is_refused_and_others_are_served(served, raw):
     check_socket(served, raw)
@@ -1145,6 +1149,7 @@ def is_one_path(case):
     return not set("#?") & set(case.formatted_path)
 
 
+@pytest.mark.tier2
 @fuzzed(150, case=operations(GenerationMode.POSITIVE))
 def test_good_requests_are_answered_as_the_description_says(served, session, case):
     assume(is_one_path(case))
@@ -1153,6 +1158,7 @@ def test_good_requests_are_answered_as_the_description_says(served, session, cas
     assert not background.taken_faults()
 
 
+@pytest.mark.tier2
 @fuzzed(80, case=operations(GenerationMode.NEGATIVE))
 def test_bad_requests_are_answered_as_the_description_says(served, session, case):
     assume(is_one_path(case))

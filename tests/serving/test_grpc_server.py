@@ -17,9 +17,9 @@ from tritonclient.utils import InferenceServerException
 import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import OptionsError, UsageError
+from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving.api import Api
 from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer
-from asynctrt.serving.messages import message_classes
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
@@ -100,7 +100,7 @@ async def serving(models=None, *, engine=None, **settings):
 @asynccontextmanager
 async def latched(slots=1, engine=None, **settings):
     """A server whose batches are held until the test lets them go, and their device."""
-    device = LatchDevice(slots=slots)
+    device = LatchDevice(concurrency=slots)
     engine = {"device": device, "contexts": 2} | (engine or {})
     async with serving(engine=engine, **settings) as served:
         try:
@@ -211,7 +211,7 @@ class TestTritonsClients:
 
         async with serving() as served:
             answers = await asyncio.to_thread(stream, served.address)
-        assert "no model 'missing'" in str(answers.pop("error"))
+        assert "unknown model 'missing'" in str(answers.pop("error"))
         assert set(answers) == set(map(str, range(10)))
         for number, answer in answers.items():
             assert answer.as_numpy("output").tolist() == rows(2 * int(number)).tolist()
@@ -301,11 +301,16 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("method", "body", "code", "says"),
         [
-            ("ModelInfer", b"\xff", "INVALID_ARGUMENT", "no ModelInferRequest"),
-            ("ModelInfer", b"\x0a\xff\x01a", "INVALID_ARGUMENT", "no ModelInferRequest"),
-            ("ModelInfer", b"\x0a\x01\xff", "INVALID_ARGUMENT", "no ModelInferRequest"),
-            ("ModelInfer", b"", "NOT_FOUND", "no model ''"),
-            ("ModelInfer", request(name="missing"), "NOT_FOUND", "no model 'missing'; there are: 'double'"),
+            ("ModelInfer", b"\xff", "INVALID_ARGUMENT", "not a ModelInferRequest"),
+            ("ModelInfer", b"\x0a\xff\x01a", "INVALID_ARGUMENT", "not a ModelInferRequest"),
+            ("ModelInfer", b"\x0a\x01\xff", "INVALID_ARGUMENT", "not a ModelInferRequest"),
+            ("ModelInfer", b"", "NOT_FOUND", "unknown model ''"),
+            (
+                "ModelInfer",
+                request(name="missing"),
+                "NOT_FOUND",
+                "'missing'; known models: 'double'",
+            ),
             (
                 "ModelInfer",
                 pb.ModelInferRequest(model_name="double"),
@@ -316,15 +321,15 @@ class TestErrors:
                 "ModelInfer",
                 pb.ModelInferRequest(model_name="double", model_version="7"),
                 "NOT_FOUND",
-                "no version '7'",
+                "unknown version '7'",
             ),
             ("ModelInfer", request(shape=(1, 3)), "INVALID_ARGUMENT", "takes shape (rows, 4)"),
             ("ModelInfer", request(shape=(0, 4)), "INVALID_ARGUMENT", "no rows"),
             ("ModelInfer", request(timeout=-1), "INVALID_ARGUMENT", "timeout"),
-            ("ModelMetadata", pb.ModelMetadataRequest(name="x"), "NOT_FOUND", "no model 'x'"),
-            ("ModelConfig", pb.ModelConfigRequest(name="x"), "NOT_FOUND", "no model 'x'"),
-            ("ModelStatistics", pb.ModelStatisticsRequest(name="x"), "NOT_FOUND", "no model 'x'"),
-            ("ServerReady", b"\x07", "INVALID_ARGUMENT", "no ServerReadyRequest"),
+            ("ModelMetadata", pb.ModelMetadataRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
+            ("ModelConfig", pb.ModelConfigRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
+            ("ModelStatistics", pb.ModelStatisticsRequest(name="x"), "NOT_FOUND", "unknown model 'x'"),
+            ("ServerReady", b"\x07", "INVALID_ARGUMENT", "not a ServerReadyRequest"),
             ("RepositoryModelLoad", b"", "INVALID_ARGUMENT", "--model-control"),
             ("NoSuchMethod", b"", "UNIMPLEMENTED", ""),
             *((name, b"", "UNIMPLEMENTED", name) for name in UNSUPPORTED),
@@ -349,8 +354,8 @@ class TestErrors:
             answers = [pb.ModelStreamInferResponse.FromString(body) async for body in stream]
             assert (await stream.code()).name == "OK"
         errors = {answer.infer_response.id: answer.error_message for answer in answers}
-        assert "no ModelInferRequest" in errors[""]
-        assert "no model 'missing'" in errors["a"]
+        assert "not a ModelInferRequest" in errors[""]
+        assert "unknown model 'missing'" in errors["a"]
         assert "takes shape" in errors["b"]
         assert errors["c"] == ""
         assert len(answers) == 4
@@ -373,7 +378,7 @@ class TestErrors:
             monkeypatch.setattr(model, "submit", broken)
             with caplog.at_level(logging.ERROR, "asynctrt.serving"):
                 code, details = await fails(served.ask("ModelInfer", request()))
-            assert (code, details) == ("INTERNAL", "internal error; the server's log has it")
+            assert (code, details) == ("INTERNAL", "internal error; see the server's log")
             assert "the secret" in caplog.text
 
     async def test_failures_are_counted(self):

@@ -346,7 +346,7 @@ class TestLimits:
 
 class TestHangUps:
     async def test_a_client_that_hangs_up_cancels_its_request(self):
-        device = LatchDevice(slots=1)
+        device = LatchDevice(concurrency=1)
         async with serving(engine={"device": device, "contexts": 1, "max_rows": 1}) as server:
             engine = engine_of(server)
             async with connected(server) as first, connected(server) as second:
@@ -363,7 +363,7 @@ class TestHangUps:
 
     async def test_a_thousand_hang_ups_at_once(self):
         """Their queued work is dropped; everybody else is answered."""
-        device = LatchDevice(slots=1)
+        device = LatchDevice(concurrency=1)
         async with serving(engine={"device": device, "contexts": 1, "max_rows": 8}) as server:
             engine = engine_of(server)
             host, port = address(server)

@@ -162,7 +162,7 @@ MIXED_ANSWER = {
 
 def held(model=None, **settings):
     """Models and engine options for batches, one at a time, that end when the test says so."""
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     engine = {"device": device, "contexts": 1, "close_timeout": 5, **settings}
     return device, {"models": {"double": model or double_model()}, "engine": engine, "drain_timeout": 5}
 
@@ -287,7 +287,7 @@ class TestDescriptions:
             assert (await client.get_model_metadata("model-0"))["name"] == "model-0"
             status, text = await refusal(client.infer("n" * 600, four(1)))
             assert status == 404
-            assert "there is no model 'nnn" in text
+            assert "unknown model 'nnn" in text
 
 
 class TestControl:
@@ -353,7 +353,7 @@ class TestControl:
             for call in (client.load_model, client.unload_model):
                 assert await refusal(call("nothing")) == (
                     404,
-                    "there is no model 'nothing' in the repository",
+                    "unknown model 'nothing'; the repository does not list it",
                 )
 
     async def test_a_configuration_or_files_for_a_model_are_refused(self, kind):
@@ -500,7 +500,7 @@ class TestInfer:
             array = np.zeros((3, 1 << 20), np.float32)
             status, text = await refusal(client.infer("large", [given("input", array)]))
             assert status == 413
-            assert "this server takes 1048576" in text
+            assert "this server accepts at most 1048576" in text
 
     async def test_rows_without_elements(self, kind):
         async with talking(kind, {"any": reversing_model(np.int32, ("n",))}) as (_, client):
@@ -614,7 +614,7 @@ class TestDatatypes:
             answer = result.as_numpy("output").astype(np.float64)
             assert np.array_equal(answer, array[:, ::-1].astype(np.float64), equal_nan=True)
             status, text = await refusal(client.infer("model", inputs, outputs=as_json))
-            assert (status, "infinities" in text, "ask for binary_data" in text) == (400, True, True)
+            assert (status, "infinities" in text, "use binary_data" in text) == (400, True, True)
             if dtype is ml_dtypes.bfloat16:  # Python's clients neither send it in JSON nor read its nulls.
                 return
             for number in (np.nan, np.inf, -np.inf):
@@ -634,7 +634,7 @@ class TestDatatypes:
                 client.infer("model", [given("input", array)], outputs=[wanted("output", binary_data=False)])
             )
             assert status == 400
-            assert "ask for binary_data" in text
+            assert "use binary_data" in text
 
     @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
     async def test_strings_of_numpy_and_of_python(self, kind, binary):
@@ -647,7 +647,7 @@ class TestDatatypes:
     @pytest.mark.parametrize(
         ("element", "says"),
         [
-            (b"seventeen bytes..", "element 1 has 17 bytes; the model takes 16"),
+            (b"seventeen bytes..", "element 1 has 17 bytes; the model takes at most 16"),
             (b"ends in NUL\0", "element 1 ends in a NUL byte"),
         ],
     )
@@ -709,7 +709,7 @@ class TestVersions:
                 for call in calls:
                     assert await refusal(call()) == (
                         404,
-                        f"there is no version {version!r} of 'double'; there are: 1",
+                        f"unknown version {version!r} of 'double'; known versions: 1",
                     )
 
 
@@ -810,9 +810,9 @@ class TestScheduling:
     @pytest.mark.parametrize(
         ("parameters", "says"),
         [
-            ({"timeout": "soon"}, "timeout is in whole microseconds and not negative, not 'soon'"),
+            ({"timeout": "soon"}, "timeout must be whole microseconds, 0 or more, not 'soon'"),
             ({"timeout": -1}, "not -1"),
-            ({"priority": -1}, "priority is a whole number, 0 or more, not -1"),
+            ({"priority": -1}, "priority must be a whole number, 0 or more, not -1"),
             ({"priority": 1.5}, "not 1.5"),
         ],
     )
@@ -904,6 +904,7 @@ class TestStatistics:
             "execution_count": 0,
             "inference_stats": dict.fromkeys((*names, "cache_hit", "cache_miss"), nothing),
             "response_stats": {},
+            "batches_launched": dict.fromkeys(("full", "idle", "delay", "deadline", "turn"), 0),
             "batch_stats": [],
         }
 
@@ -975,7 +976,7 @@ class TestStatistics:
     async def test_of_no_model(self, kind):
         async with talking(kind) as (_, client):
             status, text = await refusal(client.get_inference_statistics("nothing"))
-            assert (status, text) == (404, "there is no model 'nothing'; there are: 'double'")
+            assert (status, text) == (404, "unknown model 'nothing'; known models: 'double'")
 
 
 def check_statistics(stats, batches, *, requests, failed):
@@ -1042,7 +1043,7 @@ class TestByHand:
     @pytest.mark.parametrize(
         ("name", "body", "says"),
         [
-            ("double", b"12345", "a raw body of 5 bytes is no row of input: float32[rows, 4]"),
+            ("double", b"12345", "a raw body of 5 bytes is not one row of input: float32[rows, 4]"),
             ("double", b"", "a raw body of 0 bytes"),
             ("mixed", b"12345678", "'mixed' has 4: send a JSON header"),
         ],
@@ -1118,7 +1119,7 @@ class TestErrors:
             (("input", (1, 5), np.float32), "input 'input' takes shape (rows, 4), given (1, 5)"),
             (("input", (4,), np.float32), "add the batch axis: array[None]"),
             (("input", (0, 4), np.float32), "input 'input' has no rows. Give at least one"),
-            (("inptu", (1, 4), np.float32), "'inptu' is none of the model's inputs: input"),
+            (("inptu", (1, 4), np.float32), "unknown input 'inptu'; the model's inputs: input"),
         ],
     )
     @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
@@ -1140,12 +1141,12 @@ class TestErrors:
             assert (status, "missing: ['values', 'factor', 'ids', 'label']" in text) == (400, True)
             status, text = await refusal(client.infer("mixed", inputs, outputs=[wanted("scale")]))
             assert status == 400
-            assert text == "'scale' is none of the model's outputs: scaled, total, large, label"
+            assert text == "unknown output 'scale'; the model's outputs: scaled, total, large, label"
             status, text = await refusal(client.infer("mixed", [*inputs, inputs[0]]))
-            assert (status, text) == (400, "'values' is twice among the inputs")
+            assert (status, text) == (400, "duplicate input 'values'")
             bare = triton.InferInput("values", [2, 3], "FP32")
             status, text = await refusal(client.infer("mixed", [bare, *inputs[1:]]))
-            assert (status, text) == (400, "input 'values' has neither data nor a binary_data_size")
+            assert (status, text) == (400, "input 'values' has neither data nor binary_data_size")
             short = given("factor", MIXED["factor"][:1])
             status, text = await refusal(client.infer("mixed", [inputs[0], short, *inputs[2:]]))
             assert status == 400
@@ -1159,21 +1160,21 @@ class TestErrors:
                 lambda: client.get_model_config("doubel"),
             )
             for call in calls:
-                assert await refusal(call()) == (404, "there is no model 'doubel'; there are: 'double'")
+                assert await refusal(call()) == (404, "unknown model 'doubel'; known models: 'double'")
 
     @pytest.mark.parametrize(
         ("head", "tail", "length", "says"),
         [
-            (b"", b"", None, "the request is no JSON"),
-            (b"[1]", b"", None, "the request is a JSON object, not list"),
+            (b"", b"", None, "the request is not valid JSON"),
+            (b"[1]", b"", None, "the request must be a JSON object, not list"),
             (b"{}", b"", None, "the request has no inputs"),
-            (b'{"inputs": 1}', b"", None, "inputs is a list of tensors, not int"),
-            (b'{"inputs": [1]}', b"", None, "each of the inputs is an object with a name, not 1"),
-            (b'{"inputs": [], "id": 5}', b"", None, "id is a string, not 5"),
-            (split_body(1)[0], b"1234", None, "the request is no JSON"),
-            (split_body(1)[0], b"1234", -1, "the inputs say that 16 bytes of tensors follow"),
-            (split_body(1)[0], b"", 99999, "the header's length is given as 99999 bytes"),
-            (split_body(1)[0], b"", "many", "is a number of bytes, not b'many'"),
+            (b'{"inputs": 1}', b"", None, "inputs must be a list of tensors, not int"),
+            (b'{"inputs": [1]}', b"", None, "each of the inputs must be an object with a name, not 1"),
+            (b'{"inputs": [], "id": 5}', b"", None, "id must be a string, not 5"),
+            (split_body(1)[0], b"1234", None, "the request is not valid JSON"),
+            (split_body(1)[0], b"1234", -1, "the inputs declare 16 bytes of tensors"),
+            (split_body(1)[0], b"", 99999, "the JSON header should be 99999 bytes"),
+            (split_body(1)[0], b"", "many", "must be a number of bytes, not b'many'"),
         ],
     )
     async def test_bodies_that_break_the_protocol(self, head, tail, length, says):
@@ -1192,7 +1193,7 @@ class TestErrors:
             assert await client.is_server_live() is True
             assert await client.is_model_ready("double") is False
             status, text = await refusal(client.infer("double", four(1)))
-            assert (status, "needs a bearer token" in text) == (401, True)
+            assert (status, "requires a bearer token" in text) == (401, True)
             headers = {"Authorization": "Bearer secret"}
             assert first(await client.infer("double", four(1), headers=headers)) == [2]
 
@@ -1213,14 +1214,14 @@ class TestErrors:
             for call in calls:
                 status, text = await refusal(call())
                 assert status == 501
-                assert "is a part of the protocol that this server does not have" in text
+                assert "this server does not implement" in text
 
     async def test_tracing_of_a_model_is_not_there_either(self, kind):
         async with talking(kind) as (_, client):
             for call in (client.get_trace_settings, client.update_trace_settings):
                 status, text = await refusal(call("double"))
                 assert status == 501
-                assert "is a part of the protocol that this server does not have" in text
+                assert "this server does not implement" in text
 
     async def test_generating_is_not_there_either(self):
         """Triton's extension for language models; only a browser or curl asks for it."""
@@ -1228,22 +1229,22 @@ class TestErrors:
             for verb in ("generate", "generate_stream"):
                 status, _, body = await ask(server, f"/v2/models/double/{verb}", b'{"text_input": "a"}')
                 assert status == 501
-                assert "does not have" in json.loads(body)["error"]
+                assert "does not implement" in json.loads(body)["error"]
 
     async def test_tensors_in_shared_memory_and_classes(self, kind):
         async with talking(kind) as (_, client):
             shared = triton.InferInput("input", [1, 4], "FP32").set_shared_memory("region", 16)
             status, text = await refusal(client.infer("double", [shared]))
-            assert (status, text) == (501, "'input' is in shared memory, which this server does not have")
+            assert (status, text) == (501, "'input' is in shared memory, which this server does not support")
             output = wanted("output")
             output.set_shared_memory("region", 16)
             status, text = await refusal(client.infer("double", four(1), outputs=[output]))
-            assert (status, text) == (501, "'output' is in shared memory, which this server does not have")
+            assert (status, text) == (501, "'output' is in shared memory, which this server does not support")
             status, text = await refusal(
                 client.infer("double", four(1), outputs=[wanted("output", class_count=3)])
             )
             assert status == 501
-            assert text == "output 'output': classification is not implemented; take the scores"
+            assert text == "output 'output': classification is not supported; request the scores instead"
 
 
 class TestHangUps:

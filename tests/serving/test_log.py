@@ -71,7 +71,7 @@ async def test_standard_output(capfdbinary):
 
 async def test_inferences_over_other_protocols(tmp_path):
     path = tmp_path / "access.log"
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     engine = {"device": device, "contexts": 1, "max_rows": 1}
     async with serving(access_log=path, grpc=True, engine=engine) as server:
         url = server.http_url.replace("http", "ws", 1) + "/v2/ws"

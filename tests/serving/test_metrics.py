@@ -121,6 +121,9 @@ class TestValues:
             assert of(samples, "nv_inference_compute_input_duration_us") == done.copy_in_ns / 1e3
             assert of(samples, "nv_inference_compute_infer_duration_us") == done.compute_ns / 1e3
             assert of(samples, "nv_inference_compute_output_duration_us") == done.copy_out_ns / 1e3
+            for reason, count in done.launched.items():
+                assert of(samples, "asynctrt_batches_launched_total", reason=reason) == count
+            assert sum(done.launched.values()) == done.batches == 5
             assert of(samples, "asynctrt_contexts") == done.contexts
             assert of(samples, "asynctrt_contexts_quarantined") == 0
             assert of(samples, "asynctrt_arenas") == done.arenas
@@ -144,7 +147,7 @@ class TestValues:
             assert sum(key[0] == "asynctrt_batch_rows_bucket" for key in samples) == len(bounds) + 1
 
     async def test_what_waits_and_what_runs(self):
-        device = LatchDevice(slots=1)
+        device = LatchDevice(concurrency=1)
         opening = asynctrt.open(double_model(), device=device, max_rows=2, contexts=1, max_queue_rows=4)
         async with opening as engine:
             api = served(("double", engine))
@@ -260,7 +263,8 @@ class TestBounds:
             for family in families.values():
                 for sample in family.samples:
                     assert sample.labels.get("model", "one") in ("one", "two")
-                    assert sample.labels.get("reason", "OTHER") in REASONS
+                    reasons = one.statistics().launched if "launched" in sample.name else REASONS
+                    assert sample.labels.get("reason", next(iter(reasons))) in reasons
 
     async def test_a_model_that_is_unloaded_has_no_figures_but_is_not_forgotten(self):
         async def opener():

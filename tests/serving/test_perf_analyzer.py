@@ -1,25 +1,23 @@
 """NVIDIA's own ``perf_analyzer``, the unmodified binary, measures ``asynctrt serve`` over HTTP and gRPC."""
 
-import errno
 import os
-import platform
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import installed
+
+pytestmark = pytest.mark.tier2
 ROOT = Path(__file__).parent.parent.parent
-VERSION = "2.47.0"
-CACHE = Path(tempfile.gettempdir()) / f"asynctrt-perf-analyzer-{VERSION}"
-WHEELS = (f"tritonclient=={VERSION}", "nvidia-cuda-runtime-cu12==12.9.79")
-LIBRARIES = ("nvidia/cuda_runtime/lib", "usr/lib/x86_64-linux-gnu")
+FOLDER = Path.home() / ".cache" / "asynctrt" / "perf_analyzer-2.47.0"
+BINARY = FOLDER / "tritonclient-2.47.0.data" / "data" / "bin" / "perf_analyzer"
+LIBRARY = FOLDER / "nvidia" / "cuda_runtime" / "lib"
+"""Where .ci/packages puts the program and the library that its wheel lacks."""
 WAIT_S = 40
 
 TEXT = """
@@ -51,57 +49,10 @@ CLIENT = {
 }
 
 
-def run(*command, seconds=10, **kw):
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds, **kw)
-
-
-def fetch(folder):
-    """The binary from NVIDIA's wheel, and the two libraries that it does not bring, unpacked to a folder."""
-    platforms = ("--platform", "manylinux1_x86_64", "--platform", "manylinux2014_x86_64")
-    wheels = (*platforms, "--only-binary", ":all:", "--no-deps", "--dest", str(folder), *WHEELS)
-    run(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *wheels, seconds=20)
-    for wheel in folder.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder)
-        wheel.unlink()
-    next(folder.glob("*.data/data/bin/perf_analyzer")).chmod(0o755)
-    try:
-        run("apt-get", "download", "libb64-0d", cwd=folder)
-    except subprocess.CalledProcessError:  # A fresh container has no list of packages.
-        run("apt-get", "update")
-        run("apt-get", "download", "libb64-0d", cwd=folder)
-    run("dpkg", "-x", str(next(folder.glob("*.deb"))), str(folder))
-
-
-def move(folder):
-    """Make it the cache, whole, unless somebody else was faster."""
-    try:
-        folder.rename(CACHE)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-
-
 @pytest.fixture(scope="session")
 def perf_analyzer():
-    """The path of the binary."""
-    return get_binary()
-
-
-def get_binary():
-    """The path of the binary. What runs at the same time may fetch it too; one of them wins."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("perf_analyzer is for Linux on x86-64")
-    if not CACHE.exists():
-        folder = Path(tempfile.mkdtemp(dir=CACHE.parent))
-        try:
-            fetch(folder)
-            move(folder)
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"perf_analyzer could not be fetched: {error} {getattr(error, 'stderr', None) or ''}")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    return next(CACHE.glob("*.data/data/bin/perf_analyzer"))
+    """Return the path of the program."""
+    return installed(BINARY)
 
 
 class Served:
@@ -152,10 +103,9 @@ def served(tmp_path_factory):
 
 def analyze(binary, served, protocol, model, *flags):
     """Run it to its end: exit status, what it said, and the figures in that."""
-    libraries = os.pathsep.join(str(CACHE / folder) for folder in LIBRARIES)
     done = subprocess.run(
         [binary, "-m", model, "-i", protocol, "-u", served.addresses[protocol], *map(str, flags)],
-        env=os.environ | {"LD_LIBRARY_PATH": libraries},
+        env=os.environ | {"LD_LIBRARY_PATH": str(LIBRARY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -230,10 +180,14 @@ def test_requests_that_are_larger_than_a_batch(perf_analyzer, served):
 @pytest.mark.parametrize(
     ("model", "flags", "says"),
     [
-        ("nothing", (), "there is no model 'nothing'"),
-        ("double", ("-x", 7), "there is no version '7' of 'double'"),
-        ("text", ("--shape", "text:1", "--string-length", 33), "element 0 has 33 bytes; the model takes 32"),
-        ("double", ("--shared-memory", "system"), "a part of the protocol that this server does not have"),
+        ("nothing", (), "unknown model 'nothing'"),
+        ("double", ("-x", 7), "unknown version '7' of 'double'"),
+        (
+            "text",
+            ("--shape", "text:1", "--string-length", 33),
+            "element 0 has 33 bytes; the model takes at most 32",
+        ),
+        ("double", ("--shared-memory", "system"), "this server does not implement"),
     ],
 )
 def test_what_the_server_does_not_have_is_said(perf_analyzer, served, protocol, model, flags, says):

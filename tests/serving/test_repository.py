@@ -59,7 +59,7 @@ async def test_a_name_that_cannot_be_said(name):
 async def test_the_same_twice():
     repository = Repository()
     repository.add("m", opener=opener())
-    with pytest.raises(UsageError, match="already"):
+    with pytest.raises(UsageError, match="duplicate version 1"):
         repository.add("m", opener=opener())
 
 
@@ -175,7 +175,7 @@ async def test_a_model_that_is_loaded_while_the_repository_closes():
     await until(lambda: engines)
     await repository.aclose()
     gate.set()
-    with pytest.raises(EngineClosedError, match="closed while it loaded"):
+    with pytest.raises(EngineClosedError, match="closed while it was loading"):
         await loading
     assert engines[0].statistics().state == "closed"
     assert not list(repository)

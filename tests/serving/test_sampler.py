@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.kserve.json_codec import dump
 from asynctrt.serving import sampler as module
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import MODEL_FIELDS, Sampler, batch_bounds, percentiles_ms, resident_nbytes
-from asynctrt.serving.wire import dump
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model, rows
@@ -129,7 +129,7 @@ class TestRates:
             assert bench.second()["failures_per_s"] == 0
 
     async def test_what_is_of_the_moment(self):
-        device = LatchDevice(slots=1)
+        device = LatchDevice(concurrency=1)
         async with asynctrt.open(double_model(), device=device, max_rows=2, contexts=1) as engine:
             bench = Bench(engine)
             tasks = [asyncio.create_task(bench.answered(2))]
@@ -198,7 +198,7 @@ class TestModelsThatComeAndGo:
         await bench.repository.aclose()
         assert bench.second() is None
         assert bench.last()["models"] == {}
-        assert bench.sampler._looks == {}
+        assert bench.sampler._readings == {}
 
     async def test_versions_are_told_apart(self):
         async with asynctrt.open(double_model()) as one, asynctrt.open(double_model()) as two:

@@ -119,7 +119,7 @@ class TestInProcess:
                 with pytest.raises(UsageError, match=f"port {port}|:{port}"):
                     async with Server(Repository(), ServerSettings(**settings)):
                         pass
-            with pytest.raises(UsageError, match="address that this machine has"):
+            with pytest.raises(UsageError, match="Use an address of this machine"):
                 async with Server(Repository(), ServerSettings(host="203.0.113.1", http_port=0, grpc=False)):
                     pass
 
@@ -205,6 +205,7 @@ class TestAsAProcess:
             line("stopped")
             assert process.wait(WAIT_S) == 0
 
+    @pytest.mark.tier2
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_while_it_loads(self, tmp_path, number):
         (tmp_path / "slow.py").write_text(
@@ -245,6 +246,7 @@ class TestAsAProcess:
             process.terminate()
             assert process.wait(WAIT_S) == 0
 
+    @pytest.mark.tier2
     def test_killed_and_restarted_under_a_client_that_retries(self, tmp_path):
         path, port = str(double_onnx(tmp_path / "double.onnx")), str(free_port())
 
@@ -270,6 +272,7 @@ class TestAsAProcess:
 
         anyio.run(main)
 
+    @pytest.mark.tier2
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
@@ -279,14 +282,14 @@ class TestAsAProcess:
             (["tests.models:rows"], "rows"),
             (["tests.models:nothing"], "has no 'nothing'"),
             (["=x"], "NAME=PATH"),
-            (["m=tests.models:double_model", "m=tests.models:double_model"], "already"),
+            (["m=tests.models:double_model", "m=tests.models:double_model"], "duplicate version 1"),
             (["tests.models:double_model", "--http-port", "70000"], "0 to 65535"),
-            (["tests.models:double_model", "--host", "203.0.113.1"], "address that this machine has"),
+            (["tests.models:double_model", "--host", "203.0.113.1"], "Use an address of this machine"),
             (["tests.models:double_model", "--max-rows", "0"], "max_rows"),
             (["tests.models:double_model", "--device", "cuda:0"], "cuda:0"),
             (["tests.models:double_model", "--tls-key", "x"], "go together"),
-            (["--config", "nothing.toml"], "cannot be read"),
-            (["--config", "tests/conftest.py"], "no TOML"),
+            (["--config", "nothing.toml"], "cannot read the configuration"),
+            (["--config", "tests/conftest.py"], "not valid TOML"),
         ],
     )
     def test_what_is_wrong_is_said_in_a_line(self, arguments, says):
@@ -305,12 +308,13 @@ class TestAsAProcess:
         assert says in done.stderr
         assert "Traceback" not in done.stderr
 
+    @pytest.mark.tier2
     def test_a_misspelt_name_in_a_file(self, tmp_path):
         config = tmp_path / "serve.toml"
         for text, says in (
-            ("http_prot = 1", "Did you mean 'http_port'"),
+            ("http_prot = 1", "did you mean 'http_port'"),
             ('[[models]]\npath = "x.onnx"\nmax_row = 1', "max_rows"),
-            ("[[models]]\nname = 'x'", "has a path"),
+            ("[[models]]\nname = 'x'", "needs a path"),
             ("models = 3", r"\[\[models\]\]"),
         ):
             config.write_text(text)
@@ -336,6 +340,7 @@ class TestAsAProcess:
         for name in ServerSettings.__dataclass_fields__:
             assert f"--{name.replace('_', '-')}" in done.stdout
 
+    @pytest.mark.tier2
     def test_a_second_server_on_the_same_port(self, tmp_path):
         path, port = str(double_onnx(tmp_path / "double.onnx")), str(free_port())
         with command(path, "--http-port", port, "--no-grpc") as (_, line):

@@ -6,7 +6,8 @@ import pytest
 
 from asynctrt.errors import OptionsError
 from asynctrt.options import Options
-from asynctrt.serving.settings import ServerSettings, attribute_docs
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.validation import docs_of
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,6 @@ def test_lists_become_tuples_and_tokens_are_not_shown():
 
 @pytest.mark.parametrize("cls", [ServerSettings, Options])
 def test_every_setting_is_explained(cls):
-    texts = attribute_docs(cls)
+    texts = docs_of(cls)
     assert set(texts) == {item.name for item in dataclasses.fields(cls)}
     assert all(text.endswith(".") for text in texts.values())

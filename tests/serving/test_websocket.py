@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.serving.api import Api, Target
+from asynctrt.serving.api import Api, ModelRoute
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
-from asynctrt.serving.websocket import Session
+from asynctrt.serving.websocket import WebSocketSession
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model, rows
@@ -55,7 +55,7 @@ class Talk:
     def __init__(self, api, **kw):
         self.said = []
         self.rooms = 0
-        self.session = Session(api, self.said.append, room=self._room, **kw)
+        self.session = WebSocketSession(api, self.said.append, room=self._room, **kw)
 
     def _room(self):
         self.rooms += 1
@@ -103,7 +103,7 @@ async def test_without_an_id(make):
 
 async def test_a_path_that_names_the_model(make):
     api, _ = await make()
-    talk = Talk(api, target=Target("double", "", "ws"))
+    talk = Talk(api, route=ModelRoute("double", "", "ws"))
     message = json.dumps({"inputs": [tensor([5], binary=False)]})
     assert (await talk.ask(message))[1] == [10]
 
@@ -123,7 +123,7 @@ async def test_headers_that_repeat_with_other_ids_and_other_values(make):
 
 
 async def test_answers_come_as_they_finish(make):
-    device = LatchDevice(slots=2)
+    device = LatchDevice(concurrency=2)
     api, _ = await make(device=device, max_rows=1, contexts=2)
     talk = Talk(api)
     for name in "ab":
@@ -139,7 +139,7 @@ async def test_answers_come_as_they_finish(make):
 
 
 async def test_cancel_by_id(make):
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     api, engine = await make(device=device, max_rows=1, contexts=1)
     talk = Talk(api)
     for name in ("1", "2", "3"):
@@ -162,7 +162,7 @@ async def test_cancel_by_id(make):
 
 
 async def test_a_client_that_goes_away(make):
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     api, engine = await make(device=device, max_rows=1, contexts=1)
     talk = Talk(api)
     for name in ("1", "2", "3"):
@@ -203,7 +203,7 @@ async def test_draining(make):
 
 
 async def test_priority_and_timeout(make):
-    device = LatchDevice(slots=1)
+    device = LatchDevice(concurrency=1)
     api, _ = await make(device=device, max_rows=1, contexts=1)
     talk = Talk(api)
     talk.session.receive(binary(0, id="first"))
@@ -231,27 +231,27 @@ async def test_ping(make):
 @pytest.mark.parametrize(
     ("message", "status", "says"),
     [
-        ("", 400, "no JSON"),
+        ("", 400, "not valid JSON"),
         ("[]", 400, "object"),
         ("{}", 400, "model_name"),
-        ('{"id": 7, "model_name": "double"}', 400, "id is a string"),
+        ('{"id": 7, "model_name": "double"}', 400, "id must be a string"),
         ('{"id": "' + "x" * 300 + '", "model_name": "double"}', 400, "256 characters"),
-        ('{"cancel": 7}', 400, "cancel takes the id"),
+        ('{"cancel": 7}', 400, "cancel must be the id"),
         ('{"model_name": "double"}', 400, "no inputs"),
-        ('{"model_name": ["double"], "inputs": []}', 400, "model_name is"),
-        ('{"model_name": "double", "model_version": 1, "inputs": []}', 400, "model_version is a string"),
-        ('{"model_name": "other", "inputs": []}', 404, "no model 'other'"),
+        ('{"model_name": ["double"], "inputs": []}', 400, "model_name must be"),
+        ('{"model_name": "double", "model_version": 1, "inputs": []}', 400, "model_version must be a string"),
+        ('{"model_name": "other", "inputs": []}', 404, "unknown model 'other'"),
         ('{"model_name": "double", "inputs": []}', 400, "missing: ['input']"),
-        (text(1, parameters={"binary_data_output": True}), 400, "answer to a text message is text"),
+        (text(1, parameters={"binary_data_output": True}), 400, "a text message is answered as text"),
         (text(1, parameters={"timeout": -1}), 400, "timeout"),
         (text(1, parameters={"priority": "high"}), 400, "priority"),
-        ("\ud800", 400, "no JSON"),
+        ("\ud800", 400, "not valid JSON"),
         (b"", 400, "0 bytes in all"),
-        (bytes(4), 400, "no JSON"),
+        (bytes(4), 400, "not valid JSON"),
         (b"\xff\xff\xff\xff{}", 400, "4 bytes"),
         (b"\x02\x00\x00\x00{}x", 400, "model_name"),
         (binary(1)[:-1], 400, "16 bytes of tensors"),
-        (binary(1) + b"x", 400, "17 do"),
+        (binary(1) + b"x", 400, "17 follow"),
     ],
 )  # fmt: skip
 async def test_what_is_wrong_is_answered_in_its_own_form(make, message, status, says):
@@ -271,7 +271,7 @@ async def test_an_id_that_is_in_flight_already(make):
     talk.session.receive(binary(1, id="same"))
     content, _ = await talk.ask(binary(2, id="same"))
     assert (content["id"], content["status"]) == ("same", 400)
-    assert "in flight already" in content["error"]
+    assert "is in flight: give each its own id" in content["error"]
     device.open()
     await until(lambda: len(talk.said) == 2)
     assert read(talk.said[1])[1] == [2]

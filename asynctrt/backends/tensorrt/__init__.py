@@ -1,9 +1,9 @@
-"""TensorRT plans on a CUDA device. The only importer of the four TensorRT packages, and of none until it
-must.
+"""TensorRT plans on a CUDA device. The only importer of the four TensorRT packages, each only when it is
+needed.
 
-In reading order: ``model`` opens a plan, ``engine`` reads what it takes and gives, ``context`` runs batches.
-``flavours`` chooses the package, ``plan`` reads the file, ``refusals`` says why a plan was refused,
-``messages`` and ``memory`` are what TensorRT calls back into.
+In reading order: ``model`` opens a plan, ``engine`` reads its inputs, outputs and profiles, and ``context``
+runs batches. ``flavours`` chooses the package, ``plan`` reads the file, ``refusals`` explains why a plan was
+refused, and TensorRT calls back into ``messages`` and ``memory``.
 """
 
 from asynctrt.backends.tensorrt.memory import MemoryStatistics

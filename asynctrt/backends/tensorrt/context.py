@@ -1,8 +1,8 @@
-"""Execution contexts: they run batches, each in the arena that it is given for that batch.
+"""Execution contexts, which run batches, each in the arena that it is given for that batch.
 
-What TensorRT keeps from batch to batch (profile, shapes, addresses, enqueue memory) is set only where it
-changes, and all of it anew after an error. A context is used from one thread at a time, and by one batch at a
-time; that is TensorRT's rule ("How TensorRT works", Threading), and the pool's to keep.
+State that TensorRT keeps from batch to batch (profile, shapes, addresses, enqueue memory) is set only when it
+changes, and all of it again after an error. A context is used from one thread at a time, and by one batch at
+a time: that is TensorRT's rule ("How TensorRT works", Threading), and the pool obeys it.
 """
 
 import logging
@@ -14,8 +14,14 @@ from typing import Any, Final
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.flavours import Flavour
-from asynctrt.backends.tensorrt.memory import DeviceMemory, said_of_refusals
-from asynctrt.backends.tensorrt.messages import ErrorRecorder, Errors, MessageLog, keep_alive, make_recorder
+from asynctrt.backends.tensorrt.memory import DeviceMemory, describe_refusals
+from asynctrt.backends.tensorrt.messages import (
+    ErrorRecorder,
+    MessageLog,
+    TensorRTErrors,
+    keep_alive,
+    make_recorder,
+)
 from asynctrt.backends.tensorrt.options import TensorRTOptions
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
 from asynctrt.devices.base import Buffer, Device, Stream
@@ -30,17 +36,17 @@ from asynctrt.errors import (
 from asynctrt.tensors import Array, Dims
 
 CLOSE_S: Final = 5.0
-"""How long the auxiliary streams of a context that is done may take to end."""
+"""Seconds to wait for the auxiliary streams of a context that is closed."""
 
 NVTX: Final = {"none": "NONE", "names": "LAYER_NAMES_ONLY", "detailed": "DETAILED"}
-"""Our words for the members of ``ProfilingVerbosity``."""
+"""The option's values, as members of ``ProfilingVerbosity``."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(slots=True)
 class Loaded:
-    """A deserialised engine with all that must outlive it ("How TensorRT works", Object Lifetimes)."""
+    """A deserialised engine with everything that must outlive it ("How TensorRT works", Object Lifetimes)."""
 
     flavour: Flavour
     device: Device
@@ -50,14 +56,14 @@ class Loaded:
     recorder: ErrorRecorder
     allocator: Any
     runtimes: tuple[Any, ...]
-    """The library's runtime, and the lean runtime that it loaded, if it did."""
+    """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
 
-    def failed(self, what: str, errors: Errors) -> DeviceError:
-        """The funnel: the error for a call that TensorRT said failed, after all that is known about it."""
+    def failed(self, what: str, errors: TensorRTErrors) -> DeviceError:
+        """Return the error for a call that TensorRT reported as failed, from all that is known about it."""
         refusals = self.memory.take_refusals()
         try:
-            # A sticky CUDA error shows in the next call of anybody, so the device gets one to notice it by.
+            # A sticky CUDA error shows up in the next CUDA call, so make one for the device to notice it.
             self.device.memory()
         except DeviceError as error:
             logger.debug("the device failed too: %s", error)
@@ -65,22 +71,22 @@ class Loaded:
             said = f" {self.device.lost}" if self.device.lost is not None else ""
             return DeviceLostError(
                 f"{what} failed, and nothing on {self.device.name} can be trusted in this process any more. "
-                f"{errors}.{said or ' Restart the process (a supervisor can)'}"
+                f"{errors}.{said or ' Restart the process, for example under a supervisor'}"
             )
         if refusals or errors.has_code("FAILED_ALLOCATION"):
-            why = said_of_refusals(refusals) or f"The device: {self.device.memory()}"
-            return DeviceMemoryError(f"{what} failed for want of memory. {why}. {errors}")
+            why = describe_refusals(refusals) or f"The device: {self.device.memory()}"
+            return DeviceMemoryError(f"{what} failed for lack of memory. {why}. {errors}")
         return ExecutionError(f"{what} failed. {errors}")
 
     def activate_to_close(self) -> None:
-        """Make the device current to give something back; on a device that is lost, that is no matter."""
+        """Make the device current in order to free something. On a lost device a failure is only logged."""
         try:
             self.device.activate()
         except DeviceError as error:
-            logger.debug("the device failed while something was given back: %s", error)
+            logger.debug("the device failed while something was freed: %s", error)
 
     def close(self) -> None:
-        """Let go of the engine, then of what made it, then of what they call back."""
+        """Release the engine, then the runtimes that made it, then the allocator that they call back."""
         self.engine = None
         self.runtimes = ()
         self.allocator = None
@@ -89,9 +95,9 @@ class Loaded:
 class TensorRTContext:
     """A context of one engine. It has no enqueue memory of its own; each batch brings an arena.
 
-    :param loaded: the engine; this holds it, and so all that the engine needs.
-    :param signature: what the engine takes and gives.
-    :param on_close: called once when the context is gone.
+    :param loaded: the engine, which this keeps alive with everything that it needs.
+    :param signature: the engine's inputs, outputs and profiles.
+    :param on_close: called once, when the context has been closed.
     """
 
     def __init__(self, loaded: Loaded, signature: Signature, on_close: Callable[[], None]) -> None:
@@ -102,7 +108,7 @@ class TensorRTContext:
         self._streams: list[Stream] = []
         self._trt: Any = create_trt_context(loaded)
         self._recorder = make_recorder(loaded.flavour.module)
-        # What TensorRT has been told last. None: nothing, or it cannot be relied on.
+        # The state that TensorRT was given last; None if there is none, or it is unknown after an error.
         self._binding: TensorRTBinding | None = None
         self._profile: int | None = None
         self._shapes: tuple[tuple[Dims, ...], int] | None = None
@@ -120,7 +126,7 @@ class TensorRTContext:
         try:
             self._configure()
         except BaseException:
-            self._on_close = None  # It was never there for who made it.
+            self._on_close = None  # The caller never had this context.
             self.close()
             raise
 
@@ -132,10 +138,10 @@ class TensorRTContext:
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "TensorRTBinding":
-        assert self._trt is not None, "a closed context is bound to nothing"
+        assert self._trt is not None, "a closed context cannot be bound"
         for spec, memory in zip(self._signature.outputs, outputs, strict=True):
             assert (memory is None) == (spec.name in self.unbound), (
-                f"{spec} is bound where its shape is known"
+                f"memory is bound for {spec} exactly if its shape is known"
             )
         return TensorRTBinding(self, self._signature, inputs, outputs)
 
@@ -154,28 +160,37 @@ class TensorRTContext:
         if on_close is not None:
             on_close()
 
-    def enqueue(self, binding: "TensorRTBinding", rows: int, *, stream: Stream, arena: Buffer | None) -> None:
-        """Put one batch of a binding of this context on ``stream``.
+    def enqueue(
+        self,
+        binding: "TensorRTBinding",
+        rows: int,
+        *,
+        profile: int | None,
+        stream: Stream,
+        arena: Buffer | None,
+    ) -> None:
+        """Enqueue one batch of a binding of this context on ``stream``.
 
-        Where the stream is being captured, a batch of the same shapes must have been enqueued before, as
-        TensorRT does work at the first one that cannot be part of a graph.
+        While the stream is being captured, a batch of the same shapes must have been enqueued before: at the
+        first one, TensorRT does work that cannot be part of a graph.
 
-        :raises InputError: when no profile admits so many rows of these dimensions.
+        :raises InternalError: when the given profile does not take the batch.
+        :raises InputError: when no profile is given, and none takes the batch.
         :raises ExecutionError: when TensorRT refuses; the next batch is not affected.
         :raises DeviceLostError: when the device is lost.
         """
-        profile = binding.profile_of(rows)
+        chosen = binding.profile_for(rows, profile)
         if not self._guard.acquire(blocking=False):
-            raise InternalError(f"{self!r} is used by two threads at once")
+            raise InternalError(f"{self!r} was used by two threads at once")
         done = False
         try:
             self._loaded.device.activate()
-            self._prepare(binding, profile, rows, stream, arena)
+            self._prepare(binding, chosen, rows, stream, arena)
             for output in binding.unbound:
                 output.begin()
             self._call("execute_async_v3", stream.handle)
             for output in binding.unbound:
-                output.collect(stream)
+                output.collect(rows, stream)
             self._is_warm = self._is_warm or not stream.is_capturing
             done = True
         finally:
@@ -183,10 +198,10 @@ class TensorRTContext:
                 self._forget()
             self._guard.release()
         if self._recorder.has_errors:
-            logger.warning("%r enqueued a batch, and %s", self, self._recorder.take())
+            logger.warning("%r enqueued a batch, but %s", self, self._recorder.take())
 
     def _configure(self) -> None:
-        """What is set once, when the context is made."""
+        """Set what is set only once, when the context is created."""
         loaded, options, trt = self._loaded, self._loaded.options, self._trt
         trt.name = self._signature.model
         if options.persistent_cache_limit is not None:
@@ -208,15 +223,21 @@ class TensorRTContext:
         stream: Stream,
         arena: Buffer | None,
     ) -> None:
-        """Tell TensorRT what it has not been told yet."""
+        """Set whatever has changed since the batch before."""
         shapes = (binding.dims, rows)
         is_other_shape = profile.index != self._profile or shapes != self._shapes
+        if stream.is_capturing and binding.unbound:
+            raise InternalError(
+                f"{self!r} cannot be captured: a graph does not report the shape of "
+                f"{binding.unbound[0].name!r}"
+            )
         if stream.is_capturing and (is_other_shape or not self._is_warm):
             raise InternalError(
-                f"{self!r} is captured with {rows} rows of {binding.dims}, and was not run with them before"
+                f"{self!r} is being captured with {rows} rows of {binding.dims}, but was not run with them "
+                "before"
             )
         if profile.index != self._profile:
-            # On the batch's own stream, so that what it copies is there before the batch runs.
+            # On the batch's own stream, so that what this copies is in place before the batch runs.
             self._call("set_optimization_profile_async", profile.index, stream.handle)
             self._profile, self._shapes, self._binding = profile.index, None, None
         if binding is not self._binding:
@@ -228,7 +249,7 @@ class TensorRTContext:
             self._shapes = shapes
         self._set_arena(profile, arena, is_other_shape=is_other_shape)
         if self._streams:
-            # TensorRT promises to use them for the next enqueue only.
+            # TensorRT promises to use them only for the next enqueue.
             self._trt.set_aux_streams([aux.handle for aux in self._streams])
 
     def _bind(self, binding: "TensorRTBinding") -> None:
@@ -238,7 +259,7 @@ class TensorRTContext:
             self._call("set_output_allocator", name, self._output_allocator)
 
     def _set_shapes(self, binding: "TensorRTBinding", rows: int) -> None:
-        """Set the shapes of inputs, and check that the outputs come to what is bound for them."""
+        """Set the shapes of inputs, and check that the outputs have the shapes that memory is bound for."""
         for memory in binding.inputs:
             self._call("set_input_shape", memory.name, (rows, *memory.dims))
         try:
@@ -246,57 +267,59 @@ class TensorRTContext:
         except RuntimeError as error:
             raise self._failed(f"infer_shapes for {rows} rows of {binding.dims}") from error
         if missing:
-            raise self._failed(f"infer_shapes for {rows} rows of {binding.dims} (not known: {missing})")
+            raise self._failed(f"infer_shapes for {rows} rows of {binding.dims} (unknown: {missing})")
         for output in binding.outputs:
             if output is None:
-                continue  # TensorRT says its shape when the batch is enqueued.
+                continue  # TensorRT reports its shape when the batch is enqueued.
             shape = shape_of(self._trt.get_tensor_shape(output.name))
             if shape != (rows, *output.dims):
                 raise ExecutionError(
                     f"output {output.name!r} of {self._signature.model!r} has shape {shape} for {rows} rows "
-                    f"of {binding.dims}, and memory is bound for {(rows, *output.dims)}. Its dimensions do "
-                    "not follow the input's as they did for every shape that was tried when the plan was "
+                    f"of {binding.dims}, but memory is bound for {(rows, *output.dims)}. Its dimensions do "
+                    "not follow the inputs' as they did for every shape that was tried when the plan was "
                     "opened"
                 )
 
     def _set_arena(self, profile: Profile, arena: Buffer | None, *, is_other_shape: bool) -> None:
-        """Give TensorRT the enqueue memory of this batch, where it is not what it has already."""
+        """Give TensorRT the enqueue memory of this batch, unless it has it already."""
         if arena is None:
             if profile.enqueue_nbytes:
-                raise InternalError(f"{self!r} was given no arena, and needs {profile.enqueue_nbytes} bytes")
+                raise InternalError(f"{self!r} was given no arena, but needs {profile.enqueue_nbytes} bytes")
             return
         memory = arena.address, arena.nbytes
         if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != self._memory):
-            # Not enough for every batch of the profile. TensorRT computes what this one needs.
+            # Not enough for every batch of the profile, so TensorRT computes what this one needs.
             needed = int(self._trt.update_device_memory_size_for_shapes())
             if not 0 < needed <= arena.nbytes:
-                raise InternalError(f"{self!r} has an arena of {arena.nbytes} bytes, and needs {needed}")
+                raise InternalError(
+                    f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {needed}"
+                )
             self._memory = None
         if memory != self._memory:
             self._trt.set_device_memory(*memory)
             self._memory = memory
 
     def _call(self, name: str, *args: Any) -> None:
-        """A call that says whether it went well, by its answer or by an exception."""
+        """Make a call that reports failure by returning ``False`` or by raising."""
         try:
-            went_well = getattr(self._trt, name)(*args)
+            succeeded = getattr(self._trt, name)(*args)
         except RuntimeError as error:
             raise self._failed(f"{name}({', '.join(map(repr, args))})") from error
-        if not went_well:
+        if not succeeded:
             raise self._failed(f"{name}({', '.join(map(repr, args))})")
 
     def _failed(self, what: str) -> DeviceError:
         return self._loaded.failed(f"{what} of {self._signature.model!r}", self._recorder.take())
 
     def _forget(self) -> None:
-        """After an error: TensorRT is told everything anew."""
+        """Forget what TensorRT was given, after an error, so that the next batch sets everything again."""
         self._binding = self._profile = self._shapes = self._memory = None
         self._is_warm = False
         self._recorder.clear()
 
 
 class TensorRTBinding:
-    """A context tied to one set of tensor memory."""
+    """A context bound to one set of tensor memory."""
 
     def __init__(
         self,
@@ -307,7 +330,7 @@ class TensorRTBinding:
     ) -> None:
         self._context = context
         self._signature = signature
-        self._profiles: dict[int, Profile] = {}
+        self._profiles: dict[tuple[int, int | None], Profile] = {}
         self.inputs = inputs
         self.outputs = outputs
         self.dims = tuple(memory.dims for memory in inputs)
@@ -318,28 +341,35 @@ class TensorRTBinding:
             if memory is None
         )
 
-    def enqueue(self, rows: int, *, stream: Stream, arena: Buffer | None) -> None:
-        self._context.enqueue(self, rows, stream=stream, arena=arena)
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
+        self._context.enqueue(self, rows, profile=profile, stream=stream, arena=arena)
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
-        return {output.name: output.array() for output in self.unbound}
+        return {output.name: output.take() for output in self.unbound}
 
-    def profile_of(self, rows: int) -> Profile:
-        """The profile to run so many rows with.
+    def profile_for(self, rows: int, index: int | None) -> Profile:
+        """Return the profile of this index if it takes a batch of ``rows``, or choose one for ``None``.
 
-        :raises InputError: when none admits them.
+        :raises InternalError: when the given profile does not take the batch.
+        :raises InputError: when no profile is given, and none takes the batch.
         """
-        profile = self._profiles.get(rows)
+        # At most one entry for each number of rows and profile.
+        profile = self._profiles.get((rows, index))
         if profile is None:
-            # As many entries as a batch can have rows, at the most.
-            profile = self._profiles[rows] = self._signature.profile_of(self.dims, rows)
+            signature = self._signature
+            profile = (
+                signature.profile_of(self.dims, rows)
+                if index is None
+                else signature.checked_profile(index, self.dims, rows)
+            )
+            self._profiles[rows, index] = profile
         return profile
 
 
 def create_trt_context(loaded: Loaded) -> Any:
-    """TensorRT's own context, without enqueue memory.
+    """Create TensorRT's own context, without enqueue memory.
 
-    :raises DeviceMemoryError: when what it keeps for itself does not fit.
+    :raises DeviceMemoryError: when the memory that it keeps does not fit.
     :raises ExecutionError: when TensorRT refuses for another reason.
     """
     if loaded.engine is None:

@@ -1,7 +1,7 @@
-"""What a deserialised engine takes and gives: tensors, the batch axis, profiles.
+"""Read the tensors, the batch axis and the profiles of a deserialised engine.
 
-An engine knows its dimensions by number and has no names for them, so a dynamic one is called after its
-tensor: ``tokens.1``. Which of them an output follows is found by trying (see ``probe``).
+An engine numbers its dimensions and has no names for them, so a dynamic one is named after its tensor:
+``tokens.1``. Which of them an output follows is found by trying (see ``probe``).
 """
 
 from dataclasses import dataclass, replace
@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from asynctrt.backends.batch_axis import BatchAxis
 from asynctrt.devices.base import aligned
-from asynctrt.errors import InputError, ModelError
+from asynctrt.errors import InputError, InternalError, ModelError
 from asynctrt.tensors import Dims, TensorSpec
 
 DTYPES: Final = {
@@ -23,39 +24,45 @@ DTYPES: Final = {
     "INT64": "int64",
     "BOOL": "bool",
 }
-"""TensorRT's names of the types that NumPy has too."""
+"""NumPy's names of TensorRT's types."""
+
+REBUILD: Final = "Build the plan from a model"
+"""How a model with another batch axis becomes a plan, for messages."""
 
 PACKED: Final = ("FP8", "INT4", "FP4", "E8M0")
-"""Types that no array library of the host holds."""
+"""Types that no array library on the host can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An optimisation profile: which shapes it admits, and how much enqueue memory they need at the most."""
+    """An optimisation profile: the shapes it accepts, and the most enqueue memory that they need."""
 
     index: int
     enqueue_nbytes: int
-    """A multiple of 256."""
+    """Enough for the largest shapes; a multiple of 256."""
     shapes: tuple[tuple[Dims, Dims, Dims], ...]
-    """For each input the smallest, the usual and the largest shape, batch axis included."""
+    """For each input the smallest, the optimal and the largest shape, including the batch axis."""
 
     @property
     def rows_min(self) -> int:
-        """The smallest batch it admits."""
+        """The smallest batch that it accepts."""
         return max((low[0] for low, _, _ in self.shapes), default=1)
 
     @property
-    def rows_usual(self) -> int:
-        """The batch it was optimised for."""
+    def rows_optimal(self) -> int:
+        """The batch size that it was optimised for."""
         return self.shapes[0][1][0]
 
     @property
     def rows_max(self) -> int:
-        """The largest batch it admits."""
+        """The largest batch that it accepts."""
         return min(high[0] for _, _, high in self.shapes)
 
-    def admits(self, dims: tuple[Dims, ...], rows: int) -> bool:
-        """Whether a batch of rows of these dimensions, one for each input, lies within it."""
+    def accepts(self, dims: tuple[Dims, ...], rows: int) -> bool:
+        """Return whether it accepts a batch of ``rows`` rows.
+
+        :param dims: the dimensions of one row of each input.
+        """
         return len(dims) == len(self.shapes) and all(
             len(low) == len(given) + 1
             and all(a <= value <= b for a, value, b in zip(low, (rows, *given), high, strict=True))
@@ -65,7 +72,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What an engine takes and gives, and in which sizes."""
+    """The inputs and outputs of an engine, and the sizes that it accepts."""
 
     model: str
     inputs: tuple[TensorSpec, ...]
@@ -75,12 +82,12 @@ class Signature:
 
     @property
     def rows_min(self) -> int:
-        """The smallest batch that some profile admits."""
+        """The smallest batch that some profile accepts."""
         return min(profile.rows_min for profile in self.profiles)
 
     @property
     def rows_max(self) -> int:
-        """The largest batch that some profile admits."""
+        """The largest batch that some profile accepts."""
         return max(profile.rows_max for profile in self.profiles)
 
     @property
@@ -90,7 +97,7 @@ class Signature:
 
     @property
     def unbound(self) -> tuple[str, ...]:
-        """Outputs with a dimension that no input has."""
+        """The names of outputs with a dimension that no input has."""
         known = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
         return tuple(
             spec.name
@@ -99,36 +106,53 @@ class Signature:
         )
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> Profile:
-        """The profile to run a batch with: of those that admit it, the one with the least enqueue memory.
+        """Return the profile with the least enqueue memory among those that accept a batch.
 
-        Of several with the same, the one that was optimised for the nearest number of rows.
+        Of several that need the same, return the one that was optimised for the nearest batch size.
 
-        :raises InputError: when none admits it.
+        :raises InputError: when none accepts it.
         """
-        admitting = [profile for profile in self.profiles if profile.admits(dims, rows)]
-        if not admitting:
+        accepting = [profile for profile in self.profiles if profile.accepts(dims, rows)]
+        if not accepting:
             raise self._has_no_profile(rows, dims)
         return min(
-            admitting,
-            key=lambda profile: (profile.enqueue_nbytes, abs(profile.rows_usual - rows), profile.index),
+            accepting,
+            key=lambda profile: (profile.enqueue_nbytes, abs(profile.rows_optimal - rows), profile.index),
         )
 
-    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
-        """The smallest and the largest batch of each profile that admits rows of these dimensions.
+    def checked_profile(self, index: int, dims: tuple[Dims, ...], rows: int) -> Profile:
+        """Return the profile that was chosen for a batch, after checking that it takes the batch.
 
-        :raises InputError: when none does, whatever the number of rows.
+        :raises InternalError: when it does not, or when there is no such profile.
+        """
+        if not 0 <= index < len(self.profiles):
+            raise InternalError(
+                f"profile {index} was chosen for a batch of {self.model!r}, which has {len(self.profiles)}"
+            )
+        profile = self.profiles[index]
+        if not profile.accepts(dims, rows):
+            raise InternalError(
+                f"profile {index} of {self.model!r} was chosen for {self._shapes_text(rows, dims)}, which it "
+                f"does not take. {self.profiles_text()}"
+            )
+        return profile
+
+    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
+
+        :raises InputError: when none accepts them, whatever the number of rows.
         """
         ranges = {
             (profile.rows_min, profile.rows_max)
             for profile in self.profiles
-            if profile.admits(dims, profile.rows_min)
+            if profile.accepts(dims, profile.rows_min)
         }
         if not ranges:
             raise self._has_no_profile("rows", dims)
         return tuple(sorted(ranges))
 
     def profiles_text(self) -> str:
-        """What the profiles admit, for messages."""
+        """Return the shapes that the profiles accept, for messages."""
         return "; ".join(
             f"profile {profile.index} takes "
             + ", ".join(
@@ -139,35 +163,38 @@ class Signature:
         )
 
     def with_outputs(self, outputs: tuple[TensorSpec, ...]) -> "Signature":
-        """The same with outputs of which more is known."""
+        """Return a copy with other outputs, of which more is known."""
         return replace(self, outputs=outputs)
 
-    def _has_no_profile(self, rows: int | str, dims: tuple[Dims, ...]) -> InputError:
-        given = ", ".join(
+    def _shapes_text(self, rows: int | str, dims: tuple[Dims, ...]) -> str:
+        return ", ".join(
             f"{spec.name} {_shape_text((rows, *shape))}"
             for spec, shape in zip(self.inputs, dims, strict=False)
         )
+
+    def _has_no_profile(self, rows: int | str, dims: tuple[Dims, ...]) -> InputError:
         return InputError(
-            f"{self.model!r} has no profile for {given}. {self.profiles_text()}. Send shapes within one "
-            "of them, or build the plan with a profile for these"
+            f"{self.model!r} has no profile for {self._shapes_text(rows, dims)}. {self.profiles_text()}. "
+            "Send shapes that one of them takes, or build the plan with a profile for these"
         )
 
 
 def read_signature(model: str, module: Any, engine: Any) -> Signature:
-    """The tensors and profiles of an engine. Dynamic dimensions of outputs are still named after themselves.
+    """Return the tensors and profiles of an engine. Dynamic dimensions of outputs are named after themselves.
 
-    :raises ModelError: for an engine whose rows cannot be batched or do not lie in plain memory.
+    :raises ModelError: for an engine whose rows cannot be batched, or do not lie in plain memory.
     """
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     inputs = [name for name in names if engine.get_tensor_mode(name) == module.TensorIOMode.INPUT]
     outputs = [name for name in names if engine.get_tensor_mode(name) == module.TensorIOMode.OUTPUT]
-    if not inputs or not outputs:
-        raise ModelError(f"{model!r} has {len(inputs)} inputs and {len(outputs)} outputs: needs both")
     for name in inputs:
         _check_input(model, module, engine, name)
     for name in outputs:
         _check_output(model, module, engine, name)
-    rows_fixed = _fixed_rows(model, engine, inputs, outputs)
+    rows_fixed = BatchAxis(model, REBUILD).fixed_rows(
+        {name: shape_of(engine.get_tensor_shape(name)) for name in inputs},
+        {name: shape_of(engine.get_tensor_shape(name)) for name in outputs},
+    )
     profiles = tuple(
         Profile(
             index,
@@ -188,16 +215,16 @@ def read_signature(model: str, module: Any, engine: Any) -> Signature:
 
 
 def shape_of(dims: Any) -> Dims:
-    """A shape as a tuple; TensorRT's own ``Dims`` can be compared with nothing."""
+    """Return a shape as a tuple; TensorRT's own ``Dims`` cannot be compared with one another."""
     return tuple(int(dim) for dim in dims)
 
 
 def _check_input(model: str, module: Any, engine: Any, name: str) -> None:
     if engine.is_shape_inference_io(name) or engine.get_tensor_location(name) == module.TensorLocation.HOST:
         raise ModelError(
-            f"input {name!r} of {model!r} is a shape tensor: its values decide about shapes, so requests "
-            "with other values cannot share a batch. Make it a constant of the network, or derive it from "
-            "the shape of another input (ONNX: Shape), and build the plan anew"
+            f"input {name!r} of {model!r} is a shape tensor: its values determine shapes, so requests with "
+            "different values cannot share a batch. Make it a constant of the network, or derive it from the "
+            "shape of another input (ONNX: Shape), and rebuild the plan"
         )
     _check_format(model, engine, "input", name)
 
@@ -205,57 +232,29 @@ def _check_input(model: str, module: Any, engine: Any, name: str) -> None:
 def _check_output(model: str, module: Any, engine: Any, name: str) -> None:
     if engine.get_tensor_location(name) == module.TensorLocation.HOST:
         raise ModelError(
-            f"output {name!r} of {model!r} is a shape tensor, which the engine writes on the host and not "
-            "for each row. Leave it out of the network's outputs"
+            f"output {name!r} of {model!r} is a shape tensor, which the engine writes on the host, and not "
+            "for each row. Remove it from the network's outputs"
         )
     aliased = getattr(engine, "get_aliased_input_tensor", None)
     if aliased is not None and aliased(name):
         raise ModelError(
-            f"output {name!r} of {model!r} is written in place of input {aliased(name)!r}, as caches of key "
-            "and value are: such a model keeps state from batch to batch, and requests of different callers "
-            "would see it. Build it without (ONNX: no aliased outputs)"
+            f"output {name!r} of {model!r} overwrites input {aliased(name)!r}, as a key-value cache does: "
+            "such a model keeps state from batch to batch, which requests of other callers would see. Build "
+            "it without aliased outputs"
         )
     _check_format(model, engine, "output", name)
 
 
 def _check_format(model: str, engine: Any, kind: str, name: str) -> None:
-    """Rows must lie one after the other, row-major."""
+    """Check that rows lie one after the other, row-major."""
     describe = getattr(engine, "get_tensor_format_desc", None)
     said = str(describe(name)) if describe is not None else ""
     if engine.get_tensor_vectorized_dim(name) != -1 or (said and "linear" not in said.lower()):
         raise ModelError(
-            f"{kind} {name!r} of {model!r} has the layout {said or 'of vectors'!r}, and rows are row-major "
+            f"{kind} {name!r} of {model!r} has the layout {said or 'vectorised'!r}, but rows are row-major "
             "arrays. Build the plan with linear inputs and outputs (allowed_formats = 1 << "
             "TensorFormat.LINEAR, trtexec --inputIOFormats=fp32:chw)"
         )
-
-
-def _fixed_rows(model: str, engine: Any, inputs: list[str], outputs: list[str]) -> int | None:
-    """The batch size if it is fixed; a model whose tensors do not share a batch axis is refused."""
-    shapes = {name: shape_of(engine.get_tensor_shape(name)) for name in (*inputs, *outputs)}
-    for name, shape in shapes.items():
-        if not shape:
-            kind = "input" if name in inputs else "output"
-            raise ModelError(
-                f"{kind} {name!r} of {model!r} is a scalar. Batching needs a first axis that counts rows: "
-                "build the plan from a model with one"
-            )
-    first = {shapes[name][0] for name in inputs}
-    if len(first) > 1:
-        listed = {name: shapes[name] for name in inputs}
-        raise ModelError(
-            f"the inputs of {model!r} do not share a batch axis: {listed}. Build the plan from a model with "
-            "a dynamic first axis on every input"
-        )
-    rows = first.pop()
-    for name in outputs:
-        if shapes[name][0] not in (-1, rows):
-            raise ModelError(
-                f"output {name!r} of {model!r} has the fixed first axis {shapes[name][0]}, so its rows "
-                "cannot be told apart. Build the plan from a model whose outputs have a first axis that "
-                "counts rows"
-            )
-    return None if rows == -1 else rows
 
 
 def _check_rows(model: str, inputs: list[str], profiles: tuple[Profile, ...]) -> None:
@@ -266,13 +265,13 @@ def _check_rows(model: str, inputs: list[str], profiles: tuple[Profile, ...]) ->
         if len(set(ranges.values())) > 1:
             raise ModelError(
                 f"the inputs of {model!r} have different ranges on their first axis in profile "
-                f"{profile.index}: {ranges}. It is the batch axis of all of them: build the plan with one "
-                "range for all"
+                f"{profile.index}: {ranges}. That axis is the batch axis of all inputs: build the plan with "
+                "one range for all"
             )
 
 
 def _profile_shapes(engine: Any, name: str, index: int) -> tuple[Dims, Dims, Dims]:
-    """The shapes that a profile admits for an input; its fixed shape where it has no other."""
+    """Return the smallest, the optimal and the largest shape of an input, which are equal if it is fixed."""
     shapes = [shape_of(shape) for shape in engine.get_tensor_profile_shape(name, index)]
     if len(shapes) == 3 and all(shapes):
         return shapes[0], shapes[1], shapes[2]
@@ -294,15 +293,15 @@ def _dtype(model: str, kind: str, name: str, data_type: str) -> np.dtype[Any]:
             bfloat16: np.dtype[Any] = np.dtype(import_module("ml_dtypes").bfloat16)
         except ImportError as error:
             raise ModelError(
-                f"{kind} {name!r} of {model!r} is bfloat16, which NumPy has from another package: "
+                f"{kind} {name!r} of {model!r} is bfloat16, for which NumPy needs another package: "
                 "pip install ml-dtypes. Or build the plan with float32 inputs and outputs"
             ) from error
         return bfloat16
-    packed = " (several values a byte, or scaled)" if data_type in PACKED else ""
+    packed = " (several values in a byte, or scaled)" if data_type in PACKED else ""
     raise ModelError(
-        f"{kind} {name!r} of {model!r} is {data_type}{packed}, and requests carry NumPy arrays of "
+        f"{kind} {name!r} of {model!r} is {data_type}{packed}, but requests carry NumPy arrays of "
         f"{', '.join(sorted(DTYPES.values()))} or bfloat16. Build the plan with such inputs and outputs; "
-        "inside, it may compute in any type"
+        "internally it may compute in any type"
     )
 
 

@@ -1,6 +1,6 @@
-"""Which of the four TensorRT packages runs a plan, and what to do when none can be loaded.
+"""Choose which of the four TensorRT packages runs a plan, and explain what to do when none can be loaded.
 
-No package is imported by its name in an import statement: which one it is, is known when the plan is.
+No package is imported by an import statement, since the plan decides which one is needed.
 """
 
 import logging
@@ -11,9 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from asynctrt.backends.tensorrt.options import FLAVOURS
 from asynctrt.backends.tensorrt.plan import KINDS, TAG_RTX, TAG_TENSORRT
-from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError
+from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError
+from asynctrt.options import FLAVOURS
+from asynctrt.validation import choice
 
 EXTRAS: Final = {
     "tensorrt": "tensorrt",
@@ -24,19 +25,19 @@ EXTRAS: Final = {
 """The extra that installs each package."""
 
 MAPS: Final = Path("/proc/self/maps")
-"""Where Linux says which libraries this process has loaded."""
+"""Where Linux lists the libraries that this process has loaded."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """A TensorRT package, or what stands in for one."""
+    """A TensorRT package, or a stand-in with its surface."""
 
     name: str
     module: Any
     is_real: bool
-    """Whether it is one of the four packages, which run on CUDA and nowhere else."""
+    """Whether it is one of the four packages, which run only on CUDA devices."""
 
     def __repr__(self) -> str:
         return f"<Flavour {self.name} {self.version}>"
@@ -48,49 +49,48 @@ class Flavour:
 
     @property
     def tag(self) -> bytes:
-        """How the plans that it runs begin."""
+        """The first four bytes of the plans that it runs."""
         return TAG_RTX if "rtx" in self.name else TAG_TENSORRT
 
     @property
     def title(self) -> str:
-        """What it is and of which version, for messages."""
+        """Its name and version, for messages."""
         return f"{self.name} {self.version}"
 
     @property
     def distribution(self) -> str:
-        """What pip calls it."""
+        """Its name for pip."""
         return self.name.replace("_", "-")
 
     def check_tag(self, tag: bytes, where: str) -> None:
-        """Refuse a plan of the other kind.
+        """Check that this package runs plans that begin with ``tag``.
 
-        :raises ModelError: with the package that would run it.
+        :param where: the name of the plan in messages.
+        :raises ModelError: if it does not; the message names the packages that do.
         """
         if tag != self.tag:
             fits = "tensorrt_rtx" if tag == TAG_RTX else "tensorrt, tensorrt_lean or tensorrt_dispatch"
             raise ModelError(
                 f"{where} was built by {KINDS[tag]} (it begins with {tag.decode()!r}), and {self.title} runs "
-                f"plans of {KINDS[self.tag]} ({self.tag.decode()!r}). Open it with {fits}, or build it anew"
+                f"plans of {KINDS[self.tag]} ({self.tag.decode()!r}). Open it with {fits}, or rebuild it"
             )
 
 
 def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
-    """The package to run a plan with: by name, the object given, or the first that can be loaded.
+    """Return the package to run a plan with: the given one, or the first that can be loaded.
 
-    :param flavour: ``None``, a name, or a module or what stands in for one.
-    :param tag: how the plan begins.
-    :param where: what the plan is called in messages.
-    :raises OptionsError: for a name that is none of the four.
-    :raises MissingExtraError: if the package is not installed, with the extra that brings it.
-    :raises DeviceUnavailableError: if it is installed and a library that it needs is not there.
-    :raises ModelError: for a package that does not run this kind of plan.
+    :param flavour: the name of a package, a module, a stand-in for one, or ``None`` to choose.
+    :param tag: the first four bytes of the plan.
+    :param where: the name of the plan in messages.
+    :raises OptionsError: for a name that is not one of the four.
+    :raises MissingExtraError: if the package is not installed; the message names the extra that installs it.
+    :raises DeviceUnavailableError: if the package is installed, but a library that it needs is missing.
+    :raises ModelError: if the package does not run this kind of plan.
     """
     if flavour is None:
         return _first(tag, where)
     if isinstance(flavour, str):
-        if flavour not in FLAVOURS:
-            raise OptionsError(f"flavour is one of {', '.join(FLAVOURS)}, not {flavour!r}")
-        found = _load(flavour)
+        found = _load(choice(*FLAVOURS)("flavour", flavour))
     else:
         name = str(getattr(flavour, "__name__", type(flavour).__name__))
         found = Flavour(name, flavour, isinstance(flavour, ModuleType) and name in FLAVOURS)
@@ -99,10 +99,10 @@ def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
 
 
 def cuda_runtimes(maps: Path = MAPS) -> tuple[str, ...]:
-    """The CUDA runtime libraries (``libcudart``) that this process has loaded, by path.
+    """Return the paths of the CUDA runtime libraries (``libcudart``) that this process has loaded.
 
-    More than one is a frequent cause of failures that no message names: a package brings a runtime of one
-    CUDA version, and ``LD_LIBRARY_PATH`` or another package that of another.
+    More than one is a frequent cause of failures that no message explains: one package brings the runtime of
+    one CUDA version, and another package or ``LD_LIBRARY_PATH`` brings that of another.
     """
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -112,18 +112,18 @@ def cuda_runtimes(maps: Path = MAPS) -> tuple[str, ...]:
     return tuple(sorted(path for path in paths if re.search(r"/libcudart[^/]*\.so[^/]*$", path)))
 
 
-def said_of_runtimes(runtimes: tuple[str, ...]) -> str:
-    """What to add to a message when several CUDA runtimes are loaded; empty otherwise."""
+def describe_runtimes(runtimes: tuple[str, ...]) -> str:
+    """Return a sentence to append to a message when several CUDA runtimes are loaded, or an empty string."""
     if len(runtimes) < 2:
         return ""
     return (
-        f" Note that this process has loaded {len(runtimes)} CUDA runtimes ({', '.join(runtimes)}): let all "
-        "packages be built for one CUDA version, and look at LD_LIBRARY_PATH"
+        f" Note that this process has loaded {len(runtimes)} CUDA runtimes ({', '.join(runtimes)}): install "
+        "packages that are all built for one CUDA version, and check LD_LIBRARY_PATH"
     )
 
 
 def _first(tag: bytes, where: str) -> Flavour:
-    """The first package that runs this kind of plan and can be loaded."""
+    """Return the first package that runs this kind of plan and can be loaded."""
     names = [name for name in FLAVOURS if ("rtx" in name) == (tag == TAG_RTX)]
     broken: DeviceUnavailableError | None = None
     for name in names:
@@ -135,19 +135,19 @@ def _first(tag: bytes, where: str) -> Flavour:
             broken = broken or error
             continue
         if broken is not None:
-            logger.warning("%s. %s is used in its place", broken, found.title)
+            logger.warning("%s. Using %s instead", broken, found.title)
         return found
     if broken is not None:
         raise broken
     extras = " or ".join(f"'asynctrt[{EXTRAS[name]}]'" for name in names)
     raise MissingExtraError(
-        f"{where} is a plan of {KINDS[tag]}, and no package that runs it is installed: pip install {extras}"
-        + (". Lean and dispatch run plans that were built version-compatible" if len(names) > 1 else "")
+        f"{where} is a {KINDS[tag]} plan, and no package that runs it is installed: pip install {extras}"
+        + (". The lean and dispatch packages run version-compatible plans" if len(names) > 1 else "")
     )
 
 
 def _load(name: str) -> Flavour:
-    """Import a package, or say what is missing."""
+    """Import a package, or raise an error that says what is missing."""
     try:
         module = import_module(name)
     except ModuleNotFoundError as error:
@@ -156,38 +156,38 @@ def _load(name: str) -> Flavour:
                 f"{name} is not installed: pip install 'asynctrt[{EXTRAS[name]}]'"
             ) from error
         raise DeviceUnavailableError(
-            f"{name} is installed in part: {error}. Install it again: "
+            f"{name} is only partly installed: {error}. Reinstall it: "
             f"pip install --force-reinstall 'asynctrt[{EXTRAS[name]}]'"
         ) from error
     except (ImportError, OSError) as error:
         raise DeviceUnavailableError(
-            f"{name} is installed and cannot be loaded: {error}. {_fix_of_import(name, str(error))}"
-            + said_of_runtimes(cuda_runtimes())
+            f"{name} is installed but cannot be loaded: {error}. {_fix_of_import(name, str(error))}"
+            + describe_runtimes(cuda_runtimes())
         ) from error
     return Flavour(name, module, is_real=True)
 
 
 def _fix_of_import(name: str, said: str) -> str:
-    """What to do about a shared library that was not found or does not fit."""
+    """Return what to do about a shared library that was not found or does not fit."""
     extra = EXTRAS[name]
     if "libcuda.so" in said:
         return (
-            "That is the NVIDIA driver's: install the driver (nvidia-smi should work then); in a container, "
-            "start it with --gpus all"
+            "That library belongs to the NVIDIA driver: install the driver, after which nvidia-smi works; "
+            "start a container with --gpus all"
         )
     cudart = re.search(r"lib(?:cudart|cublas\w*|nvrtc)\.so\.(\d+)", said)
     if cudart:
         return (
-            f"That belongs to CUDA {cudart[1]}: install the package that is built for the CUDA you have "
-            f"(its name ends in -cu12 or -cu13), or CUDA {cudart[1]}: pip install 'asynctrt[{extra}]' brings "
-            "both"
+            f"That library belongs to CUDA {cudart[1]}: install the package that is built for your CUDA "
+            f"version (its name ends in -cu12 or -cu13), or CUDA {cudart[1]}: pip install "
+            f"'asynctrt[{extra}]' installs both"
         )
     if "nvinfer" in said or "tensorrt" in said.split(":", maxsplit=1)[0]:
         return (
-            "That is TensorRT's own library, which comes in a wheel beside the bindings: "
+            "That is TensorRT's own library, which has a wheel of its own beside the bindings: "
             f"pip install --force-reinstall 'asynctrt[{extra}]'"
         )
     return (
-        "Look for the library that it names, or install again: "
+        "Find the library that the message names, or reinstall: "
         f"pip install --force-reinstall 'asynctrt[{extra}]'"
     )

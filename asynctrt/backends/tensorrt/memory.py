@@ -1,8 +1,8 @@
-"""The device memory that TensorRT asks for: counted, bounded, and refused with the arithmetic.
+"""The device memory that TensorRT asks for: counted, bounded, and refused with the numbers.
 
-TensorRT's ``IGpuAllocator`` stands on ``Device.allocate``, so weights and what contexts keep come out of the
-same budget as slabs and arenas. A refusal is recorded, because TensorRT itself only reports that an
-allocation failed ("How TensorRT works", Bounding TensorRT Memory in Production).
+The ``IGpuAllocator`` given to TensorRT uses ``Device.allocate``, so weights and the memory that contexts keep
+come out of the same budget as slabs and arenas. Refusals are recorded, because TensorRT itself only reports
+that an allocation failed ("How TensorRT works", Bounding TensorRT Memory in Production).
 """
 
 import logging
@@ -15,18 +15,18 @@ from asynctrt.devices.base import ALIGNMENT, Buffer, Device, mib
 from asynctrt.errors import DeviceLostError
 
 REFUSALS_MAX: Final = 16
-"""Refusals that are remembered until somebody asks for them."""
+"""How many refusals are kept until they are taken."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRefusal:
-    """An allocation that was refused, in bytes."""
+    """An allocation that was refused. Sizes are in bytes."""
 
     asked_nbytes: int
     held_nbytes: int
-    """What TensorRT held for the model at that time."""
+    """Memory that TensorRT held for the model at that time."""
     budget_nbytes: int | None
     watermark_nbytes: int | None
     reason: str
@@ -39,31 +39,32 @@ class MemoryRefusal:
         ]
         bounds = f" ({', '.join(limits)})" if limits else ""
         return (
-            f"TensorRT asked for {mib(self.asked_nbytes)} and held {mib(self.held_nbytes)} for this "
+            f"TensorRT asked for {mib(self.asked_nbytes)} while it held {mib(self.held_nbytes)} for this "
             f"model{bounds}: {self.reason}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryStatistics:
-    """What TensorRT holds for one model, in bytes, and how it came to it."""
+    """The device memory that TensorRT holds for one model, in bytes, and its allocations so far."""
 
     held_nbytes: int
     peak_nbytes: int
     blocks: int
-    """Allocations that are held now."""
+    """Allocations that TensorRT holds now."""
     allocations: int
-    """All that were granted."""
+    """Allocations that were granted since the model was loaded."""
     refusals: int
     budget_nbytes: int | None
     watermark_nbytes: int | None
 
 
 class DeviceMemory:
-    """All memory that TensorRT holds for one model. Any thread may call.
+    """All memory that TensorRT holds for one model. Thread-safe.
 
-    :param budget: bytes that it may hold at the most.
-    :param watermark: beyond what use of the device, by anybody, nothing is given: a fraction or bytes.
+    :param budget: the most bytes that it may hold.
+    :param watermark: refuse memory if the use of the device, by all processes, would exceed this: a fraction
+        of its memory, or bytes.
     """
 
     def __init__(self, device: Device, *, budget: int | None, watermark: float | None) -> None:
@@ -71,7 +72,7 @@ class DeviceMemory:
         self._budget = budget
         total = device.memory().total_nbytes if isinstance(watermark, float) else 0
         self._watermark = int(total * watermark) if isinstance(watermark, float) else watermark
-        # Reentrant: Python may collect something of TensorRT's, and so free memory, wherever memory is made.
+        # Reentrant: any allocation may start the collector, which may free a TensorRT object and its memory.
         self._lock = threading.RLock()
         self._blocks: dict[int, Buffer] = {}
         self._held = 0
@@ -84,7 +85,7 @@ class DeviceMemory:
         return f"<DeviceMemory blocks={len(self._blocks)} held={self._held}>"
 
     def statistics(self) -> MemoryStatistics:
-        """A snapshot."""
+        """Return a snapshot."""
         with self._lock:
             return MemoryStatistics(
                 self._held,
@@ -97,15 +98,15 @@ class DeviceMemory:
             )
 
     def take_refusals(self) -> tuple[MemoryRefusal, ...]:
-        """What was refused since the last time."""
+        """Return the refusals since the last call."""
         with self._lock:
             taken = tuple(self._refusals)
             self._refusals.clear()
         return taken
 
     def take(self, nbytes: int, alignment: int = ALIGNMENT) -> int | None:
-        """The address of so much memory; None where it is refused, as the allocator's callbacks say it."""
-        # Buffers are aligned to what CUDA's own allocations are, which TensorRT does not ask to exceed.
+        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks do."""
+        # Buffers are aligned as CUDA's own allocations are, and TensorRT asks for no more than that.
         spare = alignment if alignment > ALIGNMENT else 0
         try:
             with self._lock:
@@ -119,16 +120,16 @@ class DeviceMemory:
                     self._allocations += 1
         except DeviceLostError as error:
             refusal = self._record(nbytes, str(error))
-        except Exception as error:  # TensorRT calls this, and an exception would go through its code.
-            refusal = self._record(nbytes, f"the device refused: {error}")
+        except Exception as error:  # TensorRT calls this, and an exception would pass through its code.
+            refusal = self._record(nbytes, f"the device refused it: {error}")
         if refusal is not None:
             logger.warning("%s", refusal)
             return None
-        logger.debug("TensorRT was given %s at %#x, and holds %s", mib(nbytes), address, mib(self._held))
+        logger.debug("TensorRT was given %s at %#x and now holds %s", mib(nbytes), address, mib(self._held))
         return address
 
     def give_back(self, address: int) -> bool:
-        """Free what lies there; False if nothing of ours does, or if it cannot be freed."""
+        """Free the block at an address; return ``False`` if there is none, or if it cannot be freed."""
         with self._lock:
             buffer = self._blocks.pop(address, None)
             if buffer is None:
@@ -138,26 +139,26 @@ class DeviceMemory:
         try:
             buffer.close()
         except Exception as error:
-            logger.warning("%s of TensorRT's could not be freed: %s", mib(nbytes), error)
+            logger.warning("%s of TensorRT's memory could not be freed: %s", mib(nbytes), error)
             return False
         return True
 
     def buffer_at(self, address: int) -> Buffer:
-        """The buffer behind an address that :meth:`take` gave, for our own use."""
+        """Return the buffer behind an address that :meth:`take` returned."""
         return self._blocks[address]
 
     def _refusal(self, nbytes: int) -> MemoryRefusal | None:
-        """Why so much more is too much, if it is."""
+        """Record and return the refusal of ``nbytes`` more, or return ``None`` if they fit."""
         if self._budget is not None and self._held + nbytes > self._budget:
-            return self._record(nbytes, "that is beyond the budget. Raise memory_budget or lower contexts")
+            return self._record(nbytes, "that would exceed the budget. Raise memory_budget or lower contexts")
         if self._watermark is not None:
             memory = self._device.memory()
             used = memory.total_nbytes - memory.free_nbytes
             if used + nbytes > self._watermark:
                 return self._record(
                     nbytes,
-                    f"{mib(used)} of {self._device.name} are in use, so that is above the watermark. Raise "
-                    "memory_watermark, lower contexts, or end what else uses the device",
+                    f"{mib(used)} of {self._device.name} are in use, so that would exceed the watermark. "
+                    "Raise memory_watermark, lower contexts, or stop other processes that use the device",
                 )
         return None
 
@@ -169,8 +170,8 @@ class DeviceMemory:
         return refusal
 
 
-def said_of_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
-    """Refusals as a message has them: the last one, which is what failed, and how many there were."""
+def describe_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
+    """Return the last refusal, which is the one that failed the call, and how many there were."""
     if not refusals:
         return ""
     more = f" ({len(refusals)} refusals)" if len(refusals) > 1 else ""
@@ -178,34 +179,34 @@ def said_of_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
 
 
 def make_allocator(module: Any, source: DeviceMemory) -> Any:
-    """An ``IGpuAllocator`` of the flavour ``module`` over that memory.
+    """Create an ``IGpuAllocator`` of the flavour ``module`` that allocates from ``source``.
 
-    Every method is overridden, since the bindings call none that is not. Freeing waits for the device where
-    the device's memory demands it, so ``deallocate_async`` need not order anything on the stream it is given.
+    It overrides every method, since the bindings call only overridden ones. Freeing a buffer waits for the
+    device if the device requires it, so ``deallocate_async`` need not order anything on its stream.
     """
 
-    class Allocator(module.IGpuAllocator):  # type: ignore[misc]  # Which module is known at run time.
+    class Allocator(module.IGpuAllocator):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
             module.IGpuAllocator.__init__(self)
 
         def allocate(self, size: int, alignment: int, flags: int) -> int | None:
-            """Memory, or None where it is refused."""
+            """Return the address of new memory, or ``None`` to refuse."""
             return source.take(size, alignment) if size else None
 
         def reallocate(self, address: int, alignment: int, new_size: int) -> int | None:
-            """None: as TensorRT reads it, resizing is not implemented, and the block stays as it is."""
+            """Return ``None``: resizing is not implemented, and the block stays as it is."""
             return None
 
         def deallocate(self, memory: int) -> bool:
-            """Give a block back; 0 is none."""
+            """Free a block; the address 0 stands for no block."""
             return not memory or source.give_back(memory)
 
         def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int | None:
-            """Memory that is there at once, so in the order of every stream."""
+            """Return memory that can be used at once, and so in the order of every stream."""
             return source.take(size, alignment) if size else None
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
-            """Give a block back, once nothing uses it any more."""
+            """Free a block once nothing uses it any more."""
             return not memory or source.give_back(memory)
 
     return Allocator()

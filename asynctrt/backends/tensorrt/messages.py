@@ -1,8 +1,8 @@
-"""What TensorRT says: its messages to a logger, its errors to a recorder.
+"""Callbacks for TensorRT's output: messages go to a logger, errors to a recorder.
 
-TensorRT calls both from threads of its own at any time, so both lock, hold a bounded amount and never raise:
-an exception in a callback would end the process. Both must outlive what was made with them ("How TensorRT
-works", Error Handling and Logging), so models and contexts hold them by reference.
+TensorRT calls both from its own threads at any time, so both lock, hold a bounded amount and never raise: an
+exception in a callback would end the process. Both must outlive whatever was created with them ("How TensorRT
+works", Error Handling and Logging), so models and contexts hold references to them.
 """
 
 import logging
@@ -13,10 +13,10 @@ from typing import Any, Final
 from weakref import finalize
 
 ERRORS_MAX: Final = 32
-"""Errors that a recorder keeps; later ones are counted and dropped."""
+"""How many errors a recorder keeps; later ones are dropped, and the message says so."""
 
 TEXT_MAX: Final = 2000
-"""How much of one error's text goes into a message."""
+"""Characters of one error's text that go into a message."""
 
 LEVELS: Final = {
     "INTERNAL_ERROR": logging.CRITICAL,
@@ -25,7 +25,7 @@ LEVELS: Final = {
     "INFO": logging.INFO,
     "VERBOSE": logging.DEBUG,
 }
-"""TensorRT's severities as levels of :mod:`logging`."""
+"""TensorRT's severities, as levels of :mod:`logging`."""
 
 STICKY: Final = re.compile(
     r"(?:cudaError|Cuda failure:?|CUDA error:?)\s*\(?(?:214|220|700|702|709|71[0-9])\b"
@@ -37,16 +37,16 @@ STICKY: Final = re.compile(
     r"|device-side assert|uncorrectable (?:ECC|NVLink) error|hardware stack error",
     re.IGNORECASE,
 )
-"""CUDA errors after which every call of the process on the device fails ("How TensorRT works", Cross-Context
-CUDA Error Isolation), as TensorRT writes them: by number, by name or in CUDA's words."""
+"""CUDA errors after which every call that this process makes on the device fails ("How TensorRT works",
+Cross-Context CUDA Error Isolation), as TensorRT writes them: by number, by name or in CUDA's words."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
 class MessageLog:
-    """Hands TensorRT's messages to the logger ``asynctrt.tensorrt``, and keeps the latest errors among them.
+    """Passes TensorRT's messages on to the logger ``asynctrt.tensorrt``, and keeps the latest errors.
 
-    Errors come here instead of to the recorder when none is attached yet: while a runtime is being made.
+    Errors arrive here instead of at the recorder while none is attached: when a runtime is being created.
     """
 
     def __init__(self, verbosity: int) -> None:
@@ -55,7 +55,7 @@ class MessageLog:
         self._errors: deque[str] = deque(maxlen=ERRORS_MAX)
 
     def log(self, severity: Any, msg: str) -> None:
-        """For TensorRT: one message."""
+        """Log one message. Called by TensorRT."""
         try:
             level = LEVELS.get(str(getattr(severity, "name", severity)), logging.WARNING)
             if level >= logging.ERROR:
@@ -64,10 +64,10 @@ class MessageLog:
             if level >= self._verbosity:
                 logger.log(level, "%s", msg)
         except Exception:
-            logger.debug("a message of TensorRT could not be logged", exc_info=True)
+            logger.debug("a message from TensorRT could not be logged", exc_info=True)
 
     def take(self) -> tuple[str, ...]:
-        """The latest errors, which are then forgotten."""
+        """Return the latest errors, and forget them."""
         with self._lock:
             taken = tuple(self._errors)
             self._errors.clear()
@@ -75,7 +75,7 @@ class MessageLog:
 
 
 class ErrorRecorder:
-    """Keeps the errors of one TensorRT object, until they are taken for an exception."""
+    """Keeps the errors of one TensorRT object until an exception takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -84,13 +84,13 @@ class ErrorRecorder:
 
     @property
     def has_errors(self) -> bool:
-        """Whether there are any, without taking them."""
+        """Whether there are errors to take."""
         return bool(self._errors)
 
-    def take(self) -> "Errors":
-        """All errors until now, which are then forgotten."""
+    def take(self) -> "TensorRTErrors":
+        """Return all errors so far, and forget them."""
         with self._lock:
-            taken = Errors(
+            taken = TensorRTErrors(
                 tuple((_code_name(code), text) for code, text in self._errors), overflowed=self._overflowed
             )
             self._errors.clear()
@@ -98,7 +98,7 @@ class ErrorRecorder:
         return taken
 
     def report_error(self, code: Any, desc: str) -> bool:
-        """For TensorRT: one error. False: the call that failed may go on to its end."""
+        """Record one error. Called by TensorRT; ``False`` lets the failed call run to its end."""
         with self._lock:
             if len(self._errors) < ERRORS_MAX:
                 self._errors.append((code, str(desc)))
@@ -107,31 +107,31 @@ class ErrorRecorder:
         return False
 
     def num_errors(self) -> int:
-        """For TensorRT: how many are kept."""
+        """Return how many errors are kept. Called by TensorRT."""
         return len(self._errors)
 
-    # The bindings ask for one name and were seen to have asked for the other.
+    # Which of the two names the bindings call differs between versions.
     get_num_errors = num_errors
 
     def get_error_code(self, index: int) -> Any:
-        """For TensorRT: the code of one."""
+        """Return the code of one error. Called by TensorRT."""
         return self._errors[index][0]
 
     def get_error_desc(self, index: int) -> str:
-        """For TensorRT: the text of one."""
+        """Return the text of one error. Called by TensorRT."""
         return self._errors[index][1]
 
     def has_overflowed(self) -> bool:
-        """For TensorRT: whether some were dropped."""
+        """Return whether errors were dropped. Called by TensorRT."""
         return self._overflowed
 
     def clear(self) -> None:
-        """For TensorRT: forget all."""
+        """Forget all errors. Called by TensorRT."""
         self.take()
 
 
-class Errors:
-    """Errors that were taken from a recorder: each a code's name, empty for what was logged, and a text."""
+class TensorRTErrors:
+    """Errors taken from a recorder: each is the name of its code, empty for a logged one, and a text."""
 
     __slots__ = ("_errors", "_overflowed")
 
@@ -143,37 +143,37 @@ class Errors:
         return bool(self._errors)
 
     def __str__(self) -> str:
-        """All texts, each once, as they go into a message."""
+        """Return all texts, without repetition, for the end of a message."""
         if not self._errors:
             return "TensorRT gave no reason"
         texts = dict.fromkeys(
             text.strip()[:TEXT_MAX] + (f" [{code}]" if code else "") for code, text in self._errors
         )
-        more = "; more errors followed that were not kept" if self._overflowed else ""
+        more = "; further errors were dropped" if self._overflowed else ""
         return f"TensorRT said: {'; '.join(texts)}{more}"
 
     def has_code(self, name: str) -> bool:
-        """Whether one of them has the code ``name`` of ``ErrorCodeTRT``."""
+        """Return whether any error has the code ``name`` of ``ErrorCodeTRT``."""
         return any(code == name for code, _ in self._errors)
 
     def search(self, pattern: str) -> re.Match[str] | None:
-        """The first place in the texts where a pattern is found, in any case."""
+        """Return the first match of a pattern in the texts, ignoring case."""
         return re.search(pattern, "\n".join(text for _, text in self._errors), re.IGNORECASE)
 
     @property
     def is_sticky(self) -> bool:
-        """Whether they name a CUDA error after which nothing on the device can be trusted."""
+        """Whether any of them names a CUDA error after which nothing on the device can be trusted."""
         return any(STICKY.search(text) for _, text in self._errors)
 
-    def joined(self, texts: tuple[str, ...]) -> "Errors":
-        """These and what the logger was told."""
-        return Errors((*self._errors, *(("", text) for text in texts)), overflowed=self._overflowed)
+    def joined(self, texts: tuple[str, ...]) -> "TensorRTErrors":
+        """Return these errors followed by those that were logged."""
+        return TensorRTErrors((*self._errors, *(("", text) for text in texts)), overflowed=self._overflowed)
 
 
 def make_log(module: Any, verbosity: int) -> MessageLog:
-    """A logger as the flavour ``module`` takes one."""
+    """Create a logger that is an ``ILogger`` of the flavour ``module``."""
 
-    class Log(MessageLog, module.ILogger):  # type: ignore[misc]  # Which module is known at run time.
+    class Log(MessageLog, module.ILogger):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
             module.ILogger.__init__(self)
             MessageLog.__init__(self, verbosity)
@@ -182,9 +182,9 @@ def make_log(module: Any, verbosity: int) -> MessageLog:
 
 
 def make_recorder(module: Any) -> ErrorRecorder:
-    """An error recorder as the flavour ``module`` takes one."""
+    """Create an error recorder that is an ``IErrorRecorder`` of the flavour ``module``."""
 
-    class Recorder(ErrorRecorder, module.IErrorRecorder):  # type: ignore[misc]  # Which module is known at run time.
+    class Recorder(ErrorRecorder, module.IErrorRecorder):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
             module.IErrorRecorder.__init__(self)
             ErrorRecorder.__init__(self)
@@ -193,16 +193,17 @@ def make_recorder(module: Any) -> ErrorRecorder:
 
 
 def keep_alive(user: Any, *used: Any) -> None:
-    """Let everything in ``used`` live for as long as ``user`` does, whoever else holds on to that.
+    """Keep everything in ``used`` alive for as long as ``user`` is, whatever else refers to ``user``.
 
-    What TensorRT calls back must outlive what calls it, and a traceback, say, can hold an engine longer than
-    its model does. The bindings hold some of it themselves; which, differs from version to version.
+    Callback objects must outlive the TensorRT objects that call them, and a traceback, for example, can keep
+    an engine alive for longer than its model. What the bindings themselves keep alive differs between
+    versions.
     """
     finalize(user, _let_go, used).atexit = False
 
 
 def _let_go(used: tuple[Any, ...]) -> None:
-    """Nothing is left to be done: the reference to ``used`` goes with this call."""
+    """Drop the reference to ``used``, which ends with this call."""
 
 
 def _code_name(code: Any) -> str:

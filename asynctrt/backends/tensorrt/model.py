@@ -1,4 +1,4 @@
-"""A TensorRT plan as a model: loaded once on a device, with its weights once."""
+"""A TensorRT plan as a model, loaded once per device."""
 
 import ctypes
 import logging
@@ -8,9 +8,15 @@ from typing import Any
 
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.engine import Signature, read_signature
-from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, find_flavour, said_of_runtimes
+from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.memory import DeviceMemory, MemoryStatistics, make_allocator
-from asynctrt.backends.tensorrt.messages import Errors, MessageLog, keep_alive, make_log, make_recorder
+from asynctrt.backends.tensorrt.messages import (
+    MessageLog,
+    TensorRTErrors,
+    keep_alive,
+    make_log,
+    make_recorder,
+)
 from asynctrt.backends.tensorrt.options import TensorRTOptions
 from asynctrt.backends.tensorrt.plan import Plan, read_plan
 from asynctrt.backends.tensorrt.probe import OutputProbe
@@ -25,22 +31,22 @@ logger = logging.getLogger("asynctrt.tensorrt")
 class TensorRTModel:
     """A TensorRT plan, deserialised on a device. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
 
-    A plan is a program: it runs what it brings on the GPU, and nothing confines it. Open plans that you
-    built, or that came over a way you trust ("How TensorRT works", Engine Deserialization and the Trust
+    A plan is a program: it runs its own code on the GPU, and nothing confines it. Open only plans that you
+    built, or that come from a source you trust ("How TensorRT works", Engine Deserialization and the Trust
     Boundary).
 
-    :param plan: the path of a plan, or the plan itself.
+    :param plan: the path of a plan, or its content.
     :param device: the CUDA device to load it on.
-    :param flavour: the package to use, by name, or a module that has its surface, as the double of
-        :mod:`asynctrt.testing.tensorrt` does. Default: as the options say, or else the first installed.
-    :param name: what messages and metrics call it. Default: the file's name.
-    :param options: all else that can be chosen.
+    :param flavour: the package to use: its name, or a module with the same surface, such as the double of
+        :mod:`asynctrt.testing.tensorrt`. Default: that of the options, or else the first that is installed.
+    :param name: the name used in messages and metrics. Default: the file's name without its suffix.
+    :param options: all other settings.
     :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is no plan, is damaged, was built for another version or another GPU, or has
+    :raises ModelError: if it is not a plan, is damaged, was built for another version or another GPU, or has
         rows that cannot be batched.
     :raises MissingExtraError: if no package that runs it is installed.
     :raises DeviceUnavailableError: if the package or CUDA cannot be used here.
-    :raises DeviceMemoryError: if its weights do not fit.
+    :raises DeviceMemoryError: if its weights do not fit on the device.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class TensorRTModel:
         if found.is_real and not device.name.startswith("cuda"):
             raise DeviceUnavailableError(
                 f"{read.where} is a TensorRT plan, which runs on a CUDA device, not on {device.name!r}. Open "
-                "it with device='cuda:0'; on the host, open the ONNX model that it was built from"
+                "it with device='cuda:0', or open the ONNX model that it was built from on the host"
             )
         self.platform = "tensorrt_plan"
         self.name = name or read.name
@@ -66,13 +72,13 @@ class TensorRTModel:
         self.device = device
         self.flavour = found
         self.options = options
-        # Guards what contexts that come and go on several threads change.
+        # Guards the number of contexts, which are created and closed on several threads.
         self._lock = threading.Lock()
         self._contexts = 0
         self._loaded: Loaded | None = _load(read, found, device, options)
         try:
             self._is_streaming = _stream_weights(self.name, self._loaded)
-            self.signature, self._is_capturable = _study(self.name, self._loaded)
+            self.signature, self._is_capturable = _examine(self.name, self._loaded)
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -97,7 +103,7 @@ class TensorRTModel:
 
     @property
     def rows_min(self) -> int:
-        """The smallest batch that some profile admits."""
+        """The smallest batch that some profile accepts."""
         return self.signature.rows_min
 
     @property
@@ -110,39 +116,40 @@ class TensorRTModel:
 
     @property
     def weights_nbytes(self) -> int:
-        """Bytes of weights on the device; with weight streaming, those that may be there."""
+        """Bytes of weights on the device; with weight streaming, the most that may be there."""
         return self._weights_nbytes
 
     @property
     def is_capturable(self) -> bool:
-        """Whether batches can be captured into graphs, as far as can be told before trying.
+        """Whether batches can be captured into CUDA graphs, as far as is known without trying.
 
-        Not with outputs that TensorRT has to wait for, and not with streamed weights, which nobody has tried.
+        They cannot if TensorRT has to wait for an output's size. Streamed weights are excluded as untested.
         """
         return self._is_capturable and not self._is_streaming and not self.signature.unbound
 
+    @property
+    def occupies_device(self) -> bool:
+        """True: a batch keeps the GPU busy."""
+        return True
+
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
-        """The profile that a batch runs with: of those that admit it, the one with the least enqueue memory.
+        """Return the profile with the least enqueue memory among those that accept a batch.
 
         :param dims: the dimensions of one row of each input.
-        :raises InputError: when none admits it, with what the profiles do admit.
+        :raises InputError: when none accepts it; the message lists the shapes that the profiles accept.
         """
         return self.signature.profile_of(dims, rows).index
 
     def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
-        """The smallest and the largest batch of each profile that admits rows of these dimensions.
+        """Return the smallest and the largest batch of each profile that accepts rows of these dimensions.
 
         :param dims: the dimensions of one row of each input.
-        :raises InputError: when none does, with what the profiles do admit.
+        :raises InputError: when none accepts them; the message lists the shapes that the profiles accept.
         """
         return self.signature.rows_of(dims)
 
-    def enqueue_nbytes_of(self, profile: int) -> int:
-        """Bytes of enqueue memory that the largest batch of a profile needs."""
-        return self.signature.profiles[profile].enqueue_nbytes
-
     def memory_statistics(self) -> MemoryStatistics:
-        """What TensorRT holds on the device for this model, beside arenas and slabs.
+        """Return how much device memory TensorRT holds for this model, beside arenas and slabs.
 
         :raises UsageError: after :meth:`close`.
         """
@@ -152,8 +159,8 @@ class TensorRTModel:
         loaded = self._open()
         if device is not self.device:
             raise UsageError(
-                f"{self!r} has its weights on {self.device!r}, so its contexts cannot be on {device!r}. Open "
-                "the plan once for each device"
+                f"{self!r} has its weights on {self.device!r}, so its contexts cannot run on {device!r}. "
+                "Open the plan once for each device"
             )
         with self._lock:
             self._check_persistent_cache(self._contexts + 1)
@@ -171,9 +178,9 @@ class TensorRTModel:
         if loaded is None:
             return
         if contexts:
-            logger.warning("%r is closed before %d of its contexts, which keep its weights", self, contexts)
+            logger.warning("%r was closed before %d of its contexts, which keep its weights", self, contexts)
         else:
-            _give_back(self.name, loaded)
+            _release(self.name, loaded)
 
     def _open(self) -> Loaded:
         if self._loaded is None:
@@ -185,21 +192,21 @@ class TensorRTModel:
             self._contexts -= 1
             is_last = self._loaded is None and not self._contexts
         if is_last:
-            _give_back(self.name, loaded)
+            _release(self.name, loaded)
 
     def _check_persistent_cache(self, contexts: int) -> None:
         limit = self.options.persistent_cache_limit
-        there_is = getattr(self.device, "l2_persisting_nbytes", None)
-        if limit is not None and there_is is not None and contexts * limit > there_is:
+        available = self.device.l2_persisting_nbytes
+        if limit is not None and available is not None and contexts * limit > available:
             raise OptionsError(
-                f"persistent_cache_limit is {limit} bytes of L2 cache a context, and {contexts} contexts of "
-                f"{self.name!r} would exceed the {there_is} that {self.device.name} sets aside for that. "
-                "Lower it, or the number of contexts"
+                f"persistent_cache_limit is {limit} bytes of L2 cache per context, and {contexts} contexts "
+                f"of {self.name!r} would exceed the {available} bytes that {self.device.name} sets aside for "
+                "it. Lower persistent_cache_limit or contexts"
             )
 
 
 def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions) -> Loaded:
-    """Deserialise a plan, with everything that its engine will call back."""
+    """Deserialise a plan, and create everything that its engine will call back."""
     module = flavour.module
     device.activate()
     log = make_log(module, options.verbosity)
@@ -213,7 +220,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         if lean is None:
             raise ModelError(
                 f"the lean runtime {os.fspath(options.lean_runtime)!r} cannot be loaded by {flavour.title}. "
-                f"Give the libnvinfer_lean of the version that built the plan. {recorder.take()}"
+                f"Pass the libnvinfer_lean of the version that built the plan. {recorder.take()}"
             )
         _configure_runtime(lean, recorder, allocator, options)
         runtimes = (*runtimes, lean)
@@ -224,24 +231,25 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         raise Refused(plan, flavour, device, errors, memory.take_refusals(), runtimes[-1]).error()
     keep_alive(engine, allocator, recorder, log, runtimes)
     if errors:
-        logger.warning("%s was loaded by %s, and %s", plan.where, flavour.title, errors)
+        logger.warning("%s was loaded by %s, but %s", plan.where, flavour.title, errors)
     return Loaded(flavour, device, options, memory, log, recorder, allocator, runtimes, engine)
 
 
 def _create_runtime(flavour: Flavour, device: Device, log: MessageLog) -> Any:
-    """TensorRT's ``Runtime``. Where CUDA cannot be used, it logs an error and gives an empty object."""
+    """Create TensorRT's ``Runtime``, which is an empty object after an error that is logged if CUDA fails."""
     try:
         runtime = flavour.module.Runtime(log)
         said = log.take()
     except (RuntimeError, TypeError) as error:
         runtime, said = None, (*log.take(), str(error))
     if runtime is None or said:
-        # Never destroyed, as TensorRT 11.4 was seen to crash in the destructor of the empty object.
+        # Never destroyed: TensorRT 11.4 crashes in the destructor of the empty object.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
         raise DeviceUnavailableError(
-            f"{flavour.title} cannot start on {device.name}. Look at nvidia-smi: the driver must be there, "
-            "and as new as the CUDA version that the package is built for (its name ends in -cu12 or -cu13). "
-            f"{Errors(tuple(('', text) for text in said))}{said_of_runtimes(cuda_runtimes())}"
+            f"{flavour.title} cannot start on {device.name}. Check with nvidia-smi that the driver is "
+            "installed and at least as new as the CUDA version that the package is built for (its name ends "
+            "in -cu12 or -cu13). "
+            f"{TensorRTErrors(tuple(('', text) for text in said))}{describe_runtimes(cuda_runtimes())}"
         )
     return runtime
 
@@ -255,14 +263,14 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
 
 
 def _stream_weights(name: str, loaded: Loaded) -> bool:
-    """Set the budget for weight streaming, if one was asked for; whether weights are streamed."""
+    """Set the budget for weight streaming, if there is one; return whether weights are streamed."""
     budget, engine = loaded.options.weight_streaming_budget, loaded.engine
     streamable = int(engine.streamable_weights_size)
     if budget is None:
         return streamable > 0 and int(engine.weight_streaming_budget_v2) < streamable
     if not streamable:
         raise OptionsError(
-            f"weight_streaming_budget is {budget}, and {name!r} was not built to stream weights. Build it "
+            f"weight_streaming_budget is {budget}, but {name!r} was not built to stream weights. Build it "
             "with BuilderFlag.WEIGHT_STREAMING, or leave the option out"
         )
     try:
@@ -273,10 +281,10 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
     return budget < streamable
 
 
-def _study(name: str, loaded: Loaded) -> tuple[Signature, bool]:
-    """What the engine takes and gives, and whether it lets itself be captured, where it says so.
+def _examine(name: str, loaded: Loaded) -> tuple[Signature, bool]:
+    """Return the engine's inputs and outputs, and whether it can be captured, if it can tell.
 
-    A context that runs nothing is made for it, so that an engine which can have none is refused here.
+    This creates a context that runs nothing, so an engine that cannot have contexts is refused here.
     """
     signature = read_signature(name, loaded.flavour.module, loaded.engine)
     probe = OutputProbe(signature)
@@ -293,11 +301,11 @@ def _study(name: str, loaded: Loaded) -> tuple[Signature, bool]:
         event.synchronize(CLOSE_S)
     finally:
         refused = recorder.take()
-        # What the context put on the stream is done, so the context can go.
+        # Everything that the context enqueued is done, so it can be destroyed.
         del context, ask
         stream.close(CLOSE_S)
     if refused:
-        logger.debug("%r: some shapes were refused while its outputs were studied: %s", name, refused)
+        logger.debug("%r: some shapes were refused while its outputs were examined: %s", name, refused)
     return signature.with_outputs(probe.outputs()), is_capturable
 
 
@@ -310,14 +318,14 @@ def _weights_nbytes(loaded: Loaded) -> int:
     )
 
 
-def _give_back(name: str, loaded: Loaded) -> None:
-    """Drop the engine and its runtime, and look whether all memory came back."""
+def _release(name: str, loaded: Loaded) -> None:
+    """Drop the engine and its runtime, and warn if TensorRT has not freed all memory."""
     loaded.activate_to_close()
     loaded.close()
     held = loaded.memory.statistics()
     if held.blocks and loaded.device.lost is None:
         logger.warning(
-            "%r is closed, and TensorRT has not given back %d bytes in %d blocks",
+            "%r is closed, but TensorRT has not freed %d bytes in %d blocks",
             name,
             held.held_nbytes,
             held.blocks,

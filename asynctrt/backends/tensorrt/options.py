@@ -1,18 +1,31 @@
-"""What can be chosen about a TensorRT model: frozen and validated."""
+"""The options of a TensorRT model: frozen, and checked when they are made."""
 
 import logging
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
+from asynctrt.options import FLAVOURS
+from asynctrt.validation import FLAG, PATH, Check, as_int, choice, count, setting, validate
 
 AuxStreams = Literal["ours", "library"]
 Nvtx = Literal["none", "names", "detailed"]
 
-FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
-"""The four packages, in the order in which they are tried for a plan that several of them can run."""
+
+def _watermark(value: Any) -> float | int:
+    if isinstance(value, float):
+        if 0.0 < value <= 1.0:
+            return value
+    elif (nbytes := as_int(value)) > 0:
+        return nbytes
+    raise ValueError
+
+
+WATERMARK: Final = Check(
+    "a fraction of the device's memory (a float > 0.0 and ≤ 1.0) or bytes (an int > 0)", _watermark
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,88 +35,91 @@ class TensorRTOptions:
     :raises OptionsError: for a value out of its range, or for two that contradict each other.
     """
 
-    flavour: str | None = None
-    """The package to use. Default: the first that is installed and that this kind of plan runs with."""
+    flavour: str | None = setting(
+        default=None,
+        check=choice(*FLAVOURS).or_none,
+        doc="The package to use. Default: the first that is installed and that this kind of plan runs with.",
+    )
 
-    allow_host_code: bool = False
-    """Let a plan bring code that runs in this process (``Runtime.engine_host_code_allowed``).
-    Version-compatible plans carry their own lean runtime and need it; so do plans with plugins packed in. Any
-    plan is as trusted as a program, since it runs on the GPU ("How TensorRT works", Engine Deserialization
-    and the Trust Boundary); with this option it runs on the host as well. Set it for plans that you built
-    yourself."""
+    allow_host_code: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Let a plan bring code that runs in this process (``Runtime.engine_host_code_allowed``).
+        Version-compatible plans carry their own lean runtime and need it; so do plans with plugins packed in.
+        Any plan is as trusted as a program, since it runs on the GPU ("How TensorRT works", Engine
+        Deserialization and the Trust Boundary); with this option it runs on the host as well. Set it for
+        plans that you built yourself.""",
+    )
 
-    lean_runtime: str | os.PathLike[str] | None = None
-    """The shared library of the lean runtime that a version-compatible plan without one was built for
-    (``Runtime.load_runtime``). It is loaded into this process, so it is to be trusted as one trusts a
-    program."""
+    lean_runtime: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The shared library of the lean runtime that a version-compatible plan without one was built for
+        (``Runtime.load_runtime``). It is loaded into this process: name only a library that you trust as you
+        trust a program.""",
+    )
 
-    memory_budget: int | None = None
-    """Bytes of device memory that TensorRT may hold for this model at the most: weights, what contexts keep,
-    and outputs whose size depends on the data. What goes beyond it is refused. Arenas are the engine's, not
-    these."""
+    memory_budget: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""Bytes of device memory that TensorRT may hold at most for this model: weights, what contexts
+        keep, and outputs whose size depends on the data. Allocations beyond it are refused. Arenas do not
+        count: they are the engine's.""",
+    )
 
-    memory_watermark: float | int | None = None
-    """Refuse TensorRT memory when the device would then be used beyond this, by anybody: a fraction of its
-    memory (a float up to 1.0) or bytes (an int)."""
+    memory_watermark: float | int | None = setting(
+        default=None,
+        check=WATERMARK.or_none,
+        doc="""Refuse TensorRT memory when that would take the use of the device, by all processes, beyond
+        this: a fraction of its memory (a float up to 1.0) or bytes (an int).""",
+    )
 
-    persistent_cache_limit: int | None = None
-    """Bytes of the L2 cache that one context may keep activations in. All contexts together must not exceed
-    what the GPU sets aside for that ("How TensorRT works", L2 Persistent Cache Management)."""
+    persistent_cache_limit: int | None = setting(
+        default=None,
+        check=count(0).or_none,
+        doc="""Bytes of the L2 cache that one context may keep activations in. All contexts together must not
+        exceed what the GPU sets aside for that ("How TensorRT works", L2 Persistent Cache Management).""",
+    )
 
-    weight_streaming_budget: int | None = None
-    """Bytes of weights to keep on the device, for a plan that was built to stream the rest from the host."""
+    weight_streaming_budget: int | None = setting(
+        default=None,
+        check=count(0).or_none,
+        doc="""Bytes of weights to keep on the device, for a plan that was built to stream the rest from the
+        host.""",
+    )
 
-    aux_streams: AuxStreams = "ours"
-    """Whose streams a plan that works on several at once uses beside the batch's: some of ours, made with the
-    context, or TensorRT's own."""
+    aux_streams: AuxStreams = setting(
+        default="ours",
+        check=choice(*get_args(AuxStreams)),
+        doc="""Whose auxiliary streams a plan uses that works on several at once: ``ours``, made with the
+        context, or the ``library``'s own.""",
+    )
 
-    max_threads: int | None = None
-    """Threads that TensorRT may use to load the plan."""
+    max_threads: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="Threads that TensorRT may use to load the plan.",
+    )
 
-    verbosity: int = logging.WARNING
-    """Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`. What
-    TensorRT reports as an error of a call is in the exception, whatever this says."""
+    verbosity: int = setting(
+        default=logging.WARNING,
+        check=count(0),
+        doc="""Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`.
+        What TensorRT reports as an error of a call is in the exception, whatever this says.""",
+    )
 
-    nvtx: Nvtx | None = None
-    """How much contexts tell a profiler about their layers. Not more than the plan was built with."""
+    nvtx: Nvtx | None = setting(
+        default=None,
+        check=choice(*get_args(Nvtx)).or_none,
+        doc="How much contexts tell a profiler about their layers. Not more than the plan was built with.",
+    )
 
     def __post_init__(self) -> None:
-        if self.flavour is not None and self.flavour not in FLAVOURS:
-            raise OptionsError(f"flavour is one of {', '.join(FLAVOURS)}, not {self.flavour!r}")
-        for name in ("memory_budget", "max_threads"):
-            self._check_int(name, least=1)
-        for name in ("persistent_cache_limit", "weight_streaming_budget", "verbosity"):
-            self._check_int(name, least=0)
-        self._check_watermark()
-        for name, allowed in (("aux_streams", AuxStreams), ("nvtx", Nvtx)):
-            value = getattr(self, name)
-            if value not in get_args(allowed) and not (name == "nvtx" and value is None):
-                raise OptionsError(f"{name} is one of {', '.join(get_args(allowed))}, not {value!r}")
-        if not isinstance(self.allow_host_code, bool):
-            raise OptionsError(f"allow_host_code is True or False, not {self.allow_host_code!r}")
+        validate(self)
         if self.lean_runtime is not None and not Path(self.lean_runtime).is_file():
             raise OptionsError(
                 f"lean_runtime: there is no file {str(self.lean_runtime)!r}. Give the path of the "
                 "libnvinfer_lean of the version that the plan was built with"
-            )
-
-    def _check_int(self, name: str, *, least: int) -> None:
-        value = getattr(self, name)
-        if value is None and name != "verbosity":
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionsError(f"{name} is a whole number of at least {least}, not {value!r}")
-
-    def _check_watermark(self) -> None:
-        value = self.memory_watermark
-        if value is None:
-            return
-        is_fraction = isinstance(value, float) and 0.0 < value <= 1.0
-        is_bytes = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if not (is_fraction or is_bytes):
-            raise OptionsError(
-                "memory_watermark is a fraction of the device's memory (a float above 0.0, up to 1.0) or "
-                f"bytes (a positive int), not {value!r}"
             )
 
     def __repr__(self) -> str:

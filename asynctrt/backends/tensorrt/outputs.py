@@ -1,8 +1,8 @@
 """Outputs for which no memory can be bound, because their size is known only when the batch is enqueued.
 
-TensorRT asks for their memory through an ``IOutputAllocator`` and says the shape, both before
-``execute_async_v3`` returns. So the copy to the host is put on the batch's own stream right behind it, of
-exactly the bytes there are, and nobody waits for anything but the batch.
+TensorRT asks for their memory through an ``IOutputAllocator`` and reports the shape, both before
+``execute_async_v3`` returns. So the copy to the host, of exactly the bytes that the output has, is enqueued
+on the batch's own stream right behind it, and nothing waits for anything but the batch.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 class UnboundOutput:
-    """One output of one context. Its memory is kept from batch to batch and grows by doubling."""
+    """One such output of one context. Its memory is kept from batch to batch, and grows by doubling."""
 
     def __init__(self, spec: TensorSpec, device: Device, memory: DeviceMemory) -> None:
         self._spec = spec
@@ -41,16 +41,16 @@ class UnboundOutput:
         return self._spec.name
 
     def begin(self) -> None:
-        """A batch is about to be enqueued: what is known is of the one before."""
+        """Forget the shape of the batch before; a batch is about to be enqueued."""
         self._shape = None
 
     def reserve(self, nbytes: int) -> int | None:
-        """For TensorRT: the address of memory that is large enough, or None if there is no room."""
+        """Return the address of memory that is large enough, or ``None`` to refuse. Called by TensorRT."""
         buffer = self._buffer
         if buffer is not None and nbytes <= buffer.nbytes:
             return buffer.address
         held = 0 if buffer is None else buffer.nbytes
-        # The batch before this one is done, so its output may go before the new memory comes.
+        # The previous batch is done, so its output can be freed before the new memory is allocated.
         self._free()
         wanted = aligned(max(nbytes, ALIGNMENT))
         for size in dict.fromkeys((max(wanted, 2 * held), wanted)):
@@ -62,20 +62,29 @@ class UnboundOutput:
         return None
 
     def notify(self, shape: Dims) -> None:
-        """For TensorRT: what it came to."""
+        """Record the shape. Called by TensorRT."""
         self._shape = shape
 
-    def collect(self, stream: Stream) -> None:
-        """Put the copy to the host on the stream, behind the batch that was just enqueued there.
+    def collect(self, rows: int, stream: Stream) -> None:
+        """Enqueue the copy to the host on ``stream``, behind the batch that was just enqueued there.
 
-        :raises ExecutionError: if TensorRT did not say the shape.
+        :raises ExecutionError: if TensorRT did not report the shape, or reported one that is not of ``rows``
+            rows like those of the output's spec, or that does not fit into the memory that it asked for.
         """
-        shape, buffer = self._shape, self._buffer
+        # Only a shape that passes all checks is there for take() afterwards.
+        shape, self._shape = self._shape, None
+        buffer = self._buffer
         if shape is None or buffer is None or min(shape, default=0) < 0:
             raise ExecutionError(
-                f"TensorRT enqueued a batch and did not say the shape of output {self._spec.name!r}"
+                f"TensorRT enqueued a batch without reporting the shape of output {self._spec.name!r}"
             )
         nbytes = self._nbytes(shape)
+        # Rows beyond those of this batch, or bytes beyond those asked for, would be those of another batch.
+        if not self._is_expected(shape, rows) or nbytes > buffer.nbytes:
+            raise ExecutionError(
+                f"TensorRT reported shape {shape} ({nbytes} bytes) for output {self._spec}, after a batch of "
+                f"{rows} rows for which it had asked for {buffer.nbytes} bytes"
+            )
         if not buffer.is_host_visible and nbytes:
             if self._staging is None or self._staging.nbytes < nbytes:
                 staging, self._staging = self._staging, None
@@ -83,12 +92,17 @@ class UnboundOutput:
                     staging.close()
                 self._staging = self._device.allocate_staging(buffer.nbytes)
             stream.copy(self._staging, buffer, offset=0, nbytes=nbytes)
+        self._shape = shape
 
-    def array(self) -> Array:
-        """The output of the batch that is done: a copy, the caller's to keep."""
-        shape, buffer = self._shape, self._buffer
+    def take(self) -> Array:
+        """Return a copy of the output of the batch that is done. Each batch's output can be taken once.
+
+        :raises ExecutionError: if no batch was enqueued since the last time.
+        """
+        shape, self._shape = self._shape, None
+        buffer = self._buffer
         if shape is None or buffer is None:
-            raise ExecutionError(f"output {self._spec.name!r} is not there: its batch was not enqueued")
+            raise ExecutionError(f"output {self._spec.name!r} does not exist: no batch was enqueued for it")
         if not self._nbytes(shape):
             return np.empty(shape, self._spec.dtype)
         source = buffer if buffer.is_host_visible else self._staging
@@ -96,7 +110,7 @@ class UnboundOutput:
         return source.array(self._spec.dtype, shape, 0).copy()
 
     def close(self) -> None:
-        """Give its memory back. Idempotent."""
+        """Free its memory. Idempotent."""
         self._free()
         if self._staging is not None:
             self._staging.close()
@@ -107,33 +121,39 @@ class UnboundOutput:
         if buffer is not None:
             self._memory.give_back(buffer.address)
 
+    def _is_expected(self, shape: Dims, rows: int) -> bool:
+        expected = (rows, *self._spec.dims)
+        return len(shape) == len(expected) and all(
+            isinstance(dim, str) or dim == found for dim, found in zip(expected, shape, strict=True)
+        )
+
     def _nbytes(self, shape: Dims) -> int:
         return math.prod(shape) * self._spec.dtype.itemsize
 
 
 def make_output_allocator(module: Any, outputs: dict[str, UnboundOutput]) -> Any:
-    """An ``IOutputAllocator`` of the flavour ``module`` for all these outputs of one context."""
+    """Create an ``IOutputAllocator`` of the flavour ``module`` for all these outputs of one context."""
 
-    class OutputAllocator(module.IOutputAllocator):  # type: ignore[misc]  # Which module is known at run time.
+    class OutputAllocator(module.IOutputAllocator):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
             module.IOutputAllocator.__init__(self)
 
         def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int | None:
-            """Memory for an output, or None where it is refused."""
+            """Return the address of memory for an output, or ``None`` to refuse."""
             try:
                 return outputs[tensor_name].reserve(size)
-            except Exception:  # TensorRT calls this, and an exception would go through its code.
+            except Exception:  # TensorRT calls this, and an exception would pass through its code.
                 logger.warning("no memory for output %r", tensor_name, exc_info=True)
                 return None
 
         def reallocate_output_async(
             self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
         ) -> int | None:
-            """The same: what is there at once is so in the order of every stream."""
+            """Do the same: memory that can be used at once can be used in the order of any stream."""
             return self.reallocate_output(tensor_name, memory, size, alignment)
 
         def notify_shape(self, tensor_name: str, shape: Any) -> None:
-            """The shape that the output has."""
+            """Record the shape of an output."""
             outputs[tensor_name].notify(shape_of(shape))
 
     return OutputAllocator()

@@ -1,8 +1,8 @@
-"""What a plan says of itself, before any library is asked to read it.
+"""Read the header of a plan, before any library is asked to load it.
 
 A plan begins with 64 bytes: a tag, the size of the whole, the version of the library that built it and, in
-plans of TensorRT for RTX, the GPUs that it was built for. So most of what goes wrong with a plan can be said
-with its cause: another kind of file, one that was cut off, another version, another GPU.
+plans of TensorRT for RTX, the GPUs that it was built for. So most errors can name their cause: another kind
+of file, a truncated one, another version, another GPU.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Final
 from asynctrt.errors import ModelError, ModelNotFoundError
 
 HEADER_NBYTES: Final = 64
-"""``Runtime.engine_header_size`` of the package that has it."""
+"""The value of ``Runtime.engine_header_size`` in the packages that have it."""
 
 TAG_TENSORRT: Final = b"ftrt"
 TAG_RTX: Final = b"vtrt"
@@ -23,45 +23,46 @@ KINDS: Final = {TAG_TENSORRT: "TensorRT", TAG_RTX: "TensorRT for RTX"}
 
 _FIXED: Final = struct.Struct("<4s I Q Q 4B 4s Q")
 """Tag, layout (0), number of parts, size of the whole, version, the tag again, GPUs. ``trtexec
---getPlanVersionOnly`` reads the version of a TensorRT plan at the same place; the rest was seen on plans of
-TensorRT for RTX 1.7."""
+--getPlanVersionOnly`` reads the version of a TensorRT plan at the same offset; the rest is taken from plans
+of TensorRT for RTX 1.7."""
 
 _RTX_GPUS: Final = ((7, 5), (8, 0), (8, 6), (8, 9), (12, 0), (12, 1))
-"""The compute capabilities that the lowest bits stand for, seen on plans that were built for one each."""
+"""The compute capabilities of the lowest bits, taken from plans that were each built for one of them."""
 
 _SIGNATURES: Final = (
-    (b"PK\x03\x04", "a zip archive, as PyTorch and TorchScript save models. Export it to ONNX"),
+    (b"PK\x03\x04", "a zip archive, as PyTorch and TorchScript save models. Export the model to ONNX"),
     (b"\x80", "a Python pickle, as old PyTorch checkpoints are. Export the model to ONNX"),
     (b"\x89HDF", "an HDF5 file, as Keras saves models. Export the model to ONNX"),
-    (b"\x1f\x8b", "a gzip archive. Unpack it, and give the plan that is in it"),
+    (b"\x1f\x8b", "a gzip archive. Unpack it, and give the path of the plan in it"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself. Fetch it: git lfs pull"),
-    (b"ptrt", "a plan of a TensorRT before 8.6, whose plans no later version reads. Build it anew"),
-    (b"\x08", "most likely an ONNX model. Open that as .onnx on the host device, or build a plan from it"),
+    (b"ptrt", "a plan of a TensorRT before 8.6, which no later version reads. Rebuild it"),
+    (b"\x08", "most likely an ONNX model. Open it as .onnx on the host device, or build a plan from it"),
 )
-"""How files begin that are given in a plan's place. In this order; the last is a guess."""
+"""The first bytes of files that are often given instead of a plan, in the order in which they are tried; the
+last one is a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanHeader:
-    """What the first 64 bytes of a plan say."""
+    """The content of the first 64 bytes of a plan."""
 
     tag: bytes
-    """``ftrt`` for TensorRT, full, lean or dispatch; ``vtrt`` for TensorRT for RTX."""
+    """``ftrt`` for TensorRT (full, lean or dispatch), ``vtrt`` for TensorRT for RTX."""
     nbytes: int
     """Size of the whole plan."""
     version: tuple[int, int, int, int]
-    """The library that built it."""
+    """The version of the library that built it."""
     compute_capabilities: tuple[tuple[int, int], ...] | None
-    """The GPUs it was built for, where the header says so."""
+    """The GPUs that it was built for, or ``None`` if the header does not say."""
 
     @property
     def kind(self) -> str:
-        """What builds and runs such plans."""
+        """The product that builds and runs such plans."""
         return KINDS[self.tag]
 
     @property
     def version_text(self) -> str:
-        """The version as packages write it."""
+        """The version as packages write it: ``11.4.0.106``."""
         return ".".join(map(str, self.version))
 
 
@@ -70,18 +71,18 @@ class Plan:
     """A plan in memory."""
 
     where: str
-    """Its path, or what stands for it, for messages."""
+    """Its path or a description, for messages."""
     name: str
-    """What a model of it is called when nobody says otherwise."""
+    """The default name of its model."""
     content: bytes
     header: PlanHeader
 
 
 def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Plan:
-    """The plan at a path, or in memory.
+    """Read a plan from a path or from memory, and check its header.
 
     :raises ModelNotFoundError: if there is no such file.
-    :raises ModelError: if it is no plan, or not the whole of one.
+    :raises ModelError: if it is not a plan, or is truncated.
     """
     if isinstance(plan, bytes | bytearray | memoryview):
         content = bytes(plan)
@@ -94,23 +95,25 @@ def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview) -> 
 
 
 def read_header(content: bytes, *, where: str = "the plan") -> PlanHeader:
-    """The header of a whole plan.
+    """Return the header of a plan.
 
-    :raises ModelError: if it is no plan, or not the whole of one.
+    :param content: the whole plan.
+    :param where: the name of the plan in messages.
+    :raises ModelError: if it is not a plan, or is truncated.
     """
     if not content:
-        raise ModelError(f"{where} is empty. Build the plan again, or copy it again")
+        raise ModelError(f"{where} is empty. Rebuild the plan, or copy it again")
     if content[:4] not in KINDS:
         raise ModelError(f"{where} is not a TensorRT plan: it {_guess(content)}")
     if len(content) < HEADER_NBYTES:
         raise ModelError(
-            f"{where} is cut off: it has {len(content)} bytes, and the header of a plan alone has "
+            f"{where} is truncated: it has {len(content)} bytes, and the header of a plan alone has "
             f"{HEADER_NBYTES}. Copy it again"
         )
     tag, _, _, nbytes, major, minor, patch, build, _, gpus = _FIXED.unpack_from(content)
     if nbytes > len(content):
         raise ModelError(
-            f"{where} is cut off: its header says {nbytes:,} bytes, and it has {len(content):,}. Copy it "
+            f"{where} is truncated: its header says {nbytes:,} bytes, but it has {len(content):,}. Copy it "
             "again"
         )
     capabilities = None
@@ -120,13 +123,13 @@ def read_header(content: bytes, *, where: str = "the plan") -> PlanHeader:
 
 
 def capability_text(capability: tuple[int, int]) -> str:
-    """A compute capability as NVIDIA writes it: ``9.0``."""
+    """Return a compute capability as NVIDIA writes it: ``9.0``."""
     return f"{capability[0]}.{capability[1]}"
 
 
 def _read_file(path: Path) -> bytes:
     try:
-        # The whole file, not a mapping of it: a file that is cut off while it is mapped ends the process.
+        # Not mapped: truncating a file while it is mapped would kill the process.
         return path.read_bytes()
     except FileNotFoundError as error:
         raise ModelNotFoundError(
@@ -139,18 +142,19 @@ def _read_file(path: Path) -> bytes:
         ) from error
     except OSError as error:
         raise ModelError(
-            f"{str(path)!r} cannot be read: {error.strerror}. Look at its owner and mode"
+            f"{str(path)!r} cannot be read: {error.strerror}. Check its owner and mode"
         ) from error
 
 
 def _guess(content: bytes) -> str:
-    """What a file that is no plan probably is."""
+    """Return what a file that is not a plan probably is, and the fix."""
     for signature, meaning in _SIGNATURES:
         if content.startswith(signature):
             return f"begins like {meaning}"
     start = content[:64]
     if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in start):
-        return f"is text, beginning with {start.decode('ascii')[:40]!r}. Give the path of a plan"
+        return f"is text that begins with {start.decode('ascii')[:40]!r}. Give the path of a plan"
     return (
-        f"begins with {content[:4]!r}, and a plan with {TAG_TENSORRT!r} or {TAG_RTX!r}. Build it with trtexec"
+        f"begins with {content[:4]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. Build one "
+        "with trtexec"
     )

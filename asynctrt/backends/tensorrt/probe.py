@@ -1,40 +1,35 @@
-"""Which input dimension each dynamic dimension of an output follows, found by trying.
+"""Find out by trying which input dimension each dynamic dimension of an output follows.
 
-An engine says -1 for a dynamic dimension and not where its value comes from. A context that runs nothing is
-given many shapes, and infers those of the outputs: what equals one input dimension each time is that one.
-What it turns out to be is checked again whenever a batch has a new shape, so a wrong guess is an error and
-never a write beyond the memory that was bound.
+An engine reports -1 for a dynamic dimension, but not where its value comes from. So a context that runs
+nothing is given many input shapes and infers the output shapes: an output dimension that equals the same
+input dimension each time follows it. The result is checked again for every new shape of a batch, so a wrong
+guess is an error, and never a write beyond the memory that was bound.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
+from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.backends.tensorrt.engine import REBUILD, Profile, Signature, shape_of
 from asynctrt.errors import ModelError
 from asynctrt.tensors import Dims, TensorSpec
 
 ROWS: Final = ""
-"""Stands for the batch axis among the names of dimensions."""
+"""The name of the batch axis among the names of dimensions."""
 
 Values = Mapping[str, int]
-"""The value of each dynamic dimension of the inputs, the batch axis included."""
+"""The value of each dynamic dimension of the inputs, including the batch axis."""
 
 
 class OutputProbe:
-    """What a context infers for many shapes."""
+    """The output shapes that a context infers for many input shapes."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
         self._seen: list[tuple[Values, dict[str, Dims]]] = []
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether an output has a dimension that has to be found out about."""
-        signature = self._signature
-        return signature.rows_fixed is None or any(not spec.is_fixed for spec in signature.outputs)
-
     def observe(self, context: Any, stream_handle: int) -> None:
-        """Try shapes of every profile. Those that the engine refuses are left out."""
+        """Try shapes of every profile, and skip those that the engine refuses."""
         for profile in self._signature.profiles:
             try:
                 if not context.set_optimization_profile_async(profile.index, stream_handle):
@@ -47,9 +42,10 @@ class OutputProbe:
                     self._seen.append((values, shapes))
 
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs, with their dynamic dimensions named after those of inputs that they follow.
+        """Return the outputs, with dynamic dimensions named after the input dimensions that they follow.
 
-        :raises ModelError: for an output whose first axis does not count rows, or another one does.
+        :raises ModelError: for an output whose first axis does not count rows, or that has the batch size on
+            another axis too.
         """
         return tuple(self._output(spec) for spec in self._signature.outputs)
 
@@ -73,8 +69,8 @@ class OutputProbe:
         if self._seen and ROWS not in followed[0]:
             raise ModelError(
                 f"the first axis of output {spec.name!r} of {model!r} does not count rows: it is "
-                f"{self._example(spec)}. So its rows cannot be told apart. Build the plan from a model whose "
-                "outputs have a first axis that counts rows; what is found in a row goes on the second"
+                f"{self._example(spec)}, so its rows cannot be told apart. {REBUILD} with a first axis that "
+                "counts rows on every output; results found in a row belong on the second axis"
             )
         dims: list[int | str] = []
         for axis, dim in enumerate(spec.dims, start=1):
@@ -84,16 +80,13 @@ class OutputProbe:
             elif names:
                 dims.append(names[0])
             elif ROWS in followed[axis] and self._rows_vary:
-                raise ModelError(
-                    f"output {spec.name!r} of {model!r} has the batch size on axis {axis} too: rows of one "
-                    "batch would see each other, so requests cannot share one"
-                )
+                raise BatchAxis(model, REBUILD).second_axis_error("output", spec.name, axis)
             else:
                 dims.append(dim)
         return TensorSpec(spec.name, spec.dtype, tuple(dims))
 
     def _followed(self, spec: TensorSpec, axis: int) -> list[str]:
-        """The dimensions of inputs that were equal to this one every time."""
+        """Return the input dimensions that equalled this one every time."""
         if not self._seen:
             return []
         return [
@@ -118,7 +111,7 @@ def _at(shape: Dims, axis: int) -> int:
 
 
 def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
-    """Values to try within one profile: each dimension on its own, and all of them together."""
+    """Yield values to try within one profile: each dimension on its own, and all of them together."""
     samples: dict[str, list[int]] = {ROWS: []}
     for spec, (low, usual, high) in zip(signature.inputs, profile.shapes, strict=True):
         for name, axis in ((ROWS, 0), *((dim, axis) for axis, dim in enumerate(spec.dims, start=1))):
@@ -128,7 +121,7 @@ def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
     for name, tried in samples.items():
         for value in tried:
             yield {**middle, name: value}
-    # Inputs that have to agree on a dimension refuse all of the above but the middle.
+    # Inputs that have to agree on a dimension refuse all but the middle of the above.
     lengths = {name: tried for name, tried in samples.items() if name != ROWS}
     for step in range(max((len(tried) for tried in lengths.values()), default=0)):
         together = {name: tried[min(step, len(tried) - 1)] for name, tried in lengths.items()}
@@ -136,7 +129,7 @@ def _values(signature: Signature, profile: Profile) -> Iterator[Values]:
 
 
 def _samples(low: int, usual: int, high: int) -> list[int]:
-    """Values of one dimension: even and odd ones, at both ends, in the middle and at the usual size."""
+    """Return values of one dimension: even and odd, at both ends, in the middle and at the optimal size."""
     half = (low + high) // 2
     near = {low, low + 1, half, half + 1, usual - 1, usual, usual + 1, high - 1, high}
     return sorted(value for value in near if low <= value <= high)

@@ -1,17 +1,17 @@
-"""Why a plan was not loaded, and what to do: from what its header says, what the library says, and the
-device.
+"""Why a plan was refused, and what to do about it: from its header, from what the library reported, and from
+the device.
 
-``deserialize_cuda_engine`` returns ``None`` and raises nothing. Here that becomes one typed error, which
-always ends with what the library said, so that nothing it knew is lost.
+``deserialize_cuda_engine`` returns ``None`` and raises nothing. This module turns that into one typed error,
+which always ends with the library's own words, so that nothing it reported is lost.
 """
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, said_of_runtimes
-from asynctrt.backends.tensorrt.memory import MemoryRefusal, said_of_refusals
-from asynctrt.backends.tensorrt.messages import Errors
+from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
+from asynctrt.backends.tensorrt.memory import MemoryRefusal, describe_refusals
+from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import HEADER_NBYTES, TAG_RTX, Plan, capability_text
 from asynctrt.devices.base import Device
 from asynctrt.errors import (
@@ -23,7 +23,7 @@ from asynctrt.errors import (
 )
 
 NO_CUDA = r"CUDA initialization failure|cudaError (?:3|35|36|100|803|804)\b|driver version is insufficient"
-"""CUDA cannot be used at all: no driver, too old a driver, or no GPU."""
+"""CUDA cannot be used at all: there is no driver, it is too old, or there is no GPU."""
 
 NO_MEMORY = r"out of memory|OutOfMemory|allocation (?:failed|failure)|failed to allocate"
 OTHER_VERSION = (
@@ -36,74 +36,75 @@ OTHER_GPU = (
 HOST_CODE = r"host (?:executable )?code|engineHostCodeAllowed|engine_host_code_allowed"
 NO_LEAN = r"EXCLUDE_LEAN_RUNTIME|lean runtime|load_?runtime|not version.compatible"
 NO_PLUGIN = r"plugin[^.]*not (?:found|registered)|could not find plugin|getPluginCreator"
-"""How TensorRT says each of these: as seen on TensorRT 11.4 and TensorRT for RTX 1.7, or as reported of
-others."""
+"""How TensorRT words each of these, as seen with TensorRT 11.4 and TensorRT for RTX 1.7, or as reported for
+other versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A plan that a library did not take, with all that is known about it."""
+    """A plan that the library refused to load, with everything that is known about the refusal."""
 
     plan: Plan
     flavour: Flavour
     device: Device
-    errors: Errors
+    errors: TensorRTErrors
     memory: tuple[MemoryRefusal, ...]
     runtime: Any = None
-    """The library's ``Runtime``, to ask for what it thinks of the header, where it can be asked."""
+    """The library's ``Runtime``, which in some versions can diagnose the header."""
 
     def error(self) -> AsynctrtError:
-        """The error to raise: by who has to act, with what was found, what is here, and the fix."""
+        """Return the error to raise; its type says who has to act, its message what to do."""
         if self.device.lost is not None:
             return self.device.lost
-        kind, said = self._cause()
-        return kind(
+        error_type, said = self._cause()
+        return error_type(
             f"{self.plan.where} cannot be loaded by {self.flavour.title} on {self.device.name}: {said}. "
-            f"{self.errors}" + said_of_runtimes(cuda_runtimes())
+            f"{self.errors}" + describe_runtimes(cuda_runtimes())
         )
 
     def _cause(self) -> tuple[type[AsynctrtError], str]:
         errors = self.errors
         if errors.is_sticky:
             return DeviceLostError, (
-                "a CUDA error that ends the use of this GPU by this process came up, now or before. Restart "
-                "the process (a supervisor can)"
+                "a CUDA error has made this GPU unusable for the rest of this process. Restart the process, "
+                "for example under a supervisor"
             )
         if self.memory or errors.has_code("FAILED_ALLOCATION") or errors.search(NO_MEMORY):
-            refused = said_of_refusals(self.memory) or f"memory was refused; {self.device.memory()}"
-            return DeviceMemoryError, f"there is no room for its weights. {refused}"
-        # Whoever cannot use CUDA is not asked what it thinks of the header: it would only say so again.
+            refused = describe_refusals(self.memory) or f"An allocation failed; {self.device.memory()}"
+            return DeviceMemoryError, f"the device has no room for its weights. {refused}"
+        # A library that cannot use CUDA is not asked about the header: it would only repeat that.
         diagnoses = frozenset() if errors.search(NO_CUDA) else self._diagnoses()
         if errors.search(NO_CUDA) or diagnoses & {"OLD_CUDA_DRIVER", "OLD_CUDA_RUNTIME"}:
             return DeviceUnavailableError, (
-                "CUDA cannot be used by this library. Look at nvidia-smi: the driver must be there, and as "
-                "new as the CUDA version that the package is built for (its name ends in -cu12 or -cu13)"
+                "the library cannot use CUDA. Check with nvidia-smi that the driver is installed and at "
+                "least as new as the CUDA version that the package is built for (its name ends in -cu12 or "
+                "-cu13)"
             )
         if "UNSUPPORTED_CC" in diagnoses or self._is_for_other_gpus() or errors.search(OTHER_GPU):
             return ModelError, self._other_gpu()
         if errors.search(HOST_CODE):
             return ModelError, (
-                "it brings code that would run in this process. If you built it yourself, open it with "
-                "TensorRTOptions(allow_host_code=True); never do so with a plan from somebody else"
+                "it contains code that would run in this process. If you built the plan yourself, open it "
+                "with TensorRTOptions(allow_host_code=True); never do so with a plan from another source"
             )
         if "VERSION_MISMATCH" in diagnoses or errors.search(OTHER_VERSION):
             return ModelError, self._other_version()
         if errors.search(NO_LEAN):
             return ModelError, (
-                "it was built without the lean runtime that it needs. Give the libnvinfer_lean of version "
-                f"{self.plan.header.version_text}: TensorRTOptions(lean_runtime=path)"
+                "it was built without the lean runtime that it needs. Pass the path of libnvinfer_lean, "
+                f"version {self.plan.header.version_text}: TensorRTOptions(lean_runtime=path)"
             )
         if errors.search(NO_PLUGIN):
             return ModelError, (
-                "it uses a plugin that is not in this process. Load the plugin's library (ctypes.CDLL) "
-                "before, or pack it into the plan when building it"
+                "it uses a plugin that is not loaded in this process. Load the plugin's library first "
+                "(ctypes.CDLL), or pack the plugin into the plan when building it"
             )
         if self._is_of_other_version():
             return ModelError, self._other_version()
-        return ModelError, "it is damaged, or was not built by this library. Copy it again, or build it anew"
+        return ModelError, "it is damaged, or was not built by this library. Copy it again, or rebuild it"
 
     def _diagnoses(self) -> frozenset[str]:
-        """What the library says about the header, where it has ``Runtime.get_engine_validity``."""
+        """Return the library's diagnoses of the header, if it has ``Runtime.get_engine_validity``."""
         ask = getattr(self.runtime, "get_engine_validity", None)
         names = getattr(self.flavour.module, "EngineInvalidityDiagnostics", None)
         if ask is None or names is None:
@@ -114,7 +115,7 @@ class Refused:
                 name for name, member in names.__members__.items() if int(member) and int(bits) & int(member)
             )
         except (RuntimeError, TypeError, ValueError):
-            return frozenset()  # It is one more opinion, and not what failed.
+            return frozenset()  # The diagnosis is optional; what failed is the loading.
 
     def _is_of_other_version(self) -> bool:
         found, here = self.plan.header.version, _numbers(self.flavour.version)
@@ -122,13 +123,13 @@ class Refused:
 
     def _is_for_other_gpus(self) -> bool:
         built_for = self.plan.header.compute_capabilities
-        here = getattr(self.device, "compute_capability", None)
+        here = self.device.compute_capability
         return bool(built_for) and here is not None and tuple(here) not in (built_for or ())
 
     def _other_gpu(self) -> str:
-        here = getattr(self.device, "compute_capability", None)
-        gpu = getattr(self.device, "gpu", self.device.name)
-        is_here = f"{gpu} has compute capability {capability_text(here)}" if here else f"this is {gpu}"
+        here = self.device.compute_capability
+        gpu = self.device.gpu or self.device.name
+        this_gpu = f"{gpu} has compute capability {capability_text(here)}" if here else f"this is {gpu}"
         built_for = self.plan.header.compute_capabilities
         listed = f" ({', '.join(map(capability_text, built_for))})" if built_for else ""
         if self.plan.header.tag == TAG_RTX:
@@ -136,11 +137,12 @@ class Refused:
             known = [name for name in getattr(supported, "__members__", {}) if name.startswith("SM")]
             versions = f", which supports {', '.join(known)}" if known else ""
             return (
-                f"it was built for other GPUs{listed}, and {is_here}. Build it with set_compute_capability "
-                f"for this one, if {self.flavour.title} supports it{versions}; else use TensorRT"
+                f"it was built for other GPUs{listed}, and {this_gpu}. Rebuild it with "
+                f"set_compute_capability for this GPU if {self.flavour.title} supports it{versions}; "
+                "otherwise use TensorRT"
             )
         return (
-            f"it was built for another GPU{listed}, and {is_here}. Build it on a GPU of this kind, or for "
+            f"it was built for another GPU{listed}, and {this_gpu}. Build it on the same kind of GPU, or for "
             "several kinds with HardwareCompatibilityLevel.AMPERE_PLUS or SAME_COMPUTE_CAPABILITY"
         )
 
@@ -151,19 +153,19 @@ class Refused:
         said = (
             f"it was built by version {found} of {self.plan.header.kind}, and this is {flavour.version}. "
             f"Install the version that built it (pip install '{flavour.distribution}=={major}.{minor}.*'), "
-            "or build it anew"
+            "or rebuild it"
         )
         if flavour.tag == TAG_RTX:
             return said
         if (here := _numbers(flavour.version)) is not None and self.plan.header.version > here:
-            return f"{said}; no TensorRT runs plans of a later one"
+            return f"{said}; TensorRT does not run plans that a later version built"
         return (
-            f"{said}, with BuilderFlag.VERSION_COMPATIBLE if later versions shall run it: then open it with "
-            "TensorRTOptions(allow_host_code=True)"
+            f"{said}. Build it with BuilderFlag.VERSION_COMPATIBLE if later versions are to run it, and then "
+            "open it with TensorRTOptions(allow_host_code=True)"
         )
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:
-    """The four numbers of a library's version, without what a package adds to them."""
+    """Return the four numbers of a library's version, without any suffix of the package."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else None

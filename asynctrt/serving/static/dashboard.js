@@ -1,4 +1,4 @@
-// The dashboard: asks the server once a second for its newest samples, and draws them. No build step.
+// The dashboard: fetches the server's newest samples once a second, and draws them. No build step.
 "use strict";
 (() => {
   const POLL_MS = 1000;
@@ -57,7 +57,7 @@
     return hasSeconds ? `${minutes}:${pad(at.getSeconds())}` : minutes;
   }
 
-  // ---- what the server said
+  // ---- the server's samples
 
   let samples = [];
   let fields = { server: {}, model: {} };
@@ -66,7 +66,7 @@
 
   const names = (list) => Object.fromEntries(list.map((name, index) => [name, index]));
 
-  /** Takes an answer in; false if samples are missing between it and those that are here. */
+  /** Merges an answer; returns false if samples between it and the known ones are missing. */
   function take(content, isAll) {
     const isSame = answer !== null && answer.started_ms === content.started_ms;
     const last = isSame && samples.length ? samples[samples.length - 1].number : 0;
@@ -93,7 +93,7 @@
     return colour + "4d";
   }
 
-  /** A headed card with a plot and a key whose figures follow the cursor, or else are the newest. */
+  /** A card with a heading, a plot, and a key that shows the figures at the cursor, or else the newest. */
   class Chart {
     constructor(home, spec) {
       this.spec = spec;
@@ -331,7 +331,12 @@
 
   const WHY = {
     REJECTED: "Rejected: queue full, or timed out", CANCELED: "Cancelled by the client",
-    BACKEND: "Failed in the model", OTHER: "Failed otherwise, as bad requests",
+    BACKEND: "Failed in the model", OTHER: "Bad requests and other failures",
+  };
+
+  const LAUNCHED = {
+    full: "full", idle: "the device had room", delay: "max_delay was over", deadline: "a timeout was near",
+    turn: "its turn",
   };
 
   function drawTables(model, newest) {
@@ -341,12 +346,15 @@
     setRows("numbers", [
       ["answered", "Requests answered", rate("answers_per_s"), count(model.answered)],
       ["rows", "Rows answered", rate("rows_per_s"), count(model.rows)],
-      ["batches", "Rows a batch; batches", figure(now("batch_rows")), count(model.batches)],
+      ["batches", "Mean rows in a batch; batches", figure(now("batch_rows")), count(model.batches)],
+      ...Object.entries(model.launched).map(([reason, launched]) => [
+        `launched-${reason}`, `Batches launched: ${LAUNCHED[reason] || reason}`, "", count(launched),
+      ]),
       ...["p50", "p95", "p99"].map((name) => [name, `Latency ${name}`, time(`${name}_ms`), ""]),
       ["queue", "Time in the queue, per request", time("queue_ms"), ""],
-      ["copy-in", "Time of copying in, per request", time("copy_in_ms"), ""],
-      ["compute", "Time of computing, per request", time("compute_ms"), ""],
-      ["copy-out", "Time of copying out, per request", time("copy_out_ms"), ""],
+      ["copy-in", "Time to copy in, per request", time("copy_in_ms"), ""],
+      ["compute", "Time to compute, per request", time("compute_ms"), ""],
+      ["copy-out", "Time to copy out, per request", time("copy_out_ms"), ""],
       ["failed", "Requests failed", rate("failures_per_s"),
         count(Object.values(model.failures).reduce((sum, one) => sum + one, 0))],
       ...Object.entries(model.failures).map(([reason, failed]) => [
@@ -354,7 +362,7 @@
     ]);
     setRows("resources", [
       ["contexts", "Contexts", count(now("contexts"))],
-      ["quarantined", "Contexts given up", count(model.contexts_quarantined)],
+      ["quarantined", "Contexts abandoned", count(model.contexts_quarantined)],
       ["arenas", "Arenas", count(now("arenas"))],
       ["memory", "Memory of slabs and arenas", withUnit(...bytes(now("memory_bytes")))],
     ]);
@@ -427,8 +435,8 @@
   function drawUnserved(isAlone) {
     const missing = answer.index.filter(({ state }) => state !== "READY");
     show("unserved", missing.length > 0);
-    text("none-text", isAlone && missing.length ? "Those that the server knows of are listed below."
-      : "As soon as one is loaded, its figures are here.");
+    text("none-text", isAlone && missing.length ? "The models that the server knows are listed below."
+      : "Its figures appear here as soon as one is loaded.");
     const lines = missing.map(({ name, version, reason }) => `${name}, version ${version}: ${reason || "not loaded"}`);
     const list = $("unserved-list");
     if ([...list.children].map(({ textContent }) => textContent).join("\n") !== lines.join("\n")) {
@@ -449,7 +457,7 @@
     if (newest === undefined) return;
     if (model !== undefined) {
       text("model-title", model.name);
-      text("about", `Version ${model.version}, ${model.platform} on ${model.device}, up to ${count(model.max_rows)} rows a batch`);
+      text("about", `Version ${model.version}, ${model.platform} on ${model.device}, up to ${count(model.max_rows)} rows in a batch`);
       show("quiet", model.answered === 0);
       text("quiet", `No request has been answered yet. Send one to POST /v2/models/${encodeURIComponent(model.name)}/infer.`);
       drawTiles(model, newest);
@@ -482,7 +490,7 @@
     for (const id of ["none", "model", "server", "unserved"]) show(id, false);
     show("locked", true);
     setState("locked", "Waiting for a token", "");
-    text("token-error", had ? "The server did not take that token." : "");
+    text("token-error", had ? "The server refused that token." : "");
     $("token").focus();
   }
 
@@ -508,7 +516,7 @@
       heardAt = Date.now() / 1000;
       show("locked", false);
       if (answer.is_draining) {
-        setState("draining", "Draining", "The server is about to stop: it takes no new requests and answers those it has.");
+        setState("draining", "Draining", "The server is shutting down: it takes no new requests, and answers those in progress.");
       } else {
         setState("live", "Live", "");
       }
@@ -538,7 +546,7 @@
     event.preventDefault();
     const token = $("token").value.trim();
     if (!/^[\x21-\x7e]+$/.test(token)) {
-      text("token-error", "A token is of printable ASCII characters, without spaces.");
+      text("token-error", "A token consists of printable ASCII characters without spaces.");
       return;
     }
     sessionStorage.setItem(TOKEN, token);

@@ -1,7 +1,7 @@
-"""A strict TensorRT for an application's own tests, where neither TensorRT nor a GPU is needed.
+"""A strict double of TensorRT for an application's own tests, which needs neither TensorRT nor a GPU.
 
-:class:`StrictTensorRT` stands where the module ``tensorrt`` would: the same names, arguments and return
-values, as far as an inference runtime needs them. What runs on it unchanged::
+:class:`StrictTensorRT` takes the place of the module ``tensorrt``: it has the same names, arguments and
+return values, as far as an inference runtime needs them. This code runs on either::
 
     device = HostDevice()
     trt = StrictTensorRT(device)
@@ -14,32 +14,32 @@ values, as far as an inference runtime needs them. What runs on it unchanged::
     assert np.array_equal(answer, spec.expected(tokens)["output"])
     assert not trt.violations()
 
-Its engines compute something real, step by step, through the enqueue memory that they are given, on a
-:class:`HostDevice` or, with kernels compiled at run time, on a CUDA device. :meth:`EngineSpec.expected` says
-what comes out. Two batches in one arena without an order between them give wrong numbers, as in reality, and
-a violation.
+Its engines really compute, step by step, through the enqueue memory that they are given, on a
+:class:`HostDevice` or, with kernels compiled at run time, on a CUDA device. :meth:`EngineSpec.expected`
+returns the right answers. Two unordered batches in one arena give wrong numbers, as in reality, and a
+violation.
 
-**What raises** :class:`ViolationError`, at the call, because the real library leaves it undefined:
+**Raised at the call**, as :class:`ViolationError`, because the real library leaves it undefined:
 
 - a context used by two threads at once; an enqueue or a switch of profiles while a batch of the same
   context is pending on another stream;
-- an enqueue without all shapes, after a shape was refused, without an address or enqueue memory; enqueue
-  memory that is too small; addresses that are not aligned to 256 bytes; memory that overlaps;
-- a stream that the device does not know; auxiliary streams that are not all different;
-- a logger, an error recorder, an allocator or an output allocator that is gone while it is needed.
+- an enqueue with missing shapes, after a refused shape, or without an address or enqueue memory; enqueue
+  memory that is too small; addresses that are not aligned to 256 bytes; overlapping memory;
+- an unknown stream; auxiliary streams that are not all different;
+- a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed.
 
-**What is noted**, because it is found while a batch executes or an object is destroyed: two batches in one
-arena at once or out of order, a write to enqueue memory that is in use, a context that is destroyed while its
-batch is in flight, a graph that executes after the context that it was captured from was destroyed or
-modified: given another shape, address, profile, output allocator or enqueue memory, even if that was taken
-back. The batch fails where it can, the next call into the double raises it, and
+**Noted**, because it is found while a batch executes or an object is destroyed: two batches in one arena at
+once or out of order; a write to enqueue memory that is in use; a context that is destroyed while its batch is
+in flight; a graph that executes after the context it was captured from was destroyed or modified, that is,
+given another shape, address, profile, output allocator or enqueue memory, even if the change was undone. The
+batch fails if it can, the next call into the double raises the violation, and
 :meth:`StrictTensorRT.violations` lists it.
 
-**What is refused** as by the real library, with ``False`` or ``None`` and a report to the error recorder or,
-without one, to the logger: plans that are damaged, of another version or for another GPU, shapes outside
-the profile, names that are not there, memory that the allocator does not give.
+**Refused** as by the real library, with ``False`` or ``None`` and a report to the error recorder or, without
+one, to the logger: plans that are damaged, of another version or for another GPU, shapes outside the profile,
+unknown names, memory that the allocator refuses.
 
-:meth:`StrictTensorRT.fail_next` makes things fail that cannot be made to fail otherwise.
+:meth:`StrictTensorRT.fail_next` injects failures that cannot be provoked otherwise.
 """
 
 from asynctrt.testing.tensorrt.double import StrictTensorRT

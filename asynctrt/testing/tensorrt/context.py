@@ -1,32 +1,460 @@
-"""The double's ``IExecutionContext``: where it is strict.
+"""The double's ``IExecutionContext``, which checks how it is used.
 
-What the real library refuses is refused as it does: ``False``, and a report to the error recorder or the
-logger. What it leaves undefined, and what it would only complain of when it is too late to see who did it,
-raises :class:`ViolationError` at the call.
+Calls that the real library refuses are refused in the same way: with ``False``, and a report to the error
+recorder or the logger. Calls whose effect it leaves undefined, or reports too late to tell which call was
+wrong, raise :class:`ViolationError`.
 """
 
 import dataclasses
+import functools
 import itertools
-from typing import Any, Final
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+import numpy as np
 
 from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.errors import DeviceError
-from asynctrt.testing.tensorrt.monitor import Job
-from asynctrt.testing.tensorrt.names import Dims, ErrorCodeTRT, IOutputAllocator
-from asynctrt.testing.tensorrt.spec import COMPUTED
-from asynctrt.testing.tensorrt.state import ContextState, exclusive
+from asynctrt.testing.tensorrt.core import Block, Reporter, Setting
+from asynctrt.testing.tensorrt.description import EngineDescription
+from asynctrt.testing.tensorrt.monitor import EnqueuedBatch, Ticket, ViolationError
+from asynctrt.testing.tensorrt.names import (
+    Dims,
+    ErrorCodeTRT,
+    ExecutionContextAllocationStrategy,
+    IGpuAllocator,
+    IOutputAllocator,
+    ProfilingVerbosity,
+    require_initialised,
+)
+from asynctrt.testing.tensorrt.spec import COMPUTED, TensorIO
 
 ENQUEUE: Final = "IExecutionContext::enqueueV3"
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound="IExecutionContext")
 
-class IExecutionContext(ContextState):
+
+def exclusive(
+    method: Callable[Concatenate[S, P], R],
+) -> Callable[Concatenate[S, P], R]:
+    """Make it a violation to call a method while another thread is in one ("How TensorRT works", Threading).
+
+    Callbacks during an execution may use the context, since they run in the same thread.
+    """
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        me = threading.get_ident()
+        if self._user == me:
+            return method(self, *args, **kwargs)
+        if not self._entered.acquire(blocking=False):
+            raise self._violation(f"used by two threads at once: {method.__name__} during another call")
+        self._user = me
+        try:
+            self._core.check()
+            return method(self, *args, **kwargs)
+        finally:
+            self._user = None
+            self._entered.release()
+
+    return call
+
+
+class IExecutionContext(Reporter):
     """Runs batches of one engine: one at a time, from one thread at a time."""
+
+    name = Setting("", "The name used in messages.")
+    debug_sync = Setting(default=False, doc="Has no effect: it is for an enqueue that blocks.")
+    enqueue_emits_profile = Setting(default=True, doc="Has no effect: steps are not profiled.")
+    profiler = Setting[Any](None, "Has no effect: steps are not profiled.")
+
+    def __init__(
+        self,
+        engine: EngineDescription,
+        strategy: ExecutionContextAllocationStrategy,
+        persistent: Block,
+        own_arena: Block | None,
+    ) -> None:
+        super().__init__(engine._core, engine._recorder)
+        self._engine = engine
+        self._spec = engine._spec
+        self._strategy = strategy
+        self._persistent = persistent
+        self._own_arena = own_arena
+        self._user: int | None = None
+        self._entered = threading.Lock()
+        self._profile = 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+        self._allocators: dict[str, weakref.ref[IOutputAllocator]] = {}
+        self._arena = (0, 0) if own_arena is None else (own_arena.address, own_arena.nbytes)
+        self._refused: str | None = None
+        self._sized_for_shapes = False
+        self._aux: tuple[int, ...] | None = None
+        self._consumed_event = 0
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._switch: Ticket | None = None
+        self._generation = 0
+        self._enqueued: EnqueuedBatch | None = None
+        self._number = next(engine._core.library.numbers)
+        self.name = f"{self._spec.name} context {self._number}"
+        self._persistent_cache_limit = 0
+        self._nvtx_verbosity = ProfilingVerbosity.LAYER_NAMES_ONLY
+        self._temporary_allocator: weakref.ref[IGpuAllocator] | None = None
+        self._reset_shapes()
+        self._modified()
+
+    def __del__(self) -> None:
+        tickets = getattr(self, "_tickets", None)
+        if tickets is None:
+            return
+        pending = [ticket for ticket in tickets if not ticket.is_done]
+        if pending and self._core.monitor.lost is None:
+            self._core.monitor.note(f"{self.name} was destroyed while {pending[0].text} was in flight")
+        self._core.executor.retire(self._number)
+        self._persistent.close()
+        if self._own_arena is not None:
+            self._own_arena.close()
+
+    def __repr__(self) -> str:
+        return f"<IExecutionContext {self.name!r} profile={self._profile} shapes={self._shapes}>"
+
+    def _violation(self, message: str) -> ViolationError:
+        return self._core.monitor.found(f"{self.name}: {message}")
+
+    def _modified(self) -> None:
+        """Note a change, after which no graph that was captured before may execute.
+
+        TensorRT leaves undefined what a graph does after the context that it was captured from was modified.
+        Undoing the change is another change: nothing guarantees that it restores the state.
+        """
+        self._generation += 1
+        self._core.executor.modified(self._number, self._generation)
+
+    # Properties
+
+    @property
+    def engine(self) -> EngineDescription:
+        """The engine that it is a context of."""
+        return self._engine
+
+    @property
+    def active_optimization_profile(self) -> int:
+        """The index of the active profile; 0 at first."""
+        return self._profile
+
+    @property
+    def all_binding_shapes_specified(self) -> bool:
+        """Whether the shapes of all dynamic inputs are set."""
+        return not self._unspecified()
+
+    @property
+    def persistent_cache_limit(self) -> int:
+        """Bytes of L2 cache in which it may keep activations."""
+        return self._persistent_cache_limit
+
+    @persistent_cache_limit.setter
+    def persistent_cache_limit(self, limit: int) -> None:
+        """Set the limit, which has no effect: the double caches nothing."""
+        self._persistent_cache_limit = int(limit)
+
+    @property
+    def nvtx_verbosity(self) -> ProfilingVerbosity:
+        """How much it tells profilers, at most what the engine was built with."""
+        return self._nvtx_verbosity
+
+    @nvtx_verbosity.setter
+    def nvtx_verbosity(self, verbosity: ProfilingVerbosity) -> None:
+        """Lower the verbosity; report an error, and change nothing, if it would be raised."""
+        if verbosity is not ProfilingVerbosity.DETAILED:
+            self._nvtx_verbosity = verbosity
+            return
+        self._report_usage(
+            "IExecutionContext::setNvtxVerbosity", "condition: verbosity <= that of the build."
+        )
+
+    @property
+    def temporary_allocator(self) -> IGpuAllocator | None:
+        """The allocator of temporary storage, of which the double needs none."""
+        return None if self._temporary_allocator is None else self._temporary_allocator()
+
+    @temporary_allocator.setter
+    def temporary_allocator(self, allocator: IGpuAllocator | None) -> None:
+        """Set the allocator, which is never called."""
+        if allocator is not None:
+            require_initialised(allocator, IGpuAllocator)
+        self._temporary_allocator = None if allocator is None else weakref.ref(allocator)
+
+    # Shapes and profiles
+
+    @exclusive
+    def set_input_shape(self, name: str, shape: Sequence[int] | Dims) -> bool:
+        """Set the shape of an input; ``False``, and an error, if the active profile does not accept it."""
+        given = tuple(int(dim) for dim in shape)
+        problem = self._shape_problem(name, given)
+        if problem is not None:
+            self._refused = f"set_input_shape({name!r}, {given}) was refused"
+            self._report_usage("IExecutionContext::setInputShape", problem)
+            return False
+        if self._shapes.get(name) != given:
+            self._shapes[name] = given
+            self._sized_for_shapes = False
+            self._enqueued = None
+            self._modified()
+        self._refused = None
+        return True
+
+    def _shape_problem(self, name: str, given: tuple[int, ...]) -> str | None:
+        if name not in self._engine._inputs:
+            return f"condition: an input tensor's name. Given invalid tensor name: {name}"
+        low, _, high = self._spec.profiles[self._profile][name]
+        dims = self._engine._tensors[name].dims
+        if len(given) != len(dims) or any(
+            dim not in (-1, set_) for dim, set_ in zip(dims, given, strict=True)
+        ):
+            return (
+                f"condition: engineDims.d[i] == dims.d[i]. Static dimension mismatch while setting input "
+                f"shape for {name}. Set dimensions are {list(given)}. Expected dimensions are {list(dims)}."
+            )
+        if any(not a <= dim <= b for a, dim, b in zip(low, given, high, strict=True)):
+            return (
+                f"condition: satisfyProfile. Set dimension {list(given)} for tensor {name} does not "
+                f"satisfy any optimization profiles. Valid range for profile {self._profile}: "
+                f"{list(low)}..{list(high)}."
+            )
+        return None
+
+    def _reset_shapes(self) -> None:
+        """Forget all shapes but the static ones."""
+        self._shapes = {io.name: io.dims for io in self._spec.inputs if -1 not in io.dims}
+        self._sized_for_shapes = False
+        self._refused = None
+        self._enqueued = None
+
+    def _unspecified(self) -> list[str]:
+        return [io.name for io in self._spec.inputs if io.name not in self._shapes]
+
+    def _shape_of(self, io: TensorIO) -> tuple[int, ...]:
+        """Return the shape of a tensor, with -1 for unknown dimensions."""
+        names = [other.name for other in self._spec.outputs]
+        if io.name in self._engine._inputs:
+            return self._shapes.get(io.name, io.dims)
+        index = names.index(io.name)
+        if index < len(self._spec.inputs):
+            return self._shapes.get(self._spec.inputs[index].name, io.dims)
+        return (*self._shapes.get(self._spec.inputs[0].name, io.dims)[:1], -1)
+
+    @exclusive
+    def infer_shapes(self) -> list[str]:
+        """Return the inputs whose shapes are missing."""
+        return self._unspecified()
+
+    @exclusive
+    def get_tensor_shape(self, name: str) -> Dims:
+        """Return the shape of a tensor, with -1 where it is missing or depends on the data."""
+        io = self._engine._tensor(name, "IExecutionContext::getTensorShape")
+        return Dims() if io is None else Dims(self._shape_of(io))
+
+    @exclusive
+    def get_tensor_strides(self, name: str) -> Dims:
+        """Return the strides of a tensor, which is row-major."""
+        io = self._engine._tensor(name, "IExecutionContext::getTensorStrides")
+        if io is None:
+            return Dims()
+        shape = self._shape_of(io)
+        if -1 in shape:
+            return Dims([-1] * len(shape))
+        return Dims([int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))])
+
+    @exclusive
+    def get_max_output_size(self, name: str) -> int:
+        """Return the most bytes that an output needs for the current shapes; -1 if unknown."""
+        io = self._engine._tensors.get(name)
+        if io is None or name in self._engine._inputs or self._unspecified():
+            return -1
+        return self._nbytes_of(io)
+
+    def _nbytes_of(self, io: TensorIO) -> int:
+        """Return the bytes of a tensor; a packed row is at most as long as the row it comes from."""
+        shape = self._shape_of(io)
+        if -1 in shape:
+            shape = self._shapes[self._spec.inputs[0].name]
+        return int(np.prod(shape, dtype=np.int64)) * io.itemsize
+
+    @exclusive
+    def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
+        """Switch the profile on a stream; a violation while a batch is in flight on another stream."""
+        where = "IExecutionContext::setOptimizationProfileAsync"
+        if not self._engine._has_profile(profile_index, where):
+            return False
+        self._check_stream(stream_handle)
+        self._check_order(stream_handle, "its profile is switched")
+        if self._report_loss(where):
+            return False
+        if profile_index == self._profile:
+            return True
+        if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
+            block = self._core.allocate(self._engine.get_device_memory_size_for_profile_v2(profile_index))
+            if block is None:
+                self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", "no enqueue memory")
+                return False
+            assert self._own_arena is not None
+            self._own_arena.close()
+            self._own_arena, self._arena = block, (block.address, block.nbytes)
+        self._profile = profile_index
+        self._reset_shapes()
+        self._modified()
+        self._switch = self._core.executor.mark(
+            self._number, f"{self.name}'s switch to profile {profile_index}", stream_handle
+        )
+        self._tickets.add(self._switch)
+        return True
+
+    # Memory
+
+    @exclusive
+    def set_tensor_address(self, name: str, memory: int) -> bool:
+        """Set an address, or 0 to unset it; ``False``, and an error, for an unknown name."""
+        if name not in self._engine._tensors:
+            text = f"condition: a tensor's name. Given invalid tensor name: {name}"
+            self._report_usage("IExecutionContext::setTensorAddress", text)
+            return False
+        memory = int(memory)
+        if memory < 0 or memory % ALIGNMENT:
+            raise self._violation(f"the address {memory:#x} of {name!r} is not aligned to {ALIGNMENT} bytes")
+        if memory != self._addresses.get(name, 0):
+            self._modified()
+        self._addresses[name] = memory
+        self._enqueued = None
+        return True
+
+    @exclusive
+    def get_tensor_address(self, name: str) -> int:
+        """Return the address of a tensor, or 0 if it is not set."""
+        return self._addresses.get(name, 0)
+
+    @exclusive
+    def set_output_allocator(self, name: str, output_allocator: IOutputAllocator | None) -> bool:
+        """Set the allocator of an output, or ``None``; ``False``, and an error, if it is not an output."""
+        if name not in self._engine._tensors or name in self._engine._inputs:
+            text = f"condition: an output tensor's name. Given invalid tensor name: {name}"
+            self._report_usage("IExecutionContext::setOutputAllocator", text)
+            return False
+        if output_allocator is None:
+            if self._allocators.pop(name, None) is not None:
+                self._modified()
+            return True
+        require_initialised(output_allocator, IOutputAllocator)
+        held = self._allocators.get(name)
+        if held is None or held() is not output_allocator:
+            self._allocators[name] = weakref.ref(output_allocator)
+            self._modified()
+        return True
+
+    @exclusive
+    def get_output_allocator(self, name: str) -> IOutputAllocator | None:
+        """Return the allocator of an output, or ``None`` if it is not set."""
+        held = self._allocators.get(name)
+        return None if held is None else held()
+
+    @exclusive
+    def set_device_memory(self, memory: int, size: int) -> None:
+        """Set the enqueue memory of a context that was created with ``USER_MANAGED``.
+
+        :raises ViolationError: if it is not aligned to 256 bytes, if it is too small for every profile, or if
+            the context has enqueue memory of its own.
+        """
+        memory, size = int(memory), int(size)
+        if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
+            raise self._violation(
+                f"set_device_memory on a context that was created with {self._strategy.name}"
+            )
+        if memory <= 0 or memory % ALIGNMENT:
+            raise self._violation(f"the enqueue memory at {memory:#x} is not aligned to {ALIGNMENT} bytes")
+        least = min(
+            self._engine.get_device_memory_size_for_profile_v2(index)
+            for index in range(len(self._spec.profiles))
+        )
+        if size < least and not self._sized_for_shapes:
+            raise self._violation(f"enqueue memory of {size} bytes, but every profile needs at least {least}")
+        if self._arena != (memory, size):
+            self._modified()
+        self._arena = (memory, size)
+        self._enqueued = None
+
+    def _set_v1_memory(self, memory: int) -> None:
+        raise self._violation("device_memory has no size, so it cannot be checked: use set_device_memory")
+
+    device_memory = property(
+        None, _set_v1_memory, doc="The older way to set enqueue memory, which is a violation."
+    )
+
+    @exclusive
+    def update_device_memory_size_for_shapes(self) -> int:
+        """Return the bytes that a batch of the current shapes needs, which suffice until a shape changes."""
+        missing = self._unspecified()
+        if missing:
+            text = f"condition: all input shapes are specified. Missing: {', '.join(missing)}"
+            self._report_usage("IExecutionContext::updateDeviceMemorySizeForShapes", text)
+            return 0
+        if not self._sized_for_shapes:
+            # The real library then lays out its enqueue memory again.
+            self._sized_for_shapes = True
+            self._modified()
+        return self._arena_needed()
+
+    def _arena_needed(self) -> int:
+        if not self._sized_for_shapes:
+            return self._engine.get_device_memory_size_for_profile_v2(self._profile)
+        return self._spec.enqueue_nbytes(self._shapes) + self._engine.weight_streaming_scratch_memory_size
+
+    # Streams and events
+
+    @exclusive
+    def set_aux_streams(self, aux_streams: Sequence[int]) -> None:
+        """Set the streams to use beside the main one, which is used for missing ones. They have to differ."""
+        handles = tuple(int(handle) for handle in aux_streams)
+        if len(set(handles)) < len(handles):
+            raise self._violation(f"the auxiliary streams {handles} are not all different")
+        for handle in handles:
+            self._check_stream(handle)
+        self._aux = handles
+
+    @exclusive
+    def set_input_consumed_event(self, event: int) -> bool:
+        """Set the event to record once the inputs may be overwritten, or 0 for none."""
+        self._consumed_event = int(event)
+        return True
+
+    @exclusive
+    def get_input_consumed_event(self) -> int:
+        """Return the event to record once the inputs may be overwritten, or 0 for none."""
+        return self._consumed_event
+
+    def _check_stream(self, handle: int) -> None:
+        problem = self._core.executor.problem_of(handle)
+        if problem is not None:
+            raise self._violation(problem)
+
+    def _check_order(self, handle: int, what: str) -> None:
+        """Check that the batches of this context are ordered by their stream; events do not count."""
+        for ticket in self._tickets:
+            if not ticket.is_done and ticket.handle != handle:
+                raise self._violation(
+                    f"{what} on stream {handle} while {ticket.text} is pending on stream {ticket.handle}"
+                )
+
+    # Execution
 
     @exclusive
     def execute_async_v3(self, stream_handle: int) -> bool:
-        """Put one batch on a stream. False, and an error, where the real library or the device refuses.
+        """Enqueue one batch on a stream; ``False``, and an error, if the real library or the device refuses.
 
-        :raises ViolationError: for what would be undefined: see the package's documentation.
+        :raises ViolationError: for undefined behaviour, which the package's documentation lists.
         """
         handle = int(stream_handle)
         self._check_stream(handle)
@@ -38,22 +466,21 @@ class IExecutionContext(ContextState):
         if self._report_loss(ENQUEUE) or not self._can_run(handle):
             return False
         self._check_order(handle, "executes")
-        self._job = self._job or self._prepared()
-        job = self._with_outputs(self._job, handle)
-        if job is None:
+        self._enqueued = self._enqueued or self._prepared()
+        enqueued = self._with_outputs(self._enqueued, handle)
+        if enqueued is None:
             return False
-        trt = self._core.trt
-        number = trt.number()
+        number = next(self._core.library.numbers)
         text = f"batch {number} of {self.name}"
-        job = dataclasses.replace(job, number=number, generation=self._generation, text=text)
+        enqueued = dataclasses.replace(enqueued, number=number, generation=self._generation, text=text)
         executor = self._core.executor
         try:
-            ticket = executor.enqueue(job, handle, self._aux_streams(handle))
+            ticket = executor.enqueue(enqueued, handle, self._aux_streams(handle))
             self._tickets.add(ticket)
             if self._consumed_event:
                 executor.record(self._consumed_event, handle)
             if self._spec.data_dependent:
-                self._notify(executor.longest(job, ticket))
+                self._notify(executor.longest(enqueued, ticket))
         except DeviceError as error:
             lost = self._core.monitor.lost
             text = lost or str(error)
@@ -62,7 +489,7 @@ class IExecutionContext(ContextState):
         return True
 
     def _can_run(self, handle: int) -> bool:
-        """What the real library would refuse, for reasons that lie in the engine."""
+        """Return whether the engine can run, as the real library would decide; report an error if not."""
         unsupported = [io for io in self._spec.inputs if io.on_host or io.dtype not in COMPUTED]
         if unsupported:
             self._report(
@@ -79,8 +506,8 @@ class IExecutionContext(ContextState):
             return False
         return True
 
-    def _prepared(self) -> Job:
-        """The next batch, all but its numbers. Only done anew after something has changed.
+    def _prepared(self) -> EnqueuedBatch:
+        """Return the next batch without its numbers. It is computed again only after a change.
 
         :raises ViolationError: for shapes, addresses or enqueue memory that are missing or wrong.
         """
@@ -88,7 +515,7 @@ class IExecutionContext(ContextState):
         if missing:
             raise self._violation(f"executes without the shapes of {', '.join(missing)}")
         if self._refused:
-            raise self._violation(f"executes although {self._refused}: it would run with other shapes")
+            raise self._violation(f"executes although {self._refused}: it would run with the old shapes")
         for io in (*self._spec.inputs, *self._spec.outputs):
             if not self._addresses.get(io.name) and io.name not in self._allocators:
                 raise self._violation(f"executes without an address of {io.name!r}")
@@ -97,12 +524,12 @@ class IExecutionContext(ContextState):
         if not address:
             raise self._violation("executes without enqueue memory: set_device_memory was not called")
         if size < needed:
-            raise self._violation(f"executes with {size} bytes of enqueue memory, and needs {needed}")
+            raise self._violation(f"executes with {size} bytes of enqueue memory, but needs {needed}")
         used = self._spec.enqueue_nbytes(self._shapes)
         self._check_memory((address, used))
         weights = self._engine._weights
         assert weights is not None
-        return Job(
+        return EnqueuedBatch(
             number=0,
             context=self._number,
             generation=0,
@@ -118,7 +545,7 @@ class IExecutionContext(ContextState):
         )
 
     def _check_memory(self, arena: tuple[int, int]) -> None:
-        """Everything has to be the device's; outputs and enqueue memory have to be apart from the rest."""
+        """Check that all memory is the device's, and that outputs and enqueue memory overlap with nothing."""
         spans = [(*arena, "the enqueue memory", False)]
         spans.extend(
             (self._addresses[io.name], self._nbytes_of(io), repr(io.name), io.name in self._engine._inputs)
@@ -134,11 +561,11 @@ class IExecutionContext(ContextState):
             if next_start < start + nbytes and not (is_input and is_other):
                 raise self._violation(f"{one} and {other} overlap in memory")
 
-    def _with_outputs(self, job: Job, handle: int) -> Job | None:
-        """Ask the output allocators for memory; ``None``, and an error, if one refuses."""
+    def _with_outputs(self, enqueued: EnqueuedBatch, handle: int) -> EnqueuedBatch | None:
+        """Ask the output allocators for memory; return ``None``, and report an error, if one refuses."""
         if not self._allocators and not self._spec.data_dependent:
-            return job
-        outputs = list(job.outputs)
+            return enqueued
+        outputs = list(enqueued.outputs)
         for index, io in enumerate(self._spec.outputs):
             allocator = self._living_allocator(io.name)
             if allocator is None:
@@ -155,12 +582,12 @@ class IExecutionContext(ContextState):
                 return None
             if given % ALIGNMENT:
                 raise self._violation(
-                    f"the output allocator gave {given:#x}, which is not aligned to {ALIGNMENT}"
+                    f"the output allocator returned {given:#x}, which is not aligned to {ALIGNMENT} bytes"
                 )
             outputs[index] = given
             if -1 not in self._shape_of(io):
                 self._tell(allocator, io.name, self._shape_of(io))
-        return dataclasses.replace(job, outputs=tuple(outputs))
+        return dataclasses.replace(enqueued, outputs=tuple(outputs))
 
     def _living_allocator(self, name: str) -> IOutputAllocator | None:
         held = self._allocators.get(name)
@@ -172,7 +599,7 @@ class IExecutionContext(ContextState):
         return allocator
 
     def _ask(self, allocator: Any, name: str, memory: int, nbytes: int, handle: int) -> int:
-        """As the real library: the asynchronous method first, then the older one."""
+        """Call the asynchronous method if there is one, as the real library does, otherwise the older one."""
         if hasattr(allocator, "reallocate_output_async"):
             return int(allocator.reallocate_output_async(name, memory, nbytes, ALIGNMENT, handle) or 0)
         return int(allocator.reallocate_output(name, memory, nbytes, ALIGNMENT) or 0)
@@ -187,8 +614,8 @@ class IExecutionContext(ContextState):
         self._tell(allocator, io.name, (self._shape_of(io)[0], longest))
 
     def _aux_streams(self, handle: int) -> tuple[int, ...]:
-        """Those that were given. In place of the others the double takes the main one."""
+        """Return the auxiliary streams that were set; the main one takes the place of missing ones."""
         given = (self._aux or ())[: self._spec.aux_streams]
         if handle in given:
-            raise self._violation(f"stream {handle} is its main and an auxiliary stream at once")
+            raise self._violation(f"stream {handle} is both its main stream and an auxiliary one")
         return given

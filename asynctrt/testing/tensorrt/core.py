@@ -1,13 +1,15 @@
-"""What the double's runtimes, engines and contexts have in common: logger, allocator, error recorder."""
+"""The base of the double's runtimes, engines and contexts: logger, allocator, error recorder."""
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device
 from asynctrt.errors import DeviceMemoryError
-from asynctrt.testing.tensorrt.monitor import Executor, Monitor
+from asynctrt.testing.tensorrt.monitor import Executor, ViolationMonitor
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
@@ -17,16 +19,13 @@ from asynctrt.testing.tensorrt.names import (
     require_initialised,
 )
 
-if TYPE_CHECKING:
-    from asynctrt.testing.tensorrt.double import StrictTensorRT
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """A property of a TensorRT object that can be set to anything, and that changes nothing in the double."""
+    """A property of a TensorRT object that can be set, and that has no effect in the double."""
 
     def __init__(self, default: T, doc: str) -> None:
         self._default = default
@@ -52,25 +51,38 @@ class Block:
         self._release: Callable[[], None] | None = release
 
     def close(self) -> None:
-        """Give it back. Idempotent."""
+        """Free it. Idempotent."""
         release, self._release = self._release, None
         if release is not None:
             release()
 
 
-class Core:
-    """What a runtime gives to all that is made of it, and what outlives it with them.
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The state that all objects of one double share."""
 
-    Logger, allocator and recorder are held weakly: the application has to keep them alive, and a use of one
-    that is gone is a violation ("How TensorRT works", Object Lifetimes).
+    device: Device
+    monitor: ViolationMonitor
+    executor: Executor
+    version: str
+    compute_capability: tuple[int, int]
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Numbers for contexts and batches."""
+
+
+class Core:
+    """The state that a runtime shares with everything that was created from it, and that outlives it.
+
+    It refers weakly to logger, allocator and recorder: the application has to keep them alive, and using one
+    that was destroyed is a violation ("How TensorRT works", Object Lifetimes).
     """
 
-    def __init__(self, trt: "StrictTensorRT", logger: ILogger, version: str) -> None:
-        self.trt = trt
-        self.version = version
-        self.device: Device = trt.device
-        self.monitor: Monitor = trt.monitor
-        self.executor: Executor = trt.executor
+    def __init__(self, library: Library, logger: ILogger) -> None:
+        self.library = library
+        self.version = library.version
+        self.device = library.device
+        self.monitor = library.monitor
+        self.executor = library.executor
         self.is_lean_code_allowed = False
         self._logger = weakref.ref(logger)
         self._allocator: weakref.ref[IGpuAllocator] | None = None
@@ -79,52 +91,53 @@ class Core:
     def logger(self) -> ILogger:
         """The application's logger.
 
-        :raises ViolationError: when it is gone.
+        :raises ViolationError: if it was destroyed.
         """
         logger = self._logger()
         if logger is None:
             raise self.monitor.found(
-                "the logger was destroyed before what was made with it: it has to span any use of them"
+                "the logger was destroyed before the objects that use it, which it has to outlive"
             )
         return logger
 
     @property
     def allocator(self) -> IGpuAllocator | None:
-        """The application's allocator, if it has set one.
+        """The application's allocator, or ``None`` if it has not set one.
 
-        :raises ViolationError: when it is gone.
+        :raises ViolationError: if it was destroyed.
         """
         if self._allocator is None:
             return None
         allocator = self._allocator()
         if allocator is None:
             raise self.monitor.found(
-                "the GPU allocator was destroyed before what was made with it: it has to outlive all memory"
+                "the GPU allocator was destroyed before the objects that use it, which it has to outlive"
             )
         return allocator
 
     @allocator.setter
     def allocator(self, allocator: IGpuAllocator | None) -> None:
-        """Let device memory come from there from now on."""
+        """Allocate device memory from there from now on."""
         self._allocator = None if allocator is None else weakref.ref(allocator)
 
     def check(self) -> None:
-        """What every call begins with.
+        """Check what every call checks first.
 
-        :raises ViolationError: for what was noted, and for a callback object that is gone.
+        :raises ViolationError: for a noted violation, and for a callback object that was destroyed.
         """
         self.executor.poll()
         self.monitor.raise_noted()
         _ = self.logger, self.allocator
 
     def say(self, severity: Any, message: str) -> None:
-        """One message for the application's logger."""
+        """Log a message with the application's logger."""
         self.logger.log(severity, message)
 
     def allocate(self, nbytes: int) -> Block | None:
-        """Memory of the device: from the application's allocator or, without one, from the device.
+        """Allocate device memory from the application's allocator or, without one, from the device.
 
-        :raises ViolationError: when the allocator gives what is not aligned.
+        :returns: ``None`` if the memory was refused.
+        :raises ViolationError: if the allocator returns an address that is not aligned.
         """
         allocator = self.allocator
         if allocator is None:
@@ -142,7 +155,7 @@ class Core:
             return None
         if address % ALIGNMENT:
             raise self.monitor.found(
-                f"the GPU allocator gave {address:#x}, which is not aligned to {ALIGNMENT}"
+                f"the GPU allocator returned {address:#x}, which is not aligned to {ALIGNMENT} bytes"
             )
         return Block(
             int(address), nbytes, functools.partial(self._give_back, weakref.ref(allocator), int(address))
@@ -151,13 +164,15 @@ class Core:
     def _give_back(self, allocator: "weakref.ref[IGpuAllocator]", address: int) -> None:
         living = allocator()
         if living is None:
-            self.monitor.note(f"the GPU allocator was destroyed before {address:#x} was given back to it")
+            self.monitor.note(
+                f"the GPU allocator was destroyed before the memory at {address:#x} was returned to it"
+            )
             return
         living.deallocate_async(address, 0)
 
 
 class Reporter:
-    """A TensorRT object: it has an error recorder, and passes it to what it creates."""
+    """A TensorRT object with an error recorder, which it passes on to the objects that it creates."""
 
     def __init__(self, core: Core, recorder: "weakref.ref[IErrorRecorder] | None") -> None:
         self._core = core
@@ -165,12 +180,12 @@ class Reporter:
 
     @property
     def error_recorder(self) -> IErrorRecorder | None:
-        """Who is told of errors, instead of the logger."""
+        """The recorder of errors, which go to the logger if it is ``None``."""
         return None if self._recorder is None else self._living_recorder()
 
     @error_recorder.setter
     def error_recorder(self, recorder: IErrorRecorder | None) -> None:
-        """Attach one, or none. What is created from now on has it too."""
+        """Attach a recorder, or none. Objects that are created from now on inherit it."""
         if recorder is not None:
             require_initialised(recorder, IErrorRecorder)
         self._recorder = None if recorder is None else weakref.ref(recorder)
@@ -178,11 +193,13 @@ class Reporter:
     def _living_recorder(self) -> IErrorRecorder:
         recorder = self._recorder() if self._recorder is not None else None
         if recorder is None:
-            raise self._core.monitor.found("the error recorder was destroyed before what it was attached to")
+            raise self._core.monitor.found(
+                "the error recorder was destroyed before the object that it is attached to"
+            )
         return recorder
 
     def _report(self, code: ErrorCodeTRT, where: str, kind: str, text: str) -> None:
-        """An error, as the real library words it: to the recorder or, without one, to the logger."""
+        """Report an error, worded as by the real library, to the recorder or, without one, to the logger."""
         message = f"{where}: Error Code {code.value}: {kind} ({text})"
         if self._recorder is not None:
             self._living_recorder().report_error(code, message)
@@ -195,7 +212,7 @@ class Reporter:
         )
 
     def _report_loss(self, where: str) -> bool:
-        """Whether the device is lost; if so, that was reported."""
+        """Return whether the device is lost; report it if so."""
         lost = self._core.monitor.lost
         if lost is not None:
             self._report(ErrorCodeTRT.UNSPECIFIED_ERROR, where, "Cuda Runtime", lost)
@@ -208,7 +225,7 @@ S = TypeVar("S", bound=Reporter)
 def checked(
     method: Callable[Concatenate[S, P], R],
 ) -> Callable[Concatenate[S, P], R]:
-    """Let a method begin with :meth:`Core.check`."""
+    """Make a method begin with :meth:`Core.check`."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -219,17 +236,17 @@ def checked(
 
 
 class IRuntimeConfig:
-    """How a context is to be created."""
+    """Settings for creating a context."""
 
     def __init__(self) -> None:
         self._strategy = ExecutionContextAllocationStrategy.STATIC
 
     def get_execution_context_allocation_strategy(self) -> ExecutionContextAllocationStrategy:
-        """Who provides its enqueue memory."""
+        """Return who provides the context's enqueue memory."""
         return self._strategy
 
     def set_execution_context_allocation_strategy(
         self, strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC
     ) -> None:
-        """Say who provides its enqueue memory."""
+        """Set who provides the context's enqueue memory."""
         self._strategy = ExecutionContextAllocationStrategy(strategy)

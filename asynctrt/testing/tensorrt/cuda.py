@@ -1,8 +1,8 @@
-"""The double's work on a CUDA device: kernels that are compiled at run time for the GPU that is there.
+"""Run the double's work on a CUDA device, with kernels that are compiled at run time for its GPU.
 
-Nothing here allocates or waits in an enqueue, so it can be captured; only a data-dependent output waits for
-its batch, as of the real library. Counters for arenas, contexts and failures are kept by the kernels
-themselves, so that they are right under the launches of a graph as well, and are mirrored in pinned memory.
+An enqueue neither allocates nor waits, so it can be captured; only a data-dependent output waits for its
+batch, as in the real library. The kernels themselves keep the counters for arenas, contexts and failures, so
+that these are also right when a graph launches them; the counters are mirrored in pinned memory.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceUnavailableError
 from asynctrt.testing.tensorrt.kernels import SOURCE
-from asynctrt.testing.tensorrt.monitor import GONE, MODIFIED, Fault, Job, Monitor, Ticket
+from asynctrt.testing.tensorrt.monitor import GONE, MODIFIED, EnqueuedBatch, Fault, Ticket, ViolationMonitor
 from asynctrt.testing.tensorrt.spec import COMPUTED, INPUTS_MAX
 
 SLOTS: Final = 2048
 CELLS: Final = 1024
 RECORDS: Final = 256
 NEIGHBOURS: Final = 8
-"""How many arenas a batch looks at: its own, and the latest that overlap it."""
+"""How many arenas a batch checks: its own, and the latest that overlap it."""
 
 REMEMBERED: Final = 4096
-"""How many batches and dead contexts messages can name."""
+"""How many batches messages can name."""
 
 THREADS: Final = 256
 ANY: Final = 0xFFFF_FFFF
@@ -106,22 +106,22 @@ CONTROL_NBYTES: Final = 4 * (4 + 2 * CELLS + 5 * SLOTS)
 
 
 class _Context:
-    """What is known of one execution context, under one number on the device."""
+    """One execution context, and its slot on the device."""
 
     def __init__(self, slot: int, finished: int) -> None:
         self.slot = slot
-        # Counters on the device go on where the slot's former context has left them.
+        # Counters on the device continue from the slot's former context.
         self.queued = finished
         self.batch = _Batch()
         self.key: object = None
         self.events: list[Any] = []
-        # The last of each kind, so that it lives as long as it may be pending.
+        # The latest of each kind, kept alive for as long as it may be pending.
         self.last: CudaTicket | None = None
         self.captured: CudaTicket | None = None
 
 
 class CudaTicket(Ticket):
-    """An enqueue on a CUDA stream; done when its context's counter says so."""
+    """An enqueue on a CUDA stream, whose end shows in its context's counter."""
 
     __slots__ = ("_executor", "_slot", "_wanted")
 
@@ -135,7 +135,7 @@ class CudaTicket(Ticket):
 
     @property
     def is_done(self) -> bool:
-        """As of every ticket."""
+        """Whether the device has finished it."""
         pinned = self._executor.pinned
         if self._wanted is None:
             return bool(pinned.started[1][self._slot] == pinned.finished[1][self._slot])
@@ -144,9 +144,9 @@ class CudaTicket(Ticket):
 
 
 class CudaExecutor:
-    """Work of the double on a :class:`CudaDevice`."""
+    """Runs the double's work on a :class:`CudaDevice`."""
 
-    def __init__(self, device: CudaDevice, monitor: Monitor) -> None:
+    def __init__(self, device: CudaDevice, monitor: ViolationMonitor) -> None:
         self.monitor = monitor
         self._device = device
         # A context that is destroyed retires, in the middle of anything that its thread is doing.
@@ -170,18 +170,18 @@ class CudaExecutor:
         self._seen = 0
 
     def problem_of(self, handle: int) -> str | None:
-        # CUDA cannot be asked about a handle that is none without risking the process.
-        return None if handle > 2 else f"{handle} is the handle of no stream but a default one"
+        # Asking CUDA about an invalid handle could crash the process.
+        return None if handle > 2 else f"{handle} is not the handle of a stream, or that of a default stream"
 
     def memory_problem(self, address: int, nbytes: int) -> str | None:
         attribute = driver.CUpointer_attribute
         code, start = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
         if code != driver.CUresult.CUDA_SUCCESS:
-            return f"{address:#x} is no memory that the GPU can reach"
+            return f"the GPU cannot reach the memory at {address:#x}"
         code, size = driver.cuPointerGetAttribute(attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)
         left = int(start) + int(size) - address
         if code == driver.CUresult.CUDA_SUCCESS and left < nbytes:
-            return f"{nbytes} bytes are needed at {address:#x}, and its allocation ends after {left}"
+            return f"{nbytes} bytes are needed at {address:#x}, but its allocation ends after {left}"
         return None
 
     def is_capturing(self, handle: int) -> bool:
@@ -189,39 +189,41 @@ class CudaExecutor:
         self._check(code, "asking a stream whether it captures")
         return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
-    def enqueue(self, job: Job, handle: int, aux: Sequence[int]) -> Ticket:
+    def enqueue(self, enqueued: EnqueuedBatch, handle: int, aux: Sequence[int]) -> Ticket:
         self._device.activate()
         captured = self.is_capturing(handle)
-        context = self._context_of(job.context)
-        batch = self._described(job, context, 1 + len(aux))
+        context = self._context_of(enqueued.context)
+        batch = self._described(enqueued, context, 1 + len(aux))
         batch.captured = captured
-        batch.state = job.context << 32 | job.generation & ANY
-        self._place(job, batch, counted=not captured)
+        batch.state = enqueued.context << 32 | enqueued.generation & ANY
+        self._place(enqueued, batch, counted=not captured)
         kernel = self._launcher(batch)
-        if job.spec.fills_gpu and batch.work_ns:
+        if enqueued.spec.fills_gpu and batch.work_ns:
             kernel("begin", 2 * self._processors, 1024, handle)
         else:
             kernel("begin", 1, 1024 if batch.work_ns else 1, handle)
-        self._steps(job, context, kernel, (handle, *aux))
-        if job.spec.data_dependent:
+        self._steps(enqueued, context, kernel, (handle, *aux))
+        if enqueued.spec.data_dependent:
             blocks = -(-batch.rows // THREADS)
             kernel("count", blocks, THREADS, handle)
             kernel("pack", blocks, THREADS, handle)
-        kernel("finish", self._blocks(job, 1), THREADS, handle)
+        kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
         if captured:
             self.pinned.states[context.slot] = batch.state
             if context.captured is None:
-                context.captured = CudaTicket(f"a graph with {job.text}", handle, self, context.slot, None)
+                context.captured = CudaTicket(
+                    f"a graph with {enqueued.text}", handle, self, context.slot, None
+                )
             return context.captured
         context.queued = (context.queued + 1) & ANY
-        context.last = CudaTicket(job.text, handle, self, context.slot, context.queued)
+        context.last = CudaTicket(enqueued.text, handle, self, context.slot, context.queued)
         return context.last
 
     def mark(self, context: int, text: str, handle: int) -> Ticket:
         self._device.activate()
         known = self._context_of(context)
         if self.is_capturing(handle):
-            # Nothing has to be waited for that is not done now.
+            # Everything that would have to be waited for is done by now.
             return CudaTicket(text, handle, self, known.slot, self.pinned.finished[0][known.slot])
         batch = _Batch(control=self._control.address, pinned=self._staging.address, slot=known.slot)
         self._launcher(batch)("mark", 1, 1, handle)
@@ -229,9 +231,9 @@ class CudaExecutor:
         known.last = CudaTicket(text, handle, self, known.slot, known.queued)
         return known.last
 
-    def longest(self, job: Job, ticket: Ticket) -> int:
-        self._check(driver.cuStreamSynchronize(ticket.handle)[0], f"waiting for {job.text}")
-        return int(self.pinned.longest[self._contexts[job.context].slot])
+    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
+        self._check(driver.cuStreamSynchronize(ticket.handle)[0], f"waiting for {enqueued.text}")
+        return int(self.pinned.longest[self._contexts[enqueued.context].slot])
 
     def record(self, event: int, handle: int) -> None:
         self._check(driver.cuEventRecord(event, handle)[0], "recording the event for consumed inputs")
@@ -245,7 +247,7 @@ class CudaExecutor:
 
     def modified(self, context: int, generation: int) -> None:
         known = self._contexts.get(context)
-        # Only who was captured has to be looked at.
+        # Only contexts that were captured are checked.
         if known is not None and known.captured is not None:
             self.pinned.states[known.slot] = context << 32 | generation & ANY
 
@@ -277,7 +279,7 @@ class CudaExecutor:
         self.pinned.hangs_released = self.pinned.hangs_begun
 
     def _check(self, code: Any, what: str) -> None:
-        """Turn a status into an error, and remember the loss of the device."""
+        """Raise the error for a status, and record the loss of the device."""
         try:
             self._device.check(code, what)
         except DeviceLostError:
@@ -298,47 +300,47 @@ class CudaExecutor:
             return context
 
     def _freed_slot(self) -> int:
-        """The slot of a context that is gone and through with everything; the longest gone first."""
+        """Free and return the slot of the context that was destroyed first, and whose work has ended."""
         for number, gone in self._gone.items():
             tickets = [ticket for ticket in (gone.last, gone.captured) if ticket is not None]
             if all(ticket.is_done for ticket in tickets):
                 del self._gone[number]
                 return gone.slot
-        raise DeviceError(f"the TensorRT double has no more than {SLOTS} execution contexts at once")
+        raise DeviceError(f"the TensorRT double supports at most {SLOTS} execution contexts at once")
 
-    def _described(self, job: Job, context: _Context, lanes: int) -> _Batch:
-        """The batch as its kernels see it; made anew only when something has changed."""
+    def _described(self, enqueued: EnqueuedBatch, context: _Context, lanes: int) -> _Batch:
+        """Return the batch as its kernels see it. It is computed again only after a change."""
         batch = context.batch
-        batch.number = job.number & ANY
-        key = (job.shapes, job.inputs, job.outputs, job.arena, job.weights, lanes)
+        batch.number = enqueued.number & ANY
+        key = (enqueued.shapes, enqueued.inputs, enqueued.outputs, enqueued.arena, enqueued.weights, lanes)
         if key == context.key:
             return batch
         context.key = key
-        spec = job.spec
+        spec = enqueued.spec
         batch.control, batch.pinned = self._control.address, self._staging.address
-        batch.guards[0], batch.guards[1] = job.arena, job.arena + job.arena_nbytes - ALIGNMENT
-        batch.weights, batch.slot = job.weights, context.slot
-        batch.rows = job.shapes[0][0]
-        batch.row_length = int(np.prod(job.shapes[0][1:], dtype=np.int64))
+        batch.guards[0], batch.guards[1] = enqueued.arena, enqueued.arena + enqueued.arena_nbytes - ALIGNMENT
+        batch.weights, batch.slot = enqueued.weights, context.slot
+        batch.rows = enqueued.shapes[0][0]
+        batch.row_length = int(np.prod(enqueued.shapes[0][1:], dtype=np.int64))
         batch.work_ns = spec.work_ns + batch.rows * spec.work_ns_per_row
         batch.inputs, batch.steps, batch.lanes = len(spec.inputs), spec.steps, lanes
-        at = job.arena + ALIGNMENT
+        at = enqueued.arena + ALIGNMENT
         for index, io in enumerate(spec.inputs):
-            count = int(np.prod(job.shapes[index], dtype=np.int64))
+            count = int(np.prod(enqueued.shapes[index], dtype=np.int64))
             stride = aligned(count * (4 if io.is_floating else 8))
             batch.input[index] = _Input(
-                job.inputs[index], job.outputs[index], at, count, stride, KINDS.index(io.dtype)
+                enqueued.inputs[index], enqueued.outputs[index], at, count, stride, KINDS.index(io.dtype)
             )
             at += spec.steps * stride
         batch.counts = at
-        batch.packed = job.outputs[-1] if spec.data_dependent else 0
+        batch.packed = enqueued.outputs[-1] if spec.data_dependent else 0
         return batch
 
-    def _place(self, job: Job, batch: _Batch, *, counted: bool) -> None:
-        """Which arenas the batch looks at, and how many batches have to be through in them before it."""
-        low, high = job.arena, job.arena + job.arena_size
+    def _place(self, enqueued: EnqueuedBatch, batch: _Batch, *, counted: bool) -> None:
+        """Set which arenas the batch checks, and how many batches have to end in them before it."""
+        low, high = enqueued.arena, enqueued.arena + enqueued.arena_size
         with self._lock:
-            own = (job.arena, job.arena_size)
+            own = (enqueued.arena, enqueued.arena_size)
             index = self._cells.get(own)
             if index is None:
                 index = len(self._cells)
@@ -356,12 +358,12 @@ class CudaExecutor:
                 batch.expected[position] = self._queued[cell] if counted else ANY
             if counted:
                 self._queued[index] = (self._queued[index] + 1) % ANY
-            self._texts[batch.number] = job.text, f"[{low:#x}, +{job.arena_size})"
+            self._texts[batch.number] = enqueued.text, f"[{low:#x}, +{enqueued.arena_size})"
             if len(self._texts) > REMEMBERED:
                 self._texts.popitem(last=False)
 
     def _launcher(self, batch: _Batch) -> Any:
-        """Launches kernels with a batch as their argument, which is copied with each launch."""
+        """Return a function that launches kernels with a batch as their argument, copied at each launch."""
         extra = (_u32(0), _u32(0))
         pointers = (ctypes.c_void_p * 3)(
             ctypes.addressof(batch), ctypes.addressof(extra[0]), ctypes.addressof(extra[1])
@@ -376,17 +378,17 @@ class CudaExecutor:
                 self._kernels[name], blocks, 1, 1, threads, 1, 1, 0, handle, address, 0
             )[0]
             self._check(code, f"launching the double's kernel {name}")
-            # The pointers have to live as long as this does.
+            # Refer to the pointers, so that they live as long as this function does.
             assert pointers
 
         return launch
 
-    def _blocks(self, job: Job, lanes: int) -> int:
-        largest = max(int(np.prod(shape, dtype=np.int64)) for shape in job.shapes)
+    def _blocks(self, enqueued: EnqueuedBatch, lanes: int) -> int:
+        largest = max(int(np.prod(shape, dtype=np.int64)) for shape in enqueued.shapes)
         return max(1, min(-(-largest // lanes // THREADS) + 1, 4 * self._processors))
 
-    def _steps(self, job: Job, context: _Context, kernel: Any, handles: Sequence[int]) -> None:
-        """Every lane has its share of the elements, and a stream; the first one's waits for the others."""
+    def _steps(self, enqueued: EnqueuedBatch, context: _Context, kernel: Any, handles: Sequence[int]) -> None:
+        """Launch all steps. Each lane has a stream and a share of the elements; the first one joins all."""
         main, *others = handles
         while len(context.events) < len(handles) if others else False:
             flag = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -395,11 +397,11 @@ class CudaExecutor:
             context.events.append(event)
         if others:
             self._check(driver.cuEventRecord(context.events[0], main)[0], "forking auxiliary streams")
-        blocks = self._blocks(job, len(handles))
+        blocks = self._blocks(enqueued, len(handles))
         for lane, handle in enumerate(handles):
             if lane:
                 self._check(driver.cuStreamWaitEvent(handle, context.events[0], 0)[0], "an auxiliary stream")
-            for number in range(1, job.spec.steps + 1):
+            for number in range(1, enqueued.spec.steps + 1):
                 kernel("step", blocks, THREADS, handle, number, lane)
             if lane:
                 self._check(driver.cuEventRecord(context.events[lane], handle)[0], "an auxiliary stream")
@@ -407,9 +409,9 @@ class CudaExecutor:
 
 
 def _compiled(device: CudaDevice) -> dict[str, Any]:
-    """The kernels, for the GPU that is there.
+    """Return the kernels, loaded on the device.
 
-    :raises DeviceUnavailableError: without the compiler that CUDA has for run time.
+    :raises DeviceUnavailableError: if CUDA's run-time compiler, NVRTC, is not installed.
     """
     major, minor = device.compute_capability
     cubin = compile_kernels(f"sm_{major}{minor}")
@@ -423,18 +425,18 @@ def _compiled(device: CudaDevice) -> dict[str, Any]:
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """The double's kernels in machine code.
+    """Compile the double's kernels to machine code.
 
-    :param architecture: ``sm_90``, say.
-    :raises DeviceUnavailableError: without the compiler that CUDA has for run time.
+    :param architecture: for example ``sm_90``.
+    :raises DeviceUnavailableError: if CUDA's run-time compiler, NVRTC, is not installed.
     """
     try:
         code, program = nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"double.cu", 0, [], [])
     except (RuntimeError, OSError, ImportError) as error:
         raise DeviceUnavailableError(
-            f"the TensorRT double compiles its kernels with NVRTC, which is not here ("
-            f"{str(error).strip()}): pip install "
-            "nvidia-cuda-nvrtc, of the CUDA version that the driver knows"
+            f"the TensorRT double compiles its kernels with NVRTC, which is not installed "
+            f"({str(error).strip()}): pip install nvidia-cuda-nvrtc, for a CUDA version that the driver "
+            "supports"
         ) from error
     sizes = {"BATCH": ctypes.sizeof(_Batch), "PINNED": ctypes.sizeof(_Pinned), "CONTROL": CONTROL_NBYTES}
     options = [f"--gpu-architecture={architecture}".encode(), b"--fmad=false"]

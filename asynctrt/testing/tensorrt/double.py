@@ -1,6 +1,5 @@
-"""The object that stands in for the module ``tensorrt``."""
+"""The object that takes the place of the module ``tensorrt``."""
 
-import itertools
 from typing import Final
 
 from asynctrt.devices.base import Device
@@ -9,22 +8,23 @@ from asynctrt.errors import DeviceUnavailableError
 from asynctrt.testing.tensorrt import names
 from asynctrt.testing.tensorrt.context import IExecutionContext as Context
 from asynctrt.testing.tensorrt.core import IRuntimeConfig as Config
+from asynctrt.testing.tensorrt.core import Library
 from asynctrt.testing.tensorrt.engine import ICudaEngine as Engine
 from asynctrt.testing.tensorrt.host import HostExecutor
-from asynctrt.testing.tensorrt.monitor import Executor, Fault, Monitor, check_fault
+from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
 from asynctrt.testing.tensorrt.runtime import Runtime as PlainRuntime
 from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, VERSION
 
 
 class StrictTensorRT:
-    """TensorRT, as far as an inference runtime uses it: strict where the real one is undefined.
+    """The part of TensorRT that an inference runtime uses, strict where the real library is undefined.
 
-    Use it wherever the module ``tensorrt`` is expected. Its plans come from :func:`double_plan`.
+    Use it wherever the module ``tensorrt`` is expected. :func:`double_plan` makes its plans.
 
-    :param device: a host device, or a CUDA device, where the engines compute.
-    :param version: the version of the library that it is.
-    :param compute_capability: what plans are checked against.
-    :raises DeviceUnavailableError: for a device of another kind.
+    :param device: the host device or CUDA device on which the engines compute.
+    :param version: the version of TensorRT to imitate.
+    :param compute_capability: the compute capability that plans have to be built for.
+    :raises DeviceUnavailableError: for any other kind of device.
     """
 
     ILogger = names.ILogger
@@ -73,48 +73,46 @@ class StrictTensorRT:
         self.__version__ = version
         self.device = device
         self.compute_capability = compute_capability
-        self.monitor = Monitor()
+        self.monitor = ViolationMonitor()
         self.executor: Executor = _executor(device, self.monitor)
-        self._numbers = itertools.count(1)
-        # Each double has its own class: the real module's knows its library in the same way.
-        self.Runtime = type("Runtime", (PlainRuntime,), {"_trt": self, "__doc__": PlainRuntime.__doc__})
+        library = Library(device, self.monitor, self.executor, version, compute_capability)
+        # Each double has its own class, since a Runtime is created without naming its library.
+        self.Runtime = type(
+            "Runtime", (PlainRuntime,), {"_library": library, "__doc__": PlainRuntime.__doc__}
+        )
 
     def __repr__(self) -> str:
         return f"<StrictTensorRT {self.__version__} on {self.device!r}>"
 
     def fail_next(self, what: Fault, count: int = 1) -> None:
-        """Let the next ``count`` of these fail.
+        """Make the next ``count`` operations fail.
 
-        ``enqueue``: ``execute_async_v3`` returns False. ``context-memory``, ``deserialize-memory``: memory is
-        refused. ``hang``: the next batch to execute does not end before :meth:`release_hangs`.
-        ``illegal-address``: the next batch to execute reads where nothing is, and the device is lost.
+        ``enqueue``: ``execute_async_v3`` returns ``False``. ``context-memory``, ``deserialize-memory``:
+        memory is refused. ``hang``: the next batch to execute does not end before :meth:`release_hangs`.
+        ``illegal-address``: the next batch to execute reads an unmapped address, and the device is lost.
 
-        :raises OptionsError: for anything else.
+        :raises OptionsError: for an unknown fault, or a count below 1.
         """
         check_fault(what, count)
-        # The device first: what is due may be taken at once.
+        # The device first: a failure that is due may be taken at once.
         self.executor.armed(what, count)
         self.monitor.arm(what, count)
 
     def release_hangs(self) -> None:
-        """Let every batch that hangs go on."""
+        """Let every hanging batch continue."""
         self.executor.release_hangs()
 
     def violations(self) -> tuple[str, ...]:
-        """All violations so far. A test should end with none of them."""
+        """Return all violations so far. A test should end by checking that there are none."""
         self.executor.poll()
         return self.monitor.violations()
 
-    def number(self) -> int:
-        """For the double itself: the next number of a context or a batch."""
-        return next(self._numbers)
 
-
-def _executor(device: Device, monitor: Monitor) -> Executor:
+def _executor(device: Device, monitor: ViolationMonitor) -> Executor:
     if isinstance(device, HostDevice):
         return HostExecutor(device, monitor)
     if hasattr(device, "ordinal"):
-        # Only now: a host needs no CUDA.
+        # Imported only here: a host device needs no CUDA.
         from asynctrt.devices.cuda import CudaDevice  # noqa: PLC0415
         from asynctrt.testing.tensorrt.cuda import CudaExecutor  # noqa: PLC0415
 

@@ -1,9 +1,9 @@
-"""The double's work on a GPU, in CUDA C++ that is compiled at run time.
+"""The double's kernels, in CUDA C++ that is compiled at run time.
 
-A batch is ``begin``, ``step`` for each step, ``count`` and ``pack`` for a data-dependent output, ``finish``.
-Floating point arithmetic is rounded after every operation (``--fmad=false``), so that it gives bit by bit
-what NumPy gives. ``struct Batch`` and ``struct Pinned`` are laid out again, field by field, where they are
-filled, in ``cuda``; the sizes of both are compared when this is compiled.
+A batch is ``begin``, one ``step`` for each step, ``count`` and ``pack`` for a data-dependent output, and
+``finish``. Floating-point arithmetic is rounded after every operation (``--fmad=false``), so the results
+equal NumPy's bit by bit. ``cuda`` repeats the layout of ``struct Batch`` and ``struct Pinned`` field by
+field; their sizes are compared when this is compiled.
 """
 
 from typing import Final
@@ -18,7 +18,7 @@ enum { EXECUTING = 1, NOT_EXECUTED = 2, WRITTEN_TO = 3, MODIFIED = 4, GONE = 5 }
 const u32 RECORDS = 256;
 const u32 ANY = 0xffffffffu;
 
-// What the device keeps for itself: its counters are only ever changed atomically.
+// Counters that only the device uses; they are only changed atomically.
 struct Control {
     u32 hangs, faults, violations, pad;
     u32 busy[1024], done[1024];
@@ -27,7 +27,7 @@ struct Control {
 
 struct Record { u32 kind, number, cell, valid; };
 
-// What the host reads, and where it says what it wants.
+// Memory shared with the host, which arms hangs and faults, and reads the rest.
 struct Pinned {
     u32 hangs_armed, hangs_begun, hangs_released, faults_armed;
     u64 states[2048];
@@ -106,7 +106,7 @@ __device__ void store_whole(u64 kind, void* target, u64 i, long long value) {
 __device__ u64 now_ns() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
 __device__ u32 look(u32* counter) { return atomicAdd(counter, 0u); }
 
-// One more of what the host has asked for; 0 if there is none left.
+// Takes one of the failures that the host has armed, and returns its number; 0 if none is left.
 __device__ u32 take(u32* taken, volatile const u32* armed) {
     for (;;) {
         u32 now = look(taken);
@@ -129,17 +129,17 @@ __device__ void report(const Batch& b, u32 kind, u32 cell) {
 __device__ void enter(const Batch& b) {
     Control* control = b.control;
     b.pinned->started[b.captured][b.slot] = atomicAdd(&control->started[b.captured][b.slot], 1u) + 1;
-    // The upper half says which context has the slot, the lower one how often it has been modified.
+    // The upper half is the context that has the slot, the lower half how often it has been modified.
     if (b.captured) {
         u64 state = b.pinned->states[b.slot];
         if (state != b.state) report(b, state >> 32 == b.state >> 32 ? MODIFIED : GONE, b.cell[0]);
     }
     for (u32 i = 0; i < b.cells; i++) {
-        // Who is ahead in line first: while it executes, that is said below.
+        // An earlier batch has not executed. If it is executing right now, that is reported below.
         if (b.expected[i] != ANY && (int)(look(&control->done[b.cell[i]]) - b.expected[i]) < 0
             && !look(&control->busy[b.cell[i]])) report(b, NOT_EXECUTED, b.cell[i]);
     }
-    // First say that one is there, then look who else is: of two that meet, one at least sees it.
+    // First mark the arena, then look for other marks: of two batches that meet, at least one sees the other.
     u32 before = atomicAdd(&control->busy[b.cell[0]], 1u);
     __threadfence();
     if (before) report(b, EXECUTING, b.cell[0]);
@@ -172,7 +172,7 @@ __device__ void leave(const Batch& b) {
 extern "C" __global__ void __launch_bounds__(1024, 2) begin(const Batch b) {
     if (blockIdx.x == 0 && threadIdx.x == 0) enter(b);
     if (!b.work_ns) return;
-    // Nobody of this block is busy before whoever hangs has been let go.
+    // No thread of this block starts to work before a hang has been released.
     __syncthreads();
     u64 start = now_ns();
     while (now_ns() - start < b.work_ns) {}
@@ -237,7 +237,7 @@ extern "C" __global__ void finish(const Batch b) {
         for (u64 i = thread; i < in.count; i += threads) {
             if (is_floating(in.kind)) store_float(in.kind, in.target, i, ((const float*)last)[i]);
             else store_whole(in.kind, in.target, i, ((const long long*)last)[i]);
-            // Nothing usable stays behind for a batch that reads what it has not written.
+            // Overwrite the states, so that a batch that reads what it has not written gets wrong results.
             for (u32 k = 0; k < b.steps; k++) {
                 char* state = in.states + k * in.stride;
                 if (is_floating(in.kind)) ((float*)state)[i] = __uint_as_float(0x7fc00000u);
@@ -247,7 +247,7 @@ extern "C" __global__ void finish(const Batch b) {
     }
     __threadfence();
     __syncthreads();
-    // The last block to get here knows that all others have written.
+    // When the last block gets here, all others have written.
     if (threadIdx.x == 0 && atomicInc(&b.control->blocks[b.slot], gridDim.x - 1) == gridDim.x - 1) leave(b);
 }
 

@@ -1,4 +1,4 @@
-"""What the double has seen: violations, and failures that a test has asked for. All of it thread-safe."""
+"""Record violations, and hand out the failures that a test has asked for; and the protocol of an executor."""
 
 import threading
 from collections import Counter
@@ -25,50 +25,51 @@ ILLEGAL_ADDRESS: Final = "an illegal memory access was encountered"
 
 
 class ViolationError(Exception):
-    """A use of TensorRT that the real library leaves undefined. It is a bug of whoever made the call."""
+    """A use of TensorRT that the real library leaves undefined: a bug in the code that made the call."""
 
 
 def check_fault(what: Fault, count: int) -> None:
-    """Refuse to fail in a way that there is not.
+    """Check the arguments of ``fail_next``.
 
-    :raises OptionsError: with the ways that there are.
+    :raises OptionsError: for an unknown fault, or a count below 1.
     """
     if what not in FAULTS or count < 1:
         raise OptionsError(
-            f"the double cannot fail {count} times with {what!r}. It knows {', '.join(FAULTS)}"
+            f"cannot inject {count} times the fault {what!r}; the count must be at least 1, and the valid "
+            f"faults are {', '.join(FAULTS)}"
         )
 
 
-class Monitor:
-    """Violations that were found, and failures that are due."""
+class ViolationMonitor:
+    """The violations that were found, and the failures that are due. Thread-safe."""
 
     def __init__(self) -> None:
-        # Whatever is destroyed may note something, in the middle of anything that its thread is doing.
+        # Reentrant: destroying an object may note a violation, in the middle of any call of its thread.
         self._lock = threading.RLock()
         self._found: list[str] = []
         self._unraised: list[str] = []
         self._due: Counter[Fault] = Counter()
         self.lost: str | None = None
-        """The sticky error of the device, once there is one."""
+        """The sticky error of the device, once it has occurred."""
 
     def found(self, message: str) -> ViolationError:
-        """One more, for the caller to raise."""
+        """Record a violation, and return it for the caller to raise."""
         with self._lock:
             if len(self._found) < VIOLATIONS_MAX:
                 self._found.append(message)
         return ViolationError(message)
 
     def note(self, message: str) -> ViolationError:
-        """One more, found where nobody can be told: the next call into the double raises it."""
+        """Record a violation that cannot be raised where it was found, so that the next call raises it."""
         with self._lock:
             if len(self._unraised) < VIOLATIONS_MAX:
                 self._unraised.append(message)
         return self.found(message)
 
     def raise_noted(self) -> None:
-        """Raise what was noted and not raised yet.
+        """Raise the first violation that was noted since the last call.
 
-        :raises ViolationError: the first of them.
+        :raises ViolationError: if there is one.
         """
         if self._unraised:
             with self._lock:
@@ -78,17 +79,17 @@ class Monitor:
                 raise ViolationError(message)
 
     def violations(self) -> tuple[str, ...]:
-        """All that were found."""
+        """Return all violations that were found."""
         with self._lock:
             return tuple(self._found)
 
     def arm(self, what: Fault, count: int) -> None:
-        """Let the next ``count`` of these fail."""
+        """Make the next ``count`` operations of a kind fail."""
         with self._lock:
             self._due[what] += count
 
     def take(self, what: Fault) -> bool:
-        """Whether this is one that shall fail."""
+        """Return whether the current operation is to fail, and count it."""
         if not self._due[what]:
             return False
         with self._lock:
@@ -99,7 +100,7 @@ class Monitor:
 
 
 class Ticket:
-    """One enqueue: whether the device is through with it. A captured one begins anew with each launch."""
+    """The state of one enqueue on the device. A captured one starts again with each launch of its graph."""
 
     __slots__ = ("__weakref__", "handle", "text")
 
@@ -112,71 +113,71 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device is through with it."""
+        """Whether the device has finished it."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """All that one batch needs, by value: so it can be captured and launched again later."""
+class EnqueuedBatch:
+    """Everything that one batch needs, by value, so that a graph can launch it again later."""
 
     number: int
     context: int
     """The number of its execution context."""
     generation: int
-    """How often that context had been modified when this was enqueued."""
+    """How often that context had been modified when the batch was enqueued."""
     text: str
     spec: EngineSpec
     shapes: tuple[Dims, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    """Addresses, in the order of the engine's tensors; the packed output, if there is one, comes last."""
+    """Addresses, in the order of the engine's tensors; a packed output comes last."""
     arena: int
     arena_nbytes: int
-    """How much of the arena this batch uses."""
+    """Bytes of the arena that this batch uses."""
     arena_size: int
-    """How large it is."""
+    """Bytes of the whole arena."""
     weights: int
 
 
 class Executor(Protocol):
-    """Gets the double's work onto a device."""
+    """Runs the double's work on a device."""
 
     def problem_of(self, handle: int) -> str | None:
-        """Why that is not the handle of a stream of this device, if it is not."""
+        """Return why ``handle`` is not a stream of this device, or ``None`` if it is."""
 
     def is_capturing(self, handle: int) -> bool:
-        """Whether that stream collects its work for a graph."""
+        """Return whether that stream is capturing its work into a graph."""
 
-    def enqueue(self, job: Job, handle: int, aux: Sequence[int]) -> Ticket:
-        """Put a batch on a stream; returns before it has run."""
+    def enqueue(self, enqueued: EnqueuedBatch, handle: int, aux: Sequence[int]) -> Ticket:
+        """Enqueue a batch on a stream; return before it has run."""
 
     def memory_problem(self, address: int, nbytes: int) -> str | None:
-        """Why that is not so much memory that the device can reach, as far as that can be told."""
+        """Return why the device cannot reach that memory, or ``None`` if it can, or if that is not known."""
 
     def mark(self, context: int, text: str, handle: int) -> Ticket:
-        """Put a piece of work on a stream that does nothing but take its turn."""
+        """Enqueue a piece of work on a stream that does nothing but take its turn."""
 
-    def longest(self, job: Job, ticket: Ticket) -> int:
-        """Wait for a batch, and say how long the longest row of its packed output is."""
+    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
+        """Wait for a batch, and return the length of the longest row of its packed output."""
 
     def record(self, event: int, handle: int) -> None:
         """Record an event of the application, given by its handle."""
 
     def write(self, address: int, data: bytes) -> None:
-        """Write to memory of the device, and wait until that is done."""
+        """Write to memory of the device, and wait for the write."""
 
     def modified(self, context: int, generation: int) -> None:
-        """A context is new, or in another state: a graph captured from it before must not execute now."""
+        """Note that a context is new or modified, so that graphs captured from it are out of date."""
 
     def retire(self, context: int) -> None:
-        """A context is gone: no graph with its batches may be launched from now on."""
+        """Note that a context was destroyed, so no graph with its batches may be launched from now on."""
 
     def poll(self) -> None:
-        """Look what the device has reported: violations and losses go to the monitor."""
+        """Pass violations and losses that the device has reported to the monitor."""
 
     def armed(self, what: Fault, count: int) -> None:
-        """The test wants the next ones to fail."""
+        """Prepare for the next ``count`` faults, if the device itself injects them."""
 
     def release_hangs(self) -> None:
-        """Let what hangs go on."""
+        """Let hanging batches continue."""

@@ -1,8 +1,8 @@
-"""The enums, the shapes and the callback interfaces of TensorRT's Python API, as the double has them.
+"""The double's enums, shapes and callback interfaces of TensorRT's Python API.
 
-Names, arguments and members are those of the real bindings, and so are traps that an application would
-otherwise meet on the GPU for the first time: a :class:`Dims` cannot be compared with another one, and an
-allocator has to override every method.
+Names, arguments and members are those of the real bindings, and so are the traps that an application would
+otherwise meet only on a GPU: a :class:`Dims` cannot be compared with another one, and an allocator has to
+override every method.
 """
 
 import enum
@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 NOT_OVERRIDDEN: Final = "Method: {} was not overriden. Please provide an implementation for this method."
-"""What the real bindings say, in these words, when an allocator lacks a method."""
+"""The real bindings' message when an allocator lacks a method, verbatim."""
 
 
 class _Enum(enum.Enum):
-    """An enum as the real bindings make them: a number can be had of it, but it equals none."""
+    """An enum like those of the real bindings: it converts to an int, but does not equal one."""
 
     def __int__(self) -> int:
         return int(self.value)
@@ -76,7 +76,7 @@ class ExecutionContextAllocationStrategy(_Enum):
 
 
 class ErrorCodeTRT(_Enum):
-    """What an error recorder is told."""
+    """The codes of errors that are reported to an error recorder."""
 
     SUCCESS = 0
     UNSPECIFIED_ERROR = 1
@@ -92,7 +92,7 @@ class ErrorCodeTRT(_Enum):
 
 
 class HardwareCompatibilityLevel(_Enum):
-    """On which other GPUs an engine runs."""
+    """The other GPUs that an engine runs on."""
 
     NONE = 0
     AMPERE_PLUS = 1
@@ -100,14 +100,14 @@ class HardwareCompatibilityLevel(_Enum):
 
 
 class EngineStat(_Enum):
-    """What :meth:`ICudaEngine.get_engine_stat` can be asked for."""
+    """The statistics of :meth:`ICudaEngine.get_engine_stat`."""
 
     TOTAL_WEIGHTS_SIZE = 0
     STRIPPED_WEIGHTS_SIZE = 1
 
 
 class EngineCapability(_Enum):
-    """What an engine was restricted to."""
+    """The capability that an engine was restricted to."""
 
     STANDARD = 0
     SAFETY = 1
@@ -115,7 +115,7 @@ class EngineCapability(_Enum):
 
 
 class ProfilingVerbosity(_Enum):
-    """How much an engine says of its layers."""
+    """How much an engine tells about its layers."""
 
     LAYER_NAMES_ONLY = 0
     NONE = 1
@@ -123,14 +123,14 @@ class ProfilingVerbosity(_Enum):
 
 
 class TempfileControlFlag(_Enum):
-    """Where a runtime may put executable code."""
+    """Where a runtime may store executable code."""
 
     ALLOW_IN_MEMORY_FILES = 0
     ALLOW_TEMPORARY_FILES = 1
 
 
 class AllocatorFlag(_Enum):
-    """What an allocator is asked for."""
+    """Properties of the memory that an allocator is asked for."""
 
     RESIZABLE = 0
 
@@ -143,11 +143,11 @@ class APILanguage(_Enum):
 
 
 class Dims:
-    """A shape. As with the real one, it is no tuple, and comparing two of them is a ``TypeError``."""
+    """A shape. Like the real one, it is not a tuple, and comparing two of them raises ``TypeError``."""
 
     MAX_DIMS: ClassVar[int] = 8
 
-    __hash__: ClassVar[None]  # type: ignore[assignment]  # As of whatever defines only equality.
+    __hash__: ClassVar[None]  # type: ignore[assignment]  # As in any class that defines only equality.
 
     def __init__(self, shape: Iterable[int] = ()) -> None:
         self._dims = [operator.index(dim) for dim in shape]
@@ -181,12 +181,12 @@ class Dims:
 
 
 def volume(iterable: Iterable[int]) -> int:
-    """How many elements a shape has."""
+    """Return the number of elements of a shape."""
     return functools.reduce(operator.mul, iterable, 1)
 
 
 def nptype(trt_type: DataType) -> type[np.generic] | type[bool]:
-    """The NumPy type of a tensor's type.
+    """Return the NumPy type of a tensor's type.
 
     :raises TypeError: for a type that NumPy lacks.
     """
@@ -213,7 +213,7 @@ class _Severity(enum.IntEnum):
 
 
 class _Interface:
-    """What Python classes derive from to be called back. As of the real ones, it has to be initialised."""
+    """A base class of callback objects. Like the real ones, it has to be initialised."""
 
     _is_initialised = False
 
@@ -222,9 +222,9 @@ class _Interface:
 
 
 def require_initialised(interface: Any, kind: type[Any]) -> None:
-    """What the real bindings check of an object that is handed to them.
+    """Check a callback object as the real bindings do.
 
-    :raises TypeError: when it is of the wrong class, or its base class was not initialised.
+    :raises TypeError: if it is of the wrong class, or its base class was not initialised.
     """
     if not isinstance(interface, kind):
         raise TypeError(f"incompatible function arguments: a {kind.__name__} is expected, not {interface!r}")
@@ -233,7 +233,7 @@ def require_initialised(interface: Any, kind: type[Any]) -> None:
 
 
 class IVersionedInterface(_Interface):
-    """What interfaces with a version have in common."""
+    """The base of interfaces that have a version."""
 
     @property
     def api_language(self) -> APILanguage:
@@ -252,7 +252,7 @@ class ILogger(_Interface):
     VERBOSE = _Severity.VERBOSE
 
     def log(self, severity: _Severity, msg: str) -> None:
-        """One message."""
+        """Log one message."""
         raise NotImplementedError('Tried to call pure virtual function "ILogger::log"')
 
 
@@ -265,83 +265,83 @@ class Logger(ILogger):
 
     @property
     def min_severity(self) -> _Severity:
-        """What is less severe is not written."""
+        """The least severe level that is written."""
         return self._min_severity
 
     @min_severity.setter
     def min_severity(self, severity: _Severity) -> None:
-        """Write more, or less."""
+        """Set the least severe level that is written."""
         self._min_severity = severity
 
     def log(self, severity: _Severity, msg: str) -> None:
-        """One message, if it is severe enough."""
+        """Write one message, if it is severe enough."""
         if severity <= self.min_severity:
             sys.stderr.write(f"[TRT] [{severity.name[0]}] {msg}\n")
 
 
 class IErrorRecorder(_Interface):
-    """Derive from it, and override all. While one is attached, errors go to it and not to the logger."""
+    """Derive from it, and override all methods. While attached, it gets the errors instead of the logger."""
 
     @property
     def MAX_DESC_LENGTH(self) -> int:  # noqa: N802  (the real one's name)
-        """How long a description may be in the safety runtime."""
+        """The longest description in the safety runtime."""
         return 127
 
     def num_errors(self) -> int:
-        """How many errors it holds."""
+        """Return the number of errors that it holds."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::num_errors"')
 
     def get_error_code(self, arg0: int) -> ErrorCodeTRT:
-        """The code of one of them."""
+        """Return the code of an error."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::get_error_code"')
 
     def get_error_desc(self, arg0: int) -> str:
-        """The description of one of them."""
+        """Return the description of an error."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::get_error_desc"')
 
     def has_overflowed(self) -> bool:
-        """Whether errors were dropped."""
+        """Return whether errors were dropped."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::has_overflowed"')
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all errors."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::clear"')
 
     def report_error(self, arg0: ErrorCodeTRT, arg1: str) -> bool:
-        """One more; True if it is fatal."""
+        """Record an error; return ``True`` if it is fatal."""
         raise NotImplementedError('Tried to call pure virtual function "IErrorRecorder::report_error"')
 
 
 class IGpuAllocator(IVersionedInterface):
-    """Derive from it, and override all. Addresses are numbers; ``None`` refuses an allocation."""
+    """Derive from it, and override all methods. Addresses are ints; ``None`` refuses an allocation."""
 
     def allocate(self, size: int, alignment: int, flags: int) -> int | None:
-        """Memory of the device. The real library calls the asynchronous one."""
+        """Allocate device memory. The real library calls the asynchronous variant."""
         raise NotImplementedError(NOT_OVERRIDDEN.format("allocate"))
 
     def reallocate(self, address: int, alignment: int, new_size: int) -> int | None:
-        """Memory that was resized; ``None``: it cannot be, and stays."""
+        """Resize memory; ``None`` if that is not possible, and the memory stays as it is."""
         raise NotImplementedError(NOT_OVERRIDDEN.format("reallocate"))
 
     def deallocate(self, memory: int) -> bool:
-        """Give it back."""
+        """Free memory."""
         raise NotImplementedError(NOT_OVERRIDDEN.format("deallocate"))
 
     def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int | None:
-        """Memory of the device, in the order of a stream."""
+        """Allocate device memory in the order of a stream."""
         raise NotImplementedError(NOT_OVERRIDDEN.format("allocate"))
 
     def deallocate_async(self, memory: int, stream: int) -> bool:
-        """Give it back, in the order of a stream."""
+        """Free memory in the order of a stream."""
         raise NotImplementedError(NOT_OVERRIDDEN.format("deallocate"))
 
 
 class IGpuAsyncAllocator(IGpuAllocator):
-    """An allocator whose memory comes and goes in the order of streams."""
+    """An allocator that allocates and frees in the order of streams."""
 
 
 class IOutputAllocator(_Interface):
-    """Derive from it for outputs whose shape depends on the data, and define, as of the real one::
+    """Derive from it for outputs whose shape depends on the data, and define, as for the real one::
 
     def reallocate_output(self, tensor_name, memory, size, alignment): ...
     def reallocate_output_async(self, tensor_name, memory, size, alignment, stream): ...
@@ -350,13 +350,15 @@ class IOutputAllocator(_Interface):
 
 
 def version_of(text: str) -> tuple[int, int, int, int]:
-    """A version's four numbers.
+    """Return the four numbers of a version.
 
-    :raises ValueError: if it has not four, each of which fits into a byte.
+    :raises ValueError: unless there are four, each of which fits into a byte.
     """
     if not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", text):
         raise ValueError(f"{text!r} is not a version of TensorRT such as 11.4.0.106")
     major, minor, patch, build = (int(part) for part in text.split("."))
     if max(major, minor, patch, build) > 255:
-        raise ValueError(f"{text!r}: each part of a plan's version is one byte")
+        raise ValueError(
+            f"{text!r} does not fit into a plan, which has one byte for each number of a version"
+        )
     return major, minor, patch, build

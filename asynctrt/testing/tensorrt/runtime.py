@@ -2,10 +2,10 @@
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Core, Reporter, Setting, checked
+from asynctrt.testing.tensorrt.core import Core, Library, Reporter, Setting, checked
 from asynctrt.testing.tensorrt.engine import ICudaEngine
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
@@ -14,16 +14,13 @@ from asynctrt.testing.tensorrt.names import (
     require_initialised,
     version_of,
 )
-from asynctrt.testing.tensorrt.spec import Plan, PlanError, read_plan, serialization_version
-
-if TYPE_CHECKING:
-    from asynctrt.testing.tensorrt.double import StrictTensorRT
+from asynctrt.testing.tensorrt.spec import PlanContent, PlanError, read_plan, serialization_version
 
 LEAN_RUNTIME: Final = b"asynctrt lean runtime "
 
 
 def double_lean_runtime(version: str) -> bytes:
-    """What a file has to hold for the double's ``load_runtime`` to be the lean runtime of that version."""
+    """Return the content of the file that the double's ``load_runtime`` loads as a lean runtime."""
     version_of(version)
     return LEAN_RUNTIME + version.encode()
 
@@ -31,51 +28,51 @@ def double_lean_runtime(version: str) -> bytes:
 class Runtime(Reporter):
     """Deserialises plans of the double. It may be destroyed before its engines."""
 
-    _trt: ClassVar["StrictTensorRT"]
-    temporary_directory = Setting[str | None](None, "Where code of a plan may be put to be loaded.")
-    tempfile_control_flags = Setting(3, "How it may be put there.")
+    _library: ClassVar[Library]
+    temporary_directory = Setting[str | None](None, "The folder for executable code of plans.")
+    tempfile_control_flags = Setting(3, "How executable code may be stored.")
 
     def __init__(self, logger: ILogger) -> None:
         require_initialised(logger, ILogger)
-        super().__init__(Core(self._trt, logger, self._trt.__version__), None)
+        super().__init__(Core(self._library, logger), None)
         self._max_threads = 1
         self._core.say(ILogger.VERBOSE, f"[MemUsageChange] Init CUDA; TensorRT double {self._core.version}")
 
     @property
     def logger(self) -> ILogger:
-        """As given."""
+        """The application's logger."""
         return self._core.logger
 
     @property
     def gpu_allocator(self) -> IGpuAllocator | None:
-        """Whoever provides device memory; ``None``: the device itself."""
+        """The allocator of device memory; the device itself if it is ``None``."""
         return self._core.allocator
 
     @gpu_allocator.setter
     def gpu_allocator(self, allocator: IGpuAllocator | None) -> None:
-        """Let device memory come from there from now on."""
+        """Allocate device memory from there from now on."""
         if allocator is not None:
             require_initialised(allocator, IGpuAllocator)
         self._core.allocator = allocator
 
     @property
     def engine_host_code_allowed(self) -> bool:
-        """Whether plans may bring code that runs on the host."""
+        """Whether plans may contain code that runs on the host."""
         return self._core.is_lean_code_allowed
 
     @engine_host_code_allowed.setter
     def engine_host_code_allowed(self, allowed: bool) -> None:
-        """Trust plans, or do not."""
+        """Set whether plans may contain code that runs on the host."""
         self._core.is_lean_code_allowed = allowed
 
     @property
     def max_threads(self) -> int:
-        """How many threads it may use."""
+        """The number of threads that it may use."""
         return self._max_threads
 
     @max_threads.setter
     def max_threads(self, threads: int) -> None:
-        """At least one; otherwise a ``RuntimeError``, and an error."""
+        """Set the number of threads; raise ``RuntimeError``, and report an error, below 1."""
         if threads < 1:
             self._report_usage("IRuntime::setMaxThreads", "condition: maxThreads >= 1.")
             raise RuntimeError("Failed to set max threads!")
@@ -83,12 +80,12 @@ class Runtime(Reporter):
 
     @property
     def num_DLA_cores(self) -> int:  # noqa: N802  (the real one's name)
-        """None: no device of the double has any."""
+        """The number of DLA cores: the double's devices have none."""
         return 0
 
     @checked
     def load_runtime(self, path: str) -> "Runtime | None":
-        """Another version's runtime, from a file that :func:`double_lean_runtime` describes."""
+        """Load another version's runtime from a file with the content of :func:`double_lean_runtime`."""
         try:
             found = Path(path).read_bytes()
             version = found.removeprefix(LEAN_RUNTIME).decode()
@@ -110,11 +107,12 @@ class Runtime(Reporter):
 
     @checked
     def deserialize_cuda_engine(self, serialized_engine: Any) -> "ICudaEngine | None":
-        """The engine of a plan; ``None`` on failure, which goes to the error recorder or the logger."""
+        """Return the engine of a plan; on failure return ``None``, and report an error."""
         where = "IRuntime::deserializeCudaEngine"
         if not isinstance(serialized_engine, bytes | bytearray | memoryview):
             raise TypeError(
-                "deserialize_cuda_engine(): incompatible function arguments: the double takes a plan as bytes"
+                "deserialize_cuda_engine(): incompatible function arguments: the double accepts a plan as "
+                "bytes"
             )
         size_mib = memoryview(serialized_engine).nbytes >> 20
         self._say_from_thread(f"Loaded engine size: {size_mib} MiB")
@@ -146,14 +144,14 @@ class Runtime(Reporter):
         self._report(code, where, kind, rest.removesuffix(")"))
 
     def _say_from_thread(self, message: str) -> None:
-        """The real library logs from threads of its own, so a logger has to be thread-safe."""
+        """Log from another thread, as the real library does, so that a logger has to be thread-safe."""
         logger = self._core.logger
         worker = threading.Thread(target=logger.log, args=(ILogger.VERBOSE, message), name="tensorrt-double")
         worker.start()
         worker.join()
 
-    def _refusal(self, plan: Plan) -> tuple[ErrorCodeTRT, str] | None:
-        """Why this runtime cannot have that plan ("Version Compatibility", Compatibility Checks)."""
+    def _refusal(self, plan: PlanContent) -> tuple[ErrorCodeTRT, str] | None:
+        """Return why a plan is refused, or ``None`` ("Version Compatibility", Compatibility Checks)."""
         here, built = version_of(self._core.version), version_of(plan.version)
         if here != built and not (plan.spec.version_compatible and (8, 6) <= built[:2] <= here[:2]):
             return ErrorCodeTRT.UNSPECIFIED_ERROR, (
@@ -174,7 +172,7 @@ class Runtime(Reporter):
                 "runtime, which IRuntime::loadRuntime has to load.)"
             )
         level = plan.spec.hardware_compatibility
-        compute = self._core.trt.compute_capability
+        compute = self._core.library.compute_capability
         fits = compute >= (8, 0) if level == "AMPERE_PLUS" else compute == plan.compute_capability
         if not fits:
             expected, got = (f"{major}.{minor}" for major, minor in (compute, plan.compute_capability))

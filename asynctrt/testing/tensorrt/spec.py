@@ -1,13 +1,12 @@
-"""Engines of the double: what they take, what they compute, and how they are written down as plans.
+"""Describe engines of the double: their inputs, what they compute, and their serialised form.
 
-What an engine computes is exact, so that tests can compare for equality. For each element ``x`` of an
-input::
+An engine's results are exact, so that tests can compare for equality. For each element ``x`` of an input::
 
     s[0] = x          s[k] = a[k] * s[k-1] + b[k]          output = s[steps]
 
-with the small whole numbers ``a`` and ``b`` of :attr:`EngineSpec.coefficients`. Floating point types are
-computed in float32 and whole ones in int64, and then cast to the type of the tensor. Every ``s[k]`` is
-written to the enqueue memory by one piece of work on the stream and read from there by the next.
+with the small integers ``a`` and ``b`` of :attr:`EngineSpec.coefficients`. Floating-point types are computed
+in float32 and integers in int64, and then cast to the type of the tensor. One piece of work on the stream
+writes each ``s[k]`` to the enqueue memory, and the next reads it from there.
 """
 
 import json
@@ -26,19 +25,19 @@ from asynctrt.tensors import Array, Dims
 from asynctrt.testing.tensorrt.names import DataType, version_of
 
 Shapes = tuple[Dims, Dims, Dims]
-"""The smallest, the usual and the largest shape that a profile admits for a tensor."""
+"""The smallest, the optimal and the largest shape that a profile accepts for a tensor."""
 
 VERSION: Final = "11.4.0.106"
 COMPUTE_CAPABILITY: Final = (9, 0)
 
 TAG: Final = b"ftrt"
 HEADER: Final = struct.Struct("<4sIQQ4B4sI28x")
-"""As of real plans: tag, 0, 2, size of the plan, version in four bytes, the inner tag and the version of
+"""As in real plans: tag, 0, 2, size of the plan, version in four bytes, the inner tag and the version of
 the serialisation, zeros up to 64 bytes."""
 
 ROWS: Final = (1, 8, 64)
 LENGTHS: Final = (1, 8, 32)
-"""The default profile: its rows, and the values of other dynamic dimensions."""
+"""The default profile: its batch sizes, and the sizes of other dynamic dimensions."""
 
 COMPUTED: Final = {
     "float32": DataType.FLOAT,
@@ -62,10 +61,11 @@ class TensorIO:
     """An input of an engine.
 
     :param name: its name.
-    :param dtype: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``uint8``, ``int32`` or ``int64``; an
-        engine with ``bool``, ``fp8``, ``int4`` or ``fp4`` can be loaded and looked at, but refuses to run.
-    :param dims: all its dimensions, the batch axis first; -1 for one that is dynamic.
-    :param on_host: a shape tensor, whose values the engine would read on the CPU. It does not run either.
+    :param dtype: ``float32``, ``float16``, ``bfloat16``, ``int8``, ``uint8``, ``int32`` or ``int64``. An
+        engine with ``bool``, ``fp8``, ``int4`` or ``fp4`` can be loaded and inspected, but refuses to run.
+    :param dims: all its dimensions, the batch axis first, with -1 for dynamic ones.
+    :param on_host: whether it is a shape tensor, whose values the engine reads on the CPU. Such an engine
+        refuses to run, too.
     """
 
     name: str
@@ -77,54 +77,55 @@ class TensorIO:
         object.__setattr__(self, "dims", tuple(int(dim) for dim in self.dims))
         if self.dtype not in DESCRIBED:
             known = ", ".join(DESCRIBED)
-            raise OptionsError(f"{self.name!r}: TensorRT has no type {self.dtype!r}. It has {known}")
+            raise OptionsError(f"unknown dtype {self.dtype!r} of {self.name!r}; valid dtypes: {known}")
         if not self.dims or len(self.dims) > 8 or min(self.dims) < -1:
-            raise OptionsError(f"{self.name!r} has impossible dimensions: {self.dims}")
+            raise OptionsError(
+                f"{self.name!r} has the dimensions {self.dims}; valid are 1 to 8 of them, each at least -1"
+            )
 
     @property
     def data_type(self) -> DataType:
-        """Its type, as TensorRT names it."""
+        """Its type as a member of TensorRT's enum."""
         return DESCRIBED[self.dtype]
 
     @property
     def is_floating(self) -> bool:
-        """Whether it is computed in float32; otherwise in int64."""
+        """Whether it is computed in float32 rather than int64."""
         return self.dtype in ("float32", "float16", "bfloat16")
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element; types of less than a byte count as one."""
+        """Bytes of an element, at least 1."""
         return max(1, int(self.data_type.itemsize or 1))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine of the double. ``EngineSpec()`` takes ``input: float32[rows, 16]`` and gives ``output``.
+    """An engine of the double. ``EngineSpec()`` has the input ``input: float32[rows, 16]`` and one output.
 
-    Each input has an output of its type and shape: ``output`` where there is one input, ``output_<input>``
-    where there are several.
+    Each input has an output of its type and shape: ``output`` if there is one input, ``output_<input>`` if
+    there are several.
 
     :param name: the engine's name.
-    :param inputs: what it takes.
-    :param profiles: for each profile the shapes it admits, by input: smallest, usual, largest. Inputs that
-        are left out, and an engine without profiles, get 1, 8 and up to 64 rows, and 1, 8 and up to 32 for
-        other dynamic dimensions.
-    :param steps: how many dependent steps lie between input and output.
-    :param bias: makes what each step adds that many times larger: it tells engines apart by their answers.
+    :param inputs: its inputs.
+    :param profiles: for each profile the smallest, the optimal and the largest shape of each input. The
+        default is 1, 8 and 64 rows, and 1, 8 and 32 for other dynamic dimensions.
+    :param steps: the number of dependent steps between input and output.
+    :param bias: makes each step add ``1 + bias`` times as much, to tell engines apart by their answers.
     :param work_ns: how long a batch keeps the device busy, in addition to the steps.
     :param work_ns_per_row: how much longer for each row.
     :param fills_gpu: whether that work leaves no room for that of another batch.
-    :param data_dependent: adds the output ``positives`` with the shape ``(rows, n)``: of each row of the
-        first output the positive values in their order, padded with zeros to the longest row.
-    :param aux_streams: how many auxiliary streams it uses; the elements are shared among all streams.
+    :param data_dependent: adds the output ``positives`` of the shape ``(rows, n)``: the positive values of
+        each row of the first output in their order, padded with zeros to the length of the longest.
+    :param aux_streams: the number of auxiliary streams; the elements are divided among all streams.
     :param weights_nbytes: device memory that is allocated when it is deserialised.
     :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out.
     :param persistent_nbytes: device memory that each context allocates.
-    :param fixed_rows: the batch axis has this size instead of being dynamic.
-    :param capturable: whether an enqueue can be part of a graph. With ``data_dependent`` it never can.
-    :param version_compatible: whether other, newer versions can deserialise it.
-    :param excludes_lean_runtime: whether a version compatible plan comes without the code of its runtime.
-    :param hardware_compatibility: the member of ``HardwareCompatibilityLevel`` it was built for.
+    :param fixed_rows: the size of the batch axis, if it is not dynamic.
+    :param capturable: whether an enqueue can be captured into a graph. With ``data_dependent`` it never can.
+    :param version_compatible: whether later versions can deserialise it.
+    :param excludes_lean_runtime: whether a version-compatible plan lacks the code of its runtime.
+    :param hardware_compatibility: the member of ``HardwareCompatibilityLevel`` that it was built for.
     """
 
     name: str = "double"
@@ -169,45 +170,43 @@ class EngineSpec:
     def _check(self) -> None:
         names = [io.name for io in self.inputs]
         if not names or len(names) > INPUTS_MAX or len(set(names)) < len(names):
-            raise OptionsError(f"an engine has 1 to {INPUTS_MAX} inputs with names of their own, not {names}")
+            raise OptionsError(f"an engine needs 1 to {INPUTS_MAX} inputs with unique names, not {names}")
         if not self.profiles:
-            raise OptionsError("an engine has at least one profile; leave `profiles` out for the default")
+            raise OptionsError("an engine needs at least one profile; leave `profiles` out for the default")
         for profile in self.profiles:
             if unknown := set(profile) - set(names):
-                raise OptionsError(f"a profile is about {sorted(unknown)}, and the inputs are {names}")
+                raise OptionsError(f"unknown inputs {sorted(unknown)} in a profile; valid inputs: {names}")
         if not 1 <= self.steps <= STEPS_MAX:
-            raise OptionsError(f"an engine has 1 to {STEPS_MAX} steps, not {self.steps}")
+            raise OptionsError(f"steps must be 1 to {STEPS_MAX}, not {self.steps}")
         if not 0 <= self.aux_streams <= AUX_STREAMS_MAX:
-            raise OptionsError(
-                f"an engine has up to {AUX_STREAMS_MAX} auxiliary streams, not {self.aux_streams}"
-            )
+            raise OptionsError(f"aux_streams must be 0 to {AUX_STREAMS_MAX}, not {self.aux_streams}")
         least = self.coefficients.nbytes + self.streamable_weights_nbytes
         if self.weights_nbytes < least:
             raise OptionsError(
-                f"weights_nbytes is {self.weights_nbytes}, and the coefficients of {self.steps} steps and "
-                f"what can be streamed come to {least}"
+                f"weights_nbytes must be at least {least} for the coefficients of {self.steps} steps and the "
+                f"streamable weights, not {self.weights_nbytes}"
             )
 
     @property
     def outputs(self) -> tuple[TensorIO, ...]:
-        """What it gives."""
+        """Its outputs."""
         return self._outputs
 
     @property
     def coefficients(self) -> np.ndarray:
-        """``a`` and ``b`` of each step: int64 of the shape ``(steps, 2)``. They are the engine's weights.
+        """The engine's weights: ``a`` and ``b`` of each step, int64 of the shape ``(steps, 2)``.
 
-        Only the first step multiplies, by two: so nothing overflows however many steps there are. Every
-        fourth, from the second on, changes the sign, so that their order matters.
+        Only the first step multiplies by two, so nothing overflows, whatever the number of steps. Every
+        fourth step from the second on changes the sign, so their order matters.
         """
         a = [2 if step == 1 else -1 if step % 4 == 2 else 1 for step in range(1, self.steps + 1)]
         b = [step * (1 + self.bias) for step in range(1, self.steps + 1)]
         return np.stack([np.asarray(a, np.int64), np.asarray(b, np.int64)], axis=1)
 
     def expected(self, inputs: Mapping[str, Array] | Array) -> dict[str, Array]:
-        """What the engine answers, computed with NumPy: exactly that, bit by bit.
+        """Return the engine's outputs, computed with NumPy; the engine's are equal bit by bit.
 
-        :param inputs: by name, or the array where there is one input.
+        :param inputs: arrays by name, or the array of the only input.
         """
         given = inputs if isinstance(inputs, Mapping) else {self.inputs[0].name: np.asarray(inputs)}
         answers: dict[str, Array] = {}
@@ -223,7 +222,7 @@ class EngineSpec:
         return answers
 
     def enqueue_nbytes(self, shapes: Mapping[str, Dims]) -> int:
-        """Enqueue memory that a batch of these shapes needs: a guard at each end and every state between."""
+        """Return the bytes of enqueue memory for a batch: all states, and a guard at each end."""
         total = 2 * ALIGNMENT
         for io in self.inputs:
             count = int(np.prod(shapes[io.name], dtype=np.int64))
@@ -233,7 +232,7 @@ class EngineSpec:
         return total
 
     def profile_nbytes(self, index: int) -> int:
-        """Enqueue memory that the largest batch of a profile needs."""
+        """Return the bytes of enqueue memory for the largest batch of a profile."""
         return self.enqueue_nbytes({name: shapes[2] for name, shapes in self.profiles[index].items()})
 
 
@@ -243,7 +242,7 @@ AUX_STREAMS_MAX: Final = 3
 
 
 def _shapes(io: TensorIO, given: Shapes | None) -> Shapes:
-    """The shapes of a profile for one input, in full."""
+    """Return the shapes of a profile for one input, with defaults filled in."""
     if given is None:
         chosen = []
         for rows, length in zip(ROWS, LENGTHS, strict=True):
@@ -255,12 +254,12 @@ def _shapes(io: TensorIO, given: Shapes | None) -> Shapes:
         1 <= a <= b <= c and dim in (-1, a) and (dim == -1 or a == c)
         for dim, a, b, c in zip(io.dims, low, usual, high, strict=True)
     ):
-        raise OptionsError(f"{io.name!r} has the dimensions {io.dims}; no profile of it can be {given}")
+        raise OptionsError(f"{given} is not a profile for {io.name!r}, whose dimensions are {io.dims}")
     return low, usual, high
 
 
 def read_state(io: TensorIO, array: Array) -> Array:
-    """``s[0]``: a tensor's elements in the type that they are computed in, in a row."""
+    """Return ``s[0]``: a tensor's elements, flattened, in the type in which they are computed."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if io.dtype == "bfloat16":
         return (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -268,7 +267,7 @@ def read_state(io: TensorIO, array: Array) -> Array:
 
 
 def advance(state: Array, a: int, b: int) -> Array:
-    """``s[k]`` from ``s[k-1]``."""
+    """Return ``s[k]``, given ``s[k-1]``."""
     kind = state.dtype.type
     with np.errstate(over="ignore", invalid="ignore"):
         result: Array = kind(a) * state + kind(b)
@@ -276,7 +275,7 @@ def advance(state: Array, a: int, b: int) -> Array:
 
 
 def write_state(io: TensorIO, state: Array) -> Array:
-    """A state in the type of the tensor; bfloat16 as the bits it consists of."""
+    """Return a state in the type of the tensor; bfloat16 as uint16 bits."""
     if io.dtype == "bfloat16":
         bits = state.astype(np.float32).view(np.uint32)
         rounded = bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)
@@ -291,7 +290,7 @@ def write_state(io: TensorIO, state: Array) -> Array:
 
 
 def pack_positives(rows: Array) -> Array:
-    """Of each row the positive values in their order, padded with zeros to the longest."""
+    """Return the positive values of each row in their order, padded with zeros to the longest."""
     positive = rows > 0
     counts = positive.sum(axis=1)
     packed = np.zeros((len(rows), int(counts.max(initial=0))), rows.dtype)
@@ -301,8 +300,8 @@ def pack_positives(rows: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a plan says."""
+class PlanContent:
+    """The content of a plan."""
 
     spec: EngineSpec
     version: str
@@ -310,11 +309,11 @@ class Plan:
 
 
 class PlanError(Exception):
-    """A plan that cannot be read; the message is as of the real library."""
+    """A plan that cannot be read; the message is that of the real library."""
 
 
 def serialization_version(version: str) -> int:
-    """The number that the real library compares first; it rises with each release."""
+    """Return the number that the real library compares first; it rises with each release."""
     major, minor, patch, _ = version_of(version)
     return (20 * major + minor * 4 + patch) % 2**32
 
@@ -325,10 +324,10 @@ def double_plan(
     version: str = VERSION,
     compute_capability: tuple[int, int] = COMPUTE_CAPABILITY,
 ) -> bytes:
-    """The plan of such an engine, as if that version of TensorRT had built it on a GPU of that kind.
+    """Return the plan of an engine, as if that version of TensorRT had built it on that kind of GPU.
 
-    Its header is as of real plans: the tag ``ftrt``, the size of the whole plan at byte 16, the version in
-    bytes 24 to 27. The rest is for the double alone.
+    Its header is that of a real plan: the tag ``ftrt``, the size of the whole plan at byte 16, the version in
+    bytes 24 to 27. Only the double can read the rest.
     """
     fields: dict[str, Any] = {name: value for name, value in asdict(spec).items() if name != "_outputs"}
     body = json.dumps({"spec": fields, "compute_capability": compute_capability}).encode()
@@ -338,10 +337,10 @@ def double_plan(
     return HEADER.pack(TAG, 0, 2, size, *numbers, TAG, serialization_version(version)) + body
 
 
-def read_plan(plan: bytes) -> Plan:
-    """What :func:`double_plan` wrote.
+def read_plan(plan: bytes) -> PlanContent:
+    """Return the content of a plan of :func:`double_plan`.
 
-    :raises PlanError: when it is none, or not all of it.
+    :raises PlanError: if it is not a plan, or is damaged or truncated.
     """
     if len(plan) < HEADER.size or plan[:4] != TAG:
         raise PlanError(
@@ -355,7 +354,7 @@ def read_plan(plan: bytes) -> Plan:
             f"Note: Size in header: {size}, Size of buffer: {len(plan)})"
         )
     checksum, body = plan[HEADER.size : HEADER.size + 4], plan[HEADER.size + 4 :]
-    # A header that is all there is may still say so, and have its size right.
+    # A header alone may have the right size in it.
     if not body or checksum != struct.pack("<I", zlib.crc32(body)):
         raise PlanError(
             "Serialization (Serialization assertion readCrc == computedCrc failed.Plan is corrupt)"
@@ -366,4 +365,4 @@ def read_plan(plan: bytes) -> Plan:
     fields["profiles"] = tuple(fields["profiles"])
     version = ".".join(str(number) for number in numbers)
     major, minor = said["compute_capability"]
-    return Plan(EngineSpec(**fields), version, (major, minor))
+    return PlanContent(EngineSpec(**fields), version, (major, minor))

@@ -1,4 +1,4 @@
-"""What the tests of the TensorRT adapter share."""
+"""Fixtures of the TensorRT adapter's tests."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ BUILDER = Path(__file__).parents[2] / "gpu" / "build_identity_plan.py"
 
 @pytest.fixture
 def bench():
-    """Makes benches, closes them, and looks that the double found nothing undefined."""
+    """Make benches, close them, and check that the double found no violation."""
     made = []
 
     def make(*args, **kw):

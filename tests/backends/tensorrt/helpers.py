@@ -1,4 +1,4 @@
-"""Models over the strict double on a host device, and what runs a batch on one without an engine's pool."""
+"""Models over the strict double on a host device, and batches without an engine's pool."""
 
 import struct
 
@@ -13,7 +13,7 @@ WAIT_S = 20
 
 
 class Bench:
-    """One model of the double, and batches on it by hand."""
+    """One model of the double, and the means to run batches on it."""
 
     def __init__(self, spec=None, *, device=None, trt=None, plan=None, model=True, **options):
         self.device = device or HostDevice(in_place="never", threads=2)
@@ -37,7 +37,7 @@ class Bench:
         return TensorMemory(spec.name, spec.dtype, dims, buffer.address, array)
 
     def bind(self, context, rows=64, **sizes):
-        """A binding to fresh memory; the sizes are those of dynamic dimensions, '.' written as '_'."""
+        """Bind a context to new memory; keywords size dynamic dimensions, with '_' for '.'."""
         model = self.model
         named = {name.replace("_", "."): size for name, size in sizes.items()}
         inputs = tuple(self.memory(spec, rows, named) for spec in model.inputs)
@@ -56,27 +56,29 @@ class Bench:
             memory.array[...] = random.integers(-9, 9, memory.array.shape)
 
     def finish(self):
-        """Wait for the stream; what went wrong on it."""
+        """Wait for the stream, and return its error."""
         event = self.device.create_event()
         self.stream.record(event)
         assert event.synchronize(WAIT_S)
         return event.error
 
     def check(self, binding, rows):
-        """Whether the answers are those that NumPy has for the first ``rows`` rows."""
+        """Compare the answers with NumPy's for the first ``rows`` rows; return those without bound memory."""
         expected = self.spec.expected({memory.name: memory.array[:rows] for memory in binding.inputs})
         for memory in binding.outputs:
             if memory is not None:
                 np.testing.assert_array_equal(memory.array[:rows], expected[memory.name])
-        for name, array in binding.unbound_outputs(rows).items():
+        unbound = binding.unbound_outputs(rows)
+        for name, array in unbound.items():
             np.testing.assert_array_equal(array, expected[name])
+        return unbound
 
-    def run(self, binding, rows, arena, seed=1):
-        """Fill, enqueue, wait, check."""
+    def run(self, binding, rows, arena, seed=1, profile=None):
+        """Fill, enqueue, wait and check; return the outputs without bound memory."""
         self.fill(binding, seed)
-        binding.enqueue(rows, stream=self.stream, arena=arena)
+        binding.enqueue(rows, profile=profile, stream=self.stream, arena=arena)
         assert self.finish() is None
-        self.check(binding, rows)
+        return self.check(binding, rows)
 
     def close(self):
         if self.model is not None:
@@ -86,5 +88,5 @@ class Bench:
 
 
 def header(tag=b"ftrt", nbytes=64, version=(11, 4, 0, 106), gpus=0):
-    """The first 64 bytes of a plan."""
+    """Return the first 64 bytes of a plan."""
     return struct.pack("<4sIQQ4B4sQ24x", tag, 0, 2, nbytes, *version, tag, gpus)

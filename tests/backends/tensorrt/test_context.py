@@ -1,4 +1,4 @@
-"""Batches on contexts: what is told to TensorRT, what comes out, and what goes wrong."""
+"""Batches on contexts: the calls to TensorRT, the answers, and the failures."""
 
 import threading
 
@@ -17,6 +17,7 @@ from asynctrt.errors import (
     OptionsError,
 )
 from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
+from asynctrt.testing.tensorrt.context import IExecutionContext
 from tests.backends.tensorrt.helpers import Bench
 
 WAIT_S = 20
@@ -26,7 +27,7 @@ SEQUENCE = EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), profiles=(LARG
 
 
 class Spy:
-    """Stands before an ``IExecutionContext`` and notes the calls that change it."""
+    """A wrapper of an ``IExecutionContext`` that records the calls of its methods."""
 
     def __init__(self, trt):
         object.__setattr__(self, "_trt", trt)
@@ -54,7 +55,7 @@ class Spy:
 
 @pytest.fixture
 def spied(monkeypatch):
-    """Lets every context be made with a spy; the latest one is the last of the list."""
+    """Wrap every new context in a spy; the latest spy is the last of the list."""
     spies = []
     make = context_module.create_trt_context
 
@@ -126,8 +127,36 @@ def test_profiles_follow_the_shapes(bench):
     context.close()
 
 
+def test_a_given_profile_is_used(bench):
+    """Both profiles take these batches; left alone, the model would choose the one with less memory."""
+    made = bench(SEQUENCE)
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context, input_1=8), made.arena()
+    for seed, (rows, profile) in enumerate([(3, 0), (3, 1), (8, 0), (3, None), (8, 1)]):
+        made.run(binding, rows, arena, seed, profile)
+        assert f"profile={1 if profile is None else profile} " in repr(context)
+    context.close()
+
+
+def test_a_given_profile_that_does_not_take_the_batch_is_refused(bench, spied):
+    made = bench(SEQUENCE)
+    context = made.model.create_context(made.device)
+    spy = spied[-1]
+    binding, arena = made.bind(context, input_1=8), made.arena()
+    made.run(binding, 3, arena, profile=1)
+    spy.take()
+    with pytest.raises(InternalError, match=r"profile 1 of 'plan' .* input \(9, 8\), .*profile 1 takes"):
+        binding.enqueue(9, profile=1, stream=made.stream, arena=arena)
+    for profile in (2, -1):
+        with pytest.raises(InternalError, match=f"profile {profile} .*which has 2"):
+            binding.enqueue(3, profile=profile, stream=made.stream, arena=arena)
+    assert spy.take() == [], "TensorRT was told nothing"
+    made.run(binding, 9, arena, profile=0)
+    context.close()
+
+
 def test_contexts_in_one_arena_take_turns(bench):
-    """The stream order of two streams is made by an event, as the pool does it."""
+    """An event orders the two streams, as in the pool."""
     made = bench(EngineSpec(steps=6))
     first, second = (made.model.create_context(made.device) for _ in range(2))
     stream, arena = made.device.create_stream(), made.arena()
@@ -136,10 +165,10 @@ def test_contexts_in_one_arena_take_turns(bench):
     made.fill(two, 2)
     for _ in range(20):
         between = made.device.create_event()
-        one.enqueue(50, stream=made.stream, arena=arena)
+        one.enqueue(50, profile=None, stream=made.stream, arena=arena)
         made.stream.record(between)
         stream.wait(between)
-        two.enqueue(60, stream=stream, arena=arena)
+        two.enqueue(60, profile=None, stream=stream, arena=arena)
         after = made.device.create_event()
         stream.record(after)
         assert after.synchronize(WAIT_S)
@@ -156,7 +185,7 @@ def test_shapes_outside_every_profile_are_the_callers(bench):
     context = made.model.create_context(made.device)
     binding, arena = made.bind(context, input_1=32), made.arena()
     with pytest.raises(InputError, match=r"profile 0 takes input \(1..64, 1..32\)"):
-        binding.enqueue(65, stream=made.stream, arena=arena)
+        binding.enqueue(65, profile=None, stream=made.stream, arena=arena)
     made.run(binding, 64, arena)
     context.close()
 
@@ -168,7 +197,7 @@ def test_an_enqueue_that_fails_is_this_batchs_alone(bench, spied):
     made.run(binding, 4, arena)
     made.trt.fail_next("enqueue")
     with pytest.raises(ExecutionError) as caught:
-        binding.enqueue(4, stream=made.stream, arena=arena)
+        binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     assert "the enqueue failed on demand) [FAILED_EXECUTION]" in str(caught.value)
     assert "'plan'" in str(caught.value)
     spied[-1].take()
@@ -182,10 +211,10 @@ def test_a_lost_device(bench):
     context = made.model.create_context(made.device)
     binding, arena = made.bind(context), made.arena()
     made.trt.fail_next("illegal-address")
-    binding.enqueue(4, stream=made.stream, arena=arena)
+    binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     assert made.finish() is not None
     with pytest.raises(DeviceLostError) as caught:
-        binding.enqueue(4, stream=made.stream, arena=arena)
+        binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     assert "illegal memory access" in str(caught.value)
     context.close()
 
@@ -212,9 +241,9 @@ def test_an_arena_that_is_too_small(bench):
     context = made.model.create_context(made.device)
     binding = made.bind(context)
     with pytest.raises(InternalError, match="no arena"):
-        binding.enqueue(4, stream=made.stream, arena=None)
+        binding.enqueue(4, profile=None, stream=made.stream, arena=None)
     with pytest.raises(InternalError, match="needs"):
-        binding.enqueue(64, stream=made.stream, arena=made.arena(1024))
+        binding.enqueue(64, profile=None, stream=made.stream, arena=made.arena(1024))
     made.run(binding, 64, made.arena())
     context.close()
 
@@ -227,7 +256,7 @@ def test_a_small_arena_is_enough_for_small_batches(bench):
     for rows in (4, 2, 4):
         made.run(binding, rows, arena)
     with pytest.raises(InternalError, match="needs"):
-        binding.enqueue(64, stream=made.stream, arena=arena)
+        binding.enqueue(64, profile=None, stream=made.stream, arena=arena)
     made.run(binding, 3, arena)
     made.run(binding, 64, made.arena())
     made.run(binding, 4, arena)
@@ -243,7 +272,7 @@ def test_two_threads_in_one_context(bench):
     handle = made.stream.handle
 
     class Held:
-        """A stream that holds whoever asks for its handle."""
+        """A stream that blocks when its handle is read."""
 
         is_capturing = False
 
@@ -253,11 +282,13 @@ def test_two_threads_in_one_context(bench):
             assert go.wait(WAIT_S)
             return handle
 
-    thread = threading.Thread(target=binding.enqueue, args=(4,), kwargs={"stream": Held(), "arena": arena})
+    thread = threading.Thread(
+        target=binding.enqueue, args=(4,), kwargs={"profile": None, "stream": Held(), "arena": arena}
+    )
     thread.start()
     assert inside.wait(WAIT_S)
     with pytest.raises(InternalError, match="two threads"):
-        binding.enqueue(4, stream=made.stream, arena=arena)
+        binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
     go.set()
     thread.join(WAIT_S)
     assert not thread.is_alive()
@@ -266,7 +297,7 @@ def test_two_threads_in_one_context(bench):
 
 
 def test_a_violation_comes_through_as_it_is():
-    """It is a bug of ours and must not look like a failure of the model."""
+    """A violation is our own bug, and must not look like a failure of the model."""
     made = Bench()
     context = made.model.create_context(made.device)
     binding, arena = made.bind(context), made.arena()
@@ -274,7 +305,7 @@ def test_a_violation_comes_through_as_it_is():
     stream = foreign.create_stream()
     stream.handle = 999_999
     with pytest.raises(ViolationError):
-        binding.enqueue(4, stream=stream, arena=arena)
+        binding.enqueue(4, profile=None, stream=stream, arena=arena)
     made.run(binding, 4, arena)
     context.close()
     assert stream.close(WAIT_S)
@@ -287,11 +318,11 @@ def test_capturing_and_replaying(bench):
     binding, arena = made.bind(context), made.arena()
     made.stream.begin_capture()
     with pytest.raises(InternalError, match="not run with them before"):
-        binding.enqueue(8, stream=made.stream, arena=arena)
+        binding.enqueue(8, profile=None, stream=made.stream, arena=arena)
     made.stream.end_capture()
     made.run(binding, 8, arena)
     made.stream.begin_capture()
-    binding.enqueue(8, stream=made.stream, arena=arena)
+    binding.enqueue(8, profile=None, stream=made.stream, arena=arena)
     graph = made.stream.end_capture()
     for seed in range(5):
         made.fill(binding, seed)
@@ -310,7 +341,7 @@ def test_an_engine_that_cannot_be_captured(bench):
     made.run(binding, 8, arena)
     made.stream.begin_capture()
     with pytest.raises(ExecutionError, match="capturing"):
-        binding.enqueue(8, stream=made.stream, arena=arena)
+        binding.enqueue(8, profile=None, stream=made.stream, arena=arena)
     made.stream.end_capture()
     made.run(binding, 8, arena)
     context.close()
@@ -343,10 +374,9 @@ def test_an_output_that_is_empty(bench):
     binding = made.bind(context, input_1=5)
     for memory in binding.inputs:
         memory.array[...] = 100  # The sign changes an odd number of times on the way, so none is positive.
-    binding.enqueue(4, stream=made.stream, arena=made.arena())
+    binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena())
     assert made.finish() is None
-    made.check(binding, 4)
-    assert binding.unbound_outputs(4)["positives"].size in (0, 20)
+    assert made.check(binding, 4)["positives"].size in (0, 20)
     context.close()
 
 
@@ -354,11 +384,96 @@ def test_unbound_outputs_belong_to_the_caller(bench):
     made = bench(DATA)
     context = made.model.create_context(made.device)
     binding, arena = made.bind(context, input_1=5), made.arena()
-    made.run(binding, 4, arena, 1)
-    kept = binding.unbound_outputs(4)["positives"]
+    kept = made.run(binding, 4, arena, 1)["positives"]
     copy = kept.copy()
     made.run(binding, 4, arena, 2)
     np.testing.assert_array_equal(kept, copy)
+    context.close()
+
+
+def test_each_batchs_output_is_taken_once(bench):
+    """Otherwise a batch without an output would be answered with the rows of the batch before."""
+    made = bench(DATA)
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context, input_1=5), made.arena()
+    for _ in range(2):
+        made.run(binding, 4, arena)
+        with pytest.raises(ExecutionError, match="no batch was enqueued for it"):
+            binding.unbound_outputs(4)
+    context.close()
+
+
+WRONG_SHAPES = {
+    "fewer rows": lambda rows, longest: (rows - 1, longest),
+    "more rows": lambda rows, longest: (rows + 1, longest),
+    "another rank": lambda rows, longest: (rows, longest, 1),
+    "more than was reserved": lambda rows, longest: (rows, 1000),
+    "not known": lambda rows, longest: (rows, -1),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_SHAPES)
+def test_a_reported_shape_that_cannot_be_the_batchs(bench, monkeypatch, wrong):
+    """Its rows would go to the wrong requests, or come from an earlier batch."""
+    made = bench(DATA)
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context, input_1=5), made.arena()
+    made.run(binding, 8, arena)
+    tell = IExecutionContext._tell
+
+    def tell_wrong(self, allocator, name, shape):
+        tell(self, allocator, name, WRONG_SHAPES[wrong](*shape) if name == "positives" else shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IExecutionContext, "_tell", tell_wrong)
+        with pytest.raises(ExecutionError, match="positives"):
+            binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
+    assert made.finish() is None
+    with pytest.raises(ExecutionError, match="no batch was enqueued for it"):
+        binding.unbound_outputs(4)
+    made.run(binding, 4, arena)
+    context.close()
+
+
+def test_outputs_whose_shape_depends_on_the_data_are_not_captured(bench):
+    """A graph runs without reporting a shape, so what was reported for an earlier batch would be read."""
+    made = bench(DATA)
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context, input_1=5), made.arena()
+    made.run(binding, 4, arena)
+    made.stream.begin_capture()
+    with pytest.raises(InternalError, match="does not report the shape of 'positives'"):
+        binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
+    made.stream.end_capture().close()
+    context.close()
+
+
+POISON = -77.0
+
+
+def test_every_row_of_a_batch_is_written_and_no_other(bench):
+    """Whatever an earlier batch left in the outputs' memory is overwritten or out of reach."""
+    made = bench(EngineSpec(inputs=(TensorIO("a"), TensorIO("b", dims=(-1, 3, 2))), aux_streams=2))
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context), made.arena()
+    for rows in (64, 1, 7, 63, 64):
+        for memory in binding.outputs:
+            memory.array[...] = POISON
+        made.run(binding, rows, arena, rows)
+        for memory in binding.outputs:
+            assert (memory.array[rows:] == POISON).all()
+    context.close()
+
+
+def test_a_batch_that_fails_on_the_way_is_not_answered_with_what_was_there(bench):
+    """The double writes nothing then, and the event carries the error."""
+    made = bench()
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context), made.arena()
+    made.run(binding, 4, arena)
+    made.trt.fail_next("illegal-address")
+    binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
+    assert isinstance(made.finish(), DeviceLostError)
     context.close()
 
 
@@ -369,13 +484,13 @@ def test_an_output_that_there_is_no_memory_for(bench):
     small, large = made.bind(context, input_1=4), made.bind(context, input_1=32)
     made.run(small, 64, arena)
     with pytest.raises(DeviceMemoryError, match="memory_budget"):
-        large.enqueue(64, stream=made.stream, arena=arena)
+        large.enqueue(64, profile=None, stream=made.stream, arena=arena)
     made.run(small, 64, arena)
     context.close()
 
 
 class FarBuffer:
-    """Memory that the host cannot see, on a host."""
+    """Host memory that pretends to be out of the host's sight."""
 
     is_host_visible = False
 
@@ -391,7 +506,7 @@ class FarBuffer:
 
 
 class FarStream:
-    """Notes the copies and does them between the buffers behind."""
+    """A stream that records copies, and makes them between the wrapped buffers."""
 
     def __init__(self, stream):
         self._stream = stream
@@ -422,10 +537,9 @@ def test_where_the_host_cannot_see_it_the_output_is_copied_behind_the_batch(benc
     stream = FarStream(made.stream)
     for seed, rows in enumerate((3, 64, 5)):
         made.fill(binding, seed)
-        binding.enqueue(rows, stream=stream, arena=arena)
+        binding.enqueue(rows, profile=None, stream=stream, arena=arena)
         assert made.finish() is None
-        made.check(binding, rows)
-        positives = binding.unbound_outputs(rows)["positives"]
+        positives = made.check(binding, rows)["positives"]
         assert stream.copied[-1] == positives.nbytes, "the bytes that there are, not the most there could be"
     context.close()
 
@@ -441,9 +555,9 @@ def test_auxiliary_streams(bench, spied, whose):
     context.close()
 
 
-def test_a_limit_for_the_l2_cache(bench):
+def test_a_limit_for_the_l2_cache(bench, monkeypatch):
     made = bench(persistent_cache_limit=1000)
-    made.device.l2_persisting_nbytes = 2500
+    monkeypatch.setattr(type(made.device), "l2_persisting_nbytes", 2500)
     contexts = [made.model.create_context(made.device) for _ in range(2)]
     assert contexts[0]._trt.persistent_cache_limit == 1000
     with pytest.raises(OptionsError, match="2500"):
@@ -478,7 +592,7 @@ def test_closing_twice(bench):
 
 
 def test_outputs_that_are_not_what_was_found_at_opening(bench, monkeypatch):
-    """Nothing is enqueued that would write beyond the memory bound for it."""
+    """A batch that would write beyond its bound memory is not enqueued."""
     made = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),)))
     context = made.model.create_context(made.device)
     binding = made.bind(context, input_1=5)
@@ -491,7 +605,7 @@ def test_outputs_that_are_not_what_was_found_at_opening(bench, monkeypatch):
 
     monkeypatch.setattr(trt, "get_tensor_shape", longer)
     with pytest.raises(ExecutionError, match=r"has shape \(4, 6\)"):
-        binding.enqueue(4, stream=made.stream, arena=made.arena())
+        binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena())
     monkeypatch.undo()
     made.run(binding, 4, made.arena())
     context.close()

@@ -13,7 +13,7 @@ from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO
 
 
 class Engine:
-    """What ``read_signature`` asks of an ``ICudaEngine``, for engines that the double has not."""
+    """The part of ``ICudaEngine`` that ``read_signature`` uses, for engines that the double cannot have."""
 
     def __init__(self, inputs, outputs, *, profiles=None, locations=(), aliases=(), formats=()):
         self._inputs = inputs
@@ -152,7 +152,7 @@ def test_inputs_with_different_ranges_of_rows():
 
 def test_an_output_in_place_of_an_input():
     engine = Engine({"cache": (-1, 4)}, {"next": (-1, 4)}, aliases={"next": "cache"})
-    assert "in place of input 'cache'" in refused(engine)
+    assert "overwrites input 'cache'" in refused(engine)
 
 
 def test_layouts_that_are_not_row_major():

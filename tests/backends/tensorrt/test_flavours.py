@@ -1,4 +1,4 @@
-"""Which package runs a plan, and what is said when none can be loaded."""
+"""The choice of the package that runs a plan, and the messages when none can be loaded."""
 
 import sys
 import types
@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from asynctrt.backends.tensorrt.flavours import cuda_runtimes, find_flavour, said_of_runtimes
+from asynctrt.backends.tensorrt.flavours import cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.plan import TAG_RTX, TAG_TENSORRT
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError, OptionsError
@@ -16,7 +16,7 @@ FULL, LEAN, DISPATCH, RTX = "tensorrt", "tensorrt_lean", "tensorrt_dispatch", "t
 
 
 class Packages:
-    """A finder that answers for the four packages: not there, there, or there and broken."""
+    """An import finder for the four packages: missing, installed, or installed and broken."""
 
     def __init__(self, installed):
         self.installed = installed
@@ -41,7 +41,7 @@ class Packages:
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Says which of the packages are installed, for as long as the test runs."""
+    """Set which of the packages are installed, for the duration of the test."""
 
     def install(**packages):
         for name in (FULL, LEAN, DISPATCH, RTX):
@@ -89,11 +89,11 @@ def test_one_that_was_asked_for_and_is_not_there(installed, name, extra):
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
-        (ImportError("libnvinfer_lean.so.11: cannot open shared object file"), "wheel beside the bindings"),
+        (ImportError("libnvinfer_lean.so.11: cannot open shared object file"), "a wheel of its own"),
         (ImportError("libcuda.so.1: cannot open shared object file"), "NVIDIA driver"),
         (OSError("libcudart.so.12: cannot open shared object file"), "CUDA 12"),
-        (ImportError("undefined symbol: foo"), "Look for the library that it names"),
-        (ModuleNotFoundError("No module named 'tensorrt_lean_bindings'", name="x"), "installed in part"),
+        (ImportError("undefined symbol: foo"), "Find the library that the message names"),
+        (ModuleNotFoundError("No module named 'tensorrt_lean_bindings'", name="x"), "only partly installed"),
     ],
 )
 def test_one_that_is_there_and_cannot_be_loaded(installed, error, fix):
@@ -160,11 +160,11 @@ def test_two_cuda_runtimes_are_found_and_said(tmp_path):
     ]
     maps.write_text("".join(line.format(path) * 2 for path in paths) + "7f00-7f01 rw-p 0 00:00 0 \n")
     assert cuda_runtimes(maps) == tuple(paths[:2])
-    said = said_of_runtimes(cuda_runtimes(maps))
+    said = describe_runtimes(cuda_runtimes(maps))
     assert "2 CUDA runtimes" in said
     assert all(path in said for path in paths[:2])
 
 
 def test_one_cuda_runtime_or_none_is_no_matter(tmp_path):
     assert cuda_runtimes(tmp_path / "none") == ()
-    assert said_of_runtimes(()) == said_of_runtimes(("/usr/libcudart.so.13",)) == ""
+    assert describe_runtimes(()) == describe_runtimes(("/usr/libcudart.so.13",)) == ""

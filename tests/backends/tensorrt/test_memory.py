@@ -1,4 +1,4 @@
-"""The memory that TensorRT is given: counted, bounded, refused with the arithmetic."""
+"""The memory that TensorRT asks for: counted, bounded, and refused with the numbers."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
-from asynctrt.backends.tensorrt.memory import DeviceMemory, make_allocator, said_of_refusals
+from asynctrt.backends.tensorrt.memory import DeviceMemory, describe_refusals, make_allocator
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError
@@ -64,7 +64,7 @@ def test_a_budget_is_hard_and_a_refusal_has_the_arithmetic(device, caplog):
     assert held.take(MIB)
     (refusal,) = held.take_refusals()
     assert (refusal.asked_nbytes, refusal.held_nbytes, refusal.budget_nbytes) == (MIB + 1, 2 * MIB, 3 * MIB)
-    assert "asked for 1.0 MiB and held 2.0 MiB" in str(refusal)
+    assert "asked for 1.0 MiB while it held 2.0 MiB" in str(refusal)
     assert "budget 3.0 MiB" in str(refusal)
     assert "memory_budget" in str(refusal)
     assert str(refusal) in caplog.text
@@ -80,14 +80,14 @@ def test_a_watermark_looks_at_the_whole_device(device, monkeypatch):
     assert fraction.take(201) is None
     assert absolute.take(100)
     assert absolute.take(101) is None
-    assert "watermark" in said_of_refusals(absolute.take_refusals())
+    assert "watermark" in describe_refusals(absolute.take_refusals())
     assert fraction.statistics().watermark_nbytes == 800
 
 
 def test_a_device_without_room_refuses_too():
     held = memory(HostDevice(memory_nbytes=1000))
     assert held.take(1001) is None
-    assert "the device refused" in said_of_refusals(held.take_refusals())
+    assert "the device refused" in describe_refusals(held.take_refusals())
 
 
 def test_a_lost_device_refuses_too(device, monkeypatch):
@@ -97,15 +97,15 @@ def test_a_lost_device_refuses_too(device, monkeypatch):
     monkeypatch.setattr(device, "allocate", lost)
     held = memory(device)
     assert held.take(10) is None
-    assert "an illegal address" in said_of_refusals(held.take_refusals())
+    assert "an illegal address" in describe_refusals(held.take_refusals())
 
 
 def test_of_several_refusals_the_last_is_told():
-    assert said_of_refusals(()) == ""
+    assert describe_refusals(()) == ""
     held = memory(HostDevice(memory_nbytes=100))
     held.take(200)
     held.take(300)
-    said = said_of_refusals(held.take_refusals())
+    said = describe_refusals(held.take_refusals())
     assert "300 bytes" in said
     assert "2 refusals" in said
 

@@ -7,7 +7,7 @@ import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
-from asynctrt.backends.tensorrt.messages import ERRORS_MAX, Errors, make_log, make_recorder
+from asynctrt.backends.tensorrt.messages import ERRORS_MAX, TensorRTErrors, make_log, make_recorder
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing.tensorrt import StrictTensorRT
 
@@ -88,7 +88,7 @@ def test_a_recorder_is_bounded_and_says_so(module):
         recorder.report_error(module.ErrorCodeTRT.INTERNAL_ERROR, f"error {number}")
     assert recorder.num_errors() == ERRORS_MAX
     assert recorder.has_overflowed()
-    assert "not kept" in str(recorder.take())
+    assert "dropped" in str(recorder.take())
     assert not recorder.has_overflowed()
 
 
@@ -112,13 +112,13 @@ def test_a_recorder_is_used_from_many_threads(module):
 
 
 def test_a_text_that_came_twice_is_said_once():
-    assert str(Errors((("A", "same"), ("A", "same")))) == "TensorRT said: same [A]"
-    assert str(Errors((("", "logged"),))) == "TensorRT said: logged"
-    assert str(Errors(())) == "TensorRT gave no reason"
+    assert str(TensorRTErrors((("A", "same"), ("A", "same")))) == "TensorRT said: same [A]"
+    assert str(TensorRTErrors((("", "logged"),))) == "TensorRT said: logged"
+    assert str(TensorRTErrors(())) == "TensorRT gave no reason"
 
 
 def test_long_texts_are_cut():
-    assert len(str(Errors((("A", "x" * 100_000),)))) < 5_000
+    assert len(str(TensorRTErrors((("A", "x" * 100_000),)))) < 5_000
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_long_texts_are_cut():
     ],
 )
 def test_errors_that_end_the_use_of_a_device(text):
-    assert Errors((("UNSPECIFIED_ERROR", text),)).is_sticky
+    assert TensorRTErrors((("UNSPECIFIED_ERROR", text),)).is_sticky
 
 
 @pytest.mark.parametrize(
     "text", ["cudaError 35: CUDA driver version is insufficient", "out of memory", "cudaError 2: 700 bytes"]
 )
 def test_errors_that_do_not(text):
-    assert not Errors((("UNSPECIFIED_ERROR", text),)).is_sticky
+    assert not TensorRTErrors((("UNSPECIFIED_ERROR", text),)).is_sticky

@@ -1,4 +1,4 @@
-"""A plan as a model: what it says of itself, what it lives on, and how it ends."""
+"""A plan as a model: its description, its memory, and its end."""
 
 import gc
 import logging
@@ -55,7 +55,8 @@ def test_profiles_and_their_memory(bench):
     model = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), profiles=(large, small))).model
     assert model.profile_of(((4,),), 8) == 1
     assert model.profile_of(((4,),), 9) == 0
-    assert model.enqueue_nbytes_of(1) < model.enqueue_nbytes_of(0) == model.enqueue_nbytes
+    large, small = (profile.enqueue_nbytes for profile in model.signature.profiles)
+    assert small < large == model.enqueue_nbytes
     with pytest.raises(InputError, match="profile 1 takes"):
         model.profile_of(((129,),), 1)
 
@@ -117,7 +118,7 @@ def test_contexts_outlive_their_model(bench, caplog):
 
 
 def test_what_nobody_closed_is_given_back_too():
-    """In no order that anybody has made: the interpreter's."""
+    """They are destroyed in whatever order the interpreter chooses."""
     made = Bench(EngineSpec(persistent_nbytes=3000, data_dependent=True))
     context = made.model.create_context(made.device)
     made.run(made.bind(context), 5, made.arena())

@@ -1,4 +1,4 @@
-"""Options: what is allowed, and what is refused with the reason."""
+"""Options: valid values, and refusals with the reason."""
 
 import dataclasses
 

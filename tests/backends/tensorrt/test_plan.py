@@ -1,4 +1,4 @@
-"""What a plan says of itself, and files that are none."""
+"""Headers of plans, and files that are not plans."""
 
 import io
 import json
@@ -112,7 +112,7 @@ def test_what_is_no_plan_is_named(content, said):
 
 @pytest.mark.parametrize("nbytes", [4, 63])
 def test_a_header_that_is_cut_off(nbytes):
-    assert "cut off" in refused(header()[:nbytes])
+    assert "truncated" in refused(header()[:nbytes])
 
 
 def test_a_plan_that_is_cut_off(rtx_plan):

@@ -33,7 +33,7 @@ except Exception as error:
 
 
 def opened(path, flavour):
-    """What comes of opening a plan with a real package."""
+    """Open a plan with a real package, and return the report."""
     command = [sys.executable, "-c", PROGRAM, str(path), flavour]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50, cwd=ROOT)
     return done.stdout

@@ -1,4 +1,4 @@
-"""Plans that a library did not take: each with its cause, what was found, what is here, and the fix."""
+"""Plans that a library refuses: the error names the cause, what was found, and the fix."""
 
 import types
 
@@ -7,7 +7,7 @@ import pytest
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.memory import MemoryRefusal
-from asynctrt.backends.tensorrt.messages import Errors
+from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import read_plan
 from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.devices.host import HostDevice
@@ -17,7 +17,7 @@ from tests.backends.tensorrt.helpers import header
 
 
 class Gpu(HostDevice):
-    """Says of itself what a CUDA device says."""
+    """A device that describes itself as a CUDA device does."""
 
     gpu = "NVIDIA H200"
     compute_capability = (9, 0)
@@ -34,7 +34,7 @@ def explained(texts, *, plan=None, flavour="tensorrt", version="11.4.0.106", cod
     for name in ("EngineInvalidityDiagnostics", "ComputeCapability"):
         if name in kw:
             setattr(module, name, kw.pop(name))
-    errors = Errors(tuple((code, text) for text in texts))
+    errors = TensorRTErrors(tuple((code, text) for text in texts))
     device = kw.pop("device", None) or Gpu()
     memory, runtime = kw.pop("memory", ()), kw.pop("runtime", None)
     assert not kw
@@ -107,7 +107,7 @@ def test_a_lost_device_is_the_cause():
 @pytest.mark.parametrize(
     ("plan_version", "here", "said"),
     [
-        ((12, 0, 0, 1), "11.4.0.106", "no TensorRT runs plans of a later one"),
+        ((12, 0, 0, 1), "11.4.0.106", "TensorRT does not run plans that a later version built"),
         ((10, 13, 2, 6), "11.4.0.106", "VERSION_COMPATIBLE"),
         ((10, 13, 2, 6), "11.4.0.106", "pip install 'tensorrt-lean==10.13.*'"),
         ((10, 13, 2, 6), "11.4.0.106.post1", "VERSION_COMPATIBLE"),
@@ -135,7 +135,7 @@ def test_a_plan_of_tensorrt_for_rtx_for_other_gpus():
 
 
 class Validity:
-    """A runtime that has an opinion about the header, as that of TensorRT for RTX has."""
+    """A runtime that diagnoses the header, like that of TensorRT for RTX."""
 
     engine_header_size = 64
 
@@ -261,4 +261,4 @@ def test_an_older_library_is_told_of_a_later_plan():
     with pytest.raises(ModelError) as caught:
         TensorRTModel(double_plan(EngineSpec()), device=device, flavour=trt)
     assert "built by version 11.4.0.106" in str(caught.value)
-    assert "no TensorRT runs plans of a later one" in str(caught.value)
+    assert "TensorRT does not run plans that a later version built" in str(caught.value)

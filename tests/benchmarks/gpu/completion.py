@@ -1,11 +1,11 @@
-"""How long after the GPU is done does the coroutine go on?
+"""How long after the GPU has finished does the coroutine continue?
 
 The kernel notes when it ended, on the GPU's clock, which is compared with the host's before and after each
-case. Lateness is from there to the coroutine, less the median of the same for a raw loop that launches the
-same graph, records an event and spins in cuEventSynchronize. That is sounder than host times from launch to
-coroutine, which would count the engine's work before the launch too; an error of the comparison is in both
-figures and cancels. "reaper": a bare event and a coroutine that waits for it. "infer": `await engine.infer`
-of one row, so copying the answer and delivering it are in it too. One caller, one request after the other.
+case. Lateness is the time from there to the coroutine, minus the median of the same for a raw loop that
+launches the same graph, records an event and spins in cuEventSynchronize. Host times from launch to coroutine
+would also count the engine's work before the launch; here an error in comparing the clocks is in both figures
+and cancels. "reaper": a bare event and a coroutine that waits for it. "infer": `await engine.infer` of one
+row, which also copies and delivers the answer. One caller sends one request after the other.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ import uvloop
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.runtime.reaper import Reaper
-from asynctrt.scheduling.latency import LatencyModel
+from asynctrt.runtime.completion import Reaper
+from asynctrt.scheduling.estimates import LatencyHistory
 from tests.benchmarks.common import arguments, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.raw import RawLoop
@@ -34,7 +34,7 @@ ROWS_MAX = 8
 
 
 class Samples:
-    """When batches ended on the GPU, and when that was noticed on the host."""
+    """When batches ended on the GPU, and when the host noticed."""
 
     def __init__(self, kernels, seconds):
         self._kernels = kernels
@@ -45,7 +45,7 @@ class Samples:
         self._seen = 0
 
     def add(self, ended_ns, found_ns, resumed_ns):
-        """One more, unless it belongs to the warm-up. Whether there shall be another."""
+        """Record one more, unless it belongs to the warm-up; return whether to continue."""
         self._seen += 1
         if self._seen == 1 or (self._seen <= WARM_UP and resumed_ns - self._opened_ns < self._seconds * 1e9):
             self._begun_ns = clock.now_ns()
@@ -57,7 +57,7 @@ class Samples:
         return passed < 1 or (len(self._ended_ns) < COUNT_MIN and passed < 4)
 
     def end(self):
-        """Put what the GPU's clock said on the host's."""
+        """Convert the GPU's times to the host's clock."""
         (gpu_ns, host_ns), (gpu_after_ns, host_after_ns) = self._pair, self._kernels.compare_clocks()
         pace = (host_after_ns - host_ns) / max(gpu_after_ns - gpu_ns, 1)
         ended_ns = np.array(self._ended_ns, dtype=np.int64)
@@ -83,7 +83,7 @@ class Samples:
 
 
 def raw_late(kernels, model, raw, seconds):
-    """The raw loop: launch, record, spin."""
+    """Measure the raw loop: launch, record, spin."""
     batch = raw.batches[0]
     finish = kernels.create_finish(batch.stream)
     samples = Samples(kernels, seconds)
@@ -96,10 +96,10 @@ def raw_late(kernels, model, raw, seconds):
 
 
 async def reaper_late(kernels, model, choose, waiting, seconds):
-    """The reaper alone: launch the batch that is chosen, and await its event."""
+    """Measure the reaper alone: launch the chosen batch, and await its event."""
     loop = asyncio.get_running_loop()
     reaper = Reaper(loop, clock.now_ns, waiting=waiting)
-    latency = LatencyModel()
+    latency = LatencyHistory()
     samples = Samples(kernels, seconds)
     is_wanted = True
     found_ns = number = 0
@@ -131,7 +131,7 @@ async def reaper_late(kernels, model, choose, waiting, seconds):
 
 
 async def infer_late(kernels, model, engine, seconds, rows=lambda: ROW):
-    """The whole engine. Also the cores that it used, its caller included."""
+    """Measure the whole engine, and the cores that it used, including its caller."""
     samples = Samples(kernels, seconds)
     is_wanted = True
     start_ns, start_cpu_ns = clock.now_ns(), clock.cpu_ns()
@@ -153,7 +153,7 @@ def opened(model, device, waiting, rows_max=1):
 
 
 async def measure(device, kernels, work_us, options, figures):
-    """All loops and ways of waiting for one length of kernel."""
+    """Measure all loops and ways of waiting with one length of kernel."""
     model = SpinModel(kernels, work_us * 1000)
     raw = RawLoop(device, model, 1, depth=1, is_captured=device.prefers_graphs)
     raw.fill(ROW)
@@ -185,7 +185,7 @@ async def measure(device, kernels, work_us, options, figures):
 
 
 async def measure_varying(device, kernels, work_us, options, figures):
-    """Service times that differ by batch size, and outliers. Adaptive waiting on an idle loop."""
+    """Measure service times that vary by batch size, and outliers, with adaptive waiting on an idle loop."""
     rng = np.random.default_rng(0)
     rows = [np.full((count, 512), count, np.float32) for count in range(1, ROWS_MAX + 1)]
     for name, outliers in (("1 to 8 rows", None), ("1 to 8 rows, 2% take 5 times as long", (50, 5))):
@@ -224,7 +224,7 @@ async def measure_varying(device, kernels, work_us, options, figures):
 
 
 def report(figures, kernels, device):
-    """The tables."""
+    """Return the tables."""
     raw = [case for case in figures.values() if case["waiting"] == "raw"]
     show(
         "raw: from the end of the kernel to the return of cuEventSynchronize, spinning; taken off below",
@@ -280,7 +280,7 @@ Q = ("p50_us", "p99_us")
 
 
 def targets(figures):
-    """What was aimed at: for an event and its coroutine, which is reaper; infer is held against it too."""
+    """Return the targets, which are for an event and its coroutine (reaper); infer is compared as well."""
     lines = []
     cores_most = {1000: 0.2, 5000: 0.1}
     for name, case in figures.items():

@@ -1,10 +1,10 @@
-"""A model whose batches take as long as one likes, and whose answers show whether all went well.
+"""A model whose batches take a given time, and whose answers show whether all went well.
 
-On a GPU a batch is one kernel, compiled at run time: it doubles its input, spins until its time is over and
-notes when that was. Its blocks take all the shared memory of their multiprocessors, so that two such kernels
-never share one. Each block writes a mark of its batch into the arena at its beginning and looks for it at its
-end; if somebody else worked in the arena meanwhile, the answer is NaN. On the host device the same is done by
-NumPy in a thread that sleeps instead of spinning.
+On a GPU a batch is one kernel, compiled at run time: it doubles its input, spins until its time is over, and
+notes when that was. Its blocks take all the shared memory of their multiprocessors, so two such kernels never
+share one. Each block writes a mark of its batch into the arena when it begins and checks it when it ends; if
+another batch used the arena meanwhile, the answer is NaN. On the host device, NumPy does the same in a thread
+that sleeps instead of spinning.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from asynctrt import clock
+from asynctrt.backends.base import ModelBase
 from asynctrt.errors import DeviceError
 from asynctrt.tensors import TensorSpec
 
@@ -85,12 +86,12 @@ extern "C" __global__ void clock_step(volatile unsigned long long* told) {
 
 
 def kernels_on(device):
-    """What makes batches on this kind of device."""
+    """Return what runs batches on this kind of device."""
     return HostKernels(device) if device.name == "host" else CudaKernels(device)
 
 
-class SpinModel:
-    """``output = 2 * input``, and it takes its time.
+class SpinModel(ModelBase):
+    """``output = 2 * input``, in a given time.
 
     :param work_ns: how long a batch keeps its part of the device busy; a function of its rows, or one number.
     :param row: the dimensions of one row, float32.
@@ -132,11 +133,11 @@ class SpinModel:
         return context
 
     def close(self):
-        """Its kernels are those of all models."""
+        """Do nothing: all models share the kernels."""
 
     @property
     def ended_ns(self):
-        """When the latest batch of all had computed, on the device's clock: see ``compare_clocks``."""
+        """When the latest batch had been computed, on the device's clock (see ``compare_clocks``)."""
         return max(context.ended_ns for context in self.contexts)
 
     def expected(self, rows):
@@ -144,7 +145,7 @@ class SpinModel:
 
 
 class HostKernels:
-    """Batches on the host device."""
+    """Runs batches on the host device."""
 
     def __init__(self, device):
         self.device = device
@@ -180,7 +181,7 @@ class HostContext:
         return HostBinding(self, inputs[0].array, outputs[0].array)
 
     def close(self):
-        """Nothing is held."""
+        """Do nothing: it holds nothing."""
 
     def work(self, source, target, marks, work_ns):
         begun_ns = clock.now_ns()
@@ -199,13 +200,13 @@ class HostContext:
 
 
 class HostBinding:
-    """A context tied to its arrays."""
+    """A context bound to its arrays."""
 
     def __init__(self, context, source, target):
         self.context = context
         self.source, self.target = source, target
 
-    def enqueue(self, rows, *, stream, arena):
+    def enqueue(self, rows, *, profile, stream, arena):
         marks = None if arena is None else arena.array(np.dtype("int64"), (1,), 0)
         work_ns = self.context.model.work_ns(rows)
         work = partial(self.context.work, self.source[:rows], self.target[:rows], marks, work_ns)
@@ -216,7 +217,7 @@ class HostBinding:
 
 
 class CudaKernels:
-    """Batches on a GPU: the compiled kernels, and what they need to know of it."""
+    """Runs batches on a GPU: the compiled kernels and their parameters."""
 
     def __init__(self, device):
         from cuda.bindings import driver
@@ -269,7 +270,7 @@ class CudaKernels:
         return CudaContext(self, model, seed)
 
     def compare_clocks(self, rounds=300):
-        """A moment as the GPU's clock and the host's have it: that of the quickest of many questions."""
+        """Return one moment on the GPU's clock and on the host's, from the quickest of many exchanges."""
         asked = ctypes.c_uint64.from_address(self._words.address)
         told = (ctypes.c_uint64 * 2).from_address(self._words.address + 1024)
         asked.value = told[1] = 0
@@ -290,7 +291,7 @@ class CudaKernels:
         return gpu_ns, host_ns
 
     def create_finish(self, stream):
-        """A function that records an event and spins on it, the promptest way that CUDA has."""
+        """Return a function that records an event and spins on it, which is CUDA's fastest way to wait."""
         driver = self.driver
         event = self.checked(driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
         handle = stream.handle
@@ -328,7 +329,7 @@ class CudaContext:
 
 
 class CudaBinding:
-    """A context tied to its memory. The parameters of each batch size are made once."""
+    """A context bound to its memory. The parameters of each batch size are prepared once."""
 
     def __init__(self, context, source, target):
         self.context = context
@@ -336,7 +337,7 @@ class CudaBinding:
         self.row_count = int(np.prod(source.dims, dtype=np.int64))
         self._params = {}
 
-    def enqueue(self, rows, *, stream, arena):
+    def enqueue(self, rows, *, profile, stream, arena):
         context = self.context
         kernels, model = context.kernels, context.model
         blocks = max(round(kernels.multiprocessors * model.share), 1)
@@ -366,7 +367,7 @@ TYPES = {"p": ctypes.c_void_p, "Q": ctypes.c_uint64, "I": ctypes.c_uint32}
 
 
 class Arguments:
-    """A kernel's arguments, laid out once: its address is what ``cuLaunchKernel`` takes."""
+    """A kernel's arguments, laid out once, with the address that ``cuLaunchKernel`` takes."""
 
     def __init__(self, *values):
         self._values = [TYPES[kind](value) for kind, value in values]
@@ -376,7 +377,7 @@ class Arguments:
 
 
 def compiled(arch):
-    """The kernels as machine code for that architecture."""
+    """Compile the kernels to machine code for an architecture."""
     from cuda.bindings import nvrtc
 
     def checked(result):

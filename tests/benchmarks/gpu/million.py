@@ -1,7 +1,7 @@
 """A million batches: does the memory of the host or of the device grow?
 
-Short kernels, one row a batch, eight callers, each answer checked. Memory is looked at ten times: the
-process's resident memory, and what cuMemGetInfo says is used of the device (by every process on it).
+Short kernels, one row per batch, eight callers; every answer is checked. Memory is sampled ten times: the
+process's resident memory, and the device memory in use by all processes (cuMemGetInfo).
 """
 
 import asyncio
@@ -23,13 +23,13 @@ LOOKS = 10
 
 
 def resident_nbytes():
-    """Resident memory of the process, what is garbage already taken off."""
+    """Return the resident memory of the process, after collecting garbage."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Looks:
-    """Memory, each time that another tenth is done."""
+    """Samples memory each time another tenth is done."""
 
     def __init__(self, device, engine):
         self._device = device
@@ -56,7 +56,7 @@ class Looks:
 
 
 async def measure(device, model, options):
-    """Batches until there were enough, or the time is over."""
+    """Send batches until there are enough, or the time is over."""
     limit_ns = clock.now_ns() + int(options.seconds * 1e9) if options.seconds else 2**63
     wanted = options.batches
 

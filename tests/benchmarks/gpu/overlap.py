@@ -1,13 +1,13 @@
-"""Do copies and computing overlap? A model whose copy in, computing and copy out take about as long each.
+"""Do copies and computing overlap? A model whose copy in, computing and copy out take about the same time.
 
-Batches a second over two serial loops: the raw one (launch a batch, wait, launch the next) and the engine
-with one context and one caller. The length of the kernel is set to what the copies were measured to take.
-Then a timeline, drawn from what the events of each batch said.
+Batches per second relative to two serial loops: the raw one (launch a batch, wait, launch the next), and the
+engine with one context and one caller. The kernel is made to take as long as the copies, which are measured
+first. A timeline is drawn from the events of each batch.
 
 "device": several engines of one context each share one arena. Their model has a fixed batch size, and a
-request of one row is padded up to it, so all bytes go to the GPU and back but next to none are copied on the
-CPU: this is the pipeline by itself (requests to one engine would be batched together). "slots": callers write
-whole batches into slabs of one engine, and answers are copied out by the CPU. "arrays": the CPU copies both
+request of one row is padded up to it, so all bytes go to the GPU and back, but the CPU copies almost none:
+this is the pipeline by itself (requests to one engine would be batched together). "slots": callers write
+whole batches into slabs of one engine, and the CPU copies the answers out. "arrays": the CPU copies both
 ways.
 """
 
@@ -30,6 +30,7 @@ from tests.benchmarks.gpu.support import WARM_UP_S, check, open_device, said, sh
 ROWS = 1024
 IN_FLIGHT = 6
 TRACED_S = 0.05
+TRACED_LOOKS_MAX = 100
 COLOURS = {"copy in": "#4c78a8", "compute": "#f58518", "copy out": "#54a24b"}
 
 
@@ -64,21 +65,21 @@ class Callers:
         self.is_over = False
 
     async def one_row(self, number):
-        """A request of one row, which is padded up to the fixed size."""
+        """Send requests of one row, which are padded up to the fixed size."""
         rows = np.full((1, *self.row), number, np.float32)
         while not self.is_over:
             answer = await self.engine.infer(rows)
         check(answer, self.model.expected(rows))
 
     async def arrays(self, number):
-        """A request that fills the batch."""
+        """Send requests that fill the batch."""
         rows = np.full((ROWS, *self.row), number, np.float32)
         while not self.is_over:
             answer = await self.engine.infer(rows)
         check(answer, self.model.expected(rows))
 
     async def slots(self, number):
-        """A batch that is written where it is sent from. To write it is the caller's time, so once is all."""
+        """Send batches from slots. Each slab is written only once, since that is the caller's time."""
         written = set()
         while not self.is_over:
             async with self.engine.slot(rows=ROWS) as slot:
@@ -91,7 +92,7 @@ class Callers:
 
 
 async def batches_per_s(engine, model, row, way, callers, seconds):
-    """How many batches such callers get through, and the trace of the last ones."""
+    """Return the batches per second of such callers, and the trace of the last batches."""
     sending = Callers(engine, model, row)
     async with asyncio.TaskGroup() as group:
         for number in range(callers):
@@ -100,16 +101,19 @@ async def batches_per_s(engine, model, row, way, callers, seconds):
         before, start_ns = engine.statistics().batches, clock.now_ns()
         await asyncio.sleep(seconds)
         after, end_ns = engine.statistics().batches, clock.now_ns()
-        # Apart from what is measured: a trace has the device take the times of every batch, and events with
-        # times make streams wait for each other.
+        # Apart from the measurement: a trace makes the device time every batch, and events with times make
+        # streams wait for each other.
         with engine.tracing(batches=64) as trace:
-            await asyncio.sleep(TRACED_S)
+            for _ in range(TRACED_LOOKS_MAX):
+                await asyncio.sleep(TRACED_S)
+                if trace:
+                    break
         sending.is_over = True
     return (after - before) / (end_ns - start_ns) * 1e9, list(trace)
 
 
 async def pipeline_per_s(model, device, engines, seconds):
-    """As :func:`batches_per_s`, with one caller of one row to each of several engines in one arena."""
+    """Do the same with several engines in one arena, each with one caller of one row."""
     arenas = asynctrt.Arenas(device, 1)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(arenas.close)
@@ -175,14 +179,14 @@ async def measure(device, kernels, row, work_ns, options):
 
 
 def spans_of(trace):
-    """When each stage of each batch was, in µs since the first launch: (context, stage, begin, length).
+    """Yield when each stage of each batch was, in µs since the first launch: (context, stage, begin, length).
 
     Copying in begins at the launch and copying out ends at the answer; computing ends where copying out
-    begins, since both are in one stream. In between a batch waited for the arena, at the end for the loop.
+    begins, since both are in one stream. In between, a batch waited for the arena; at the end, for the loop.
     """
-    since_ns = min(batch.launched_ns for batch in trace)
-    # The device does not take the times of every batch.
+    # The device does not time every batch.
     trace = [batch for batch in trace if batch.compute_ns]
+    since_ns = min((batch.launched_ns for batch in trace), default=0)
     for batch in trace:
         out_ns = batch.answered_ns - batch.copy_out_ns
         begins = {
@@ -195,7 +199,7 @@ def spans_of(trace):
 
 
 def busy_stages(spans):
-    """How many stages were under way on average, while any was."""
+    """Return how many stages were under way on average, while any was."""
     edges = sorted(
         edge for _, _, begin, length in spans for edge in ((begin, 1), (begin + length, -1)) if length > 0
     )
@@ -258,7 +262,7 @@ def main():
         __doc__, device="cuda:0", seconds=0.3, repeats=3, mib=16.0, picture="", work_us=0, batches=12
     )
     # More batches than by default are to be on the GPU at once, though they are not full.
-    device = open_device(options.device, slots=IN_FLIGHT)
+    device = open_device(options.device, concurrency=IN_FLIGHT)
     kernels = kernels_on(device)
     row = (int(options.mib * 2**20) // ROWS // 4,)
     work_us = options.work_us

@@ -1,15 +1,15 @@
-"""What the engine is compared with: loops that only put the same batches on the GPU, without asyncio.
+"""The loops that the engine is compared with: they enqueue the same batches, without asyncio.
 
-A batch is copied in, computed by replaying a graph of the model's kernels, and copied out: what the engine
-puts on a stream too, from a few lines of a loop. Copies beside a graph take the GPU less time than in it.
+A batch is copied in, computed by replaying a graph of the model's kernels, and copied out. The engine puts
+the same on a stream; here a few lines of a loop do. Copies beside a graph take the GPU less time than copies
+in it (tests/benchmarks/gpu/overlap.py).
 """
 
 from itertools import pairwise
 
 from asynctrt import clock
 from asynctrt.devices.arenas import Arenas
-from asynctrt.runtime.batch import lay_out
-from asynctrt.runtime.bay import Memory, Slab
+from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 
 WARM_UP_NS = 50_000_000
 
@@ -21,10 +21,10 @@ class Batch:
         self.stream = stream
         self.rows = rows
         layout = lay_out(model.inputs, model.outputs, {}, rows)
-        self._memory = Memory(device, layout.nbytes)
+        self._memory = StagingBuffers(device, layout.nbytes)
         self.slab = Slab(layout, self._memory)
         self._context = model.create_context(device)
-        self._binding = self.slab.bind(self._context)
+        self._binding = self._context.bind(self.slab.input_memory(), self.slab.output_memory())
         self._arena = arena
         # Events that take times cost the GPU some, so what is measured goes without.
         self.computed, self.end = (device.create_event(is_timed=False) for _ in range(2))
@@ -39,7 +39,7 @@ class Batch:
             self._graph = stream.end_capture()
 
     def launch(self, after=None):
-        """Put it on the stream. Its computing waits for ``after``; its copy in does not."""
+        """Enqueue it. Its computing waits for ``after``; its copy in does not."""
         self._copy_in()
         if after is not None:
             self.stream.wait(after)
@@ -50,7 +50,7 @@ class Batch:
         self.stream.record(self.end)
 
     def launch_timed(self):
-        """Put it on the stream with events that take the time after each stage."""
+        """Enqueue it with events that time each stage."""
         record = self.stream.record
         record(self._marks[0])
         self._copy_in()
@@ -62,7 +62,7 @@ class Batch:
         record(self.end)
 
     def stages_ns(self):
-        """How long copy in, computing and copy out of what :meth:`launch_timed` launched took."""
+        """Return the times of copy in, computing and copy out after :meth:`launch_timed`."""
         return [after.elapsed_ns(before) for before, after in pairwise(self._marks)]
 
     def fill(self, rows):
@@ -70,7 +70,7 @@ class Batch:
         self.slab.inputs[0][...] = rows
 
     def answer(self):
-        """Its outputs, once it has ended."""
+        """Return its outputs, once it has ended."""
         return {name: array[: self.rows] for name, array in self.slab.outputs.items()}
 
     def close(self):
@@ -80,22 +80,22 @@ class Batch:
         self._memory.close()
 
     def _copy_in(self):
-        if self._memory.twin is not None:
+        if self._memory.device_buffer is not None:
             self.slab.put_in(self.stream, self.rows)
 
     def _compute(self):
         if self._graph is None:
-            self._binding.enqueue(self.rows, stream=self.stream, arena=self._arena)
+            self._binding.enqueue(self.rows, profile=None, stream=self.stream, arena=self._arena)
         else:
             self._graph.launch(stream=self.stream)
 
     def _copy_out(self):
-        if self._memory.twin is not None:
+        if self._memory.device_buffer is not None:
             self.slab.put_out(self.stream, self.rows)
 
 
 class RawLoop:
-    """A few batches, launched again and again.
+    """Launches a few batches repeatedly.
 
     :param depth: how many are on the GPU, so that it never has nothing to do.
     :param is_overlapped: each in a stream of its own, computing in one arena in turn, so that copies run
@@ -118,7 +118,7 @@ class RawLoop:
             batch.fill(rows)
 
     def batches_per_s(self, seconds):
-        """How many the GPU does when the next is launched as soon as the oldest has ended."""
+        """Return the rate when the next batch is launched as soon as the oldest has ended."""
         batches = self.batches
         last = batches[-1]
         for batch in batches:
@@ -146,7 +146,7 @@ class RawLoop:
         return count / (now_ns - start_ns) * 1e9
 
     def stages_us(self, count=15):
-        """What copy in, computing and copy out take on the device, alone: medians."""
+        """Return the median times of copy in, computing and copy out on the device."""
         batch = self.batches[0]
         found = []
         for _ in range(count):

@@ -1,10 +1,11 @@
 """ResNet-50 behind `await`: torch as the test engine, its CUDA graphs replayed on the engine's streams.
 
-Half precision, channels last, random weights, one image a request, as float32 (600 KB) and as uint8 (150 KB).
-First images a second at batches of 1, 8, 32 and 64 against raw loops of the same graphs and copies (see
-saturation), in turn. Then Poisson arrivals at shares of what the engine does at 64: latency from when a
-request was due. Then what the copies into the slab cost, waits for the thread that makes the large ones
-included, and how long the loop was held at the most: a callback on each tick takes the time between ticks.
+Half precision, channels last, random weights; one image per request, as float32 (600 KB) and as uint8
+(150 KB). First, images per second at batches of 1, 8, 32 and 64 against raw loops of the same graphs and
+copies (see saturation), in turn. Then Poisson arrivals at shares of the engine's throughput at 64: latency
+from the time at which a request was due. Then the cost of the copies into the slab, including waits for the
+thread that makes the large ones, and the longest time that the loop was held: a callback on each tick times
+the ticks.
 
 On the host device a model that sleeps stands in for it.
 """
@@ -41,7 +42,7 @@ SENT_A_TURN_MAX = 64
 
 
 class Subject:
-    """A model in any set of batch sizes, images for it, and what it says to them."""
+    """A model for any set of batch sizes, with images and the expected answers."""
 
     def __init__(self, device, dtype):
         self.dtype = dtype
@@ -72,13 +73,13 @@ class Subject:
             self.answers = list(answers[:, np.newaxis])
 
     def margin(self):
-        """How far the answers to two images are apart at the least, over the largest value."""
+        """The smallest distance between the answers to two images, relative to the largest value."""
         flat = np.concatenate(self.answers).reshape(IMAGES, -1)
         apart = np.abs(flat[:, np.newaxis, :64] - flat[np.newaxis, :, :64]).max(axis=2)
         return float(apart[~np.eye(IMAGES, dtype=bool)].min() / np.abs(flat).max())
 
     def check(self, number, answer):
-        """The answer is that to this image, within what half precision loses in other batch sizes."""
+        """Check the answer to an image, within the half-precision error of other batch sizes."""
         found = answer[self.output]
         if self.output == "output":
             check(answer, {"output": self.answers[number]})
@@ -92,12 +93,12 @@ class Subject:
             )
 
     def check_rows(self, rows, answer):
-        """For callers that send one of the images again and again."""
+        """Return a check for callers that keep sending one of the images."""
         number = next(number for number, image in enumerate(self.images) if image is rows)
         self.check(number, answer)
 
     async def check_all(self, engine):
-        """Every image once, all at the same time."""
+        """Send every image once, all at the same time."""
         answers = await asyncio.gather(*(engine.infer(image) for image in self.images))
         for number, answer in enumerate(answers):
             self.check(number, answer)
@@ -110,7 +111,7 @@ def opened(model, device, options):
 
 
 def gather_us(images, slab, count=15):
-    """What it takes to copy images into a slab, as the engine does, with nothing else going on."""
+    """Measure copying images into a slab as the engine does, with nothing else running."""
     times_ns = []
     for _ in range(count):
         start_ns = clock.now_ns()
@@ -120,7 +121,7 @@ def gather_us(images, slab, count=15):
 
 
 async def saturation(device, subject, rows, options):
-    """Images a second at one batch size: raw loops and the engine, in turn."""
+    """Measure images per second at one batch size: raw loops and the engine, in turn."""
     model = subject.of_size(rows)
     is_host = device.name == "host"
     raws = {
@@ -177,7 +178,7 @@ async def saturation(device, subject, rows, options):
 
 
 class Poisson:
-    """Requests at random moments, whatever became of the earlier ones. Latency counts from those moments."""
+    """Sends requests at random moments, regardless of earlier ones. Latency counts from those moments."""
 
     def __init__(self, engine, images, rate, seconds, seed):
         self._engine = engine
@@ -192,7 +193,7 @@ class Poisson:
         self.latencies_ns, self.late_ns, self.errors = [], [], 0
 
     async def run(self):
-        """All of them, the first fifth as a warm-up."""
+        """Send all of them; the first fifth is the warm-up."""
         self._alarm.set(self._due_ns[0])
         await self._sent_all
         for future in self._futures:
@@ -241,7 +242,7 @@ class Poisson:
 
 
 class Ticker:
-    """The time between one tick of the loop and the next, while it runs."""
+    """Measures the time between ticks of the loop."""
 
     def __init__(self):
         self._loop = asyncio.get_running_loop()
@@ -271,13 +272,13 @@ class Ticker:
 
 
 def _weighted(gaps_ns, share):
-    """The gap that this share of all time is in, or in a shorter one."""
+    """Return the gap such that this share of all time lies in gaps at most as long."""
     gaps_ns = np.sort(gaps_ns)
     return gaps_ns[np.searchsorted(np.cumsum(gaps_ns), share * gaps_ns.sum())]
 
 
 async def under_load(device, subject, capacity, options, figures):
-    """Poisson arrivals, and once more with a look at the loop's ticks."""
+    """Measure Poisson arrivals, and once more while timing the loop's ticks."""
     async with opened(subject.model, device, options) as engine:
         await subject.check_all(engine)
         for share in map(float, options.shares.split(",")):

@@ -1,7 +1,7 @@
-"""All GPU benchmarks, each in a process of its own, within one time budget.
+"""Run all GPU benchmarks, each in a process of its own, within one time budget.
 
-What they say goes to DIR/log.txt too, the figures to DIR/gpu-NAME.json, the timeline to DIR/gpu-overlap.svg.
-One that fails or takes too long does not keep the others from running; the exit status says that it happened.
+Their output also goes to DIR/log.txt, the figures to DIR/gpu-NAME.json, the timeline to DIR/gpu-overlap.svg.
+If one fails or takes too long, the others run all the same, and the exit status is 1.
 """
 
 import argparse
@@ -40,7 +40,7 @@ QUICK_LIMIT_S = {
 
 
 def run(name, more, limit_s, log):
-    """One of them. True if it ended well and in time."""
+    """Run one of them; return whether it succeeded in time."""
     command = [sys.executable, "-m", f"tests.benchmarks.gpu.{name}", *more]
     print(f"=== {name}: at most {limit_s:.0f} s", flush=True)
     start_ns = clock.now_ns()
@@ -73,9 +73,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--quick", action="store_true", help="all of it within the budget")
-    parser.add_argument("--budget", type=float, default=530, help="seconds for all, with --quick")
-    parser.add_argument("--only", action="append", choices=list(QUICK), help="this one; may be given again")
+    parser.add_argument("--quick", action="store_true", help="run all of them within the budget")
+    parser.add_argument("--budget", type=float, default=530, help="seconds for all of them, with --quick")
+    parser.add_argument("--only", action="append", choices=list(QUICK), help="only this one; may be repeated")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     end_ns = clock.now_ns() + int(options.budget * 1e9)
@@ -93,7 +93,7 @@ def main():
                 more += ["--picture", str(options.out / "gpu-overlap.svg")]
             if limit_s < 5 or not run(name, more, limit_s, log):
                 failed.append(name)
-    print(f"failed, or not reached: {', '.join(failed)}" if failed else "all of them ended", flush=True)
+    print(f"failed, or not reached: {', '.join(failed)}" if failed else "all of them succeeded", flush=True)
     return 1 if failed else 0
 
 

@@ -1,11 +1,11 @@
-"""How much of what the GPU can do is left when rows go through `await engine.infer`?
+"""How much of the GPU's throughput is left when rows go through `await engine.infer`?
 
-Rows a second over those of two raw loops, in turn (A B C A B C), medians. "one stream": three batches, back
-to back in one stream, each copied in, a graph replayed, copied out, so copies and kernels take turns.
-"overlapped": four batches in four streams, so that copies run beside kernels: all that the GPU can give. The
-engine has 8 contexts and one arena, and as many callers as fill four batches, one request after the other
-each. Kernels take the same time for any number of rows. "adapter + double" is the TensorRT adapter over the
-strict double, whose checks cost CPU that the real library does not.
+Rows per second relative to two raw loops, measured in turn (A B C A B C); medians. "one stream": three
+batches back to back in one stream, each copied in, computed by a graph and copied out, so copies and kernels
+take turns. "overlapped": four batches in four streams, so copies run beside kernels, which is the most that
+the GPU can do. The engine has 8 contexts and one arena, and enough callers to fill four batches, each sending
+one request after the other. Kernels take the same time for any number of rows. "adapter + double" is the
+TensorRT adapter over the strict double, whose checks cost CPU time that the real library does not need.
 """
 
 import statistics
@@ -54,7 +54,7 @@ class Double:
 
 
 async def measure(device, model, checker, rows, options, *, is_captured):
-    """One length of kernel and one size of request."""
+    """Measure one length of kernel and one size of request."""
     is_captured = is_captured and device.prefers_graphs
     contenders = {
         "one stream": RawLoop(device, model, ROWS, depth=3, is_captured=is_captured),

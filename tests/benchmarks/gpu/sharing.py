@@ -1,10 +1,10 @@
 """What do shared arenas cost, and what do they save?
 
-8 contexts on 8, 4, 2 and 1 arenas in turn, medians. "fills": a batch takes all multiprocessors, so that two
-could not compute at once anyway. "small": it takes an eighth of them, so that eight could. Callers enough to
-keep every context in flight. Memory is what the device has less of (cuMemGetInfo) than before the engine was
-opened. "double" is the TensorRT adapter over the strict double, which fills the GPU and whose enqueue memory
-is that of its profile.
+8 contexts on 8, 4, 2 and 1 arenas in turn; medians. "fills": a batch takes all multiprocessors, so two could
+not compute at once anyway. "small": it takes an eighth of them, so eight could. There are enough callers to
+keep every context in flight. Memory is how much less of the device is free (cuMemGetInfo) than before the
+engine was opened. "double" is the TensorRT adapter over the strict double, which fills the GPU, and whose
+enqueue memory is that of its profile.
 """
 
 import statistics
@@ -36,7 +36,7 @@ SMALL = 1 / 8
 
 
 async def measure(device, model, checker, arenas, seconds):
-    """One engine, opened and closed."""
+    """Open, measure and close one engine."""
     free_nbytes = device.memory().free_nbytes
     callers = rows_of_callers((CONTEXTS + 2) * ROWS // REQUEST_ROWS, REQUEST_ROWS, (DIM,))
     async with asynctrt.open(
@@ -61,7 +61,7 @@ async def measure(device, model, checker, arenas, seconds):
 
 
 def in_turn(device, model, checker, options):
-    """Medians for each number of arenas, and the throughput over that of 8 in the same turn."""
+    """Return medians for each number of arenas, and the throughput relative to 8 arenas in the same round."""
     runs = {arenas: [] for arenas in ARENAS}
     for _ in range(options.repeats):
         for arenas in ARENAS:

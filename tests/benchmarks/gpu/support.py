@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the device, callers in a loop, loops with other things to do, verdicts."""
+"""Shared by the GPU benchmarks: the device, callers in a loop, loops with other work, verdicts."""
 
 import asyncio
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ WARM_UP_S = 0.1
 
 
 def open_device(name, **settings):
-    """The device to measure. The host device has memory of its own too, so that the same copies are made."""
+    """Return the device to measure; the host device gets separate memory, for the same copies."""
     if name == "host":
         return HostDevice(threads=1, unified=False)
     from asynctrt.devices.cuda import CudaDevice, find_cuda_device
@@ -24,7 +24,7 @@ def open_device(name, **settings):
 
 
 def show(title, columns, lines, caption="", *, device):
-    """A plain table: it goes to log files, and to machines that have no more than the engine needs."""
+    """Print a plain table, for log files and for machines without rich."""
     lines = [tuple(columns), *(tuple(line) for line in lines)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     print(f"\n{title}")
@@ -42,20 +42,20 @@ def show(title, columns, lines, caption="", *, device):
 
 
 def quantiles_us(times_ns):
-    """Median, 99th percentile and the most, in µs."""
+    """Return the median, the 99th percentile and the maximum, in µs."""
     p50, p99 = np.percentile(times_ns, [50, 99])
     return {"p50_us": p50 / 1e3, "p99_us": p99 / 1e3, "max_us": max(times_ns) / 1e3, "count": len(times_ns)}
 
 
 def check(answer, expected):
-    """Every value of every output is right, to the last bit."""
+    """Check that every output is right bit by bit."""
     for name, values in expected.items():
         if not np.array_equal(answer[name], values):
             raise AssertionError(f"a wrong answer: {name} is {answer[name]}, and should be {values}")
 
 
 def exactly(model):
-    """A check of answers to rows, for a model that can say what it should have answered."""
+    """Return a check of answers, for a model that can compute the expected ones."""
     return lambda rows, answer: check(answer, model.expected(rows))
 
 
@@ -109,7 +109,7 @@ async def closed_loop(engine, check_answer, inputs, seconds, *, is_timed=False):
 
 
 def rows_of_callers(callers, rows, row):
-    """An array for each caller, of whole numbers, unlike any other's."""
+    """Return a different array of integers for each caller."""
     values = np.arange(callers * rows, dtype=np.float32).reshape(callers, rows, *[1] * len(row))
     return [np.ascontiguousarray(np.broadcast_to(value, (rows, *row))) for value in values]
 
@@ -122,7 +122,7 @@ def burn(duration_ns):
 
 
 class Load:
-    """What else a loop has to do, and when its ticks began: ``idle``, ``busy`` or ``chatty``."""
+    """Give the loop other work (``idle``, ``busy`` or ``chatty``), and record when its ticks began."""
 
     BUSY_NS = 20_000
     CHATTY_TASKS, CHATTY_NS = 32, 5_000
@@ -157,21 +157,21 @@ class Load:
 
 @contextmanager
 def said(what):
-    """Say what is being measured, and how long it took."""
+    """Print what is being measured, and how long that took."""
     start_ns = clock.now_ns()
     yield
     print(f"  measured {what}: {(clock.now_ns() - start_ns) / 1e9:.1f} s", flush=True)
 
 
 def verdict(what, value, target, *, is_at_least, unit):
-    """Whether a target was met."""
+    """Return a record of one target: what was measured, and whether it was met."""
     is_met = value >= target if is_at_least else value <= target
     wanted = f"{'at least' if is_at_least else 'at most'} {target:g} {unit}".strip()
     return {"what": what, "value": value, "target": wanted, "unit": unit, "is_met": bool(is_met)}
 
 
 def verdicts(found):
-    """Say which targets were met; where there are many, which were not."""
+    """Print which targets were met or, if there are many, which were missed."""
     met = sum(line["is_met"] for line in found)
     print(f"\n{met} of {len(found)} targets met")
     for line in found:

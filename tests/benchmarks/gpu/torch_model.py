@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torchvision
 
+from asynctrt.backends.base import ModelBase
 from asynctrt.tensors import TensorSpec
 
 IMAGE = (3, 224, 224)
@@ -13,7 +14,7 @@ CLASSES = 1000
 
 
 class Memory:
-    """Memory of the device as torch takes it without a copy."""
+    """Device memory in the form that torch wraps without a copy."""
 
     def __init__(self, memory, rows):
         self.__cuda_array_interface__ = {
@@ -24,7 +25,7 @@ class Memory:
         }
 
 
-class ResNet50:
+class ResNet50(ModelBase):
     """Half precision, channels last, random weights. Rows are images, ``float32`` or ``uint8``.
 
     :param sizes: batch sizes that are captured, rising; a batch of another size runs the next larger graph.
@@ -33,8 +34,6 @@ class ResNet50:
     platform = "benchmark"
     # It is a graph already, and torch's to launch.
     is_capturable = False
-    rows_fixed = None
-    enqueue_nbytes = 0
 
     def __init__(self, device, dtype, sizes):
         self.name = f"resnet50, {dtype} images"
@@ -49,7 +48,7 @@ class ResNet50:
             parameter.requires_grad_(False)
 
     def sized(self, sizes):
-        """The same network, captured for other batch sizes."""
+        """Return the same network, to be captured for other batch sizes."""
         model = copy(self)
         model.sizes, model.rows_max = sizes, sizes[-1]
         return model
@@ -58,7 +57,7 @@ class ResNet50:
         return Context(self)
 
     def forward(self, images):
-        """The network, from the images as they lie in the slab."""
+        """Run the network on images as they lie in the slab."""
         half = images.half().contiguous(memory_format=torch.channels_last)
         if images.dtype == torch.uint8:
             half = half / 255
@@ -66,16 +65,16 @@ class ResNet50:
 
     @torch.inference_mode()
     def expected(self, rows):
-        """What it answers, without graphs and without the engine."""
+        """Return the expected answer, computed without graphs and without the engine."""
         images = torch.from_numpy(np.ascontiguousarray(rows)).to(self.device)
         return {"logits": self.forward(images).cpu().numpy()}
 
     def close(self):
-        """The weights are torch's, and go with the last copy of this."""
+        """Do nothing: the weights belong to torch, and are freed with the last copy of this object."""
 
 
 class Context:
-    """Its graphs share one pool of memory, since one batch runs here at a time."""
+    """A context whose graphs share one memory pool, since it runs one batch at a time."""
 
     def __init__(self, model):
         self.model = model
@@ -116,7 +115,7 @@ class Binding:
             logits.copy_(model.forward(images))
         return graph
 
-    def enqueue(self, rows, *, stream, arena):
+    def enqueue(self, rows, *, profile, stream, arena):
         graph = self._graphs.get(rows)
         if graph is None:
             graph = self._graphs[rows] = self._graphs[min(size for size in self._graphs if size > rows)]

@@ -1,4 +1,4 @@
-"""A double with what an application brings: logger, error recorder, allocators, streams and memory."""
+"""A double with an application's logger, error recorder, allocators, streams and memory."""
 
 import threading
 
@@ -104,7 +104,7 @@ class User:
         return found
 
     def check(self):
-        """That the outputs are what the engine is said to compute."""
+        """Check the outputs."""
         same(self.answers(), self.spec.expected(self.arrays))
 
 
@@ -156,7 +156,7 @@ MODIFICATIONS = {
 
 
 def set_the_same(user, stream):
-    """Tell a context all that it has been told before: that is no modification."""
+    """Set everything to the values that a context has already, which does not modify it."""
     context, shape = user.context, user.arrays["input"].shape
     assert context.set_optimization_profile_async(context.active_optimization_profile, stream.handle)
     assert context.set_input_shape("input", shape)

@@ -1,4 +1,4 @@
-"""Contexts of the double: what they are told, what they refuse, what they raise."""
+"""Contexts of the double: settings, refusals and violations."""
 
 import gc
 import re
@@ -113,7 +113,7 @@ def test_a_shape_that_does_not_fit_is_refused_and_reported(bench, name, shape, s
     assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
     assert re.search(said, message)
     # Whoever does not look at the answer would run with the old shape.
-    with violated(made, "was refused: it would run with other shapes"):
+    with violated(made, "was refused: it would run with the old shapes"):
         user.context.execute_async_v3(made.stream().handle)
     assert user.context.set_input_shape("input", (4, 16))
     user.run()
@@ -156,7 +156,7 @@ def test_enqueue_memory_can_be_sized_for_the_shapes(bench):
     user.check()
     # With another shape that is forgotten.
     user.give(rows(3, 16))
-    with violated(made, f"with {needed} bytes of enqueue memory, and needs"):
+    with violated(made, f"with {needed} bytes of enqueue memory, but needs"):
         user.context.execute_async_v3(made.stream().handle)
 
 
@@ -363,13 +363,13 @@ def test_enqueue_memory_that_is_too_small(bench):
     made = bench(EngineSpec(profiles=TWO_PROFILES))
     user = made.user()
     small, large = (made.engine.get_device_memory_size_for_profile_v2(index) for index in (0, 1))
-    with violated(made, f"no profile can do with less than {small}"):
+    with violated(made, f"every profile needs at least {small}"):
         user.context.set_device_memory(user.arena.address, small - 256)
     user.context.set_device_memory(user.arena.address, large - 256)
     stream = made.stream()
     assert user.context.set_optimization_profile_async(1, stream.handle)
     user.give(rows(64, 16))
-    with violated(made, f"executes with {large - 256} bytes of enqueue memory, and needs {large}"):
+    with violated(made, f"executes with {large - 256} bytes of enqueue memory, but needs {large}"):
         user.context.execute_async_v3(stream.handle)
 
 
@@ -406,11 +406,11 @@ def test_a_stream_of_nobody(bench):
     made = bench()
     user = made.user().give(rows(4, 16))
     for handle in (0, 987_654):
-        with violated(made, "the handle of no stream"):
+        with violated(made, f"no stream of .* has the handle {handle}"):
             user.context.execute_async_v3(handle)
-        with violated(made, "the handle of no stream"):
+        with violated(made, f"no stream of .* has the handle {handle}"):
             user.context.set_optimization_profile_async(0, handle)
-        with violated(made, "the handle of no stream"):
+        with violated(made, f"no stream of .* has the handle {handle}"):
             user.context.set_aux_streams([handle])
 
 
@@ -420,7 +420,7 @@ def test_auxiliary_streams_that_are_not_all_different(bench):
     with violated(made, "not all different"):
         user.context.set_aux_streams([stream.handle, stream.handle])
     user.context.set_aux_streams([stream.handle])
-    with violated(made, "its main and an auxiliary stream at once"):
+    with violated(made, "both its main stream and an auxiliary one"):
         user.context.execute_async_v3(stream.handle)
 
 

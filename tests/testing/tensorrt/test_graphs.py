@@ -143,7 +143,7 @@ def test_another_output_allocator_or_none_is_a_modification(is_another):
 
 
 def test_a_context_that_is_modified_between_the_launch_of_a_graph_and_its_turn():
-    """What TensorRT leaves undefined is the execution of the graph, which is later than its launch."""
+    """TensorRT leaves the execution of the graph undefined, which comes after its launch."""
     device = LatchDevice()
     bench = Bench(device=device)
     user, stream = bench.user().give(rows(8, 16)), bench.stream()

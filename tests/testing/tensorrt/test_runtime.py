@@ -1,4 +1,4 @@
-"""Plans, runtimes and engines of the double: what is refused, in which words, and who is told."""
+"""Plans, runtimes and engines of the double: refusals, their wording, and where they are reported."""
 
 import gc
 import struct
@@ -77,7 +77,7 @@ def test_a_shape_tensor_and_an_odd_type_can_be_looked_at_and_do_not_run():
 
 
 def just_a_header(more=0):
-    """A plan that says itself that it ends with its header, or so many zeros after it."""
+    """Return a plan whose header says that it ends there, or after some zeros."""
     plan = bytearray(double_plan(EngineSpec())[:64] + bytes(more))
     struct.pack_into("<Q", plan, 16, len(plan))
     return bytes(plan)
@@ -277,7 +277,7 @@ def test_what_was_called_back_has_to_live_as_long_as_what_calls(what):
     context = bench.engine.create_execution_context()
     setattr(bench, what, None)
     gc.collect()
-    with pytest.raises(ViolationError, match="was destroyed before what"):
+    with pytest.raises(ViolationError, match="was destroyed before the object"):
         if what == "recorder":
             context.set_input_shape("input", (999, 16))
         else:
@@ -330,7 +330,7 @@ def test_a_runtime_takes_interfaces_and_bytes_only():
         bench.runtime.gpu_allocator = bench.logger
     with pytest.raises(TypeError, match="IErrorRecorder is expected"):
         bench.runtime.error_recorder = bench.logger
-    with pytest.raises(TypeError, match="takes a plan as bytes"):
+    with pytest.raises(TypeError, match="accepts a plan as bytes"):
         bench.runtime.deserialize_cuda_engine("model.plan")
     with pytest.raises(RuntimeError, match="Failed to set max threads"):
         bench.runtime.max_threads = 0
@@ -366,7 +366,7 @@ def test_memory_can_be_refused_on_demand(what, where):
 
 
 def test_only_what_can_fail_can_be_asked_to():
-    with pytest.raises(OptionsError, match="It knows enqueue, illegal-address, hang"):
+    with pytest.raises(OptionsError, match="valid faults are enqueue, illegal-address, hang"):
         Bench().trt.fail_next("everything")
 
 

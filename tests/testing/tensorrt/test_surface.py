@@ -109,7 +109,7 @@ LEFT_OUT = {
 }
 
 NOT_IN_RTX = {name: {"allocate", "deallocate"} for name in ("IGpuAllocator", "IGpuAsyncAllocator")}
-"""What RTX, unlike the others, no longer has: the deprecated half of the allocators."""
+"""What TensorRT for RTX no longer has, unlike the others: the deprecated half of the allocators."""
 
 
 def public(kind):
@@ -216,7 +216,7 @@ def test_severities_are_those_of_the_real_logger_and_can_be_compared(flavour):
 
 @pytest.mark.parametrize("module", [*REAL.values(), TRT], ids=[*REAL, "double"])
 class TestHabits:
-    """What is easily got wrong, tried on the real bindings and on the double alike."""
+    """Common mistakes, tried on the real bindings and on the double alike."""
 
     def test_a_shape_is_no_tuple_and_does_not_compare_with_another(self, module):
         dims = module.Dims((2, 3))

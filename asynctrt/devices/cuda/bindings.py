@@ -1,0 +1,17 @@
+"""The only module of the package that imports ``cuda.*``; the strict double's kernels are the exception.
+
+What runs once a batch goes through ``cuda.bindings``, which costs less a call than ``cuda.core``; arrays of
+other libraries are read through ``cuda.core``.
+"""
+
+from asynctrt.errors import DeviceUnavailableError
+
+try:
+    from cuda.bindings import driver
+    from cuda.core.utils import StridedMemoryView
+except ImportError as error:
+    raise DeviceUnavailableError(
+        f"a CUDA device needs cuda-python, which cannot be imported here ({error}): pip install cuda-python"
+    ) from error
+
+__all__ = ["StridedMemoryView", "driver"]

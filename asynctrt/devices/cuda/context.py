@@ -1,0 +1,180 @@
+"""The context of one GPU: how its statuses become errors, and the memory that it holds."""
+
+import logging
+import os
+import threading
+from typing import Any, Final
+
+from asynctrt.devices.base import ALIGNMENT, MemoryFigures, check_process
+from asynctrt.devices.cuda.bindings import driver
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
+
+STICKY: Final = frozenset(
+    getattr(driver.CUresult, name)
+    for name in (
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        "CUDA_ERROR_LAUNCH_TIMEOUT",
+        "CUDA_ERROR_MISALIGNED_ADDRESS",
+        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+        "CUDA_ERROR_INVALID_PC",
+        "CUDA_ERROR_HARDWARE_STACK_ERROR",
+        "CUDA_ERROR_ASSERT",
+        "CUDA_ERROR_ECC_UNCORRECTABLE",
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+        "CUDA_ERROR_DEINITIALIZED",
+        "CUDA_ERROR_EXTERNAL_DEVICE",
+        "CUDA_ERROR_CONTAINED",
+        "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+    )
+    if hasattr(driver.CUresult, name)  # Older bindings know fewer.
+)
+"""After one of these errors every later call of the process on the device fails too."""
+
+_OK: Final = driver.CUresult.CUDA_SUCCESS
+_LEGACY_STREAM: Final = 1
+"""``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use unless they are told otherwise."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class CudaContext:
+    """The primary context of a GPU, which other CUDA libraries of the process share.
+
+    :param cuda_device: the driver's handle of the GPU.
+    :param ordinal: the number of the GPU.
+    :param memory_nbytes: the most that its buffers may hold. ``None``: what the GPU has.
+    """
+
+    def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
+        self.ordinal = ordinal
+        self._memory_nbytes = memory_nbytes
+        self._pid = os.getpid()
+        self._lost: DeviceLostError | None = None
+        # Guards what engines on several threads may change at once.
+        self._lock = threading.Lock()
+        self._held_nbytes = 0
+        self._is_stuck = False
+        code, self._context = driver.cuDevicePrimaryCtxRetain(cuda_device)
+        self.check(code, f"the context of cuda:{ordinal}")
+        self.activate()
+
+    @property
+    def name(self) -> str:
+        return f"cuda:{self.ordinal}"
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        return self._lost
+
+    def activate(self) -> None:
+        check_process(self._pid)
+        code = driver.cuCtxSetCurrent(self._context)[0]
+        if code != _OK:
+            raise self.failed(code, f"making {self.name} the current device")
+
+    def memory(self) -> MemoryFigures:
+        self.activate()
+        code, free, total = driver.cuMemGetInfo()
+        self.check(code, "asking for free memory")
+        return MemoryFigures(int(free), int(total), self._held_nbytes, self._memory_nbytes)
+
+    def abandon(self) -> None:
+        """Note that work on it may run for ever. From now on nothing is freed: that would wait for it."""
+        if not self._is_stuck:
+            self._is_stuck = True
+            logger.error(
+                "%r: work on it did not end. Its memory stays allocated until the process ends, since "
+                "freeing any would wait for that work",
+                self,
+            )
+
+    def take(self, nbytes: int, *, zeroed_on: int) -> int:
+        """Allocate memory for a buffer, zeroed on the stream with that handle, and return its address.
+
+        :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
+        """
+        self.activate()
+        with self._lock:
+            budget = self._memory_nbytes
+            if budget is not None and self._held_nbytes + nbytes > budget:
+                raise DeviceMemoryError(
+                    f"{self.name} holds {self._held_nbytes} of the {budget} bytes of its budget, and has no "
+                    f"room for {nbytes} more. Lower max_rows, contexts or arenas, or raise memory_nbytes"
+                )
+            code, address = driver.cuMemAlloc(max(nbytes, ALIGNMENT))
+            self.check(code, f"{nbytes} bytes of memory")
+            self._held_nbytes += nbytes
+        try:
+            code = driver.cuMemsetD8Async(address, 0, max(nbytes, ALIGNMENT), zeroed_on)[0]
+            self.check(code, "zeroing memory")
+            self.check(driver.cuStreamSynchronize(zeroed_on)[0], "zeroing memory")
+        except BaseException:
+            self.give_back(int(address), nbytes)
+            raise
+        return int(address)
+
+    def give_back(self, address: int, nbytes: int) -> None:
+        """Free memory of a buffer, unless work that never ends may still be running."""
+        if self._is_stuck or self._lost is not None:
+            return
+        self.activate()
+        self.check(driver.cuMemFree(address)[0], "freeing memory")
+        with self._lock:
+            self._held_nbytes -= nbytes
+
+    def free_pinned(self, address: int) -> None:
+        """Free a pinned block, as :meth:`give_back` does, from any thread and at any time."""
+        if self._is_stuck or self._lost is not None:
+            return
+        driver.cuCtxPushCurrent(self._context)
+        driver.cuMemFreeHost(address)
+        driver.cuCtxPopCurrent()
+
+    def free_output(self, address: int) -> None:
+        """Free memory of outputs once the default stream has done the work it has been given until now."""
+        if self._lost is not None:
+            return
+        driver.cuCtxPushCurrent(self._context)
+        driver.cuMemFreeAsync(address, _LEGACY_STREAM)
+        driver.cuCtxPopCurrent()
+
+    def check(self, code: Any, what: str) -> None:
+        """Raise the error for a status that is not success."""
+        if code != _OK:
+            raise self.failed(code, what)
+
+    def failed(self, code: Any, what: str) -> DeviceError:
+        """Return the error for a status. A sticky error is remembered: the device is lost from then on."""
+        name = text_of(driver.cuGetErrorName(code)[1])
+        said = text_of(driver.cuGetErrorString(code)[1])
+        if code in STICKY:
+            lost = DeviceLostError(
+                f"{self.name}: {what} failed with {name} ({said}). After this error CUDA refuses every "
+                "call of this process on this GPU, so nothing on it can be trusted: only a new process "
+                "helps. Restart it (a supervisor can), and look for the cause with compute-sanitizer"
+            )
+            if self._lost is None:
+                self._lost = lost
+                logger.critical("%s", lost)
+            return lost
+        if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            return DeviceMemoryError(
+                f"{self.name} has no room for {what} ({name}); {self._memory_said()}. Lower max_rows, "
+                "contexts or arenas, or end what else uses the GPU (nvidia-smi shows it)"
+            )
+        return DeviceError(f"{self.name}: {what} failed with {name} ({said})")
+
+    def _memory_said(self) -> str:
+        code, free, total = driver.cuMemGetInfo()
+        if code != _OK:
+            return "how much is free is not known"
+        return str(MemoryFigures(int(free), int(total), self._held_nbytes, self._memory_nbytes))
+
+
+def text_of(raw: Any) -> str:
+    """Return a C string of the driver's as text."""
+    return raw.split(b"\0", 1)[0].decode(errors="replace") if isinstance(raw, bytes) else str(raw)

@@ -1,0 +1,221 @@
+"""A GPU as a device, and how to find one by its name."""
+
+import re
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.devices.base import DeviceArray, Stream
+from asynctrt.devices.cuda.bindings import StridedMemoryView, driver
+from asynctrt.devices.cuda.context import CudaContext, text_of
+from asynctrt.devices.cuda.memory import CudaBuffer, OutputBuffer, PinnedBuffer
+from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
+from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError
+
+DRIVER_MIN: Final = 12_000
+"""The oldest supported driver, as ``cuDriverGetVersion`` counts: graph upload needs it."""
+
+CONCURRENCY: Final = 2
+"""Batches that keep a GPU busy: while one computes, the next is copied in and waits for it there."""
+
+CONTEXTS: Final = 4
+"""One context for the batch that is copied in, one that computes, one that is copied out, and a spare."""
+
+CLOSE_S: Final = 0.1
+"""How long to wait for the device's own stream when the device is closed."""
+
+_OK: Final = driver.CUresult.CUDA_SUCCESS
+_DLPACK_CUDA: Final = 2
+"""DLPack's number for CUDA memory (``kDLCUDA``)."""
+
+
+class CudaDevice(CudaContext):
+    """One GPU, in its primary context, which other CUDA libraries of the process share.
+
+    Engines that are opened with the same object share its budget; ``device="cuda:0"`` makes a new one.
+
+    :param ordinal: the number of the GPU among those in ``CUDA_VISIBLE_DEVICES``.
+    :param memory_nbytes: the most that its buffers may hold. Default: what the GPU has.
+    :param concurrency: how many batches keep it busy. Others wait for their turn.
+    :raises DeviceUnavailableError: if the driver is missing or too old, or there is no such GPU.
+    """
+
+    def __init__(
+        self, ordinal: int = 0, *, memory_nbytes: int | None = None, concurrency: int = CONCURRENCY
+    ) -> None:
+        if concurrency < 1:
+            raise OptionsError(f"concurrency must be at least 1, not {concurrency}")
+        cuda_device = _initialise(ordinal)
+        super().__init__(cuda_device, ordinal, memory_nbytes)
+        self._concurrency = concurrency
+        self._model = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
+        major, minor, l2_nbytes = (
+            int(driver.cuDeviceGetAttribute(attribute, cuda_device)[1])
+            for attribute in (
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE,
+            )
+        )
+        self._compute_capability = major, minor
+        self._l2_persisting_nbytes = l2_nbytes
+        # For work that does not wait for the streams of batches.
+        self._own_stream = CudaStream(self)
+
+    def __repr__(self) -> str:
+        state = "lost" if self._lost else "stuck" if self._is_stuck else "ready"
+        return f"<CudaDevice {self.name} {self._model!r} {state} held={self._held_nbytes}>"
+
+    @property
+    def gpu(self) -> str:
+        return self._model
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        return self._compute_capability
+
+    @property
+    def l2_persisting_nbytes(self) -> int:
+        return self._l2_persisting_nbytes
+
+    @property
+    def unified(self) -> bool:
+        return False
+
+    @property
+    def concurrency(self) -> int:
+        return self._concurrency
+
+    @property
+    def is_parallel(self) -> bool:
+        return False
+
+    @property
+    def prefers_graphs(self) -> bool:
+        return True
+
+    @property
+    def timing_is_free(self) -> bool:
+        return False
+
+    @property
+    def contexts_default(self) -> int:
+        return CONTEXTS
+
+    def create_stream(self) -> CudaStream:
+        return CudaStream(self)
+
+    def create_event(self, *, is_timed: bool = True) -> CudaEvent:
+        return CudaEvent(self, is_timed=is_timed)
+
+    def allocate_staging(self, nbytes: int) -> PinnedBuffer:
+        return PinnedBuffer(self, nbytes)
+
+    def allocate(self, nbytes: int) -> CudaBuffer:
+        return CudaBuffer(self, nbytes, zeroed_on=self._own_stream.handle)
+
+    def close(self) -> None:
+        """End its own stream. The context stays, as other libraries of the process may use it."""
+        self._own_stream.close(CLOSE_S)
+
+    def import_array(self, value: object) -> DeviceArray | None:
+        if isinstance(value, DeviceArray):
+            if value.device.name != self.name:
+                raise _elsewhere(value, value.device.name, self.name)
+            return value
+        dlpack = getattr(value, "__dlpack_device__", None)
+        is_cuda = (
+            dlpack()[0] == _DLPACK_CUDA if dlpack is not None else hasattr(value, "__cuda_array_interface__")
+        )
+        if not is_cuda:
+            return None
+        self.activate()
+        with self._lock:
+            # The producer orders its work before this stream, as both protocols require.
+            try:
+                view = StridedMemoryView.from_any_interface(value, stream_ptr=self._own_stream.handle)
+            except BufferError as error:
+                raise InputError(f"a {type(value).__name__} on the GPU cannot be read: {error}") from error
+            ready = self.create_event()
+            self._own_stream.record(ready)
+        if view.device_id != self.ordinal:
+            raise _elsewhere(value, f"cuda:{view.device_id}", self.name)
+        shape = tuple(view.shape)
+        if view.strides is not None and not _is_c_order(shape, tuple(view.strides)):
+            raise InputError(
+                f"an array of shape {shape} on {self.name} is not in C order (strides {view.strides}). "
+                "Make it contiguous first: tensor.contiguous(), cupy.ascontiguousarray(array)"
+            )
+        return DeviceArray(self, int(view.ptr), np.dtype(view.dtype), shape, owner=(view, value), ready=ready)
+
+    def allocate_output(self, nbytes: int, *, stream: Stream) -> OutputBuffer:
+        return OutputBuffer(self, nbytes, stream)
+
+
+def find_cuda_device(name: str) -> CudaDevice:
+    """Return the GPU called ``cuda`` or ``cuda:N``.
+
+    :raises DeviceUnavailableError: if it cannot be used on this machine.
+    """
+    found = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if found is None:
+        raise DeviceUnavailableError(f"there is no device {name!r}. A GPU is called 'cuda:0', 'cuda:1', ...")
+    return CudaDevice(int(found[1] or 0))
+
+
+def _initialise(ordinal: int) -> Any:
+    """Start the driver, and return its handle of the GPU with that number.
+
+    :raises DeviceUnavailableError: with what is missing and the fix.
+    """
+    try:
+        code = driver.cuInit(0)[0]
+    except RuntimeError as error:  # cuda-python loads the driver at its first call.
+        raise DeviceUnavailableError(
+            f"cuda:{ordinal} cannot be used: the NVIDIA driver's library libcuda.so.1 cannot be loaded "
+            f"({error}). Install the driver (nvidia-smi should work then); in a container, start it with "
+            "--gpus all. Without a GPU, use device='host'"
+        ) from error
+    name = text_of(driver.cuGetErrorName(code)[1])
+    if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        raise DeviceUnavailableError(
+            f"cuda:{ordinal} cannot be used: the driver sees no GPU ({name}). Look at nvidia-smi and at "
+            "CUDA_VISIBLE_DEVICES; in a container, start it with --gpus all. Without a GPU, use device='host'"
+        )
+    if code != _OK:
+        raise DeviceUnavailableError(
+            f"cuda:{ordinal} cannot be used: the driver could not be started ({name}: "
+            f"{text_of(driver.cuGetErrorString(code)[1])}). Its kernel module and its libraries must "
+            "be of one version: look at nvidia-smi, and reboot after an update of the driver"
+        )
+    version = int(driver.cuDriverGetVersion()[1])
+    if version < DRIVER_MIN:
+        raise DeviceUnavailableError(
+            f"cuda:{ordinal} cannot be used: the driver supports CUDA {version // 1000}."
+            f"{version % 1000 // 10}, and at least {DRIVER_MIN // 1000}.{DRIVER_MIN % 1000 // 10} is needed. "
+            "Update the NVIDIA driver"
+        )
+    count = int(driver.cuDeviceGetCount()[1])
+    if ordinal >= count:
+        raise DeviceUnavailableError(
+            f"there is no cuda:{ordinal}: {count} GPUs are visible, cuda:0 to cuda:{count - 1}. "
+            "CUDA_VISIBLE_DEVICES may hide others"
+        )
+    return driver.cuDeviceGet(ordinal)[1]
+
+
+def _is_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether strides, counted in elements, are those of an array in C order."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _elsewhere(value: object, found: str, here: str) -> InputError:
+    return InputError(
+        f"a {type(value).__name__} is on {found}, but this engine runs on {here}. Move it there first, or "
+        "open an engine on its device"
+    )

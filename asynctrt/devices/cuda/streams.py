@@ -1,0 +1,218 @@
+"""Events, streams and graphs of a CUDA device."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+from weakref import ref
+
+from asynctrt import clock
+from asynctrt.devices.base import Buffer, Event, Stream
+from asynctrt.devices.cuda.bindings import driver
+from asynctrt.devices.cuda.context import CudaContext
+from asynctrt.errors import DeviceError
+
+POLL_S: Final = 200e-6
+"""The pause between two queries of a thread that waits for an event with a timeout."""
+
+_OK: Final = driver.CUresult.CUDA_SUCCESS
+_PENDING: Final = driver.CUresult.CUDA_ERROR_NOT_READY
+_BLOCKING: Final = int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
+_NO_TIMES: Final = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+
+class CudaEvent:
+    """A CUDA event. A thread that synchronizes on it sleeps. Recording one without times costs less."""
+
+    __slots__ = ("__weakref__", "_after", "_context", "_cuda", "_stream", "error", "recording")
+
+    def __init__(self, context: CudaContext, *, is_timed: bool = True) -> None:
+        self._context = context
+        self.error: BaseException | None = None
+        self.recording = 0
+        """How often it was recorded."""
+        self._stream: CudaStream | None = None
+        self._after: _Recording | None = None
+        context.activate()
+        code, self._cuda = driver.cuEventCreate(_BLOCKING if is_timed else _BLOCKING | _NO_TIMES)
+        context.check(code, "an event")
+
+    def __repr__(self) -> str:
+        return f"<CudaEvent {self._context.name}>"
+
+    def __del__(self) -> None:
+        # CUDA keeps an event that is still pending alive by itself.
+        if getattr(self, "_cuda", None) is not None and driver is not None:
+            driver.cuEventDestroy(self._cuda)
+
+    @property
+    def cuda(self) -> Any:
+        """Return the driver's own object."""
+        return self._cuda
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it was recorded on a stream that was given up."""
+        return self._stream is not None and self._stream.is_abandoned
+
+    def begin(self, stream: "CudaStream", after: "_Recording | None") -> None:
+        """Note where it is recorded, and what the work before it waits for."""
+        self.error = None
+        self.recording += 1
+        self._stream = stream
+        self._after = after
+
+    def query(self) -> bool:
+        code = driver.cuEventQuery(self._cuda)[0]
+        if code == _PENDING:
+            return False
+        if code != _OK:
+            self.error = self._context.failed(code, "work on a stream")
+        return True
+
+    def is_running(self) -> bool:
+        if self._after is None:
+            return True
+        known, recording = self._after
+        event = known()
+        # An event is recorded again only once it was done.
+        if event is None or event.recording != recording or event.is_abandoned or event.query():
+            self._after = None
+            return True
+        return False
+
+    def nudge(self) -> bool:
+        return False
+
+    def on_done(self, callback: Callable[[], None]) -> bool:
+        # A host function could call, but it holds up its stream until it has run, is slow to enqueue, and
+        # comes late to a loop that is never idle.
+        return False
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        if timeout_s is None:
+            code = driver.cuEventSynchronize(self._cuda)[0]
+            if code != _OK:
+                self.error = self._context.failed(code, "work on a stream")
+            return True
+        until_ns = clock.now_ns() + int(timeout_s * 1e9)
+        pause = threading.Event()
+        while not self.query():
+            if clock.now_ns() >= until_ns:
+                return False
+            pause.wait(POLL_S)
+        return True
+
+    def elapsed_ns(self, since: Event) -> int:
+        code, elapsed_ms = driver.cuEventElapsedTime(_own(since)._cuda, self._cuda)
+        self._context.check(code, "the time between two events")
+        return int(elapsed_ms * 1e6)
+
+
+class CudaStream:
+    """A CUDA stream of its own, which does not wait for the default stream."""
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context = context
+        context.activate()
+        code, self._cuda = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        context.check(code, "a stream")
+        self.handle = int(self._cuda)
+        self.is_capturing = False
+        self.is_abandoned = False
+        """Whether its work was given up as hung."""
+        self._after: _Recording | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "capturing" if self.is_capturing else "open"
+        return f"<CudaStream {self._context.name} {state}>"
+
+    def record(self, event: Event) -> None:
+        event = _own(event)
+        event.begin(self, self._after)
+        code = driver.cuEventRecord(event.cuda, self._cuda)[0]
+        if code != _OK:
+            raise self._context.failed(code, "recording an event")
+
+    def wait(self, event: Event) -> None:
+        event = _own(event)
+        code = driver.cuStreamWaitEvent(self._cuda, event.cuda, 0)[0]
+        if code != _OK:
+            raise self._context.failed(code, "a wait for an event")
+        self._after = ref(event), event.recording
+
+    def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
+        self.copy_bytes(target.address + offset, source.address + offset, nbytes)
+
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        code = driver.cuMemcpyAsync(target, source, nbytes, self._cuda)[0]
+        if code != _OK:
+            raise self._context.failed(code, f"a copy of {nbytes} bytes")
+
+    def begin_capture(self) -> None:
+        # Calls that are forbidden during a capture (allocating, say) end it only if this thread makes them.
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._context.check(driver.cuStreamBeginCapture(self._cuda, mode)[0], "the beginning of a capture")
+        self.is_capturing = True
+
+    def end_capture(self) -> "CudaGraph":
+        self.is_capturing = False
+        code, graph = driver.cuStreamEndCapture(self._cuda)
+        self._context.check(code, "a capture")
+        return CudaGraph(self._context, graph, self._cuda)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+    def close(self, timeout_s: float) -> bool:
+        if self._closed:
+            return True
+        if self._context.lost is None:
+            try:
+                last = CudaEvent(self._context)
+                self.record(last)
+            except DeviceError:
+                if self._context.lost is None:
+                    raise
+            else:
+                if not last.synchronize(timeout_s):
+                    return False
+        self._closed = True
+        driver.cuStreamDestroy(self._cuda)
+        return True
+
+
+class CudaGraph:
+    """A capture of a stream, instantiated."""
+
+    def __init__(self, context: CudaContext, graph: Any, stream: Any) -> None:
+        self._context = context
+        self._graph = graph
+        code, self._exec = driver.cuGraphInstantiate(graph, 0)
+        context.check(code, "making a graph of what was captured")
+        # So that the first launch costs no more than the others.
+        context.check(driver.cuGraphUpload(self._exec, stream)[0], "uploading a graph")
+
+    def __repr__(self) -> str:
+        return f"<CudaGraph {self._context.name}>"
+
+    def launch(self, *, stream: Stream) -> None:
+        code = driver.cuGraphLaunch(self._exec, stream.handle)[0]
+        if code != _OK:
+            raise self._context.failed(code, "launching a graph")
+
+    def close(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            driver.cuGraphExecDestroy(self._exec)
+            driver.cuGraphDestroy(graph)
+
+
+_Recording = tuple[ref[CudaEvent], int]
+"""A recording of another stream's event, which work was told to wait for."""
+
+
+def _own(event: Event) -> CudaEvent:
+    if not isinstance(event, CudaEvent):
+        raise DeviceError(f"{event!r} is not an event of a CUDA device")
+    return event

@@ -1,0 +1,190 @@
+"""The CPU as a device."""
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+from weakref import WeakValueDictionary
+
+from asynctrt import clock
+from asynctrt.devices.base import DeviceArray, MemoryFigures, Stream
+from asynctrt.devices.host.memory import HostBuffer
+from asynctrt.devices.host.streams import HostEvent, HostStream, InPlace
+from asynctrt.devices.host.threads import StreamThreads
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError
+
+CONTEXTS_MAX: Final = 32
+"""The largest default number of contexts of an engine."""
+
+
+class HostDevice:
+    """The CPU as a device.
+
+    Engines that are opened with the same object share its threads; ``device="host"`` makes a new one.
+
+    A model that has been quick runs in place, on the event loop's thread. If it then blocks, the loop stands
+    still, and ``batch_timeout`` cannot help, because the loop is what would notice. Use ``in_place="never"``
+    for models that may block: those that wait for a network or a lock, or take long for some inputs only.
+
+    :param threads: how many batches compute at once. Default: the cores that the process may use.
+    :param in_place: ``auto`` runs short work in the launching thread; ``always`` and ``never`` force it.
+    :param unified: ``False`` gives the device separate memory, so that every batch is copied in and out as on
+        a GPU, for tests.
+    :param memory_nbytes: the most that its buffers may hold. Default: what the machine has.
+    :raises OptionsError: if ``threads`` is less than 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        in_place: InPlace = "auto",
+        unified: bool = True,
+        memory_nbytes: int | None = None,
+        name: str = "asynctrt-host",
+        now_ns: Callable[[], int] = clock.now_ns,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise OptionsError(f"threads must be at least 1, not {threads}")
+        self._threads = threads or cores()
+        self._in_place: InPlace = in_place
+        self._unified = unified
+        self._now_ns = now_ns
+        self._stream_threads = StreamThreads(self._threads, name, now_ns)
+        self._memory_nbytes = memory_nbytes
+        # Guards what engines on several threads may change at once.
+        self._lock = threading.Lock()
+        self._held_nbytes = 0
+        self._streams: WeakValueDictionary[int, HostStream] = WeakValueDictionary()
+        self._handles = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<HostDevice threads={self._threads} in_place={self._in_place} unified={self._unified}>"
+
+    @property
+    def name(self) -> str:
+        return "host"
+
+    @property
+    def gpu(self) -> str | None:
+        return None
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        return None
+
+    @property
+    def l2_persisting_nbytes(self) -> int | None:
+        return None
+
+    @property
+    def unified(self) -> bool:
+        return self._unified
+
+    @property
+    def concurrency(self) -> int:
+        return self._threads
+
+    @property
+    def is_parallel(self) -> bool:
+        return True
+
+    @property
+    def prefers_graphs(self) -> bool:
+        return False
+
+    @property
+    def timing_is_free(self) -> bool:
+        return True
+
+    @property
+    def contexts_default(self) -> int:
+        # Twice as many as can compute, so that a thread which is done finds the next batch waiting. But each
+        # context has a slab, and on a machine with many cores those would take a lot of memory.
+        return min(2 * self._threads, CONTEXTS_MAX)
+
+    @property
+    def lost(self) -> DeviceLostError | None:
+        return None
+
+    def activate(self) -> None:
+        """Do nothing: there is no other host device."""
+
+    def memory(self) -> MemoryFigures:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return MemoryFigures(_available_nbytes() or total, total, self._held_nbytes, self._memory_nbytes)
+
+    def create_stream(self) -> HostStream:
+        handle = next(self._handles)
+        stream = HostStream(
+            threads=self._stream_threads, in_place=self._in_place, now_ns=self._now_ns, handle=handle
+        )
+        with self._lock:
+            self._streams[handle] = stream
+        return stream
+
+    def stream_of(self, handle: int) -> HostStream:
+        """Return the stream with that handle, for libraries that take handles as CUDA's do.
+
+        :raises DeviceError: if no stream has it.
+        """
+        stream = self._streams.get(handle)
+        if stream is None:
+            raise DeviceError(f"no stream of {self!r} has the handle {handle}")
+        return stream
+
+    def create_event(self, *, is_timed: bool = True) -> HostEvent:
+        return HostEvent()
+
+    def allocate_staging(self, nbytes: int) -> HostBuffer:
+        return self.allocate(nbytes)
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        with self._lock:
+            if self._memory_nbytes is not None and self._held_nbytes + nbytes > self._memory_nbytes:
+                raise DeviceMemoryError(
+                    f"the host device holds {self._held_nbytes} of the {self._memory_nbytes} bytes of its "
+                    f"budget, and has no room for {nbytes} more. Lower max_rows, contexts or arenas, or "
+                    "raise memory_nbytes"
+                )
+            self._held_nbytes += nbytes
+        try:
+            return HostBuffer(nbytes, self._gave_back)
+        except BaseException:
+            self._gave_back(nbytes)
+            raise
+
+    def import_array(self, value: object) -> DeviceArray | None:
+        return value if isinstance(value, DeviceArray) and value.device is self else None
+
+    def allocate_output(self, nbytes: int, *, stream: Stream) -> HostBuffer:
+        return self.allocate(nbytes)
+
+    def abandon(self) -> None:
+        """Do nothing: freeing memory of the process waits for no work."""
+
+    def _gave_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._held_nbytes -= nbytes
+
+    def close(self) -> None:
+        """Do nothing: its threads end with its last stream, and buffers are closed by their owners."""
+
+
+def cores() -> int:
+    """Return the number of CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _available_nbytes() -> int | None:
+    """Return how much memory Linux can give without swapping, or ``None`` on other systems."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * kib[0] if kib else None

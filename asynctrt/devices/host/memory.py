@@ -1,0 +1,45 @@
+"""Buffers of the host device."""
+
+from collections.abc import Callable
+from weakref import finalize
+
+import numpy as np
+
+from asynctrt.devices.base import ALIGNMENT, view_of
+from asynctrt.errors import DeviceMemoryError
+
+
+class HostBuffer:
+    """Zeroed memory of the process, aligned to 256 bytes. Views keep it alive after :meth:`close`."""
+
+    def __init__(self, nbytes: int, on_close: Callable[[int], None] | None = None) -> None:
+        try:
+            block = np.zeros(nbytes + ALIGNMENT, np.uint8)
+        except MemoryError as error:
+            raise DeviceMemoryError(
+                f"the host has no memory for a buffer of {nbytes} bytes. Lower max_rows or contexts"
+            ) from error
+        start = -block.ctypes.data % ALIGNMENT
+        self._bytes = block[start : start + nbytes]
+        # The bytes are given back once: when it is closed, or when the last reference to it goes.
+        self._give_back = None if on_close is None else finalize(self, on_close, nbytes)
+
+    @property
+    def address(self) -> int:
+        return self._bytes.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.nbytes
+
+    @property
+    def is_host_visible(self) -> bool:
+        return True
+
+    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
+        return view_of(self._bytes, dtype, shape, offset)
+
+    def close(self) -> None:
+        if self._give_back is not None:
+            self._give_back()
+        self._bytes = self._bytes[:0].copy()

@@ -1,0 +1,445 @@
+"""Events, streams and graphs of the host device: work in order, on a thread or in place."""
+
+import asyncio
+import ctypes
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Final, Literal
+
+import numpy as np
+
+from asynctrt.devices.base import Buffer, Event, Stream
+from asynctrt.devices.host.threads import StreamThreads
+from asynctrt.errors import DeviceError
+
+HAND_OVER_NS: Final = 50_000
+"""About what giving work to a thread and hearing back from it costs; shorter work runs in place."""
+
+LABELS_MAX: Final = 1024
+"""How many labels a stream remembers the pace of."""
+
+InPlace = Literal["auto", "always", "never"]
+
+
+class HostEvent:
+    """A flag that a stream sets when it gets there."""
+
+    __slots__ = (
+        "_callback",
+        "_lock",
+        "_reached",
+        "_recorded",
+        "_stream",
+        "_time_ns",
+        "_waiters",
+        "error",
+    )
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        # Recordings are counted, so that a stream can wait for the one that it was told to wait for,
+        # however often the event has been recorded again by the time it gets there.
+        self._recorded = 0
+        self._reached = 0
+        self._time_ns = 0
+        self._callback: Callable[[], None] | None = None
+        self._stream: HostStream | None = None
+        self._lock = threading.Lock()
+        self._waiters: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<HostEvent {'done' if self._reached == self._recorded else 'pending'}>"
+
+    @property
+    def recording(self) -> int:
+        """The number of the latest recording."""
+        return self._recorded
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it is pending on a stream that was given up."""
+        stream = self._stream
+        return self._reached != self._recorded and stream is not None and stream.is_abandoned
+
+    def query(self) -> bool:
+        return self._reached == self._recorded
+
+    def has_reached(self, recording: int) -> bool:
+        """Return whether that recording is done."""
+        return self._reached >= recording
+
+    def is_running(self) -> bool:
+        stream = self._stream
+        return self._reached != self._recorded and stream is not None and stream.is_running
+
+    def nudge(self) -> bool:
+        if self._reached == self._recorded or self._stream is None:
+            return False
+        return self._stream.threads.lend_gil()
+
+    def on_done(self, callback: Callable[[], None]) -> bool:
+        # This side stores the callback and then looks at the flag; the stream's thread sets the flag and
+        # then looks for a callback. So one of the two sees the other without a lock. If both do, there is
+        # one call too many, which does no harm.
+        self._callback = callback
+        return self._reached != self._recorded
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        reached = threading.Event()
+        self.call_when_reached(self._recorded, reached.set)
+        return reached.wait(timeout_s)
+
+    def call_when_reached(self, recording: int, callback: Callable[[], None]) -> None:
+        """Call back once, now or from a thread of the stream, when that recording is done."""
+        with self._lock:
+            # The order is that of on_done; the lock is for taking the callback back.
+            self._waiters.append(callback)
+            if self._reached < recording:
+                return
+            self._waiters.remove(callback)
+        callback()
+
+    def elapsed_ns(self, since: Event) -> int:
+        return self._time_ns - own_event(since)._time_ns
+
+    def begin(self, stream: "HostStream") -> None:
+        """Mark the event as pending on ``stream``.
+
+        :raises DeviceError: if it is still pending from before.
+        """
+        if self._reached != self._recorded:
+            raise DeviceError(f"{self!r} is recorded again before it was done")
+        self.error = None
+        self._callback = None
+        self._stream = stream
+        self._recorded += 1
+
+    def reach(self, time_ns: int, error: BaseException | None) -> None:
+        """Mark the event as done, and call whoever waits for it."""
+        self.error = error
+        self._time_ns = time_ns
+        self._reached = self._recorded
+        if self._waiters:
+            with self._lock:
+                waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                waiter()
+        callback = self._callback
+        if callback is not None:
+            callback()
+
+
+class _Pace:
+    """How long the latest runs of one label took, and so whether to run it in place."""
+
+    __slots__ = ("_hold", "_holding", "_recent")
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=8)
+        self._hold = 4
+        self._holding = 4
+
+    @property
+    def is_short(self) -> bool:
+        # The shortest of several runs, because a run in a thread also counts its wait for the GIL.
+        return not self._holding and min(self._recent) < HAND_OVER_NS
+
+    def observe(self, duration_ns: int, *, in_place: bool) -> None:
+        """Note how long a run took."""
+        self._recent.append(duration_ns)
+        if self._holding:
+            self._holding -= 1
+        if in_place and duration_ns > 4 * HAND_OVER_NS:
+            # It held the loop. Each time it does, it stays in the thread for twice as many runs.
+            self._recent.clear()
+            self._hold = self._holding = min(2 * self._hold, 1024)
+
+
+class Unfinished(ABC):
+    """What some work began and left to go on elsewhere, such as a coroutine on an event loop."""
+
+    @abstractmethod
+    def start(self, finish: Callable[[BaseException | None], None]) -> None:
+        """Let it go on, and call ``finish`` with its error, once, from any thread, when it is over."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Ask it, from any thread, to be over soon. Idempotent."""
+
+
+Work = Callable[[], object]
+"""What a stream runs. If it returns an :class:`Unfinished`, that holds up the stream, but no thread."""
+
+
+class HostStream:
+    """Work in order: on a thread of the device or, if it is short enough, in place."""
+
+    def __init__(
+        self, *, threads: StreamThreads, in_place: InPlace, now_ns: Callable[[], int], handle: int
+    ) -> None:
+        self.threads = threads
+        self.handle = handle
+        self.is_computing = False
+        """Whether work of this stream runs at this moment: on a thread, in place, or as what it began."""
+        self.is_abandoned = False
+        """Whether its work was given up as hung."""
+        self._in_place = in_place
+        self._now_ns = now_ns
+        self._operations: deque[Callable[[], bool]] = deque()
+        # Guards the step from served to idle against an operation that arrives meanwhile.
+        self._lock = threading.Lock()
+        self._is_served = False
+        self._awaited: HostEvent | None = None
+        self._unfinished: Unfinished | None = None
+        self._error: BaseException | None = None
+        self._paces: dict[Hashable, _Pace] = {}
+        self._captured: HostGraph | None = None
+        self._closed = False
+        threads.join()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "busy" if self._is_served else "idle"
+        return f"<HostStream {state} pending={len(self._operations)}>"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is at work, rather than waiting for a thread or for another stream."""
+        awaited = self._awaited
+        # What an abandoned stream holds up is not waiting for its turn: it hangs as well.
+        return self.is_computing or (awaited is not None and awaited.is_abandoned)
+
+    def launch(self, work: Work, *, label: Hashable) -> None:
+        """Run ``work`` after everything launched before. Runs with one ``label`` take about as long.
+
+        Whatever it raises becomes the error of the next event recorded here, and the stream goes on. Work
+        that runs in place is called by the launching thread, so KeyboardInterrupt and SystemExit concern the
+        application as well: the running event loop raises them once it is back in control. Without a
+        running loop they are raised from here.
+        """
+        if self._captured is not None:
+            self._captured.add(partial(HostStream.launch, work=work, label=label))
+            return
+        in_place = False
+        if not self._is_served:
+            if self._in_place == "auto":
+                pace = self._paces.get(label)
+                in_place = pace is not None and pace.is_short
+            else:
+                in_place = self._in_place == "always"
+        if in_place:
+            self._run(work, label, in_place=True)
+        else:
+            self._put(partial(self._run, work, label, in_place=False))
+
+    def record(self, event: Event) -> None:
+        event = own_event(event)
+        if self._captured is not None:
+            self._captured.add(partial(HostStream.record, event=event))
+            return
+        event.begin(self)
+        if self._is_served:
+            self._put(partial(self._reach, event))
+        else:
+            self._reach(event)
+
+    def wait(self, event: Event) -> None:
+        event = own_event(event)
+        if self._captured is not None:
+            self._captured.add(partial(HostStream.wait, event=event))
+            return
+        if self._is_served or not event.query():
+            self._put(partial(self._await, event, event.recording))
+
+    def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
+        into = target.array(np.dtype(np.uint8), (nbytes,), offset)
+        out_of = source.array(np.dtype(np.uint8), (nbytes,), offset)
+        self.launch(partial(np.copyto, into, out_of), label=("copy", nbytes))
+
+    def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
+        def copy() -> None:
+            ctypes.memmove(target, source, nbytes)
+
+        self.launch(copy, label=("copy", nbytes))
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._captured is not None
+
+    def begin_capture(self) -> None:
+        if self._captured is not None:
+            raise DeviceError(f"{self!r} is capturing already")
+        self._captured = HostGraph()
+
+    def end_capture(self) -> "HostGraph":
+        graph, self._captured = self._captured, None
+        if graph is None:
+            raise DeviceError(f"{self!r} is not capturing")
+        return graph
+
+    def abandon(self) -> None:
+        """Give up its work: the thread that serves it is replaced, and ends if the work ever does.
+
+        What is unfinished is cancelled.
+        """
+        self.is_abandoned = True
+        self.threads.replace(self)
+        self._cancel()
+
+    def close(self, timeout_s: float) -> bool:
+        if self._closed:
+            return True
+        self._captured = None
+        self._cancel()
+        if self._is_served:
+            last = HostEvent()
+            self.record(last)
+            if not last.synchronize(timeout_s):
+                return False
+        self._closed = True
+        return self.threads.leave(timeout_s)
+
+    def serve(self) -> None:
+        """From a thread: do the work until none is left, or until an event has to be waited for."""
+        while True:
+            while self._operations:
+                if not self._operations[0]():
+                    return
+                self._operations.popleft()
+                self.threads.hand_back()
+            with self._lock:
+                if not self._operations:
+                    self._is_served = False
+                    return
+
+    def _put(self, operation: Callable[[], bool]) -> None:
+        if self._closed:
+            raise DeviceError(f"{self!r} is closed")
+        self.threads.check()
+        with self._lock:
+            self._operations.append(operation)
+            if self._is_served:
+                return
+            self._is_served = True
+        self.threads.schedule(self)
+
+    def _run(self, work: Work, label: Hashable, *, in_place: bool) -> bool:
+        start_ns = self._now_ns()
+        left: object = None
+        if not in_place:
+            self.threads.hand_back()
+        self.is_computing = True
+        try:
+            left = work()
+        except BaseException as error:
+            self._error = self._error or error
+            if in_place and isinstance(error, KeyboardInterrupt | SystemExit):
+                _raise_on_loop(error)
+        finally:
+            self.is_computing = False
+        pace = self._paces.get(label)
+        if pace is None:
+            if len(self._paces) >= LABELS_MAX:
+                self._paces.clear()
+            pace = self._paces[label] = _Pace()
+        pace.observe(self._now_ns() - start_ns, in_place=in_place)
+        return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
+
+    def _suspend(self, unfinished: Unfinished, *, in_place: bool) -> bool:
+        """Hold up what follows until ``unfinished`` is over; return False, as :meth:`_await` does."""
+        over = HostEvent()
+        over.begin(self)
+        resume = partial(self._resume, over)
+        if in_place:
+            with self._lock:
+                self._operations.append(resume)
+                self._is_served = True
+        else:
+            self._operations[0] = resume
+        self._unfinished = unfinished
+        self.is_computing = True
+        try:
+            unfinished.start(lambda error: over.reach(self._now_ns(), error))
+        except Exception as error:
+            over.reach(self._now_ns(), error)
+        over.call_when_reached(over.recording, self._go_on)
+        return False
+
+    def _resume(self, over: HostEvent) -> bool:
+        self._unfinished = None
+        self.is_computing = False
+        self._error = self._error or over.error
+        return True
+
+    def _go_on(self) -> None:
+        """Do what follows after something unfinished. That is little, so it may be done right here."""
+        if self._in_place == "never":
+            self.threads.schedule(self)
+        else:
+            self.serve()
+
+    def _cancel(self) -> None:
+        unfinished = self._unfinished
+        if unfinished is not None:
+            unfinished.cancel()
+
+    def _reach(self, event: HostEvent) -> bool:
+        error, self._error = self._error, None
+        event.reach(self._now_ns(), error)
+        return True
+
+    def _await(self, event: HostEvent, recording: int) -> bool:
+        """Return True when the event is done; otherwise a thread goes on here when it is."""
+        if event.has_reached(recording):
+            self._awaited = None
+            return True
+        self._awaited = event
+        event.call_when_reached(recording, partial(self.threads.schedule, self))
+        return False
+
+
+class HostGraph:
+    """Operations that were put on a stream while it captured, to be put on a stream again."""
+
+    def __init__(self) -> None:
+        self._operations: list[Callable[[HostStream], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<HostGraph operations={len(self._operations)}>"
+
+    def add(self, operation: Callable[[HostStream], None]) -> None:
+        """Append an operation; the capturing stream calls this."""
+        self._operations.append(operation)
+
+    def launch(self, *, stream: Stream) -> None:
+        assert isinstance(stream, HostStream)
+        for operation in self._operations:
+            operation(stream)
+
+    def close(self) -> None:
+        self._operations.clear()
+
+
+def own_event(event: Event) -> HostEvent:
+    """Return ``event`` as an event of the host device.
+
+    :raises DeviceError: if it belongs to another kind of device.
+    """
+    if not isinstance(event, HostEvent):
+        raise DeviceError(f"{event!r} is not an event of the host device")
+    return event
+
+
+def _raise_on_loop(error: KeyboardInterrupt | SystemExit) -> None:
+    """Let the running loop raise ``error`` as soon as the code that launched the work has returned to it."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        raise error from None
+    loop.call_soon(_raise, error)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

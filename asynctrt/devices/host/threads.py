@@ -1,0 +1,179 @@
+"""The threads of the host device, and how a loop that is never idle lets them have the GIL."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, Protocol
+
+from asynctrt import clock
+from asynctrt.devices.base import check_process
+
+LEND_S: Final = 200e-6
+"""How long a loop may stand still to hand the GIL over."""
+
+LEND_PAUSE_NS_MIN: Final = 100_000
+LEND_PAUSE_NS_MAX: Final = 10_000_000
+"""The pause after a hand-over that turned out to be in vain; it doubles each time."""
+
+GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
+
+
+class Served(Protocol):
+    """Something that a thread serves: a stream with work, or a copy."""
+
+    def serve(self) -> None:
+        """Do the work. Never raises."""
+
+
+class _Worker:
+    """One of the threads."""
+
+    def __init__(self, threads: "StreamThreads", name: str) -> None:
+        self._threads = threads
+        self._ready = threads.ready
+        self.serves: Served | None = None
+        self.is_replaced = False
+        self._cpu_ns: Callable[[], int] | None = None
+        self._seen: tuple[int, int] | None = None
+        # A daemon: a model that hangs must not keep the interpreter from exiting.
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
+
+    def is_stalled(self, now_ns: int) -> bool:
+        """Return whether it has work and has not computed since the last look, so that it wants the GIL."""
+        if self.serves is None or self._cpu_ns is None:
+            return False
+        cpu_ns = self._cpu_ns()
+        seen, self._seen = self._seen, (now_ns, cpu_ns)
+        return seen is not None and 2 * (cpu_ns - seen[1]) < now_ns - seen[0]
+
+    def _serve(self) -> None:
+        self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
+        while (served := self._ready.get()) is not None:
+            self._seen = None
+            self.serves = served
+            served.serve()
+            del served
+            if not self._threads.has_served(self):
+                return
+        self._ready.put(None)  # The next one ends too.
+
+
+class StreamThreads:
+    """Threads that the streams of a device share. They start when needed and end with the last stream."""
+
+    def __init__(self, threads_max: int, name: str, now_ns: Callable[[], int]) -> None:
+        self._threads_max = threads_max
+        self._name = name
+        self._now_ns = now_ns
+        self._pid = os.getpid()
+        # Guards what engines on several threads may change at once: streams, workers, tickets.
+        self._lock = threading.Lock()
+        self._streams = 0
+        self._workers: list[_Worker] = []
+        # Streams that were scheduled and not served yet: each could keep a thread busy.
+        self._tickets = 0
+        self.ready: SimpleQueue[Served | None] = SimpleQueue()
+        # The hand-over of the GIL: a thread frees the baton whenever it gets anywhere.
+        self._baton = threading.Lock()
+        self._baton.acquire()
+        self._lend_pause_ns = LEND_PAUSE_NS_MIN
+        self._lend_next_ns = 0
+
+    def check(self) -> None:
+        """Check that the threads are this process's.
+
+        :raises UsageError: in a process that was forked from the one that made this object.
+        """
+        check_process(self._pid)
+
+    def join(self) -> None:
+        """Count one more stream.
+
+        :raises UsageError: as :meth:`check`.
+        """
+        self.check()
+        with self._lock:
+            self._streams += 1
+
+    def leave(self, timeout_s: float) -> bool:
+        """Count one stream less, and end the threads with the last.
+
+        Return False if one of them does not end within ``timeout_s``, which is for all together.
+        """
+        if self._pid != os.getpid():
+            return True  # Its threads are the parent's, and so may be the lock.
+        with self._lock:
+            self._streams -= 1
+            if self._streams:
+                return True
+            # Streams that are made from now on have threads and a queue of their own.
+            workers, self._workers = self._workers, []
+            ready, self.ready = self.ready, SimpleQueue()
+        ready.put(None)
+        until_ns = clock.now_ns() + int(timeout_s * 1e9)
+        for worker in workers:
+            worker.thread.join(max(until_ns - clock.now_ns(), 0) / 1e9)
+        return not any(worker.thread.is_alive() for worker in workers)
+
+    def schedule(self, stream: Served) -> None:
+        """Let a thread serve this stream, which has work."""
+        with self._lock:
+            self._tickets += 1
+            self._start_worker()
+            self.ready.put(stream)
+
+    def replace(self, stream: Served) -> None:
+        """Let another thread stand in for the one that serves this stream, which hangs, if one does."""
+        with self._lock:
+            for worker in self._workers:
+                if worker.serves is stream:
+                    worker.is_replaced = True
+                    self._workers.remove(worker)
+                    self._tickets -= 1
+                    self._start_worker()
+                    return
+
+    def has_served(self, worker: _Worker) -> bool:
+        """From a worker: it has served its stream. Return whether it goes on, or has been replaced."""
+        with self._lock:
+            worker.serves = None
+            if not worker.is_replaced:
+                self._tickets -= 1
+        return not worker.is_replaced
+
+    def hand_back(self) -> None:
+        """From a worker, whenever it gets anywhere: give the GIL back to the loop that lent it."""
+        if self._baton.locked():
+            try:  # noqa: SIM105  (a context manager costs more than the rest)
+                self._baton.release()
+            except RuntimeError:
+                pass  # Another worker was quicker.
+
+    def lend_gil(self) -> bool:
+        """Let a thread that waits for the GIL have it. Return False, at once, if none seems to."""
+        now_ns = self._now_ns()
+        if now_ns < self._lend_next_ns or not GIL:
+            return False
+        stalled = [worker.is_stalled(now_ns) for worker in self._workers]
+        # A thread that has been given work and has not taken it up. The queue does not tell: from Python 3.13
+        # on it hands what is put straight to the thread that waits for it.
+        idle = sum(worker.serves is None for worker in self._workers)
+        is_wanted = idle > 0 and self._tickets > len(self._workers) - idle
+        if not is_wanted and not any(stalled):
+            return False
+        # An old sign of life must not end the hand-over before it has begun.
+        self._baton.acquire(blocking=False)
+        if self._baton.acquire(timeout=LEND_S):
+            self._lend_pause_ns = LEND_PAUSE_NS_MIN
+            return True
+        self._lend_next_ns = self._now_ns() + self._lend_pause_ns
+        self._lend_pause_ns = min(2 * self._lend_pause_ns, LEND_PAUSE_NS_MAX)
+        return False
+
+    def _start_worker(self) -> None:
+        """Start a thread if there is work for one more, and room."""
+        if len(self._workers) < min(self._tickets, self._threads_max):
+            self._workers.append(_Worker(self, f"{self._name}-{len(self._workers)}"))

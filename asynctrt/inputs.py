@@ -1,0 +1,241 @@
+"""The check of a call's inputs: arrays by name in, checked arrays in the model's order out.
+
+What passes is safe for the callers it shares a batch with: plain ``numpy.ndarray`` objects (subclasses may
+redefine what copying means) of the right dtype, rows and shape.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from numpy import ndarray
+
+from asynctrt.devices.base import DeviceArray
+from asynctrt.errors import InputError, describe
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.tensors import Array, Dims, TensorSpec, convert, shape_text
+from asynctrt.validation import show
+
+Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
+
+SHAPES_MAX: Final = 4096
+"""How many shapes of inputs are remembered as valid."""
+
+
+class InputCheck:
+    """Checks the inputs of a call against the specs, and gives the key of the batches that they may join.
+
+    :param specs: the model's inputs, in the order in which arrays are returned.
+    :param check_finite: refuse NaN and infinities in floating-point inputs.
+    :param check_key: what else to ask about the shape of the rows; raises ``InputError`` to refuse it.
+    :param import_array: returns an array on the engine's device, or ``None`` for any other object.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        *,
+        check_finite: bool = False,
+        check_key: Callable[[BatchKey], object] | None = None,
+        import_array: Callable[[object], DeviceArray | None] | None = None,
+    ) -> None:
+        self.specs = tuple(specs)
+        self._check_finite = check_finite
+        self._check_key = check_key
+        self._import_array = import_array
+        self._names = tuple(spec.name for spec in self.specs)
+        self._dtypes = tuple(spec.dtype for spec in self.specs)
+        # Shapes that were checked before, and what came of it: most calls bring no new one.
+        self._known: dict[tuple[Any, ...], tuple[int, BatchKey]] = {}
+
+    def validate(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
+        """Return the arrays in order of the specs, their number of rows, and the key of their batch.
+
+        :raises InputError: naming tensor, expected and given.
+        """
+        if len(self._names) == 1:
+            named = type(inputs) is dict and len(inputs) == 1
+            array = inputs.get(self._names[0]) if named else inputs  # type: ignore[union-attr]
+            if type(array) is ndarray and array.dtype is self._dtypes[0]:
+                known = self._known.get(array.shape)
+                if known is not None:
+                    return (array,), known[0], known[1]
+        elif type(inputs) is dict and len(inputs) == len(self._names):
+            arrays: tuple[Any, ...] = tuple([inputs.get(name) for name in self._names])
+            for array, dtype in zip(arrays, self._dtypes):  # noqa: B905  (equal by construction)
+                if type(array) is not ndarray or array.dtype is not dtype:
+                    break
+            else:
+                known = self._known.get(tuple([array.shape for array in arrays]))
+                if known is not None:
+                    return arrays, known[0], known[1]
+        return self._check(inputs)
+
+    def _check(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
+        named = self._by_name(inputs)
+        arrays = tuple(self._one(spec, named[spec.name]) for spec in self.specs)
+        rows = len(arrays[0])
+        for spec, array in zip(self.specs, arrays, strict=True):
+            if len(array) != rows:
+                raise InputError(
+                    f"input {spec.name!r} has {len(array)} rows, but {self.specs[0].name!r} has "
+                    f"{rows}. Give every input the same number of rows"
+                )
+        if not rows:
+            raise InputError(
+                f"input {self.specs[0].name!r} has no rows. Give at least one: shape "
+                f"{(1, *self.specs[0].dims)}"
+            )
+        key = self.key_of([array.shape[1:] for array in arrays])
+        if self._check_key is not None:
+            self._check_key(key)
+        if any(isinstance(array, DeviceArray) for array in arrays):
+            return arrays, rows, key._replace(on_device=True)
+        if not self._check_finite:  # Which looks at values, and has to each time.
+            if len(self._known) >= SHAPES_MAX:
+                self._known.clear()
+            shapes = tuple(array.shape for array in arrays)
+            self._known[shapes if len(shapes) > 1 else shapes[0]] = rows, key
+        return arrays, rows, key
+
+    def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
+        """Return the key of a batch of such rows, from the shape of one row of each input.
+
+        :raises InputError: when two inputs do not agree on a dynamic dimension.
+        """
+        symbols = self.symbols(shapes)
+        return BatchKey(tuple(symbols.items())) if symbols else FIXED_SHAPE
+
+    def symbols(self, shapes: Sequence[Dims]) -> dict[str, int]:
+        """Return the size of each named dimension, from the shapes of one row of each input.
+
+        :raises InputError: when two inputs disagree on one.
+        """
+        symbols: dict[str, int] = {}
+        for spec, shape in zip(self.specs, shapes, strict=True):
+            for axis, (dim, given) in enumerate(zip(spec.dims, shape, strict=True), start=1):
+                if isinstance(dim, str) and symbols.setdefault(dim, given) != given:
+                    raise InputError(
+                        f"input {spec.name!r} has size {given} on axis {axis} ({dim!r}), and {dim!r} is "
+                        f"{symbols[dim]} on an earlier axis. Give both the same size"
+                    )
+        return symbols
+
+    def _by_name(self, inputs: Inputs) -> Mapping[str, Any]:
+        names = [spec.name for spec in self.specs]
+        if not isinstance(inputs, Mapping):
+            if len(names) != 1:
+                raise InputError(
+                    f"this model has {len(names)} inputs: give a mapping with {names}, "
+                    f"not one {type(inputs).__name__}"
+                )
+            return {names[0]: inputs}
+        missing = [name for name in names if name not in inputs]
+        unknown = [name for name in inputs if name not in names]
+        if missing or unknown:
+            raise InputError(
+                f"the model's inputs are {names}; missing: {missing}, unknown: {show(unknown)}. "
+                "Give exactly the model's inputs, by name"
+            )
+        return inputs
+
+    def _one(self, spec: TensorSpec, value: Any) -> Any:
+        array = self._as_array(spec, value)
+        if array.dtype != spec.dtype:
+            raise InputError(
+                f"input {spec.name!r} is {spec.dtype.name}, given {array.dtype}. Convert it yourself, "
+                f"array.astype({spec.dtype.name!r}), so that no precision is lost silently"
+            )
+        if array.ndim != 1 + len(spec.dims) or any(
+            given != dim
+            for dim, given in zip(spec.dims, array.shape[1:], strict=True)
+            if not isinstance(dim, str)
+        ):
+            raise InputError(
+                f"input {spec.name!r} takes shape {shape_text(spec)}, given {array.shape}. "
+                + _shape_fix(spec, array)
+            )
+        if self._check_finite and isinstance(array, DeviceArray):
+            raise InputError(
+                f"input {spec.name!r} lies on the device, and this engine was opened with check_finite=True, "
+                "which reads values on the CPU. Check it on the device, and open the engine without that"
+            )
+        if self._check_finite and (row := first_row_not_finite(array)) is not None:
+            raise InputError(
+                f"input {spec.name!r} has a NaN or an infinity in row {row}, and this engine was opened with "
+                "check_finite=True. Remove it, or open the engine without that option"
+            )
+        return array
+
+    def _as_array(self, spec: TensorSpec, value: Any) -> Any:
+        if type(value) is ndarray:
+            return value
+        if isinstance(value, ndarray):
+            if isinstance(value, np.ma.MaskedArray) and _has_masked(value):
+                raise InputError(
+                    f"input {spec.name!r} has masked values, which a model cannot leave out. Replace them: "
+                    "array.filled(value)"
+                )
+            # A view as the base class. A subclass may refuse to be put beside plain arrays, or change what
+            # that means, and the other requests of the batch would fail with it.
+            return np.asarray(value)
+        if self._import_array is not None and (placed := self._import_array(value)) is not None:
+            return placed
+        if isinstance(value, list | tuple | int | float | bool | str | bytes):
+            return convert(spec, value)
+        return self._foreign(spec, value)
+
+    @staticmethod
+    def _foreign(spec: TensorSpec, value: Any) -> Array:
+        """Return another library's array as NumPy's, without a copy where it allows that."""
+        if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+            try:
+                memoryview(value)
+            except TypeError:
+                raise InputError(
+                    f"input {spec.name!r} takes an array or nested lists, given {type(value).__name__}"
+                ) from None
+        try:
+            return np.asarray(value)
+        except Exception as error:
+            raise InputError(
+                f"input {spec.name!r}: the {type(value).__name__} cannot be read as an array "
+                f"({describe(error)}). Give a NumPy array"
+            ) from error
+
+
+def first_row_not_finite(array: Array) -> int | None:
+    """Return the first row with a NaN or an infinity; ``None`` if every value is finite.
+
+    This includes complex numbers, the fields of structured dtypes and the floats of ``ml_dtypes``
+    (``bfloat16``, ``float8_e4m3fn``).
+    """
+    if array.dtype.names:
+        rows = [first_row_not_finite(array[name]) for name in array.dtype.names]
+        return min((row for row in rows if row is not None), default=None)
+    if not _may_be_not_finite(array.dtype):
+        return None
+    finite = np.isfinite(array)
+    return None if finite.all() else int(np.argwhere(~finite)[0][0])
+
+
+def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
+    if dtype.kind != "V":
+        return dtype.kind in "fc"
+    try:
+        np.isfinite(np.zeros(1, dtype))  # A dtype of another library: NumPy knows its floats by their loops.
+    except TypeError:
+        return False
+    return True
+
+
+def _has_masked(array: "np.ma.MaskedArray[Any, Any]") -> bool:
+    mask = np.ma.getmask(array)
+    return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask is one of booleans too.
+
+
+def _shape_fix(spec: TensorSpec, array: Array) -> str:
+    if array.ndim == len(spec.dims):
+        return "For a single row, add the batch axis: array[None]"
+    return "The model fixes the size of every axis but the first and those with a name"

@@ -1,0 +1,242 @@
+"""Write requests and read answers: the client's side of the protocol, for clients and load tests."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import AsynctrtError, InputError, RequestError
+from asynctrt.kserve.codec import PlacedTensor, read_tensors
+from asynctrt.kserve.datatypes import (
+    DATATYPES,
+    Buffer,
+    check_nbytes,
+    dtype_of,
+    read_tensor,
+    to_json,
+    write_tensor,
+)
+from asynctrt.kserve.json_codec import dump, mapping, parse_object
+from asynctrt.tensors import Array, TensorSpec, convert
+
+TEXT_LENGTH_MAX: Final = 300
+"""Characters of a server's text that an error message quotes."""
+
+UNREADABLE: Final = (RequestError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
+"""What walking through malformed content raises."""
+
+
+class AnswerError(AsynctrtError):
+    """The server's answer breaks the protocol."""
+
+
+# ---- requests
+
+
+def as_arrays(inputs: Mapping[str, Any]) -> dict[str, Array]:
+    """Return a request's inputs as arrays that the protocol has datatypes for; see :func:`as_array`."""
+    return {name: as_array(name, value) for name, value in inputs.items()}
+
+
+def as_array(name: str, value: Any) -> Array:
+    """Return an input as an array in native byte order. Text, and objects that are text or bytes, become byte
+    strings.
+
+    :raises InputError: if the protocol has no datatype for it.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind == "U":
+        array = np.char.encode(array, "utf-8")
+    elif array.dtype.kind == "O":
+        array = _byte_strings(name, array)
+    if array.dtype.kind != "S" and array.dtype.name not in DATATYPES:
+        raise InputError(
+            f"KServe has no datatype for {array.dtype}, the dtype of input {name!r}. It has datatypes for "
+            f"{', '.join(DATATYPES)} and for byte strings"
+        )
+    # The wire is little-endian, and so is every machine that this runs on.
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _byte_strings(name: str, array: Array) -> Array:
+    """Convert an array of objects, which is how file readers and Triton's client hold strings."""
+    elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
+    for element in elements:
+        if not isinstance(element, bytes):
+            raise InputError(
+                f"input {name!r} holds objects of type {type(element).__name__}, not bytes or text"
+            )
+        if element.endswith(b"\0"):
+            raise InputError(f"input {name!r} has bytes that end in a NUL, which NumPy's strings drop")
+    return np.array(elements, "S").reshape(array.shape)
+
+
+def describe(name: str, array: Array) -> dict[str, Any]:
+    """Return name, datatype and shape of an input that :func:`as_array` returned."""
+    datatype = "BYTES" if array.dtype.kind == "S" else DATATYPES[array.dtype.name]
+    return {"name": name, "datatype": datatype, "shape": list(array.shape)}
+
+
+def describe_request(
+    arrays: Mapping[str, Array],
+    sizes: Sequence[int],
+    *,
+    outputs: Sequence[str] | None = None,
+    timeout: float | None = None,
+    priority: int = 0,
+) -> dict[str, Any]:
+    """Return the head of a request whose tensors follow it as raw bytes, and which asks for the same.
+
+    :param sizes: the raw bytes of each tensor.
+    :param timeout: seconds that the request may be queued.
+    """
+    parameters: dict[str, Any] = {"binary_data_output": True}
+    if timeout is not None:
+        parameters["timeout"] = max(1, round(timeout * 1e6))
+    if priority:
+        parameters["priority"] = priority
+    content: dict[str, Any] = {"parameters": parameters}
+    content["inputs"] = [
+        describe(name, array) | {"parameters": {"binary_data_size": nbytes}}
+        for (name, array), nbytes in zip(arrays.items(), sizes, strict=True)
+    ]
+    if outputs is not None:
+        content["outputs"] = [{"name": name} for name in outputs]
+    return content
+
+
+def write_binary(inputs: Mapping[str, Any], priority: int) -> tuple[bytes, int]:
+    """Return the body of a request with raw tensors, and the size of its JSON head in bytes."""
+    arrays = as_arrays(inputs)
+    tensors: list[Buffer] = [write_tensor(array) for array in arrays.values()]
+    head = dump(describe_request(arrays, [len(tensor) for tensor in tensors], priority=priority))
+    return b"".join((head, *tensors)), len(head)
+
+
+def write_json(inputs: Mapping[str, Any], priority: int) -> bytes:
+    """Return the body of a request as JSON alone, for servers without the binary extension.
+
+    :raises RequestError: for infinities and bytes that are not text, which JSON cannot carry.
+    """
+    content: dict[str, Any] = {"parameters": {"priority": priority}} if priority else {}
+    content["inputs"] = [
+        describe(name, array) | {"data": to_json(array)} for name, array in as_arrays(inputs).items()
+    ]
+    return dump(content)
+
+
+# ---- answers
+
+
+def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+    """Return the specs of a model's tensors from their descriptions in its metadata.
+
+    The first axis is that of the rows, even if its size is fixed: a client of a model that takes exactly 3
+    rows sends 3 rows. Other open axes are called ``NAME.AXIS``.
+
+    :raises AnswerError: if a description cannot be read or a datatype is unknown.
+    """
+    specs = []
+    try:
+        for item in tensors:
+            name, datatype = str(item["name"]), item["datatype"]
+            sizes = [int(size) for size in item["shape"]][1:]
+            dims = [size if size >= 0 else f"{name}.{axis}" for axis, size in enumerate(sizes, start=1)]
+            specs.append(TensorSpec(name, _dtype(name, datatype), tuple(dims)))
+    except UNREADABLE as error:
+        raise AnswerError(f"the model's metadata cannot be read: {_text_of(error)}") from error
+    return tuple(specs)
+
+
+def read_answer(body: bytes, head_nbytes: int | None) -> dict[str, Array]:
+    """Return the outputs of an answer: a JSON head of ``head_nbytes``, then raw tensors; or JSON alone.
+
+    :raises AnswerError: if it cannot be read.
+    """
+    head = body if head_nbytes is None else body[:head_nbytes]
+    try:
+        outputs = place_outputs(parse_object(head, "the answer", len(head)))
+        return read_outputs(outputs, body, len(head))
+    except AnswerError as error:
+        raise AnswerError(f"{error}; it begins {head[:100]!r}") from error
+    except UNREADABLE as error:
+        raise AnswerError(
+            f"the answer cannot be read: {_text_of(error)}; it begins {head[:100]!r}"
+        ) from error
+
+
+def place_outputs(content: Mapping[str, Any]) -> list[PlacedTensor]:
+    """Return the outputs of an answer from its JSON head, in the order of their raw bytes.
+
+    :raises AnswerError: if the head cannot be read.
+    """
+    outputs: list[PlacedTensor] = []
+    try:
+        for output in content["outputs"]:
+            name, datatype = output["name"], output["datatype"]
+            shape = tuple([int(size) for size in output["shape"]])
+            nbytes = mapping(output, "parameters", repr(name)).get("binary_data_size")
+            spec = TensorSpec(name, _dtype(name, datatype))
+            if nbytes is None:
+                outputs.append((spec, shape, 0, read_values(name, datatype, shape, output["data"])))
+            else:
+                check_nbytes(spec, shape, nbytes)
+                outputs.append((spec, shape, nbytes, None))
+    except UNREADABLE as error:
+        raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
+    return outputs
+
+
+def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> dict[str, Array]:
+    """Return outputs by name, raw ones from ``body`` at ``start``. Numbers are views of it.
+
+    :raises AnswerError: if there are too few bytes, or they are not such tensors.
+    """
+    if sum([nbytes for _, _, nbytes, _ in outputs]) > len(body) - start:
+        raise AnswerError(
+            f"the answer cannot be read: its outputs take more than the {len(body) - start} bytes after its "
+            "header"
+        )
+    try:
+        return read_tensors(outputs, body, start)
+    except UNREADABLE as error:
+        raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
+
+
+def read_output(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
+    """Return an output whose raw bytes stand alone, as over gRPC.
+
+    :raises ValueError: if the datatype is unknown, or they do not fit datatype and shape.
+    """
+    spec = TensorSpec(name, _dtype(name, datatype))
+    check_nbytes(spec, shape, len(raw))
+    return read_tensor(spec, shape, raw, 0, len(raw))
+
+
+def read_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Array:
+    """Return an output from its values, nested or flat. A ``null`` among floats is NaN.
+
+    :raises ValueError: if the datatype is unknown, or the values, or their number, do not fit.
+    """
+    dtype = _dtype(name, datatype)
+    if dtype.kind == "S":
+        flat = np.array(values, object).ravel().tolist()
+        elements = [item if isinstance(item, bytes) else item.encode() for item in flat]
+        return np.array(elements, dtype).reshape(shape)
+    if dtype.kind in "fV":  # bfloat16 is of kind V, which NumPy does not know as a float.
+        with np.errstate(over="ignore"):
+            return np.array(values, np.float64).astype(dtype).reshape(shape)
+    return convert(TensorSpec(name, dtype), values).reshape(shape)
+
+
+def _dtype(name: str, datatype: Any) -> np.dtype[Any]:
+    try:
+        return dtype_of(datatype)
+    except (KeyError, TypeError):
+        raise ValueError(f"tensor {name!r} has the unknown datatype {datatype!r:.40}") from None
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"{error.args[0]!r} is missing"
+    return str(error)[:TEXT_LENGTH_MAX] or type(error).__name__

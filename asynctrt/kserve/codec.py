@@ -1,0 +1,182 @@
+"""Hold what requests mean in either encoding: which tensors lie where, and which outputs are wanted.
+
+A client sends nearly the same request again and again: only the id and the tensors differ. So what a request
+says besides them (:class:`RequestLayout`) is remembered by its bytes, and with it the head of the answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
+from asynctrt.kserve.datatypes import DIMS_MAX, Buffer, brief, datatype_of, read_tensor, size_of
+from asynctrt.tensors import Array, TensorSpec
+
+LAYOUTS_MAX: Final = 256
+"""How many layouts are remembered for each model."""
+
+LAYOUT_NBYTES_MAX: Final = 4096
+"""A request that says more than this besides its id and tensors is not remembered."""
+
+SIZE_MAX: Final = 2**40
+"""The largest number of elements of a tensor: more than any body can hold, and too few for overflows."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+PlacedTensor = tuple[TensorSpec, tuple[int, ...], int, Array | None]
+"""A tensor's spec, shape and number of raw bytes; and the array itself if its values came with the head."""
+
+Specs = Mapping[str, tuple[TensorSpec, str]]
+"""Spec and datatype of a model's tensors, by name."""
+
+
+class RequestLayout:
+    """What a request says besides its id and its raw tensors."""
+
+    __slots__ = (
+        "answer",
+        "answer_key",
+        "binary_nbytes",
+        "http_head",
+        "inputs",
+        "outputs",
+        "priority",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        inputs: tuple[PlacedTensor, ...],
+        outputs: tuple[tuple[TensorSpec, bool], ...],
+        priority: int,
+        timeout: float | None,
+    ) -> None:
+        self.inputs = inputs
+        self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
+        """Raw bytes of all inputs."""
+        self.outputs = outputs
+        """The wanted outputs' specs, and whether each is wanted as raw bytes."""
+        self.priority = priority
+        """As on the wire: 1 is the most urgent, 0 means the model's default."""
+        self.timeout = timeout
+        """Seconds that the request may be queued, or ``None``."""
+        # The shapes, encoded head and HTTP head of the last answer, which the next one usually shares.
+        self.answer_key: tuple[tuple[int, ...], ...] | None = None
+        self.answer = b""
+        self.http_head = b""
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether every input is raw, so that the layout holds no values."""
+        return all(array is None for *_, array in self.inputs)
+
+
+class DecodedRequest:
+    """One inference request: its id, its layout, and its inputs by name."""
+
+    __slots__ = ("id", "inputs", "layout")
+
+    def __init__(self, layout: RequestLayout, request_id: str, inputs: dict[str, Array]) -> None:
+        self.layout = layout
+        self.id = request_id
+        self.inputs = inputs
+
+
+class ModelCodec:
+    """Know one model's tensors and remember the layouts of its requests. Each encoding has a subclass.
+
+    :param name: the model's name and ``version``, as answers state them.
+    :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
+    :raises ModelError: if KServe has no datatype for a tensor.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        tensors_max: int = 64,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.tensors_max = tensors_max
+        self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
+        self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
+        self._layouts: dict[bytes, RequestLayout] = {}
+
+    def _check_count(self, side: str, count: int) -> None:
+        """Refuse a request that names too many inputs or outputs."""
+        if count > self.tensors_max:
+            raise TooLargeError(f"the request names {count} {side}; at most {self.tensors_max} are accepted")
+
+    @staticmethod
+    def _named(name: str, side: str, specs: Specs, found: Mapping[str, object]) -> tuple[TensorSpec, str]:
+        """Return spec and datatype of a tensor that a request names and that is not ``found`` in it yet."""
+        if name not in specs:
+            raise InputError(f"unknown {side[:-1]} {brief(name)}; the model's {side}: {', '.join(specs)}")
+        if name in found:
+            raise RequestError(f"duplicate {side[:-1]} {name!r}")
+        return specs[name]
+
+
+def read_tensors(placed: Sequence[PlacedTensor], body: Buffer, start: int) -> dict[str, Array]:
+    """Return tensors by name, those that are raw as they follow one another in ``body`` from ``start`` on.
+
+    :raises InputError: if the bytes of one are not such a tensor.
+    """
+    arrays = {}
+    for spec, shape, nbytes, array in placed:
+        arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes) if array is None else array
+        start += nbytes
+    return arrays
+
+
+def remember(known: dict[K, V], key: K, value: V) -> None:
+    """Cache an entry. A full cache is cleared first, so it stays bounded."""
+    if len(known) >= LAYOUTS_MAX:
+        known.clear()
+    known[key] = value
+
+
+def read_shape(name: str, shape: Any) -> tuple[int, ...]:
+    """Return a tensor's shape, as it came over the wire.
+
+    :raises RequestError: if it cannot be a shape.
+    """
+    if (
+        not isinstance(shape, list)
+        or not 1 <= len(shape) <= DIMS_MAX
+        or not all(type(size) is int and size >= 0 for size in shape)
+    ):
+        raise RequestError(
+            f"shape of {name!r} must be a list of 1 to {DIMS_MAX} sizes, none negative, not {brief(shape)}"
+        )
+    # Zeros are left out: NumPy refuses shapes that would overflow without them.
+    if size_of([size for size in shape if size]) > SIZE_MAX:
+        raise RequestError(f"shape of {name!r} has more elements than any message: {brief(shape)}")
+    return tuple(shape)
+
+
+def read_scheduling(parameters: Mapping[str, Any]) -> tuple[int, float | None]:
+    """Return a request's priority as on the wire, and its timeout in seconds, from its parameters.
+
+    :raises RequestError: if they are not whole numbers, or negative.
+    """
+    priority = parameters.get("priority", 0)
+    if type(priority) is not int or priority < 0:
+        raise RequestError(f"priority must be a whole number, 0 or more, not {brief(priority)}")
+    timeout_us = parameters.get("timeout", 0)
+    if type(timeout_us) is not int or timeout_us < 0:
+        raise RequestError(f"timeout must be whole microseconds, 0 or more, not {brief(timeout_us)}")
+    return priority, timeout_us / 1e6 if timeout_us else None
+
+
+def refuse_shared_memory(name: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse a tensor that is not in the message.
+
+    :raises UnsupportedError: if its parameters place it in shared memory.
+    """
+    if "shared_memory_region" in parameters:
+        raise UnsupportedError(f"{name!r} is in shared memory, which this server does not support")

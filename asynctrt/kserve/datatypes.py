@@ -1,0 +1,273 @@
+"""Convert tensors to and from their wire form: KServe's datatypes, raw bytes, and values in JSON."""
+
+import contextlib
+import importlib
+import reprlib
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import InputError, MissingExtraError, ModelError, RequestError
+from asynctrt.tensors import Array, TensorSpec, convert
+
+DATATYPES: Final = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "float32": "FP32",
+    "float64": "FP64",
+    "bfloat16": "BF16",
+}
+"""KServe's datatype for each NumPy dtype; ``bfloat16`` is that of ``ml_dtypes``. Byte strings are BYTES."""
+
+DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+"""The name of NumPy's dtype for each of KServe's datatypes."""
+
+LENGTH_NBYTES: Final = 4
+"""Bytes of the little-endian length before each element of a BYTES tensor."""
+
+DIMS_MAX: Final = 32
+"""The largest number of dimensions of a tensor, and of nested lists in one that is given as JSON."""
+
+
+Buffer = bytes | memoryview
+
+
+def size_of(shape: Sequence[int]) -> int:
+    """Return the number of elements, exactly, however large the sizes are."""
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def datatype_of(spec: TensorSpec) -> str:
+    """Return KServe's datatype for a tensor.
+
+    :raises ModelError: if KServe has no datatype for its dtype.
+    """
+    dtype = spec.dtype
+    if dtype.kind == "S" and dtype.itemsize:
+        return "BYTES"
+    name = DATATYPES.get(dtype.name)
+    if name is None or not dtype.isnative:
+        raise ModelError(
+            f"KServe has no datatype for {dtype}, the dtype of tensor {spec.name!r}. It has datatypes for "
+            f"{', '.join(sorted(DATATYPES))} and for byte strings of a fixed size, such as 'S32'"
+        )
+    return name
+
+
+def dtype_of(datatype: str) -> np.dtype[Any]:
+    """Return NumPy's dtype for a datatype. That of BYTES has no size: arrays take the longest element's.
+
+    :raises KeyError: if KServe has no such datatype.
+    :raises MissingExtraError: for BF16 without ``ml_dtypes``.
+    """
+    if datatype == "BYTES":
+        return np.dtype("S")
+    name = DTYPES[datatype]
+    with contextlib.suppress(TypeError):
+        return np.dtype(name)
+    try:
+        # Importing it registers the name with NumPy.
+        dtype: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    except ImportError:
+        raise MissingExtraError(f"a tensor is {name}, which NumPy lacks: pip install ml_dtypes") from None
+    return dtype
+
+
+# ---- raw tensors
+
+
+def read_tensor(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int, nbytes: int) -> Array:
+    """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are not copied.
+
+    The caller has compared ``nbytes`` with the shape (see :func:`check_nbytes`).
+
+    :raises InputError: if the bytes are not such a tensor.
+    """
+    if spec.dtype.kind == "S":
+        return read_bytes(spec, memoryview(body)[start : start + nbytes], size_of(shape)).reshape(shape)
+    return read_raw(spec, shape, body, start)
+
+
+def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 0) -> Array:
+    """Return a view of a tensor of numbers in a message: its rows are copied once, into their batch's slab.
+
+    :raises InputError: if a byte of a BOOL tensor is neither 0 nor 1, which a model need not tolerate.
+    """
+    array: Array = np.ndarray(shape, spec.dtype, body, start)
+    if spec.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
+        raise InputError(f"tensor {spec.name!r} is BOOL, so each of its bytes must be 0 or 1")
+    return array
+
+
+def read_bytes(spec: TensorSpec, raw: memoryview, count: int) -> Array:
+    """Read the ``count`` elements of a BYTES tensor.
+
+    :raises InputError: if lengths and bytes disagree, or an element does not fit the spec (see
+        :func:`strings`).
+    """
+    elements: list[bytes] = []
+    position = 0
+    for _ in range(count):
+        start = position + LENGTH_NBYTES
+        length = int.from_bytes(raw[position:start], "little")
+        position = start + length
+        if position > len(raw):
+            raise InputError(
+                f"tensor {spec.name!r}: element {len(elements)} of {count} ends at byte {position} of "
+                f"{len(raw)}. Each element is a length of 4 bytes, little-endian, then that many bytes"
+            )
+        elements.append(bytes(raw[start:position]))
+    if position != len(raw):
+        raise InputError(
+            f"tensor {spec.name!r}: {len(raw) - position} bytes are left after its {count} elements"
+        )
+    return strings(spec, elements)
+
+
+def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
+    """Compare the size of a raw tensor with its shape.
+
+    :raises InputError: if they disagree.
+    """
+    if spec.dtype.kind == "S":
+        if nbytes < LENGTH_NBYTES * size_of(shape):
+            raise InputError(f"tensor {spec.name!r} has {nbytes} bytes, too few for shape {list(shape)}")
+    elif nbytes != size_of(shape) * spec.dtype.itemsize:
+        raise InputError(
+            f"tensor {spec.name!r} of shape {list(shape)} takes {size_of(shape) * spec.dtype.itemsize} "
+            f"bytes, but {nbytes} are given"
+        )
+
+
+def write_tensor(array: Array) -> Buffer:
+    """Return the wire form of a tensor: its bytes in C order, or :func:`write_bytes`."""
+    if array.dtype.kind == "S":
+        return write_bytes(array)
+    if not array.size:
+        return b""
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    if array.dtype.kind == "V":  # bfloat16, for which memoryview has no format.
+        array = array.view(np.uint16)
+    return array.data.cast("B")
+
+
+def write_bytes(array: Array) -> bytes:
+    """Return the wire form of a BYTES tensor."""
+    elements = [bytes(element) for element in array.ravel().tolist()]
+    return b"".join([part for item in elements for part in (len(item).to_bytes(4, "little"), item)])
+
+
+def strings(spec: TensorSpec, elements: list[bytes]) -> Array:
+    """Return elements as a one-dimensional array of the spec's dtype.
+
+    A dtype with a size is that of a model, which sees an element end at its first trailing NUL: such elements
+    are refused. A dtype without a size (see :func:`dtype_of`) grows to the longest element, and trailing NULs
+    are lost, as NumPy's byte strings lose them.
+
+    :raises InputError: for an element that is too long or ends in a NUL.
+    """
+    longest = spec.dtype.itemsize
+    for number, element in enumerate(elements if longest else ()):
+        if len(element) > longest:
+            raise InputError(
+                f"tensor {spec.name!r}: element {number} has {len(element)} bytes; the model takes at most "
+                f"{longest}"
+            )
+        if element.endswith(b"\0"):
+            raise InputError(
+                f"tensor {spec.name!r}: element {number} ends in a NUL byte, which the model would not see"
+            )
+    return np.array(elements, spec.dtype)
+
+
+# ---- tensors in JSON
+
+
+def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...]) -> Array:
+    """Read a tensor given as JSON, nested or flat, as an array of ``shape``.
+
+    :raises InputError: if its values, or their number, do not fit.
+    """
+    if not isinstance(data, list):
+        raise InputError(f"input {spec.name!r}: data must be a list, not {type(data).__name__}")
+    values = _flat(spec, data)
+    if spec.dtype.kind == "S":
+        array = strings(spec, [_encoded(spec, item) for item in values])
+    elif str in set(map(type, values)):
+        # NumPy would give every element the length of the longest string before it refused any of them.
+        raise InputError(f"input {spec.name!r} is {spec.dtype.name}, so its values must not be strings")
+    elif spec.dtype.name == "bfloat16":
+        array = _bfloats(spec, data)
+    else:
+        array = convert(spec, data)
+    if array.size != size_of(shape):
+        raise InputError(f"input {spec.name!r} has {array.size} values, but shape {list(shape)}")
+    return array.reshape(shape)
+
+
+def to_json(array: Array) -> Any:
+    """Return the values of a tensor, flat, in a form that JSON can hold. NaN becomes null.
+
+    :raises RequestError: if JSON cannot hold them.
+    """
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "S":
+        try:
+            return [item.decode() for item in flat.tolist()]
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                "a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: use binary_data"
+            ) from error
+    if flat.dtype.name == "bfloat16":
+        flat = flat.astype(np.float32)
+    if flat.dtype.kind == "f" and np.isinf(flat).any():
+        raise RequestError("a tensor holds infinities, which JSON cannot carry: use binary_data")
+    return flat
+
+
+def brief(value: object) -> str:
+    """Return the beginning of a value's ``repr``, without walking through all that a client has nested."""
+    short = reprlib.Repr()
+    short.maxlevel = 2
+    return short.repr(value)[:80]
+
+
+def _flat(spec: TensorSpec, data: list[Any]) -> list[Any]:
+    """Return the values of nested lists, in order."""
+    values = data
+    for _ in range(DIMS_MAX):
+        if list not in set(map(type, values)):
+            return values
+        values = list(chain.from_iterable([item if type(item) is list else (item,) for item in values]))
+    raise InputError(f"input {spec.name!r}: data nests lists more than {DIMS_MAX} deep")
+
+
+def _bfloats(spec: TensorSpec, data: list[Any]) -> Array:
+    """Convert values to ``bfloat16``, refusing those that NumPy would silently turn into infinities."""
+    wide = convert(TensorSpec(spec.name, np.dtype("float32"), spec.dims), data)
+    array = wide.astype(spec.dtype)
+    if not np.array_equal(np.isinf(array), np.isinf(wide)):
+        raise InputError(f"input {spec.name!r} is bfloat16; a value is beyond its largest, 3.39e38")
+    return array
+
+
+def _encoded(spec: TensorSpec, item: Any) -> bytes:
+    if not isinstance(item, str):
+        raise InputError(
+            f"input {spec.name!r} is BYTES, so in JSON its values must be strings, not {brief(item)}"
+        )
+    return item.encode()

@@ -1,0 +1,303 @@
+"""Decode requests and encode answers: a JSON head, then raw tensors. The only importer of ``orjson``.
+
+HTTP bodies and the websocket's binary messages share this form.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
+from asynctrt.kserve.codec import (
+    LAYOUT_NBYTES_MAX,
+    DecodedRequest,
+    ModelCodec,
+    PlacedTensor,
+    RequestLayout,
+    Specs,
+    read_scheduling,
+    read_shape,
+    read_tensors,
+    refuse_shared_memory,
+    remember,
+)
+from asynctrt.kserve.datatypes import (
+    Buffer,
+    brief,
+    check_nbytes,
+    from_json,
+    to_json,
+    write_bytes,
+    write_tensor,
+)
+from asynctrt.tensors import Array, InferResult, TensorSpec
+
+try:
+    import orjson
+except ImportError as error:
+    raise MissingExtraError("serving needs orjson: pip install 'asynctrt[serve]'") from error
+
+JSON_NBYTES_MAX: Final = 4 << 20
+"""Default limit for the JSON of one request: parsing it blocks the event loop."""
+
+ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
+
+
+class JsonCodec(ModelCodec):
+    """Decode requests to one model and encode its answers, as JSON and raw tensors.
+
+    :param json_max: the largest JSON part of a request, in bytes. The other parameters are those of
+        :class:`ModelCodec`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        tensors_max: int = 64,
+        json_max: int = JSON_NBYTES_MAX,
+    ) -> None:
+        super().__init__(name, version, inputs, outputs, tensors_max=tensors_max)
+        self.json_max = json_max
+
+    def decode(self, body: bytes, head_nbytes: int) -> DecodedRequest:
+        """Decode a request: ``head_nbytes`` of JSON, then raw tensors.
+
+        :raises RequestError: if it breaks the protocol; the message names the field.
+        :raises InputError: if the model cannot take one of its tensors.
+        """
+        if head_nbytes > len(body):
+            raise RequestError(
+                f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
+            )
+        head = body[:head_nbytes]
+        request_id, rest = split_id(head)
+        return self.decode_split(head, request_id, rest, body, head_nbytes)
+
+    def decode_split(
+        self, head: bytes, request_id: str, rest: bytes, body: bytes, start: int
+    ) -> DecodedRequest:
+        """Decode as :meth:`decode` a head that :func:`split_id` has split; the tensors begin at ``start``."""
+        layout = self._layouts.get(rest)
+        if layout is None:
+            request_id, layout = self._parse(head, rest)
+        if layout.binary_nbytes != len(body) - start:
+            raise RequestError(
+                f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "
+                f"{len(body) - start} follow it"
+            )
+        return DecodedRequest(layout, request_id, read_tensors(layout.inputs, body, start))
+
+    def knows(self, rest: bytes) -> bool:
+        """Return whether the layout of a head is remembered, given its rest from :func:`split_id`."""
+        return rest in self._layouts
+
+    def decode_raw(self, body: bytes) -> DecodedRequest:
+        """Decode a body that is one row of the model's only input, and nothing else.
+
+        :raises RequestError: if the model has other inputs, or the bytes do not determine the shape.
+        """
+        if len(self._inputs) != 1:
+            raise RequestError(
+                f"a raw body holds one input, but {self.name!r} has {len(self._inputs)}: send a JSON header"
+            )
+        ((spec, datatype),) = self._inputs.values()
+        open_dims = [dim for dim in spec.dims if isinstance(dim, str)]
+        fixed = 1
+        for dim in spec.dims:
+            fixed *= 1 if isinstance(dim, str) else dim
+        count, left = (1, 0) if datatype == "BYTES" else divmod(len(body), spec.dtype.itemsize)
+        if len(open_dims) > 1 or left or not fixed or count % fixed or (not open_dims and count != fixed):
+            raise RequestError(
+                f"a raw body of {len(body)} bytes is not one row of {spec}: send a JSON header with the shape"
+            )
+        shape = (1, *(count // fixed if isinstance(dim, str) else dim for dim in spec.dims))
+        if datatype == "BYTES":
+            body = write_bytes(np.array([body], object))
+        outputs = tuple((spec, True) for spec, _ in self._outputs.values())
+        layout = RequestLayout(((spec, shape, len(body), None),), outputs, 0, None)
+        return DecodedRequest(layout, "", read_tensors(layout.inputs, body, 0))
+
+    def encode(self, request: DecodedRequest, result: InferResult) -> tuple[bytes, list[Buffer]]:
+        """Encode an answer as its JSON head and the raw tensors that follow it.
+
+        :raises RequestError: if JSON cannot hold an output that is wanted as JSON.
+        """
+        layout = request.layout
+        outputs = layout.outputs
+        values = [result[spec.name] for spec, _ in outputs]
+        tensors: list[Buffer] = []
+        key = tuple([value.shape for value in values])
+        for (_, binary), value in zip(outputs, values, strict=True):
+            if binary:
+                tensors.append(write_tensor(value))
+        if key == layout.answer_key:
+            head = layout.answer
+        else:
+            head = self._answer(layout, values, tensors)
+            if len(tensors) == len(outputs) and not any(spec.dtype.kind == "S" for spec, _ in outputs):
+                layout.answer_key, layout.answer, layout.http_head = key, head, b""
+        if request.id:
+            head = b'{"id":' + orjson.dumps(request.id) + b"," + head[1:]
+        return head, tensors
+
+    def _parse(self, head: bytes, rest: bytes) -> tuple[str, RequestLayout]:
+        content = parse_object(head, "the request", self.json_max)
+        request_id = content.get("id", "")
+        if not isinstance(request_id, str):
+            raise RequestError(f"id must be a string, not {brief(request_id)}")
+        layout = self._layout(content)
+        # `rest` stands for this layout only if the id, and the whole id, is what was cut off.
+        is_same = rest is head or (b'"id"' not in rest and b"\\" not in rest)
+        if (
+            is_same
+            and layout.is_reusable
+            and len(rest) <= LAYOUT_NBYTES_MAX
+            and (rest is not head or not request_id)
+        ):
+            remember(self._layouts, rest, layout)
+        return request_id, layout
+
+    def _layout(self, content: dict[str, Any]) -> RequestLayout:
+        parameters = mapping(content, "parameters", "the request")
+        binary_default = parameters.get("binary_data_output", False)
+        if not isinstance(binary_default, bool):
+            raise RequestError(f"binary_data_output must be true or false, not {brief(binary_default)}")
+        inputs = self._items(content, "inputs", self._inputs)
+        if "inputs" not in content:
+            raise RequestError("the request has no inputs: they are a list of tensors")
+        placed = tuple([self._input(*item) for item in inputs])
+        outputs = tuple(
+            [
+                (spec, _wants_binary(spec.name, wanted, binary_default=binary_default))
+                for spec, _, _, wanted in self._items(content, "outputs", self._outputs)
+            ]
+        )
+        if not outputs:
+            outputs = tuple([(spec, binary_default) for spec, _ in self._outputs.values()])
+        return RequestLayout(placed, outputs, *read_scheduling(parameters))
+
+    def _items(
+        self, content: dict[str, Any], side: str, specs: Specs
+    ) -> list[tuple[TensorSpec, str, dict[str, Any], dict[str, Any]]]:
+        """Return spec, datatype, description and parameters of each tensor on one side of a request."""
+        items = content.get(side, [])
+        if not isinstance(items, list):
+            raise RequestError(f"{side} must be a list of tensors, not {type(items).__name__}")
+        self._check_count(side, len(items))
+        found: dict[str, tuple[TensorSpec, str, dict[str, Any], dict[str, Any]]] = {}
+        for item in items:
+            if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+                raise RequestError(f"each of the {side} must be an object with a name, not {brief(item)}")
+            name = item["name"]
+            spec, datatype = self._named(name, side, specs, found)
+            parameters = mapping(item, "parameters", repr(name))
+            refuse_shared_memory(name, parameters)
+            found[name] = spec, datatype, item, parameters
+        return list(found.values())
+
+    @staticmethod
+    def _input(
+        spec: TensorSpec, datatype: str, item: dict[str, Any], parameters: dict[str, Any]
+    ) -> PlacedTensor:
+        if item.get("datatype") != datatype:
+            raise InputError(f"input {spec.name!r} is {datatype}, not {brief(item.get('datatype'))}")
+        shape = read_shape(spec.name, item.get("shape"))
+        nbytes = parameters.get("binary_data_size")
+        if nbytes is None:
+            if "data" not in item:
+                raise RequestError(f"input {spec.name!r} has neither data nor binary_data_size")
+            return spec, shape, 0, from_json(spec, item["data"], shape)
+        if "data" in item:
+            raise RequestError(f"input {spec.name!r} has both data and binary_data_size: give one of them")
+        if type(nbytes) is not int or nbytes < 0:
+            raise RequestError(
+                f"binary_data_size of {spec.name!r} must be a number of bytes, not {brief(nbytes)}"
+            )
+        check_nbytes(spec, shape, nbytes)
+        return spec, shape, nbytes, None
+
+    def _answer(self, layout: RequestLayout, values: list[Array], tensors: list[Buffer]) -> bytes:
+        described = []
+        sizes = iter(tensors)
+        for (spec, binary), value in zip(layout.outputs, values, strict=True):
+            output: dict[str, Any] = {
+                "name": spec.name,
+                "datatype": self._outputs[spec.name][1],
+                "shape": value.shape,
+            }
+            if binary:
+                output["parameters"] = {"binary_data_size": len(next(sizes))}
+            else:
+                output["data"] = to_json(value)
+            described.append(output)
+        answer = {"model_name": self.name, "model_version": self.version, "outputs": described}
+        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool) -> bool:
+    if parameters.get("classification"):
+        raise UnsupportedError(
+            f"output {name!r}: classification is not supported; request the scores instead"
+        )
+    binary = parameters.get("binary_data", binary_default)
+    if not isinstance(binary, bool):
+        raise RequestError(f"binary_data of {name!r} must be true or false, not {brief(binary)}")
+    return binary
+
+
+def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> dict[str, Any]:
+    """Parse a JSON object. Messages call it ``what``.
+
+    :raises TooLargeError: if it has more than ``nbytes_max`` bytes.
+    :raises RequestError: if it is anything else.
+    """
+    if len(raw) > nbytes_max:
+        raise TooLargeError(
+            f"{what} has {len(raw)} bytes of JSON; at most {nbytes_max} are accepted: send tensors raw"
+        )
+    try:
+        content = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raw = bytes(raw)
+        is_rich = b"NaN" in raw or b"Infinity" in raw
+        fix = ". JSON has no NaN and no Infinity: send such numbers as binary data" if is_rich else ""
+        raise RequestError(f"{what} is not valid JSON: {error}{fix}") from error
+    if not isinstance(content, dict):
+        raise RequestError(f"{what} must be a JSON object, not {type(content).__name__}")
+    return content
+
+
+def dump(content: object) -> bytes:
+    """Return ``content`` as JSON; NumPy arrays become lists."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def mapping(content: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return the object under ``name``, or an empty one if there is none.
+
+    :raises RequestError: if something else is there.
+    """
+    value = content.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(f"{name} of {where} must be an object, not {type(value).__name__}")
+    return value
+
+
+def split_id(head: bytes) -> tuple[str, bytes]:
+    """Split an id at the very beginning off a head. Without one, return "" and the head itself.
+
+    The rest is only looked up among heads that were parsed whole, so it need not be JSON.
+    """
+    found = ID_START.match(head)
+    if found is None:
+        # What begins like the rest of another head is not JSON, and must not be taken for that rest.
+        return "", b"" if head.startswith(b",") else head
+    return found[1].decode(), head[found.end() :]

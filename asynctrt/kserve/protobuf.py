@@ -1,0 +1,256 @@
+"""Decode requests and encode answers as KServe's protobuf messages. The only importer of ``google.protobuf``.
+
+``inference.proto`` and ``health.proto`` describe the messages; ``protocol.binpb`` is what protoc makes of
+them (tests/kserve/test_protobuf.py has the command, and checks that they agree). The classes are made at
+first use, in a descriptor pool of their own: those that ``tritonclient`` registers have the same names and
+may live in the same process.
+
+An answer is put together from bytes, as protobuf allows: the fields that repeat are remembered with the
+request's layout, then come the id and the tensors. That saves two copies of each tensor.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import InputError, MissingExtraError, RequestError, UnsupportedError
+from asynctrt.kserve.codec import (
+    LAYOUT_NBYTES_MAX,
+    DecodedRequest,
+    ModelCodec,
+    PlacedTensor,
+    RequestLayout,
+    Specs,
+    read_scheduling,
+    read_shape,
+    refuse_shared_memory,
+    remember,
+)
+from asynctrt.kserve.datatypes import check_nbytes, read_tensor, size_of, strings, write_tensor
+from asynctrt.tensors import Array, InferResult, TensorSpec, convert
+
+try:
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+    from google.protobuf.descriptor_pool import DescriptorPool
+    from google.protobuf.message import DecodeError
+    from google.protobuf.message_factory import GetMessageClassesForFiles
+except ImportError as error:
+    raise MissingExtraError("gRPC needs protobuf: pip install 'asynctrt[serve]'") from error
+
+DESCRIPTORS: Final = Path(__file__).parent / "protocol.binpb"
+"""The ``.proto`` files beside it, as a serialized ``FileDescriptorSet``."""
+
+CONTENTS: Final = {
+    "BOOL": ("bool_contents", "bool"),
+    "INT8": ("int_contents", "int32"),
+    "INT16": ("int_contents", "int32"),
+    "INT32": ("int_contents", "int32"),
+    "INT64": ("int64_contents", "int64"),
+    "UINT8": ("uint_contents", "uint32"),
+    "UINT16": ("uint_contents", "uint32"),
+    "UINT32": ("uint_contents", "uint32"),
+    "UINT64": ("uint64_contents", "uint64"),
+    "FP32": ("fp32_contents", "float32"),
+    "FP64": ("fp64_contents", "float64"),
+    "BYTES": ("bytes_contents", "object"),
+}
+"""The field of ``InferTensorContents`` for each datatype, and its dtype. Other datatypes travel raw only."""
+
+# A field of bytes or text begins with its number and the wire type "a length, then that many bytes".
+ID_TAG: Final = 3 << 3 | 2
+RAW_TAG: Final = 6 << 3 | 2
+STREAMED_TAG: Final = 2 << 3 | 2
+
+
+@cache
+def message_classes() -> Mapping[str, Any]:
+    """Return the class of each message, by its name within its package."""
+    files = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file
+    pool = DescriptorPool()
+    for file in files:
+        pool.AddSerializedFile(file.SerializeToString())
+    classes = GetMessageClassesForFiles([file.name for file in files], pool)
+    return MappingProxyType({name.rpartition(".")[2]: found for name, found in classes.items()})
+
+
+def parse(kind: Any, body: bytes) -> Any:
+    """Parse a message of class ``kind``.
+
+    :raises RequestError: if the bytes are not such a message.
+    """
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise RequestError(f"the message is not a {kind.DESCRIPTOR.name}: {error}") from error
+
+
+def streamed(answer: bytes) -> bytes:
+    """Wrap a serialized ``ModelInferResponse`` as its request's only answer on a stream."""
+    final = _final()
+    return b"".join((_head(STREAMED_TAG, len(answer) + len(final)), answer, final))
+
+
+def streamed_error(request_id: str, message: str) -> bytes:
+    """Return the answer on a stream to a request that has failed."""
+    kinds = message_classes()
+    response = parse(kinds["ModelInferResponse"], _final())
+    response.id = request_id
+    failed = kinds["ModelStreamInferResponse"](error_message=message, infer_response=response)
+    return bytes(failed.SerializeToString())
+
+
+class ProtobufCodec(ModelCodec):
+    """Decode requests to one model and encode its answers, as protobuf messages."""
+
+    def decode(self, request: Any) -> DecodedRequest:
+        """Decode a ``ModelInferRequest``. Its id and its raw tensors are removed from it.
+
+        :raises RequestError: if it breaks the protocol; the message names the field.
+        :raises InputError: if the model cannot take one of its tensors.
+        """
+        request_id = request.id
+        contents = list(request.raw_input_contents)
+        if not contents:
+            layout = self._layout(request, is_raw=False)
+            arrays = {spec.name: array for spec, _, _, array in layout.inputs if array is not None}
+            return DecodedRequest(layout, request_id, arrays)
+        # The remaining fields are usually those of an earlier request, byte for byte.
+        request.ClearField("id")
+        request.ClearField("raw_input_contents")
+        key = request.SerializeToString()
+        layout = self._layouts.get(key) or self._new_layout(request, key)
+        if len(contents) != len(layout.inputs):
+            raise RequestError(
+                f"raw_input_contents must have one entry for each of the {len(layout.inputs)} inputs, not "
+                f"{len(contents)}"
+            )
+        views: dict[str, Array] = {}
+        for (spec, shape, nbytes, _), content in zip(layout.inputs, contents, strict=True):
+            if len(content) != nbytes:
+                check_nbytes(spec, shape, len(content))
+            views[spec.name] = read_tensor(spec, shape, content, 0, len(content))
+        return DecodedRequest(layout, request_id, views)
+
+    def encode(self, request: DecodedRequest, result: InferResult) -> bytes:
+        """Return the answer, a serialized ``ModelInferResponse``."""
+        layout = request.layout
+        values = [result[spec.name] for spec, _ in layout.outputs]
+        shapes = tuple([value.shape for value in values])
+        if shapes != layout.answer_key:
+            layout.answer_key, layout.answer = shapes, self._described(layout, shapes)
+        pieces: list[Any] = [layout.answer]
+        if request.id:
+            text = request.id.encode()
+            pieces += (_head(ID_TAG, len(text)), text)
+        for value in values:
+            raw = write_tensor(value)
+            pieces += (_head(RAW_TAG, len(raw)), raw)
+        return b"".join(pieces)
+
+    def _described(self, layout: RequestLayout, shapes: Iterable[tuple[int, ...]]) -> bytes:
+        """Return an answer without its id and its tensors."""
+        outputs = [
+            {"name": spec.name, "datatype": self._outputs[spec.name][1], "shape": shape}
+            for (spec, _), shape in zip(layout.outputs, shapes, strict=True)
+        ]
+        kind = message_classes()["ModelInferResponse"]
+        described = kind(model_name=self.name, model_version=self.version, outputs=outputs)
+        return bytes(described.SerializeToString())
+
+    def _new_layout(self, request: Any, key: bytes) -> RequestLayout:
+        layout = self._layout(request, is_raw=True)
+        if len(key) <= LAYOUT_NBYTES_MAX:
+            remember(self._layouts, key, layout)
+        return layout
+
+    def _layout(self, request: Any, *, is_raw: bool) -> RequestLayout:
+        placed = tuple(
+            [
+                self._input(spec, datatype, item, is_raw=is_raw)
+                for spec, datatype, item in self._items(request.inputs, "inputs", self._inputs)
+            ]
+        )
+        outputs = []
+        for spec, _, item in self._items(request.outputs, "outputs", self._outputs):
+            if "classification" in item.parameters:
+                raise UnsupportedError(
+                    f"output {spec.name!r}: classification is not supported; request the scores instead"
+                )
+            outputs.append((spec, True))
+        outputs = outputs or [(spec, True) for spec, _ in self._outputs.values()]
+        parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
+        return RequestLayout(placed, tuple(outputs), *read_scheduling(parameters))
+
+    def _items(self, items: Any, side: str, specs: Specs) -> list[tuple[TensorSpec, str, Any]]:
+        """Return spec, datatype and description of each tensor on one side of a request."""
+        self._check_count(side, len(items))
+        found: dict[str, tuple[TensorSpec, str, Any]] = {}
+        for item in items:
+            spec, datatype = self._named(item.name, side, specs, found)
+            refuse_shared_memory(item.name, item.parameters)
+            found[item.name] = spec, datatype, item
+        return list(found.values())
+
+    @staticmethod
+    def _input(spec: TensorSpec, datatype: str, item: Any, *, is_raw: bool) -> PlacedTensor:
+        if item.datatype != datatype:
+            raise InputError(f"input {spec.name!r} is {datatype}, not {item.datatype!r:.40}")
+        shape = read_shape(spec.name, list(item.shape))
+        given = [field.name for field, _ in item.contents.ListFields()]
+        if not is_raw:
+            return spec, shape, 0, _typed(spec, datatype, shape, given, item.contents)
+        if given:
+            raise RequestError(
+                f"input {spec.name!r} has contents beside raw_input_contents: give one or the other"
+            )
+        return spec, shape, size_of(shape) * spec.dtype.itemsize, None
+
+
+def _typed(spec: TensorSpec, datatype: str, shape: tuple[int, ...], given: list[str], contents: Any) -> Array:
+    """Return a tensor that is given as a list of values."""
+    if datatype not in CONTENTS:
+        raise InputError(f"input {spec.name!r} is {datatype}, which is accepted as raw_input_contents only")
+    field, dtype = CONTENTS[datatype]
+    count = size_of(shape)
+    if not given and count:
+        raise RequestError(f"input {spec.name!r} has neither raw_input_contents nor contents.{field}")
+    if given not in ([], [field]):
+        raise InputError(
+            f"input {spec.name!r} is {datatype}: its values must be in {field}, not in {', '.join(given)}"
+        )
+    values = list(getattr(contents, field))
+    if len(values) != count:
+        raise InputError(f"input {spec.name!r} has {len(values)} values, but shape {list(shape)}")
+    if datatype == "BYTES":
+        return strings(spec, values).reshape(shape)
+    return convert(spec, np.array(values, dtype)).reshape(shape)
+
+
+def _value(parameter: Any) -> Any:
+    """Return the value of an ``InferParameter``."""
+    choice = parameter.WhichOneof("parameter_choice")
+    return None if choice is None else getattr(parameter, choice)
+
+
+@cache
+def _final() -> bytes:
+    """Return the serialized field that marks an answer as its request's last."""
+    response = message_classes()["ModelInferResponse"]()
+    response.parameters["triton_final_response"].bool_param = True
+    return bytes(response.SerializeToString())
+
+
+def _head(tag: int, nbytes: int) -> bytes:
+    """Return what precedes a field's bytes: its tag, and their number as a varint."""
+    if nbytes < 128:
+        return bytes((tag, nbytes))
+    head = [tag]
+    while nbytes >= 128:
+        head.append(nbytes & 127 | 128)
+        nbytes >>= 7
+    head.append(nbytes)
+    return bytes(head)

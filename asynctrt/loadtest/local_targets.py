@@ -1,0 +1,113 @@
+"""Targets in the process that sends: an engine, or an async function of the application."""
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from asynctrt.engine import Engine
+from asynctrt.errors import TargetError
+from asynctrt.loadtest.targets import BatchCounters, Call
+from asynctrt.statistics import BatchTrace, Statistics
+from asynctrt.tensors import Array, InferResult, TensorSpec
+
+
+class EngineTarget:
+    """Send to an engine in this process."""
+
+    kind = "engine"
+
+    def __init__(
+        self, engine: Engine, *, owns: bool, name: str | None = None, trace_batches: bool = False
+    ) -> None:
+        self.name = name or engine.name
+        self.inputs = engine.inputs
+        self.in_flight_max = engine.options.max_queue_rows
+        self._engine = engine
+        self._owns = owns
+        self._submit = engine.submit
+        self._tracing = ExitStack()
+        self._trace: Sequence[BatchTrace] = ()
+        if trace_batches:
+            self._trace = self._tracing.enter_context(engine.tracing())
+
+    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+        return dict(inputs), priority
+
+    def start(self, prepared: Any) -> "asyncio.Future[Any]":
+        inputs, priority = prepared
+        return self._submit(inputs, priority=priority)
+
+    def outputs(self, answer: InferResult) -> Mapping[str, Array]:
+        return answer
+
+    async def batches(self) -> BatchCounters | None:
+        return engine_counters(self._engine.statistics())
+
+    def trace(self) -> list[BatchTrace]:
+        return list(self._trace)
+
+    async def aclose(self) -> None:
+        self._tracing.close()
+        if self._owns:
+            await self._engine.aclose()
+
+
+def engine_counters(statistics: Statistics) -> BatchCounters:
+    """Return the counters of an engine's statistics."""
+    return BatchCounters(
+        statistics.succeeded,
+        statistics.rows,
+        statistics.batches,
+        statistics.queue_ns,
+        statistics.copy_in_ns,
+        statistics.compute_ns,
+        statistics.copy_out_ns,
+        {rows: size.count for rows, size in statistics.by_batch_rows.items()},
+    )
+
+
+class CallTarget:
+    """Call an async function of the application, and measure whatever it does."""
+
+    kind = "function"
+    inputs: tuple[TensorSpec, ...] = ()
+    in_flight_max = 16384
+
+    def __init__(self, call: Call) -> None:
+        self.name = getattr(call, "__qualname__", type(call).__name__)
+        self._call = call
+        self._create_task = asyncio.get_running_loop().create_task
+
+    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+        return dict(inputs)
+
+    def start(self, prepared: Any) -> "asyncio.Future[Any]":
+        made = self._call(prepared)
+        if inspect.iscoroutine(made):
+            return self._create_task(made)
+        if asyncio.isfuture(made):
+            return made
+        raise TargetError(
+            f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"
+        )
+
+    def outputs(self, answer: Any) -> Mapping[str, Array]:
+        if not isinstance(answer, Mapping):
+            raise TargetError(
+                f"{self.name} returned {type(answer).__name__}; a checked answer must be a mapping of "
+                "arrays by name"
+            )
+        return {name: np.asarray(value) for name, value in answer.items()}
+
+    async def batches(self) -> BatchCounters | None:
+        return None
+
+    def trace(self) -> list[BatchTrace]:
+        return []
+
+    async def aclose(self) -> None:
+        return

@@ -1,0 +1,61 @@
+"""Opens the target of a load test. The only module that knows every kind of target."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from asynctrt.engine import Engine
+from asynctrt.errors import UsageError
+from asynctrt.loading import name_of
+from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
+from asynctrt.loadtest.targets import Call, Target, TargetSpec
+from asynctrt.opening import open as open_engine
+
+
+@asynccontextmanager
+async def opened(
+    target: "TargetSpec | Engine | Target | Call", *, trace_batches: bool = False
+) -> AsyncIterator[Target]:
+    """Open a target, and close in the end what was opened for it.
+
+    :param trace_batches: trace the batches of an engine, which makes a GPU time every one of them. Without it
+        the load test does not change how the engine runs.
+    :raises UsageError: if the engine's batches are to be traced and are being traced already.
+    :raises TargetError: if it cannot be reached, or is not what it should be.
+    :raises AsynctrtError: if an engine cannot be opened.
+    """
+    if isinstance(target, TargetSpec):
+        made = await _open(target, trace_batches=trace_batches)
+    elif isinstance(target, Engine):
+        made = EngineTarget(target, owns=False, trace_batches=trace_batches)
+    elif isinstance(target, Target):
+        made = target
+    elif callable(target):
+        made = CallTarget(target)
+    else:
+        raise UsageError(
+            f"the target must be a path, an address, an engine or an async function, not {target!r}"
+        )
+    try:
+        yield made
+    finally:
+        if made is not target:
+            await made.aclose()
+
+
+async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
+    if not spec.scheme:
+        engine = await open_engine(spec.where, device=spec.device, options=spec.options)
+        name = name_of(spec.where)
+        return EngineTarget(engine, owns=True, name=name, trace_batches=trace_batches)
+    # Each module imports an optional dependency of its own.
+    if spec.scheme in ("ws", "wss"):
+        from asynctrt.loadtest.websocket_target import open_websocket_target  # noqa: PLC0415
+
+        return await open_websocket_target(spec)
+    if spec.scheme in ("grpc", "grpcs"):
+        from asynctrt.loadtest.grpc_target import open_grpc_target  # noqa: PLC0415
+
+        return await open_grpc_target(spec)
+    from asynctrt.loadtest.http_target import open_http_target  # noqa: PLC0415
+
+    return await open_http_target(spec)

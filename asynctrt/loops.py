@@ -1,0 +1,82 @@
+"""What asyncio lacks for an engine: the running loop or a clear error, and waits that are seen through."""
+
+import asyncio
+import math
+import sys
+from asyncio import _get_running_loop
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import anyio
+
+from asynctrt.errors import UsageError
+
+T = TypeVar("T")
+
+WAIT_S_MAX: Final = 3600.0
+"""Longer waits are taken in turns: timers of uvloop overflow."""
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """Return the running asyncio loop.
+
+    :raises UsageError: without one, or on trio.
+    """
+    loop = _get_running_loop()
+    if loop is not None:
+        return loop
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_run():
+        raise UsageError(
+            "asynctrt runs on asyncio, and this is trio. Run the application with "
+            "anyio.run(main, backend='asyncio', backend_options={'use_uvloop': True})"
+        )
+    raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
+
+
+async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
+    """Run a blocking function in a thread that ends with it.
+
+    It cannot be stopped half way, so a caller who is cancelled waits for it all the same; what it has made
+    is then given to ``undo``, so that nothing is left behind.
+    """
+    future, cancelled = await see_through_in_thread(function)
+    if cancelled is None:
+        return future.result()
+    if future.exception() is None and undo is not None:
+        undo(future.result())
+    raise cancelled
+
+
+async def see_through_in_thread(
+    function: Callable[[], T],
+) -> "tuple[asyncio.Future[T], asyncio.CancelledError | None]":
+    """Run a blocking function in a thread that ends with it, whatever is cancelled meanwhile.
+
+    :returns: the function's future, which is done, and the cancellation that is still to be raised.
+    """
+    executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
+    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    cancelled = await wait_shielded(future)
+    executor.shutdown()
+    return future, cancelled
+
+
+async def wait_shielded(
+    future: "asyncio.Future[Any]", timeout_s: float = math.inf
+) -> asyncio.CancelledError | None:
+    """Wait until a future is done or the time is up, whatever is cancelled meanwhile.
+
+    :returns: the cancellation that is still to be raised, if there was one.
+    """
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + timeout_s
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not future.done() and (left_s := end_s - loop.time()) > 0:
+            try:
+                await asyncio.wait([future], timeout=min(left_s, WAIT_S_MAX))
+            except asyncio.CancelledError as error:
+                cancelled = error
+    return cancelled

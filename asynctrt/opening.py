@@ -1,0 +1,104 @@
+"""``asynctrt.open``: from a model's path or name to an engine."""
+
+import os
+from collections.abc import Generator
+from functools import partial
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Unpack
+
+from asynctrt.backends.base import Model
+from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.base import Device
+from asynctrt.engine import STREAM_END_S, Engine
+from asynctrt.errors import UsageError
+from asynctrt.loops import in_thread, running_loop
+from asynctrt.options import Options, Settings
+from asynctrt.parts import build_on
+
+
+def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.open)
+    model: str | os.PathLike[str] | Model,
+    *,
+    device: str | Device = "host",
+    shared_arenas: Arenas | None = None,
+    options: Options | None = None,
+    **settings: Unpack[Settings],
+) -> "Opening":
+    """Load a model onto a device and put an engine in front of it.
+
+    Use it as ``async with asynctrt.open(...) as engine:``, or ``engine = await asynctrt.open(...)`` and
+    ``await engine.aclose()`` in the end. Loading is done in a thread; the engine belongs to the running loop.
+
+    :param model: a path to an ``.onnx`` file, or to a TensorRT plan (``.plan``, ``.engine``, ``.trt``), which
+        is code: open only plans that you trust; ``"module:attribute"``, a model in a Python module or a
+        function there that makes one; or a model object, which stays the caller's to close.
+    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object.
+    :param shared_arenas: the enqueue memory to work in, shared with other engines on the same device object.
+    :param options: an :class:`Options`; ``settings`` are single options, and win over it.
+    :raises OptionsError: at once, for an option that is unknown or impossible.
+    :raises ModelNotFoundError, ModelError: when it is entered, for a model that cannot be served.
+    :raises DeviceUnavailableError: when it is entered, for a device that is not here.
+    :raises MissingExtraError: when it is entered, if the model needs a package that is not installed.
+    """
+    return Opening(model, device, shared_arenas, Options.from_settings(options, dict(settings)))
+
+
+class Opening:
+    """An engine about to be opened: enter it with ``async with``, or await it."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Model,
+        device: str | Device,
+        shared_arenas: Arenas | None,
+        options: Options,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._shared_arenas = shared_arenas
+        self._options = options
+        self._engine: Engine | None = None
+
+    def __repr__(self) -> str:
+        return f"<asynctrt.open({self._model!r}): not entered yet, use 'async with' or 'await'>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Engine, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise UsageError(
+            f"this engine is not open yet, so it has no {name!r}: "
+            "async with asynctrt.open(...) as engine, or engine = await asynctrt.open(...)"
+        )
+
+    def __enter__(self) -> None:
+        raise UsageError("an engine is opened with 'async with', not with 'with'")
+
+    def __exit__(self, *_: object) -> None:
+        raise UsageError("an engine is opened with 'async with', not with 'with'")
+
+    def __await__(self) -> "Generator[Any, None, Engine]":
+        return self._open().__await__()
+
+    async def __aenter__(self) -> "Engine":
+        if self._engine is not None:
+            raise UsageError("this engine was entered before. Call asynctrt.open(...) again for another")
+        self._engine = await self._open()
+        return self._engine
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._engine is not None:
+            await self._engine.aclose()
+
+    async def _open(self) -> "Engine":
+        loop = running_loop()
+        if self._shared_arenas is not None:
+            self._shared_arenas.claim(get_ident())
+        build = partial(build_on, self._model, self._device, self._options, self._shared_arenas)
+        parts = await in_thread(build, undo=lambda parts: parts.close(STREAM_END_S))
+        return Engine(loop, parts, self._options)

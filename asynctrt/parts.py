@@ -1,0 +1,202 @@
+"""What an engine stands on: the numbers it is built by, and its parts, made together and closed together."""
+
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+
+from asynctrt.backends.base import Model, ProfiledModel
+from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.base import Device
+from asynctrt.errors import AsynctrtError, ModelError, OptionsError
+from asynctrt.loading import find_device, load_model
+from asynctrt.options import MAX_ROWS_DEFAULT, Options
+from asynctrt.runtime.contexts import ContextPool
+from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.shapes import Shapes
+from asynctrt.tensors import Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the options come to for this model on this device."""
+
+    rows_max: int
+    contexts: int
+    arenas: int
+    in_flight_max: int
+    graphs: tuple[int, ...]
+    """Batch sizes to capture."""
+
+    @classmethod
+    def of(cls, model: Model, device: Device, options: Options, shared: Arenas | None = None) -> "Capacity":
+        """The numbers, or an error that says which option the model cannot be opened with."""
+        contexts = options.contexts or max(
+            device.contexts_default, options.max_in_flight or 0, options.arenas or 0
+        )
+        arenas = min(options.arenas or contexts, contexts)
+        if shared is not None:
+            arenas = cls._shared(device, options, shared, contexts)
+        if not model.enqueue_nbytes:
+            arenas = 0
+        in_flight_max = min(options.max_in_flight or contexts, contexts)
+        rows_max = cls._rows_max(model, options)
+        return cls(rows_max, contexts, arenas, in_flight_max, cls._graphs(model, device, options, rows_max))
+
+    @staticmethod
+    def _shared(device: Device, options: Options, shared: Arenas, contexts: int) -> int:
+        if shared.device is not device:
+            raise OptionsError(
+                f"{shared!r} belong to another device object than the engine. Open both with the same one: "
+                f"device = ...; Arenas(device, 2); asynctrt.open(..., device=device, shared_arenas=arenas)"
+            )
+        if options.arenas not in (None, len(shared)) or contexts < len(shared):
+            raise OptionsError(
+                f"{len(shared)} arenas are shared, so leave the option arenas out, and have at least as many "
+                f"contexts; arenas is {options.arenas} and there are {contexts} contexts"
+            )
+        return len(shared)
+
+    @staticmethod
+    def _rows_max(model: Model, options: Options) -> int:
+        fixed = model.rows_fixed
+        if fixed is not None and options.max_rows != fixed:
+            raise ModelError(
+                f"{model.name!r} takes batches of exactly {fixed} rows. Export it with a dynamic first axis, "
+                f"or open it with max_rows={fixed}: every batch is then padded to that size"
+            )
+        limit = model.rows_max
+        if limit is not None and (options.max_rows or 0) > limit:
+            raise OptionsError(
+                f"max_rows is {options.max_rows}, but {model.name!r} takes at most {limit} rows. "
+                f"Open it with max_rows={limit} or less"
+            )
+        return options.max_rows or min(MAX_ROWS_DEFAULT, limit or MAX_ROWS_DEFAULT, options.max_queue_rows)
+
+    @staticmethod
+    def _graphs(model: Model, device: Device, options: Options, rows_max: int) -> tuple[int, ...]:
+        """The batch sizes to capture."""
+        if options.graphs == "off" or (options.graphs == "auto" and not device.prefers_graphs):
+            return ()
+        if model.rows_fixed is not None:
+            return (model.rows_fixed,)
+        least = model.rows_min
+        if options.graphs == "auto":
+            # Each size takes a context of its own in every bay, so there are few: powers of four.
+            powers = (4**power for power in range(rows_max.bit_length()))
+            return tuple(sorted({least, rows_max, *(rows for rows in powers if least < rows < rows_max)}))
+        sizes = tuple(int(rows) for rows in options.graphs)
+        if sizes[-1] > rows_max or sizes[0] < least:
+            raise OptionsError(
+                f"graphs is {sizes}, but {model.name!r} takes batches of {least} to {rows_max} rows here"
+            )
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """All that an engine stands on. Whoever made a part closes it."""
+
+    device: Device
+    model: Model
+    pool: ContextPool
+    arenas: Arenas | None
+    shapes: Shapes
+    capacity: Capacity
+    owns_device: bool
+    owns_model: bool
+    owns_arenas: bool
+
+    def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
+        """Give back what is ours; returns how many contexts had to be abandoned. Blocks.
+
+        May be called again: what was abandoned is given back once it has ended.
+        """
+        abandoned = self.pool.close(timeout_s)
+        if abandoned:
+            # What runs still uses the weights and the memory, so they stay too.
+            return abandoned
+        if slots is not None:
+            slots()
+        if self.owns_arenas and self.arenas is not None:
+            self.arenas.close()
+        if self.owns_model:
+            self.model.close()
+        if self.owns_device:
+            self.device.close()
+        return 0
+
+
+class ModelProfiles:
+    """The profiles of a model, asked by the shape of a batch's key."""
+
+    def __init__(self, model: ProfiledModel) -> None:
+        self._model = model
+
+    def row_ranges(self, shape: Hashable) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest batch of each profile that takes rows of this shape."""
+        return self._model.rows_of(self._dims_of(shape))
+
+    def profile_of(self, shape: Hashable, rows: int) -> int:
+        """Return the profile for a batch of ``rows``."""
+        return self._model.profile_of(self._dims_of(shape), rows)
+
+    def _dims_of(self, shape: Hashable) -> tuple[Dims, ...]:
+        assert isinstance(shape, tuple)
+        symbols = dict(shape)
+        resolved = (spec.resolve(symbols) for spec in self._model.inputs)
+        return tuple(dims for dims in resolved if dims is not None)
+
+
+def build_on(
+    model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
+) -> EngineParts:
+    """Load a model and make what its batches need. Blocks; what fails leaves nothing behind.
+
+    :raises AsynctrtError: whatever a model or a device refuses.
+    """
+    found = find_device(device)
+    loaded: Model | None = None
+    arenas: Arenas | None = None
+    try:
+        loaded = load_model(model, found, options.flavour)
+        capacity = Capacity.of(loaded, found, options, shared)
+        if capacity.arenas:
+            arenas = shared or Arenas(found, capacity.arenas)
+        shapes = Shapes(
+            rows_max=capacity.rows_max,
+            rows_fixed=loaded.rows_fixed,
+            profiles=ModelProfiles(loaded) if isinstance(loaded, ProfiledModel) else None,
+        )
+        pool = ContextPool(
+            found,
+            loaded,
+            contexts=capacity.contexts,
+            arenas=arenas,
+            rows_max=capacity.rows_max,
+            graphs=capacity.graphs,
+            profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
+        )
+    except BaseException as error:
+        if arenas is not None and arenas is not shared:
+            arenas.close()
+        if loaded is not None and loaded is not model:
+            loaded.close()
+        if found is not device:
+            found.close()
+        if loaded is None or isinstance(error, AsynctrtError) or not isinstance(error, Exception):
+            raise
+        raise ModelError(
+            f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
+        ) from error
+    return EngineParts(
+        found,
+        loaded,
+        pool,
+        arenas,
+        shapes,
+        capacity,
+        owns_device=found is not device,
+        owns_model=isinstance(model, str | os.PathLike),
+        owns_arenas=arenas is not shared,
+    )

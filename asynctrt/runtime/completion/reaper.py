@@ -1,0 +1,191 @@
+"""The reaper: the loop's side of watching events."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context
+
+from asynctrt.alarm import create_alarm
+from asynctrt.devices.base import Completion
+from asynctrt.options import Waiting
+from asynctrt.runtime.completion.callbacks import GUARD_NS, Guard
+from asynctrt.runtime.completion.polling import Poller
+from asynctrt.runtime.completion.thread import WaiterThread
+from asynctrt.runtime.completion.watcher import Watch, Watcher
+
+
+class Reaper:
+    """Watches events for one loop and calls back, on the loop, when they are done.
+
+    :param context: what the callbacks run in. Default: the context of whoever causes a look, which may be any
+        caller of the engine.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        now_ns: Callable[[], int],
+        *,
+        waiting: Waiting,
+        context: Context | None = None,
+    ) -> None:
+        self._loop = loop
+        self._now_ns = now_ns
+        self._waiting = waiting
+        self._context = context
+        self._watcher = Watcher()
+        self._guard = Guard(now_ns)
+        self._poller = Poller()
+        self._waiter = WaiterThread(self._wake) if waiting == "thread" else None
+        # Callbacks that are due; some are left only while they run, and after one of them was interrupted.
+        self._callbacks: deque[Callable[[], object]] = deque()
+        self._tick_is_scheduled = False
+        self._woken = False
+        self._alarm = create_alarm(loop, self._ring, now_ns, context=context)
+
+    def __repr__(self) -> str:
+        return f"<Reaper {self._waiting} watching={len(self._watcher.watches)}>"
+
+    def watch(
+        self,
+        event: Completion,
+        on_done: Callable[[], object],
+        *,
+        expected_ns: int | None,
+        hung_after_ns: int | None = None,
+        on_hung: Callable[[], object] | None = None,
+        order_group: int | None = None,
+    ) -> None:
+        """Call ``on_done`` once ``event`` is done.
+
+        An exception of ``on_done`` or ``on_hung`` goes to the loop's exception handler, and affects no other
+        event.
+
+        :param expected_ns: how long it takes, if known.
+        :param hung_after_ns: give it up, and call ``on_hung``, after its work has run for so long. The time
+            in which it waits for its turn does not count, nor that in which the loop is blocked. If it ends
+            after all, ``on_done`` is called then.
+        :param order_group: events of one group end in the order in which they are watched, so only the first
+            is looked at, and one that hangs takes those behind it along.
+        """
+        now_ns = self._now_ns()
+        watch = Watch(
+            event,
+            on_done,
+            start_ns=now_ns,
+            expected_ns=expected_ns or 0,
+            hung_after_ns=hung_after_ns,
+            on_hung=on_hung,
+            order_group=order_group,
+        )
+        watch.calls = event.on_done(self._wake)
+        if watch.calls:
+            self._guard.begin(watch)
+        elif event.query():
+            pass  # It is done already, and the next tick finds that.
+        elif self._waiter is not None:
+            self._waiter.wait_for(event)
+            watch.calls = True
+            watch.look_ns = now_ns + GUARD_NS
+        else:
+            self._poller.begin(watch)
+        self._watcher.watches.append(watch)
+        self._plan(now_ns)
+
+    def close(self) -> None:
+        """Forget every event and never call back again. Idempotent."""
+        self._watcher.clear()
+        self._callbacks.clear()
+        self._alarm.close()
+        if self._waiter is not None:
+            self._waiter.close()
+            self._waiter = None
+
+    def _wake(self) -> None:
+        """From any thread: an event is done."""
+        if not self._woken:
+            self._woken = True
+            try:  # noqa: SIM105  (a context manager costs as much as the call)
+                self._loop.call_soon_threadsafe(self._look, context=self._context)
+            except RuntimeError:
+                pass  # The loop was closed with work in flight, so there is nothing left to be told.
+
+    def _tick(self) -> None:
+        self._tick_is_scheduled = False
+        looks = self._poller.tick(self._now_ns())
+        if looks > 1 and self._watcher.watches:
+            query = self._watcher.watches[0].event.query
+            for _ in range(looks):
+                if query():
+                    break
+        self._look()
+
+    def _ring(self) -> None:
+        """The alarm: it is the guard's time, or a batch may be done soon, or the rest of a sleep is left."""
+        now_ns = self._now_ns()
+        watches = self._watcher.watches
+        is_due = now_ns >= self._watcher.next_ns() or any(watch.look_ns <= now_ns for watch in watches)
+        self._guard.look(watches, now_ns)
+        if is_due:
+            self._look()
+        else:
+            self._plan(now_ns)
+
+    def _look(self) -> None:
+        """Find what is done or has hung, and call back."""
+        was_woken, self._woken = self._woken, False
+        now_ns = self._now_ns()
+        try:
+            done, hung = self._watcher.look(now_ns, at_all=was_woken)
+            for watch in done:
+                self._guard.end()
+                self._callbacks.append(watch.on_done)
+            for watch in hung:
+                if watch.on_hung is not None:
+                    self._callbacks.append(watch.on_hung)
+            if hung and self._waiter is not None:
+                self._replace_waiter()
+            self._poller.postpone(self._watcher.watches, now_ns)
+            self._call_back()
+        finally:
+            self._plan(now_ns)
+
+    def _call_back(self) -> None:
+        while self._callbacks:
+            callback = self._callbacks.popleft()
+            try:
+                callback()
+            except Exception as error:
+                self._loop.call_exception_handler(
+                    {"message": f"{self!r}: a callback raised", "exception": error}
+                )
+
+    def _replace_waiter(self) -> None:
+        """Leave a thread that blocks on what has hung, and wait for the others in a new one."""
+        assert self._waiter is not None
+        self._waiter.close()
+        self._waiter = WaiterThread(self._wake)
+        for watch in self._watcher.watches:
+            if watch.calls:
+                self._waiter.wait_for(watch.event)
+
+    def _plan(self, now_ns: int) -> None:
+        """Be back at the next look, or at the next tick if one is due. The guard can wait for the alarm."""
+        watcher = self._watcher
+        if watcher.is_empty and not self._callbacks:
+            return
+        spins = self._waiting == "spin" and bool(watcher.watches)
+        if self._callbacks or spins or self._poller.is_due(watcher.watches, now_ns):
+            if not self._tick_is_scheduled:
+                self._tick_is_scheduled = True
+                self._loop.call_soon(self._tick, context=self._context)
+            return
+        next_ns = watcher.next_ns()
+        if watcher.watches:
+            first = min(watcher.watches, key=_look_ns)
+            next_ns = min(next_ns, self._poller.sleep_until_ns(first, now_ns))
+        self._alarm.set(next_ns)
+
+
+def _look_ns(watch: Watch) -> int:
+    return watch.look_ns

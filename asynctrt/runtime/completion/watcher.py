@@ -1,0 +1,159 @@
+"""What is watched: which events are done, and which have hung."""
+
+from collections.abc import Callable
+from typing import Final
+
+from asynctrt.devices.base import Completion
+
+NEVER_NS: Final = 2**63 - 1
+
+CHECKS: Final = 16
+"""Checks within the time after which an event counts as hung."""
+
+CHECK_NS_MIN: Final = 1_000_000
+CHECK_NS_MAX: Final = 250_000_000
+"""Bounds of the pause between two such checks."""
+
+GIVEN_UP_NS: Final = 100_000_000
+"""The pause between two looks at events that were given up as hung, and may end all the same."""
+
+
+class Watch:
+    """One event, and what to call when it is done or has hung."""
+
+    __slots__ = (
+        "_check_pause_ns",
+        "_checked_ns",
+        "_hung_after_ns",
+        "_ran_ns",
+        "_was_running",
+        "calls",
+        "check_ns",
+        "event",
+        "expected_ns",
+        "late_ns",
+        "look_ns",
+        "on_done",
+        "on_hung",
+        "order_group",
+        "start_ns",
+    )
+
+    def __init__(
+        self,
+        event: Completion,
+        on_done: Callable[[], object],
+        *,
+        start_ns: int,
+        expected_ns: int,
+        hung_after_ns: int | None,
+        on_hung: Callable[[], object] | None,
+        order_group: int | None,
+    ) -> None:
+        self.event = event
+        self.on_done = on_done
+        self.on_hung = on_hung
+        self.order_group = order_group
+        self.start_ns = start_ns
+        self.expected_ns = expected_ns
+        self.calls = False
+        """Whether the device, or a thread, will call when it is done."""
+        self.look_ns = start_ns
+        """When it is queried next or, if it is called for, when it is guarded next."""
+        self.late_ns = NEVER_NS
+        """From when on it is queried with pauses."""
+        self.check_ns = NEVER_NS
+        """When it is checked next whether it hangs."""
+        if hung_after_ns is not None:
+            self._hung_after_ns = hung_after_ns
+            self._check_pause_ns = min(max(hung_after_ns // CHECKS, CHECK_NS_MIN), CHECK_NS_MAX)
+            self._checked_ns = start_ns
+            self._ran_ns = 0
+            self._was_running = False
+            self.check_ns = start_ns + self._check_pause_ns
+
+    def is_hung(self, now_ns: int, *, is_first: bool) -> bool:
+        """Check whether its work has run for too long.
+
+        What counts is the time in which the work itself ran: not while it waited for its turn, and not while
+        nothing was checked because the loop was blocked or the process was stopped.
+
+        :param is_first: whether nothing before it in its order group is pending.
+        """
+        is_running = is_first and self.event.is_running()
+        if is_running and self._was_running:
+            self._ran_ns += min(now_ns - self._checked_ns, 2 * self._check_pause_ns)
+        self._was_running = is_running
+        self._checked_ns = now_ns
+        self.check_ns = now_ns + self._check_pause_ns
+        return self._ran_ns >= self._hung_after_ns
+
+
+class Watcher:
+    """The events that are watched, in the order in which they were launched."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
+        self._given_up: list[Watch] = []
+        self._given_up_ns = NEVER_NS
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is watched, not even what was given up."""
+        return not self.watches and not self._given_up
+
+    def look(self, now_ns: int, *, at_all: bool) -> tuple[list[Watch], list[Watch]]:
+        """Query the events, and return the watches that are done and those that have hung.
+
+        Of an order group only the first pending event is queried. One that hangs takes those behind it in its
+        group along, as they cannot end before it.
+
+        :param at_all: look also at those that were given up, whose turn comes rarely otherwise.
+        """
+        done: list[Watch] = []
+        hung: list[Watch] = []
+        pending: list[Watch] = []
+        pending_groups = set()
+        hung_groups = set()
+        for watch in self.watches:
+            group = watch.order_group
+            is_first = group not in pending_groups
+            if is_first and watch.event.query():
+                done.append(watch)
+            elif group in hung_groups or (
+                now_ns >= watch.check_ns and watch.is_hung(now_ns, is_first=is_first)
+            ):
+                hung.append(watch)
+                if group is not None:
+                    hung_groups.add(group)
+            else:
+                pending.append(watch)
+                if group is not None:
+                    pending_groups.add(group)
+        self.watches = pending
+        if self._given_up and (at_all or now_ns >= self._given_up_ns):
+            self._look_at_given_up(now_ns, done)
+        if hung:
+            self._given_up += hung
+            self._given_up_ns = now_ns + GIVEN_UP_NS
+        return done, hung
+
+    def next_ns(self) -> int:
+        """Return when to look next at the latest, whatever a device is expected to do."""
+        next_ns = self._given_up_ns
+        for watch in self.watches:
+            next_ns = min(next_ns, watch.check_ns)
+        return next_ns
+
+    def clear(self) -> None:
+        """Forget every event."""
+        self.watches.clear()
+        self._given_up.clear()
+        self._given_up_ns = NEVER_NS
+
+    def _look_at_given_up(self, now_ns: int, done: list[Watch]) -> None:
+        pending: list[Watch] = []
+        for watch in self._given_up:
+            (done if watch.event.query() else pending).append(watch)
+        self._given_up = pending
+        self._given_up_ns = now_ns + GIVEN_UP_NS if pending else NEVER_NS

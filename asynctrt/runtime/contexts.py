@@ -1,0 +1,381 @@
+"""The contexts of an engine, each with all that a batch needs to run on it.
+
+It is here that a batch is put on a stream, and in what order: copy in, wait for the arena, compute, copy out.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final
+
+from asynctrt.backends.base import Binding, Model
+from asynctrt.devices.arenas import Arena, Arenas
+from asynctrt.devices.base import Buffer, Device, check_room, mib
+from asynctrt.errors import DeviceLostError, DeviceMemoryError
+from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
+from asynctrt.runtime.staging import (
+    DeviceSource,
+    Layout,
+    RowSource,
+    Slab,
+    SlotSource,
+    StagingBuffers,
+    lay_out,
+)
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.policy import Captured
+
+SLABS_MAX: Final = 64
+"""Slabs, and so bindings, that a context remembers: one for each shape, and one for each slab of slots."""
+
+UNDO_S: Final = 0.1
+"""How long a stream may take to come to rest when a pool that was begun is taken back. With no time at all it
+would count as hung, as its last event is not done at once, and a device keeps the memory of what is hung."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class BatchEvents:
+    """The events of a batch on its way. Those that take times cost the CPU more, and the GPU some.
+
+    Without times there are ``computed``, which the next batch in the arena waits for, and ``copied_out``.
+    """
+
+    __slots__ = ("begun", "computed", "copied_in", "copied_out", "started")
+
+    def __init__(self, device: Device, *, are_timed: bool) -> None:
+        self.computed = device.create_event(is_timed=are_timed)
+        self.copied_out = device.create_event(is_timed=are_timed)
+        self.begun = device.create_event(is_timed=True) if are_timed else None
+        self.copied_in = device.create_event(is_timed=True) if are_timed else None
+        self.started = device.create_event(is_timed=True) if are_timed else None
+
+
+class PooledContext:
+    """An execution context and all that it needs to run one batch at a time."""
+
+    def __init__(self, device: Device, model: Model, arena: Arena | None) -> None:
+        self._device = device
+        self._model = model
+        self.arena = arena
+        self.stream = device.create_stream()
+        self.timed = BatchEvents(device, are_timed=True)
+        self.untimed = BatchEvents(device, are_timed=False)
+        try:
+            self.context = model.create_context(device)
+        except BaseException:
+            self.stream.close(0.0)
+            raise
+        self._buffers: StagingBuffers | None = None
+        self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
+        self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
+        # Models are captured whose rows all have one shape, so there is one slab then, which is never
+        # evicted.
+        self._captured: dict[int, CapturedBatch] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of staging memory and its counterpart on the device."""
+        return self._buffers.nbytes if self._buffers else 0
+
+    @property
+    def was_last_in_arena(self) -> bool:
+        """Return whether the arena's last use was by this context."""
+        last = None if self.arena is None else self.arena.last_use
+        return last is not None and (last is self.timed.computed or last is self.untimed.computed)
+
+    def slab(self, shape: Hashable, layout: Layout) -> Slab:
+        """Return this context's own slab for a shape. All its slabs share one memory, which grows."""
+        slab = self._slabs.get(shape)
+        if slab is None:
+            if self._buffers is None or self._buffers.staging.nbytes < layout.nbytes:
+                grown = StagingBuffers(self._device, layout.nbytes)
+                self._forget()
+                self._buffers = grown
+            slab = self._slabs[shape] = Slab(layout, self._buffers)
+            if len(self._slabs) > SLABS_MAX:
+                self._slabs.popitem(last=False)
+                self._slot_bindings.clear()
+        elif len(self._slabs) > 1:
+            self._slabs.move_to_end(shape)
+        return slab
+
+    def is_captured(self, rows: int) -> bool:
+        """Return whether batches of ``rows`` were captured."""
+        return rows in self._captured
+
+    def binding(self, source: RowSource) -> Binding:
+        """Return the context tied to the memory that a batch is read from and written to."""
+        slab = source.slab
+        if source.inputs is slab:
+            if slab.binding is None:
+                slab.binding = self.context.bind(slab.input_memory(), slab.output_memory())
+            return slab.binding
+        binding = self._slot_bindings.get(source.inputs)
+        if binding is None:
+            binding = self.context.bind(source.inputs.input_memory(), slab.output_memory())
+            self._slot_bindings[source.inputs] = binding
+            if len(self._slot_bindings) > SLABS_MAX:
+                self._slot_bindings.popitem(last=False)
+        self._slot_bindings.move_to_end(source.inputs)
+        return binding
+
+    def enqueue(self, source: RowSource, events: BatchEvents) -> None:
+        """Put a whole batch on the stream and return at once. This is the one order of things."""
+        stream, arena, batch = self.stream, self.arena, source.batch
+        if events.begun is not None:
+            stream.record(events.begun)
+        if source.has_copies_in:
+            source.put_in(stream)
+            if events.copied_in is not None:
+                stream.record(events.copied_in)
+        memory = None
+        if arena is not None:
+            memory = arena.memory
+            # What this very stream did before is over before anyway.
+            if arena.last_use is not None and not self.was_last_in_arena:
+                stream.wait(arena.last_use)
+            if events.started is not None:
+                stream.record(events.started)
+        captured = self._captured.get(batch.rows_run) if source.inputs is source.slab else None
+        if captured is not None:
+            captured.graph.launch(stream=stream)
+        else:
+            self.binding(source).enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
+        stream.record(events.computed)
+        if source.has_copies_out:
+            source.put_out(stream)
+            stream.record(events.copied_out)
+        if arena is not None:
+            arena.last_use = events.computed
+
+    def enqueue_end(self, source: RowSource, events: BatchEvents) -> None:
+        """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""
+        self.stream.record(events.computed)
+        if self.arena is not None:
+            self.arena.last_use = events.computed
+        if source.has_copies_out:
+            self.stream.record(events.copied_out)
+
+    def capture(self, slab: Slab, rows: int, *, profile: int | None, scratch: Buffer | None) -> CaptureCosts:
+        """Capture batches of ``rows`` in this context's own slab. As :func:`graphs.capture`."""
+        captured, costs = capture(
+            self._device,
+            self._model,
+            slab,
+            rows,
+            profile=profile,
+            stream=self.stream,
+            end=self.untimed.computed,
+            arena=self.arena,
+            scratch=scratch,
+        )
+        self._captured[rows] = captured
+        return costs
+
+    def forget_captured(self) -> None:
+        """Forget every graph."""
+        for captured in self._captured.values():
+            captured.close()
+        self._captured.clear()
+
+    def forget_slot_slab(self, slab: Slab) -> None:
+        """Drop everything cached for a slab of slots that is about to be freed."""
+        self._slot_bindings.pop(slab, None)
+
+    def close(self, timeout_s: float) -> bool:
+        """Give everything back; False, and keep it, if the stream's work does not end in time."""
+        if not self.stream.close(timeout_s):
+            return False
+        if self.arena is not None and self.was_last_in_arena:
+            self.arena.last_use = None
+        self._forget()
+        self.context.close()
+        return True
+
+    def _forget(self) -> None:
+        self.forget_captured()
+        self._slabs.clear()
+        self._slot_bindings.clear()
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
+
+
+class ContextPool:
+    """All contexts and arenas of an engine. The scheduler says which is free; this has the objects.
+
+    :param arenas: the arenas that its contexts work in; ``None`` for a model that needs none.
+    :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
+    :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
+    :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        *,
+        contexts: int,
+        arenas: Arenas | None,
+        rows_max: int,
+        graphs: Sequence[int] = (),
+        profile_of: Callable[[int], int | None] = lambda _: None,
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._rows_max = rows_max
+        self._profile_of = profile_of
+        self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+        self._arenas = arenas
+        self._contexts: list[PooledContext] = []
+        self._closed = False
+        self.captured = Captured()
+        """The batch sizes that were captured, and what launching one costs."""
+        if arenas is not None:
+            arenas.reserve(model.enqueue_nbytes)
+            arenas.engines += 1
+        try:
+            self._make_contexts(contexts)
+            if all(spec.is_fixed for spec in model.inputs):
+                # Rows of one shape only: what a batch needs is known, and is refused here if at all.
+                self._make_slabs()
+                if graphs and model.is_capturable:
+                    self._capture(graphs)
+        except BaseException:
+            self.close(UNDO_S)
+            raise
+
+    def __repr__(self) -> str:
+        arenas = 0 if self._arenas is None else len(self._arenas)
+        return f"<ContextPool contexts={len(self._contexts)} arenas={arenas} nbytes={self.nbytes}>"
+
+    def __getitem__(self, number: int) -> PooledContext:
+        return self._contexts[number]
+
+    @property
+    def arenas_nbytes(self) -> int:
+        """Return the bytes of the arenas."""
+        return 0 if self._arenas is None else self._arenas.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of staging memory, of its counterpart on the device, and of arenas."""
+        held = sum(context.nbytes for context in self._contexts)
+        return held if self._closed else held + self.arenas_nbytes
+
+    def layout(self, shape: Hashable) -> Layout:
+        """Return how a slab holds the batches of a shape."""
+        layout = self._layouts.get(shape)
+        if layout is None:
+            assert isinstance(shape, tuple)
+            layout = lay_out(self._model.inputs, self._model.outputs, dict(shape), self._rows_max)
+            self._layouts[shape] = layout
+            if len(self._layouts) > SLABS_MAX:
+                self._layouts.popitem(last=False)
+        return layout
+
+    def source(self, batch: Batch) -> RowSource:
+        """Return where the rows of a batch come from, in the slab of its context.
+
+        :raises DeviceMemoryError: when rows of this shape need more memory than there is.
+        """
+        key, context = batch.key, self._contexts[batch.context]
+        slab = context.slab(key.shape, self.layout(key.shape))
+        if key.slab is not None:
+            return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
+        if key.on_device or key.outputs_on_device:
+            return DeviceSource(batch, slab, device=self._device, stream=context.stream)
+        return RowSource(batch, slab)
+
+    def create_slot_slab(self, shape: Hashable) -> Slab:
+        """Return a slab for callers to fill: inputs only, in staging memory.
+
+        :raises DeviceMemoryError: when there is no room for it.
+        """
+        layout = self.layout(shape)
+        buffers = StagingBuffers(self._device, layout.inputs_nbytes, has_device_buffer=False)
+        return Slab(layout, buffers, has_outputs=False)
+
+    def close_slot_slab(self, slab: Slab) -> None:
+        """Give back a slab that callers filled, which no batch uses any more."""
+        for context in self._contexts:
+            context.forget_slot_slab(slab)
+        slab.buffers.close()
+
+    def close(self, timeout_s: float) -> int:
+        """Give everything back; returns how many contexts had to be abandoned, their work still running.
+
+        May be called again later, for those that were.
+        """
+        still_running = [context for context in self._contexts if not context.close(timeout_s)]
+        if still_running:
+            self._device.abandon()
+        self._contexts = still_running
+        if not self._closed and self._arenas is not None:
+            self._arenas.engines -= 1
+        self._closed = True
+        return len(still_running)
+
+    def _make_contexts(self, contexts: int) -> None:
+        """Make one to see what it takes, and the others only if there is as much left for each."""
+        for index in range(contexts):
+            arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
+            free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
+            self._contexts.append(PooledContext(self._device, self._model, arena))
+            if index == 0 and contexts > 1 and not self._device.unified:
+                each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
+                check_room(
+                    self._device,
+                    each_nbytes * (contexts - 1),
+                    f"{contexts - 1} more contexts of {self._model.name!r}, each as large as the first "
+                    f"({mib(each_nbytes)}),",
+                    "Open the engine with fewer contexts",
+                )
+
+    def _make_slabs(self) -> None:
+        layout = self.layout(FIXED_SHAPE.shape)
+        if not self._device.unified:
+            check_room(
+                self._device,
+                layout.nbytes * len(self._contexts),
+                f"the slabs of {len(self._contexts)} contexts, {mib(layout.nbytes)} for {self._rows_max} "
+                "rows,",
+                "Open the engine with fewer contexts or a smaller max_rows",
+            )
+        for context in self._contexts:
+            slab = context.slab(FIXED_SHAPE.shape, layout)
+            slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
+
+    def _capture(self, sizes: Sequence[int]) -> None:
+        """Capture the sizes on every context, or none: what cannot be captured runs call by call."""
+        arenas, own = self._arenas, None
+        if arenas is not None and arenas.engines > 1:
+            # Other engines are running in these arenas, and nothing here is in order with them.
+            own = self._device.allocate(arenas.arenas[0].memory.nbytes)
+        try:
+            costs = [self._capture_one(context, rows, own) for context in self._contexts for rows in sizes]
+        except (DeviceMemoryError, DeviceLostError):
+            raise
+        except Exception as error:
+            logger.warning(
+                "%r cannot be captured as a CUDA graph, so its batches are put on the device call by call "
+                "(graphs='off' does so from the start): %s",
+                self._model.name,
+                error,
+            )
+            for context in self._contexts:
+                context.forget_captured()
+        else:
+            direct_ns = sorted(cost.direct_ns for cost in costs)[len(costs) // 2]
+            graph_ns = sorted(cost.graph_ns for cost in costs)[len(costs) // 2]
+            self.captured = Captured(tuple(sizes), direct_ns, graph_ns)
+        finally:
+            if own is not None:
+                own.close()
+
+    def _capture_one(self, context: PooledContext, rows: int, own: Buffer | None) -> CaptureCosts:
+        scratch = own or (None if context.arena is None else context.arena.memory)
+        slab = context.slab(FIXED_SHAPE.shape, self.layout(FIXED_SHAPE.shape))
+        return context.capture(slab, rows, profile=self._profile_of(rows), scratch=scratch)

@@ -1,0 +1,97 @@
+"""A batch under way: what was decided, what it runs on, where its rows come from, and what became of it."""
+
+from collections.abc import Mapping
+
+from asynctrt.devices.base import Event
+from asynctrt.errors import ExecutionError
+from asynctrt.runtime.contexts import BatchEvents, PooledContext
+from asynctrt.runtime.staging import RowSource
+from asynctrt.scheduling.batch import Batch
+from asynctrt.tensors import Array, BatchRecord
+
+
+class InFlight:
+    """One running batch. Until :meth:`ended`, its context and its slab are its own.
+
+    :param source: where its rows come from.
+    """
+
+    __slots__ = ("batch", "context", "end", "error", "events", "record", "source")
+
+    def __init__(self, batch: Batch, context: PooledContext, source: RowSource) -> None:
+        self.batch = batch
+        self.context = context
+        self.source = source
+        self.record = BatchRecord(batch.rows, batch.launched_ns)
+        self.events: BatchEvents = context.timed if batch.is_timed else context.untimed
+        self.end: Event = self.events.copied_out if source.has_copies_out else self.events.computed
+        """Done when the batch is: what the reaper waits for."""
+        self.error: BaseException | None = None
+        """What went wrong while the batch was put on its stream."""
+        if source.owner is not None:
+            source.owner.launched()
+
+    def enqueue(self) -> None:
+        """Put the whole batch on the stream: copy in, compute, copy out. Returns at once."""
+        self.context.enqueue(self.source, self.events)
+
+    def enqueue_end(self) -> None:
+        """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""
+        self.context.enqueue_end(self.source, self.events)
+
+    def device_error(self) -> BaseException | None:
+        """Return what went wrong on the stream, once the batch is done."""
+        events = self.events
+        error = events.computed.error
+        if error is None and self.source.has_copies_out:
+            error = events.copied_out.error
+        if error is None and self.source.has_copies_in and events.copied_in is not None:
+            error = events.copied_in.error
+        return error
+
+    def note_times(self) -> tuple[int, int] | None:
+        """Add what the device measured to the batch's record, once the batch is done.
+
+        :returns: the device's own times of copying in and out, in ns; ``None`` if it took no times.
+        """
+        events, record = self.events, self.record
+        if events.begun is None or events.copied_in is None or events.started is None:
+            return None
+        before, copy_in_ns, copy_out_ns = events.begun, 0, 0
+        if self.source.has_copies_in:
+            before = events.copied_in
+            copy_in_ns = before.elapsed_ns(events.begun)
+        if self.context.arena is not None:
+            record.arena_wait_ns = events.started.elapsed_ns(before)
+            before = events.started
+        record.compute_ns = events.computed.elapsed_ns(before)
+        if self.source.has_copies_out:
+            copy_out_ns = events.copied_out.elapsed_ns(events.computed)
+        record.copy_in_ns += copy_in_ns
+        record.copy_out_ns = copy_out_ns
+        return copy_in_ns, copy_out_ns
+
+    def outputs(self) -> tuple[Mapping[str, Array], int]:
+        """Return the outputs of the batch by name, and their bytes. The next batch overwrites them.
+
+        :raises ExecutionError: for an output whose shape turns out to have no batch axis.
+        """
+        slab, batch = self.source.slab, self.batch
+        bound, nbytes = slab.outputs, slab.layout.output_row_nbytes * batch.rows
+        if len(bound) == len(slab.layout.outputs):
+            return bound, nbytes
+        rows = batch.rows_run
+        unbound = self.context.binding(self.source).unbound_outputs(rows)
+        for name, array in unbound.items():
+            if array.shape[:1] != (rows,):
+                raise ExecutionError(
+                    f"output {name!r} has shape {array.shape} for a batch of {rows} rows: its first axis "
+                    "does not count rows, so the rows of different callers cannot be told apart"
+                )
+            nbytes += array.nbytes
+        return {**bound, **unbound}, nbytes
+
+    def ended(self) -> None:
+        """Note that the device is done with the batch: others may have what it used."""
+        if self.source.owner is not None:
+            self.source.owner.ended()

@@ -1,0 +1,565 @@
+"""Slabs, the memory that batches are staged in, and where their rows come from.
+
+There are three sources of rows, and a batch has one: rows gathered from the arrays of its callers, rows that
+callers wrote into a slab themselves (slots), and rows that lie on the device. Whatever the source, the rows
+of a batch end up side by side, and what pads it is a copy of one of its own rows: neither what an earlier
+batch left in a slab nor what a caller is still writing is ever executed.
+
+Rows are gathered when their batch is launched, with one ``np.concatenate`` an input, not when they arrive:
+that leaves no holes where a request was cancelled, and what only waits needs no slab
+(``tests/benchmarks/copies.py``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from asynctrt.backends.base import Binding, TensorMemory
+from asynctrt.devices.base import Buffer, Device, DeviceArray, Stream, aligned
+from asynctrt.errors import InputError
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.request import Request
+from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec
+
+SHARED_NBYTES_MAX: Final = 128 * 1024
+"""Up to this size a batch's output is copied as one block, of which each result is a view. A result that
+is kept then keeps at most this much memory; larger outputs are copied request by request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where a tensor's rows lie within a slab."""
+
+    name: str
+    dtype: np.dtype[Any]
+    dims: Dims
+    offset: int
+    row_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a slab holds the batches of one shape: every tensor at a multiple of 256 bytes, inputs first.
+
+    An output that is ``None`` has a shape that depends on the data; the model brings its memory.
+    """
+
+    inputs: tuple[TensorSpan, ...]
+    outputs: tuple[TensorSpan | None, ...]
+    rows_max: int
+    inputs_nbytes: int
+    """Bytes up to the end of the inputs."""
+    nbytes: int
+    input_row_nbytes: int
+    """Bytes of one row over all inputs."""
+    output_row_nbytes: int
+    """Bytes of one row over all outputs whose shape is known."""
+
+
+def lay_out(
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    symbols: Mapping[str, int],
+    rows_max: int,
+) -> Layout:
+    """Return the layout for these values of the dynamic dimensions."""
+    end = 0
+
+    def span(spec: TensorSpec) -> TensorSpan | None:
+        nonlocal end
+        dims = spec.resolve(symbols)
+        if dims is None:
+            return None
+        row_nbytes = int(np.prod(dims, dtype=np.int64)) * spec.dtype.itemsize
+        placed = TensorSpan(spec.name, spec.dtype, dims, end, row_nbytes)
+        end = aligned(end + row_nbytes * rows_max)
+        return placed
+
+    input_spans = tuple(placed for spec in inputs if (placed := span(spec)) is not None)
+    assert len(input_spans) == len(inputs), "inputs determine every symbol of their own"
+    inputs_nbytes = end
+    output_spans = tuple(span(spec) for spec in outputs)
+    return Layout(
+        input_spans,
+        output_spans,
+        rows_max,
+        inputs_nbytes,
+        end,
+        sum(placed.row_nbytes for placed in input_spans),
+        sum(placed.row_nbytes for placed in output_spans if placed is not None),
+    )
+
+
+class StagingBuffers:
+    """Staging memory and, on a device with memory of its own, a buffer of equal size there."""
+
+    def __init__(self, device: Device, nbytes: int, *, has_device_buffer: bool = True) -> None:
+        self.staging = device.allocate_staging(nbytes)
+        self.device_buffer: Buffer | None = None
+        if has_device_buffer and not device.unified:
+            try:
+                self.device_buffer = device.allocate(nbytes)
+            except BaseException:
+                self.staging.close()
+                raise
+
+    @property
+    def computed_on(self) -> Buffer:
+        """Return the buffer that the device reads and writes."""
+        return self.staging if self.device_buffer is None else self.device_buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes held, on both sides together."""
+        return self.staging.nbytes + (self.device_buffer.nbytes if self.device_buffer else 0)
+
+    def close(self) -> None:
+        """Give both back. Idempotent."""
+        self.staging.close()
+        if self.device_buffer is not None:
+            self.device_buffer.close()
+
+
+class Slab:
+    """Memory seen through the layout of one shape: an array of ``rows_max`` rows for each tensor.
+
+    :param has_outputs: whether the memory is large enough for the outputs too.
+    """
+
+    def __init__(self, layout: Layout, buffers: StagingBuffers, *, has_outputs: bool = True) -> None:
+        self.layout = layout
+        self.buffers = buffers
+        staging = buffers.staging
+        spans = layout.outputs if has_outputs else ()
+        self.inputs = tuple([self._array(staging, span) for span in layout.inputs])
+        self.outputs = {span.name: self._array(staging, span) for span in spans if span is not None}
+        self.binding: Binding | None = None
+        """The context that owns this slab, tied to it."""
+
+    def input_memory(self) -> tuple[TensorMemory, ...]:
+        """Return where the device reads the inputs."""
+        return tuple(self._tensor_memory(span) for span in self.layout.inputs)
+
+    def output_memory(self) -> tuple[TensorMemory | None, ...]:
+        """Return where the device writes the outputs; ``None`` for those that depend on the data."""
+        return tuple(None if span is None else self._tensor_memory(span) for span in self.layout.outputs)
+
+    def put_in(self, stream: Stream, rows: int) -> None:
+        """Put the copies of the inputs to the device's buffer on a stream."""
+        buffers = self.buffers
+        assert buffers.device_buffer is not None
+        for span in self.layout.inputs:
+            nbytes = span.row_nbytes * rows
+            stream.copy(buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=nbytes)
+
+    def put_out(self, stream: Stream, rows: int) -> None:
+        """Put the copies of the outputs from the device's buffer on a stream."""
+        buffers = self.buffers
+        assert buffers.device_buffer is not None
+        for span in self.layout.outputs:
+            if span is not None:
+                nbytes = span.row_nbytes * rows
+                stream.copy(buffers.staging, buffers.device_buffer, offset=span.offset, nbytes=nbytes)
+
+    def _array(self, buffer: Buffer, span: TensorSpan) -> Array:
+        return buffer.array(span.dtype, (self.layout.rows_max, *span.dims), span.offset)
+
+    def _tensor_memory(self, span: TensorSpan) -> TensorMemory:
+        buffer = self.buffers.computed_on
+        array = self._array(buffer, span) if buffer.is_host_visible else None
+        return TensorMemory(span.name, span.dtype, span.dims, buffer.address + span.offset, array)
+
+
+class FilledSlab(Protocol):
+    """A slab that callers fill: asked whether a batch may run from it, and told when one does."""
+
+    @property
+    def slab(self) -> Slab:
+        """Return the slab, which has inputs only."""
+
+    @property
+    def rows_given(self) -> int:
+        """Return how many rows, from the first, were given to slots."""
+
+    def launched(self) -> None:
+        """Note that a batch from this slab is in flight: no further slot may join."""
+
+    def ended(self) -> None:
+        """Note that the batch is over."""
+
+
+class SlotRows:
+    """The payload of a request whose rows lie in a slab already."""
+
+    __slots__ = ("owner", "span")
+
+    def __init__(self, owner: FilledSlab, span: slice) -> None:
+        self.owner = owner
+        self.span = span
+
+
+class RowSource:
+    """Where the rows of one batch come from: here, gathered from the arrays of its callers.
+
+    :param slab: the slab of the context, which the batch is computed in.
+    """
+
+    __slots__ = (
+        "batch",
+        "device_outputs",
+        "has_copies_in",
+        "has_copies_out",
+        "inputs",
+        "owner",
+        "refused",
+        "slab",
+        "spans",
+    )
+
+    def __init__(self, batch: Batch, slab: Slab) -> None:
+        self.batch = batch
+        self.slab = slab
+        self.inputs = slab
+        """The slab that the model reads."""
+        self.spans: list[slice] | None = None
+        """The rows of each request in the slab; ``None`` if each has one row and they lie in order."""
+        if batch.rows != len(batch.requests):
+            self.spans = spans_of(batch.requests)
+        self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
+        self.owner: FilledSlab | None = None
+        """The slab that the rows lie in, for slots."""
+        self.refused: list[tuple[Request, InputError]] = []
+        """Requests whose rows could not be staged; the others go on."""
+        self.device_outputs: list[dict[str, DeviceArray]] | None = None
+        """The outputs of each request, if they stay on the device."""
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Return how many bytes :meth:`stage` copies with the CPU."""
+        return self.slab.layout.input_row_nbytes * self.batch.rows_run
+
+    def stage(self) -> None:
+        """Copy the rows side by side into the slab, and pad them. Runs in any thread.
+
+        :raises InputError: when the rows of no request can be staged.
+        """
+        batch = self.batch
+        try:
+            for index, view in enumerate(self.slab.inputs):
+                arrays = self.arrays_of(index)
+                if len(arrays) == 1:
+                    _copy_rows(arrays[0], view[: batch.rows])
+                else:
+                    np.concatenate(arrays, out=view[: batch.rows])
+        except Exception:
+            self._stage_one_by_one()
+        if batch.rows_run != batch.rows:
+            for view in self.slab.inputs:
+                view[batch.rows : batch.rows_run] = view[0]
+
+    def arrays_of(self, index: int) -> list[Array]:
+        """Return the rows of each request for one input."""
+        return [request.payload[index] for request in self.batch.requests]
+
+    def put_in(self, stream: Stream) -> None:
+        """Put the copies to the device on a stream."""
+        self.slab.put_in(stream, self.batch.rows_run)
+
+    def put_out(self, stream: Stream) -> None:
+        """Put the copies from the device on a stream."""
+        self.slab.put_out(stream, self.batch.rows)
+
+    def _stage_one_by_one(self) -> None:
+        """Find whose rows cannot be staged, and put a copy of a batch-mate's rows in their place."""
+        spans = self.spans or spans_of(self.batch.requests)
+        inputs = [self.arrays_of(index) for index in range(len(self.slab.inputs))]
+        good = -1
+        for number, (request, span) in enumerate(zip(self.batch.requests, spans, strict=True)):
+            try:
+                for arrays, view in zip(inputs, self.slab.inputs, strict=True):
+                    _copy_rows(arrays[number], view[span])
+            except Exception as error:
+                self._refuse(request, error)
+            else:
+                good = span.start
+        if good < 0:
+            raise self.refused[0][1]
+        for request, _ in self.refused:
+            span = spans[self.batch.requests.index(request)]
+            for view in self.slab.inputs:
+                view[span] = view[good]
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        refused = InputError(
+            "the inputs changed between the call and their batch: "
+            f"{type(error).__name__}. Leave arrays alone until infer has returned"
+        )
+        refused.__cause__ = error
+        self.refused.append((request, refused))
+
+
+class SlotSource(RowSource):
+    """Rows that callers wrote into one slab themselves.
+
+    Where the device reads staging memory, the batch runs from that slab if its rows lie side by side there
+    from the first on. Where it has memory of its own, the rows are copied there from the slab, side by side.
+    Else, and if the batch was captured, they are gathered as those of any batch are.
+
+    :param is_captured: whether a graph of the batch is to be replayed, which reads the context's own slab.
+    """
+
+    __slots__ = ("_owner",)
+    _owner: FilledSlab
+
+    def __init__(self, batch: Batch, slab: Slab, *, is_captured: bool) -> None:
+        super().__init__(batch, slab)
+        self.owner = self._owner = batch.requests[0].payload.owner
+        if slab.buffers.device_buffer is None and not is_captured and self._lies_side_by_side():
+            self.inputs = self._owner.slab
+            self.spans = [request.payload.span for request in batch.requests]
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Return the bytes of the rows that are gathered, or only those of the padding."""
+        layout = self.slab.layout
+        if self.has_copies_in or self.inputs is not self.slab:
+            return layout.input_row_nbytes * (self.batch.rows_run - self.batch.rows)
+        return layout.input_row_nbytes * self.batch.rows_run
+
+    def stage(self) -> None:
+        """Gather the rows where that is needed, and stage the padding."""
+        batch = self.batch
+        if not self.has_copies_in and self.inputs is self.slab:
+            super().stage()
+        elif batch.rows_run != batch.rows:
+            # On a device with memory of its own, padding is staged in the context's slab and copied from
+            # there.
+            padded = self.slab if self.has_copies_in else self.inputs
+            for index, view in enumerate(padded.inputs):
+                view[batch.rows : batch.rows_run] = self.arrays_of(index)[0][0]
+
+    def arrays_of(self, index: int) -> list[Array]:
+        """Return the rows of each request for one input, which lie in the slab of the slots."""
+        view = self._owner.slab.inputs[index]
+        return [view[request.payload.span] for request in self.batch.requests]
+
+    def put_in(self, stream: Stream) -> None:
+        """Put the copies on a stream: rows from the slab of the slots, padding from the context's."""
+        source, buffers = self._owner.slab.buffers.staging, self.slab.buffers
+        target = buffers.computed_on
+        for span in self.slab.layout.inputs:
+            at = span.offset
+            for run in _runs([request.payload.span for request in self.batch.requests]):
+                nbytes = (run.stop - run.start) * span.row_nbytes
+                stream.copy_bytes(
+                    target.address + at, source.address + span.offset + run.start * span.row_nbytes, nbytes
+                )
+                at += nbytes
+            if self.batch.rows_run != self.batch.rows:
+                nbytes = (self.batch.rows_run - self.batch.rows) * span.row_nbytes
+                stream.copy(target, buffers.staging, offset=at, nbytes=nbytes)
+
+    def _lies_side_by_side(self) -> bool:
+        batch = self.batch
+        end = 0
+        for span in sorted([request.payload.span for request in batch.requests], key=_start):
+            if span.start != end:
+                return False
+            end = span.stop
+        # Padding must not be written over rows that another slot still writes.
+        return batch.rows_run == batch.rows or self._owner.rows_given <= batch.rows
+
+
+class DeviceSource(RowSource):
+    """Rows of which some lie on the device, or whose outputs stay there.
+
+    Each array is copied on its own, on the batch's stream and after the event of whoever writes it, straight
+    to or from the memory on the device: nothing of it passes through the host.
+    """
+
+    __slots__ = ("_after", "_copies_in", "_copies_out", "_device", "_stream")
+
+    def __init__(self, batch: Batch, slab: Slab, *, device: Device, stream: Stream) -> None:
+        super().__init__(batch, slab)
+        self._device = device
+        self._stream = stream
+        # Copies are from an address to an address: target, source, nbytes.
+        self._copies_in: list[tuple[int, int, int]] = []
+        self._copies_out: list[tuple[int, int, int]] = []
+        self._after: list[Any] = []
+        self.has_copies_in = True
+        self.has_copies_out = self.has_copies_out or batch.key.outputs_on_device
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Return 0: rows that lie on the host are few, and staged at once."""
+        return 0
+
+    def stage(self) -> None:
+        """Stage the rows that lie on the host, and plan the copies.
+
+        :raises InputError: when the rows of no request can be staged, or if an output is to stay whose shape
+            depends on the data.
+        :raises DeviceMemoryError: when there is no room for the outputs.
+        """
+        batch, good = self.batch, -1
+        spans = self.spans or spans_of(batch.requests)
+        for request, rows in zip(batch.requests, spans, strict=True):
+            try:
+                for index, span in enumerate(self.slab.layout.inputs):
+                    self._plan_in(request, index, span, rows)
+            except Exception as error:
+                self._refuse(request, error)
+            else:
+                good = rows.start
+        if good < 0:
+            raise self.refused[0][1]
+        # Copies of a row follow the copy of that row itself on the stream.
+        for request, _ in self.refused:
+            rows = spans[batch.requests.index(request)]
+            self._plan_copies(good, range(rows.start, rows.stop))
+        self._plan_copies(good, range(batch.rows, batch.rows_run))
+        if batch.key.outputs_on_device:
+            self.device_outputs = [{} for _ in batch.requests]
+            self._plan_outputs(self.device_outputs)
+
+    def put_in(self, stream: Stream) -> None:
+        """Put the copies on a stream, after whoever writes what they copy."""
+        for ready in self._after:
+            stream.wait(ready)
+        for copy in self._copies_in:
+            stream.copy_bytes(*copy)
+
+    def put_out(self, stream: Stream) -> None:
+        """Put the copies of the outputs on a stream, to the host or to where they stay."""
+        if self.device_outputs is None:
+            super().put_out(stream)
+        for copy in self._copies_out:
+            stream.copy_bytes(*copy)
+
+    def _plan_in(self, request: Request, index: int, span: TensorSpan, rows: slice) -> None:
+        buffers = self.slab.buffers
+        array = request.payload[index]
+        offset, nbytes = span.offset + rows.start * span.row_nbytes, request.rows * span.row_nbytes
+        target = buffers.computed_on.address + offset
+        if isinstance(array, DeviceArray):
+            self._copies_in.append((target, array.address, nbytes))
+            if array.ready is not None:
+                self._after.append(array.ready)
+        else:
+            _copy_rows(array, self.slab.inputs[index][rows])
+            if buffers.device_buffer is not None:
+                self._copies_in.append((target, buffers.staging.address + offset, nbytes))
+
+    def _plan_copies(self, row: int, rows: range) -> None:
+        """Plan to fill other rows with copies of one that is there."""
+        for span in self.slab.layout.inputs:
+            first, nbytes = self.slab.buffers.computed_on.address + span.offset, span.row_nbytes
+            if nbytes:
+                source = first + row * nbytes
+                self._copies_in += [(first + other * nbytes, source, nbytes) for other in rows]
+
+    def _plan_outputs(self, outputs: Sequence[dict[str, DeviceArray]]) -> None:
+        computed = self.slab.buffers.computed_on.address
+        for span in self.slab.layout.outputs:
+            if span is None:
+                raise InputError(
+                    "outputs='device' needs outputs whose shapes follow from the inputs, and one of this "
+                    "model depends on the data. Ask for outputs='host'"
+                )
+            source = computed + span.offset
+            for request, arrays in zip(self.batch.requests, outputs, strict=True):
+                nbytes = request.rows * span.row_nbytes
+                buffer = self._device.allocate_output(nbytes, stream=self._stream)
+                self._copies_out.append((buffer.address, source, nbytes))
+                shape = (request.rows, *span.dims)
+                arrays[span.name] = DeviceArray(self._device, buffer.address, span.dtype, shape, owner=buffer)
+                source += nbytes
+
+
+def spans_of(requests: Sequence[Request]) -> list[slice]:
+    """Return which rows of the batch belong to which request, in the order in which they are gathered."""
+    spans = []
+    stop = 0
+    for request in requests:
+        start, stop = stop, stop + request.rows
+        spans.append(slice(start, stop))
+    return spans
+
+
+def copy_out(
+    outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int, *, shared: bool
+) -> list[dict[str, Array]]:
+    """Copy the outputs of each request out of ``outputs``.
+
+    :param spans: the rows of each request; ``None`` if every request has one row and they lie in order.
+    :param rows: the rows of the batch, from the first on.
+    :param shared: whether to copy the batch as a block, of which each request gets a view.
+    """
+    if shared:
+        blocks = {name: array[:rows].copy() for name, array in outputs.items()}
+        if rows == 1:
+            return [blocks]
+        if spans is None and len(blocks) == 1:
+            # Iterating over a block is the cheapest way to get its rows.
+            for name, block in blocks.items():
+                return [{name: row} for row in block.reshape(rows, 1, *block.shape[1:])]
+        spans = spans or [slice(row, row + 1) for row in range(rows)]
+        return [{name: block[span] for name, block in blocks.items()} for span in spans]
+    spans = spans or [slice(row, row + 1) for row in range(rows)]
+    return [{name: array[span].copy() for name, array in outputs.items()} for span in spans]
+
+
+def reserve(outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int) -> list[dict[str, Array]]:
+    """Return arrays for the outputs of each request, to be filled by another thread.
+
+    They are made in the loop's thread: memory that another thread allocates and this one frees goes back to
+    the system each time, and faulting new pages in takes longer than the copy.
+    """
+    spans = spans or [slice(row, row + 1) for row in range(rows)]
+    return [{name: np.empty_like(array[span]) for name, array in outputs.items()} for span in spans]
+
+
+def fill(
+    reserved: Sequence[dict[str, Array]], outputs: Mapping[str, Array], spans: Sequence[slice] | None
+) -> None:
+    """Copy the outputs of each request into what was reserved for it."""
+    spans = spans or [slice(row, row + 1) for row in range(len(reserved))]
+    for values, span in zip(reserved, spans, strict=True):
+        for name, value in values.items():
+            np.copyto(value, outputs[name][span])
+
+
+def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], record: BatchRecord) -> None:
+    """Answer every caller that still waits, and let go of what their requests held."""
+    batches = (record,)
+    for request, values in zip(requests, outputs, strict=True):
+        future = request.future
+        request.future = request.payload = None
+        if future is not None and not future.done():
+            future.set_result(InferResult(values, batches, request.arrival_ns))
+
+
+def _copy_rows(rows: Array, view: Array) -> None:
+    """Copy rows into a view of the same shape; a plain assignment would broadcast what has changed."""
+    if rows.shape != view.shape:
+        raise ValueError(f"rows of shape {rows.shape} where {view.shape} was announced")
+    view[...] = rows
+
+
+def _runs(spans: Sequence[slice]) -> list[slice]:
+    """Join spans that follow one another, in the order in which they are given."""
+    runs: list[slice] = []
+    for span in spans:
+        if runs and runs[-1].stop == span.start:
+            runs[-1] = slice(runs[-1].start, span.stop)
+        else:
+            runs.append(span)
+    return runs
+
+
+def _start(span: slice) -> int:
+    start: int = span.start
+    return start

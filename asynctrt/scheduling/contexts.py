@@ -1,0 +1,96 @@
+"""Which execution context and which arena a batch runs on."""
+
+from collections.abc import Hashable
+
+
+class ContextAllocator:
+    """Contexts and arenas as numbers; the runtime's pool holds the objects that they stand for.
+
+    A context always works in the same arena (context modulo arenas), so what is bound or captured for one
+    stays valid. Batches go to the arena with the fewest.
+
+    :param arena_users: batches in flight in each arena; allocators of engines that share arenas share it.
+    """
+
+    def __init__(self, *, contexts: int, arenas: int, arena_users: list[int] | None = None) -> None:
+        self._contexts = contexts
+        self._arenas = arenas
+        # Free contexts by arena, the last one used on top; a single list if there is no arena.
+        groups = max(arenas, 1)
+        self._free = [list(reversed(range(group, contexts, groups))) for group in range(groups)]
+        self._users = [0] * arenas if arena_users is None else arena_users
+        self._profiles: dict[int, Hashable] = {}
+        self.free = contexts
+        """Contexts that a batch could be given now."""
+        self.quarantined: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<ContextAllocator free={self.free} quarantined={len(self.quarantined)}>"
+
+    @property
+    def usable(self) -> int:
+        """Return how many contexts are free or will be free again."""
+        return self._contexts - len(self.quarantined)
+
+    def acquire(self, profile: Hashable = None) -> tuple[int, int | None]:
+        """Take a context in the least used arena: the last one used, because it is warm.
+
+        One that ran with the same ``profile`` before comes first: to change a context's profile costs time.
+
+        :returns: the context and its arena.
+        """
+        arena = None
+        free = self._free[0]
+        if self._arenas:
+            arena = self._arena_for(profile)
+            self._users[arena] += 1
+            free = self._free[arena]
+        if profile is None:
+            context = free.pop()
+        else:
+            context = self._with_profile(free, profile)
+            free.remove(context)
+        self.free -= 1
+        return context, arena
+
+    def release(self, context: int, arena: int | None) -> None:
+        """Take a context back whose batch has ended."""
+        if arena is not None:
+            self._users[arena] -= 1
+        if not self.quarantined or context not in self.quarantined:
+            self._free[arena or 0].append(context)
+            self.free += 1
+
+    def quarantine(self, context: int, arena: int | None) -> None:
+        """Never give out this context again, as its batch may still run.
+
+        Nor any other in its arena, since a batch there would wait for this one for ever.
+        """
+        self.quarantined.add(context)
+        if arena is not None:
+            self._users[arena] -= 1
+            free = self._free[arena]
+            self.free -= len(free)
+            free.clear()
+            self.quarantined.update(range(arena, self._contexts, self._arenas))
+
+    def _arena_for(self, profile: Hashable) -> int:
+        """Return the least used arena with a free context; of equals, one whose contexts had this profile."""
+        users, free = self._users, self._free
+        least = min(users[arena] for arena, contexts in enumerate(free) if contexts)
+        arenas = [arena for arena, contexts in enumerate(free) if contexts and users[arena] == least]
+        if profile is not None:
+            for arena in arenas:
+                if any(self._profiles.get(context) == profile for context in free[arena]):
+                    return arena
+        return arenas[0]
+
+    def _with_profile(self, free: list[int], profile: Hashable) -> int:
+        """Return the free context to run a profile on: one that had it last, or none yet, or any."""
+        for wanted in (profile, None):
+            for context in reversed(free):
+                if self._profiles.get(context) == wanted:
+                    self._profiles[context] = profile
+                    return context
+        self._profiles[free[-1]] = profile
+        return free[-1]

@@ -1,0 +1,93 @@
+"""What has been done so far, in numbers."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from asynctrt.scheduling.batch import Batch, Reason
+
+ARENA_WAIT_NS_MIN: Final = 10_000
+"""A shorter time between the end of the copy in and the beginning of the computing is no wait for an arena:
+one event follows another only after some µs."""
+
+
+@dataclass(slots=True)
+class SizeCounters:
+    """What the batches of one size have cost so far, in ns."""
+
+    count: int = 0
+    copy_in_ns: int = 0
+    compute_ns: int = 0
+    copy_out_ns: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts since the engine was opened. ``engine.statistics()`` is the public, frozen view."""
+
+    submitted: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    refused: int = 0
+    rows: int = 0
+    rows_padded: int = 0
+    batches: int = 0
+    batches_timed: int = 0
+    busy_ns: int = 0
+    arena_waits: int = 0
+    arena_wait_ns: int = 0
+    queue_ns: int = 0
+    copy_in_ns: int = 0
+    compute_ns: int = 0
+    copy_out_ns: int = 0
+    total_ns: int = 0
+    by_rows: dict[int, SizeCounters] = field(default_factory=dict)
+    launched: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
+    """Batches by why they were launched when they were, those in flight included."""
+
+    @property
+    def ended(self) -> int:
+        """Return the requests that were answered, failed, or given up by their callers."""
+        return self.succeeded + self.failed + self.cancelled + self.expired
+
+    def add_batch(
+        self,
+        batch: Batch,
+        now_ns: int,
+        arrivals_ns: list[int],
+        copy_in_ns: int,
+        compute_ns: int,
+        copy_out_ns: int,
+        arena_wait_ns: int,
+    ) -> None:
+        """Count a batch that ended well.
+
+        :param arrivals_ns: when each of the requests arrived that are answered.
+        """
+        answered = len(arrivals_ns)
+        self.succeeded += answered
+        rows = batch.rows
+        self.rows += rows
+        self.rows_padded += batch.rows_run - rows
+        self.batches += 1
+        if batch.is_timed:
+            self.batches_timed += 1
+        if batch.arena is not None:
+            self.busy_ns += compute_ns
+            self.arena_wait_ns += arena_wait_ns
+            self.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
+        launched_ns = batch.launched_ns
+        queue_ns = launched_ns * answered - sum(arrivals_ns)
+        self.queue_ns += queue_ns
+        self.copy_in_ns += copy_in_ns * answered
+        self.compute_ns += compute_ns * answered
+        self.copy_out_ns += copy_out_ns * answered
+        self.total_ns += queue_ns + (now_ns - launched_ns) * answered
+        size = self.by_rows.get(rows)
+        if size is None:
+            size = self.by_rows[rows] = SizeCounters()
+        size.count += 1
+        size.copy_in_ns += copy_in_ns
+        size.compute_ns += compute_ns
+        size.copy_out_ns += copy_out_ns

@@ -1,0 +1,164 @@
+"""What batches took so far, and when one that is launched now is expected to be done.
+
+Expectations are a low quantile of a short window, not a mean: one slow batch must not move them, because
+waiting too long costs more than looking too early.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from typing import Final
+
+from asynctrt.scheduling.batch import Batch
+
+WINDOW: Final = 16
+SHAPES_MAX: Final = 256
+QUANTILE: Final = 4  # The expectation is the value a quarter of the way up the sorted window.
+
+TIMED_EVERY: Final = 8
+"""One batch in this many is timed by the device, since timing costs the CPU and the GPU a few µs each."""
+
+TIMED_ALWAYS_NS: Final = 5_000_000
+"""Batches that compute for at least this long are all timed."""
+
+
+class _Window:
+    """The last few durations of one size, and the expectation that follows from them."""
+
+    __slots__ = ("_expected_ns", "_recent")
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=WINDOW)
+        self._expected_ns: int | None = None
+
+    def observe(self, duration_ns: int) -> None:
+        self._recent.append(duration_ns)
+        self._expected_ns = None
+
+    def __len__(self) -> int:
+        return len(self._recent)
+
+    @property
+    def expected_ns(self) -> int:
+        if self._expected_ns is None:
+            self._expected_ns = sorted(self._recent)[len(self._recent) // QUANTILE]
+        return self._expected_ns
+
+
+class LatencyHistory:
+    """Durations in ns of the last few batches, by what they cost the same by and by their rows."""
+
+    __slots__ = ("_shapes",)
+
+    def __init__(self) -> None:
+        self._shapes: OrderedDict[Hashable, dict[int, _Window]] = OrderedDict()
+
+    def observe(self, shape: Hashable, rows: int, duration_ns: int) -> None:
+        """Remember how long a batch took. The least recently seen shape makes room for a new one."""
+        sizes = self._shapes.get(shape)
+        if sizes is None:
+            sizes = self._shapes[shape] = {}
+            if len(self._shapes) > SHAPES_MAX:
+                self._shapes.popitem(last=False)
+        self._shapes.move_to_end(shape)
+        window = sizes.get(rows)
+        if window is None:
+            window = sizes[rows] = _Window()
+        window.observe(duration_ns)
+
+    def expected_ns(self, shape: Hashable, rows: int) -> int | None:
+        """Return a lower bound of how long such a batch will take; ``None`` before any was seen.
+
+        A size that was never seen takes the expectation of the nearest smaller one: a lower bound is
+        the safe side, since being early costs one more look and being late costs latency.
+        """
+        sizes = self._shapes.get(shape)
+        if not sizes:
+            return None
+        window = sizes.get(rows)
+        if window is None:
+            seen = max((size for size in sizes if size < rows), default=None)
+            if seen is None:
+                return None
+            window = sizes[seen]
+        return window.expected_ns
+
+    def has_seen(self, shape: Hashable, rows: int) -> bool:
+        """Return whether a batch of exactly this size was seen."""
+        return rows in self._shapes.get(shape, ())
+
+    def is_sure(self, shape: Hashable, rows: int) -> bool:
+        """Return whether enough samples of this size exist that one outlier cannot skew the estimate."""
+        window = self._shapes.get(shape, {}).get(rows)
+        return window is not None and len(window) >= QUANTILE
+
+
+class CompletionEstimator:
+    """Expected ends of batches, and which batches the device is to time.
+
+    Batches in one arena compute one after the other, while their copies overlap with the computing of others;
+    so the expected end of one depends on those ahead of it. Estimates err on the early side.
+
+    :param compute: the measured compute times, which the policy decides by too.
+    """
+
+    def __init__(self, *, arenas: int, compute: LatencyHistory) -> None:
+        self._compute = compute
+        self._copy_in = LatencyHistory()
+        self._copy_out = LatencyHistory()
+        # Until when each arena is known to have computed, and what is in flight there, in order: from when
+        # on a batch can compute, and for how long. An end that was seen moves all those behind it, so each
+        # expectation is told from the last truth and no error is carried along.
+        self._computed_ns = [0] * arenas
+        self._ahead: list[dict[int, tuple[int, int]]] = [{} for _ in range(arenas)]
+
+    def wants_times(self, number: int, shape: Hashable, rows: int) -> bool:
+        """Return whether the device is to time this batch: a new size, a long one, or a sample."""
+        if number % TIMED_EVERY == 0 or not self._compute.is_sure(shape, rows):
+            return True
+        return (self._compute.expected_ns(shape, rows) or 0) >= TIMED_ALWAYS_NS
+
+    def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
+        """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
+        rows, copies = batch.rows_run, batch.key.copy_key
+        return (
+            self._copy_in.expected_ns(copies, rows) or 0,
+            self._compute.expected_ns(batch.key.cost_key, rows) or 0,
+            self._copy_out.expected_ns(copies, rows) or 0,
+        )
+
+    def started(self, batch: Batch, now_ns: int) -> int | None:
+        """Return in how many ns the batch is expected to be done; ``None`` if none like it was seen yet."""
+        rows, copies = batch.rows_run, batch.key.copy_key
+        compute_ns = self._compute.expected_ns(batch.key.cost_key, rows)
+        if compute_ns is None:
+            return None
+        copied_in_ns = now_ns + (self._copy_in.expected_ns(copies, rows) or 0)
+        computed_ns = copied_in_ns + compute_ns
+        if batch.arena is not None:
+            ahead = self._ahead[batch.arena]
+            ahead[batch.number] = copied_in_ns, compute_ns
+            computed_ns = self._computed_ns[batch.arena]
+            for ready_ns, takes_ns in ahead.values():
+                computed_ns = max(computed_ns, ready_ns) + takes_ns
+        return computed_ns + (self._copy_out.expected_ns(copies, rows) or 0) - now_ns
+
+    def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
+        """Remember the copy times that the device measured."""
+        self._copy_in.observe(batch.key.copy_key, batch.rows_run, copy_in_ns)
+        self._copy_out.observe(batch.key.copy_key, batch.rows_run, copy_out_ns)
+
+    def landed(self, batch: Batch, now_ns: int) -> None:
+        """Note that the batch is done. Those behind it in its arena move with it."""
+        if batch.arena is not None:
+            ahead = self._ahead[batch.arena]
+            # Copies out may end in another order; what was launched before this one has computed, too.
+            for number in [number for number in ahead if number <= batch.number]:
+                del ahead[number]
+            copy_out_ns = self._copy_out.expected_ns(batch.key.copy_key, batch.rows_run) or 0
+            computed_ns = self._computed_ns[batch.arena]
+            self._computed_ns[batch.arena] = max(computed_ns, now_ns - copy_out_ns)
+
+    def forget(self, batch: Batch) -> None:
+        """Drop a batch that failed: none waits for it any more, and it says nothing about others."""
+        if batch.arena is not None:
+            self._ahead[batch.arena].pop(batch.number, None)

@@ -1,0 +1,33 @@
+"""The key of a batch: which requests may share one, and which batches cost the same."""
+
+from collections.abc import Hashable
+from typing import Final, NamedTuple
+
+
+class BatchKey(NamedTuple):
+    """Say which requests may share a batch: those whose keys are equal."""
+
+    shape: Hashable = ()
+    """The value of each dynamic dimension; empty for a model whose rows all have one shape."""
+    slab: int | None = None
+    """The slab in which the rows lie already, for slots; they are launched together."""
+    on_device: bool = False
+    """Whether some of the rows lie on the device already."""
+    outputs_on_device: bool = False
+    """Whether the outputs stay on the device."""
+
+    @property
+    def cost_key(self) -> Hashable:
+        """Return what batches of one size share that compute for equally long: the shape of a row."""
+        return self.shape
+
+    @property
+    def copy_key(self) -> Hashable:
+        """Return what batches of one size share that are copied in and out in equal times."""
+        if self.on_device or self.outputs_on_device:
+            return self.shape, self.on_device, self.outputs_on_device
+        return self.shape
+
+
+FIXED_SHAPE: Final = BatchKey()
+"""The key of requests with arrays on the host, to a model whose rows all have one shape."""

@@ -1,0 +1,122 @@
+"""What a model takes of each shape: how many rows, padded to what, and with which optimisation profile."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from asynctrt.errors import AsynctrtError, ExecutionError
+
+SHAPES_MAX: Final = 4096
+"""Shapes that are remembered. When there are more, all are forgotten and learned anew."""
+
+T = TypeVar("T")
+
+
+class Profiles(Protocol):
+    """Which optimisation profile of a model takes which rows. Asked once for each shape and batch size."""
+
+    def row_ranges(self, shape: Hashable) -> Sequence[tuple[int, int]]:
+        """Return the smallest and the largest batch of each profile that takes rows of this shape.
+
+        :raises InputError: when none does.
+        """
+
+    def profile_of(self, shape: Hashable, rows: int) -> int:
+        """Return the profile for a batch of ``rows``.
+
+        :raises InputError: when none takes it.
+        """
+
+
+class Shapes:
+    """The rules of shapes, asked of the model before a request leaves its queue.
+
+    :param rows_max: rows that one batch of the engine holds.
+    :param rows_fixed: the only batch size of the model, if it takes no other.
+    :param profiles: for a model with optimisation profiles.
+    """
+
+    def __init__(self, *, rows_max: int, rows_fixed: int | None = None, profiles: Profiles | None) -> None:
+        self._rows_max = rows_max
+        self._rows_fixed = rows_fixed
+        self._profiles = profiles
+        self._ranges: dict[Hashable, tuple[tuple[int, int], ...]] = {}
+        self._chosen: dict[tuple[Hashable, int], int] = {}
+
+    @property
+    def has_profiles(self) -> bool:
+        """Return whether the limit depends on the shape."""
+        return self._profiles is not None
+
+    @property
+    def runs_as_many_as_it_takes(self) -> bool:
+        """Return whether every batch is executed as it is: neither padded nor with a profile."""
+        return self._profiles is None and self._rows_fixed is None
+
+    def limit(self, shape: Hashable) -> int:
+        """Return the rows that one batch of this shape holds.
+
+        :raises InputError: for a shape that no profile of the model takes.
+        :raises ExecutionError: when the model fails to say.
+        """
+        if self._profiles is None:
+            return self._rows_max
+        return min(self._rows_max, max(most for _, most in self._ranges_of(shape)))
+
+    def padded_rows(self, shape: Hashable, rows: int) -> int:
+        """Round ``rows`` up to the fixed batch size, or to the minimum batch that some profile accepts.
+
+        :raises ExecutionError: when the model fails to say.
+        """
+        if self._rows_fixed is not None:
+            return self._rows_fixed
+        if self._profiles is None:
+            return rows
+        fitting = [max(rows, least) for least, most in self._ranges_of(shape) if rows <= most]
+        if not fitting:
+            raise ExecutionError(f"no profile of the model takes {rows} rows of the shape {shape!r}")
+        return min(fitting)
+
+    def profile(self, shape: Hashable, rows: int) -> int | None:
+        """Return the profile for a batch of ``rows``; ``None`` for a model without profiles.
+
+        :raises ExecutionError: when the model fails to say.
+        """
+        profiles = self._profiles
+        if profiles is None:
+            return None
+        chosen = self._chosen.get((shape, rows))
+        if chosen is None:
+            if len(self._chosen) >= SHAPES_MAX:
+                self._chosen.clear()
+            chosen = self._chosen[shape, rows] = _asked(lambda: int(profiles.profile_of(shape, rows)))
+        return chosen
+
+    def _ranges_of(self, shape: Hashable) -> tuple[tuple[int, int], ...]:
+        ranges = self._ranges.get(shape)
+        if ranges is None:
+            profiles = self._profiles
+            assert profiles is not None
+            if len(self._ranges) >= SHAPES_MAX:
+                self._ranges.clear()
+            ranges = self._ranges[shape] = _asked(lambda: _checked(profiles.row_ranges(shape)))
+        return ranges
+
+
+def _asked(question: Callable[[], T]) -> T:
+    """Ask the model, whose code is foreign: whatever it raises becomes one of our errors."""
+    try:
+        return question()
+    except (AsynctrtError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ExecutionError(
+            f"the model failed to say which of its profiles takes a batch: {type(error).__name__}. "
+            "Mend its rows_of and profile_of"
+        ) from error
+
+
+def _checked(ranges: Any) -> tuple[tuple[int, int], ...]:
+    whole = tuple((int(least), int(most)) for least, most in ranges)
+    if not whole or any(not 1 <= least <= most for least, most in whole):
+        raise ValueError(f"{ranges!r} are not batch sizes")
+    return whole

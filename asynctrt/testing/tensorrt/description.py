@@ -1,0 +1,190 @@
+"""The part of the double's ``ICudaEngine`` that describes tensors, profiles and sizes."""
+
+import weakref
+from collections.abc import Mapping
+
+from asynctrt.devices.base import aligned
+from asynctrt.testing.tensorrt.core import Block, Core, Reporter
+from asynctrt.testing.tensorrt.names import (
+    DataType,
+    Dims,
+    EngineCapability,
+    EngineStat,
+    HardwareCompatibilityLevel,
+    IErrorRecorder,
+    ProfilingVerbosity,
+    TensorIOMode,
+    TensorLocation,
+)
+from asynctrt.testing.tensorrt.spec import PlanContent, TensorIO
+
+
+class EngineDescription(Reporter):
+    """The read-only part of an engine, which is all that its contexts need."""
+
+    def __init__(
+        self, core: Core, recorder: "weakref.ref[IErrorRecorder] | None", plan: PlanContent, weights: Block
+    ) -> None:
+        super().__init__(core, recorder)
+        self._spec = plan.spec
+        self._weights: Block | None = weights
+        self._tensors: Mapping[str, TensorIO] = {
+            io.name: io for io in (*plan.spec.inputs, *plan.spec.outputs)
+        }
+        self._inputs = frozenset(io.name for io in plan.spec.inputs)
+        self._budget = plan.spec.streamable_weights_nbytes
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: int) -> str:
+        return self.get_tensor_name(index)
+
+    @property
+    def name(self) -> str:
+        """The network's name."""
+        return self._spec.name
+
+    @property
+    def num_io_tensors(self) -> int:
+        """The number of inputs and outputs."""
+        return len(self._tensors)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers: one for each step."""
+        return self._spec.steps
+
+    @property
+    def num_optimization_profiles(self) -> int:
+        """The number of profiles: at least one."""
+        return len(self._spec.profiles)
+
+    @property
+    def num_aux_streams(self) -> int:
+        """The number of streams that it uses beside the batch's."""
+        return self._spec.aux_streams
+
+    @property
+    def refittable(self) -> bool:
+        """Whether its weights can be replaced: never."""
+        return False
+
+    @property
+    def engine_capability(self) -> EngineCapability:
+        """The capability that it was built for: unrestricted."""
+        return EngineCapability.STANDARD
+
+    @property
+    def tactic_sources(self) -> int:
+        """The libraries that its tactics come from: none."""
+        return 0
+
+    @property
+    def profiling_verbosity(self) -> ProfilingVerbosity:
+        """How much it tells about its layers: the default of a build."""
+        return ProfilingVerbosity.LAYER_NAMES_ONLY
+
+    @property
+    def hardware_compatibility_level(self) -> HardwareCompatibilityLevel:
+        """The other GPUs that it was built to run on."""
+        return HardwareCompatibilityLevel[self._spec.hardware_compatibility]
+
+    @property
+    def device_memory_size_v2(self) -> int:
+        """Bytes of enqueue memory that suffice for every profile, including scratch for streaming."""
+        sizes = [self._spec.profile_nbytes(index) for index in range(len(self._spec.profiles))]
+        return max(sizes) + self.weight_streaming_scratch_memory_size
+
+    def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
+        """Return the bytes of enqueue memory that suffice for a profile; 0, and an error, if unknown."""
+        if not self._has_profile(profile_index, "ICudaEngine::getDeviceMemorySizeForProfileV2"):
+            return 0
+        return self._spec.profile_nbytes(profile_index) + self.weight_streaming_scratch_memory_size
+
+    def get_engine_stat(self, stat: EngineStat = EngineStat.TOTAL_WEIGHTS_SIZE) -> int:
+        """Return the size of the weights; -1 for the statistic of a weight-stripped engine."""
+        return self._spec.weights_nbytes if stat == EngineStat.TOTAL_WEIGHTS_SIZE else -1
+
+    @property
+    def streamable_weights_size(self) -> int:
+        """Bytes of weights that a budget may leave on the host."""
+        return self._spec.streamable_weights_nbytes
+
+    @property
+    def weight_streaming_scratch_memory_size(self) -> int:
+        """Bytes that streaming needs in the enqueue memory of each context: room for one step's weights."""
+        streamable = self._spec.streamable_weights_nbytes
+        return aligned(-(-streamable // self._spec.steps)) if self._budget < streamable else 0
+
+    def get_tensor_name(self, index: int) -> str:
+        """Return the name of a tensor; inputs come first."""
+        return list(self._tensors)[index]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        """Return whether a tensor is an input or an output; ``NONE``, and an error, for an unknown name."""
+        if self._tensor(name, "ICudaEngine::getTensorIOMode") is None:
+            return TensorIOMode.NONE
+        return TensorIOMode.INPUT if name in self._inputs else TensorIOMode.OUTPUT
+
+    def get_tensor_dtype(self, name: str) -> DataType:
+        """Return the type of a tensor; ``FLOAT``, and an error, for an unknown name."""
+        tensor = self._tensor(name, "ICudaEngine::getTensorDataType")
+        return DataType.FLOAT if tensor is None else tensor.data_type
+
+    def get_tensor_shape(self, name: str) -> Dims:
+        """Return the dimensions of a tensor as built, with -1 for dynamic ones."""
+        tensor = self._tensor(name, "ICudaEngine::getTensorShape")
+        return Dims() if tensor is None else Dims(tensor.dims)
+
+    def get_tensor_location(self, name: str) -> TensorLocation:
+        """Return where a tensor's data has to be: on the device, unless it is a shape tensor."""
+        tensor = self._tensor(name, "ICudaEngine::getTensorLocation")
+        return TensorLocation.HOST if tensor is not None and tensor.on_host else TensorLocation.DEVICE
+
+    def is_shape_inference_io(self, name: str) -> bool:
+        """Return whether the shapes of other tensors depend on the values of this one."""
+        tensor = self._tensor(name, "ICudaEngine::isShapeInferenceIO")
+        return tensor is not None and tensor.on_host
+
+    def get_aliased_input_tensor(self, name: str) -> str | None:
+        """Return ``None``: no output shares its memory with an input."""
+        self._tensor(name, "ICudaEngine::getAliasedInputTensor")
+        return None
+
+    def get_tensor_bytes_per_component(self, name: str, profile_index: int = 0) -> int:
+        """Return the bytes of an element; -1, and an error, for an unknown name."""
+        tensor = self._tensor(name, "ICudaEngine::getTensorBytesPerComponent")
+        return -1 if tensor is None else tensor.itemsize
+
+    def get_tensor_components_per_element(self, name: str, profile_index: int = 0) -> int:
+        """Return 1, as no tensor is vectorised; -1, and an error, for an unknown name."""
+        return 1 if self._tensor(name, "ICudaEngine::getTensorComponentsPerElement") else -1
+
+    def get_tensor_vectorized_dim(self, name: str, profile_index: int = 0) -> int:
+        """Return -1, as no tensor is vectorised."""
+        self._tensor(name, "ICudaEngine::getTensorVectorizedDim")
+        return -1
+
+    def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
+        """Return the smallest, the optimal and the largest shape of an input in a profile."""
+        where = "ICudaEngine::getProfileShape"
+        if name not in self._inputs or not self._has_profile(profile_index, where):
+            self._report_usage(where, f"condition: an input and a profile. Given: {name}, {profile_index}")
+            return []
+        return [Dims(shape) for shape in self._spec.profiles[profile_index][name]]
+
+    def _tensor(self, name: str, where: str) -> TensorIO | None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            self._report_usage(where, f"condition: a tensor's name. Given invalid tensor name: {name}")
+        return tensor
+
+    def _has_profile(self, index: int, where: str) -> bool:
+        if 0 <= index < len(self._spec.profiles):
+            return True
+        self._report_usage(
+            where,
+            f"condition: profileIndex >= 0 && profileIndex < {len(self._spec.profiles)}. Given: {index}",
+        )
+        return False

@@ -1,0 +1,277 @@
+"""Checks of settings and arguments: one sentence and one rule for each kind of value.
+
+A class of settings is a frozen dataclass whose fields are made by :func:`setting`, with their check and their
+documentation beside the default. Its ``__post_init__`` calls :func:`validate`, and then looks at what its
+values say together::
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        max_rows: int | None = setting(
+            default=None, check=count(1).or_none, doc="Rows that one batch holds at most."
+        )
+
+        def __post_init__(self) -> None:
+            validate(self)
+"""
+
+import dataclasses
+import difflib
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.errors import InputError, OptionsError
+
+TIMEOUT_NS_MAX: Final = 2**62
+"""The longest timeout, 146 years: added to a monotonic clock it still fits into 63 bits, as timers need."""
+
+SHOWN_MAX: Final = 120
+"""Characters of a wrong value that a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One kind of value.
+
+    :param expected: completes the sentence "max_rows must be …".
+    :param convert: returns the value in the form to keep; raises ``TypeError`` or ``ValueError`` for one that
+        is not of this kind.
+    :param fix: a sentence for the end of the message.
+    """
+
+    expected: str
+    convert: Callable[[Any], Any]
+    fix: str = ""
+
+    def __call__(self, name: str, value: object) -> Any:
+        """Return ``value`` in the form to keep.
+
+        :param name: what the value is called in the message.
+        :raises OptionsError: if it is not of this kind.
+        """
+        try:
+            return self.convert(value)
+        except (TypeError, ValueError):
+            fix = f". {self.fix}" if self.fix else ""
+            raise OptionsError(f"{name} must be {self.expected}, not {show(value)}{fix}") from None
+
+    @property
+    def or_none(self) -> "Check":
+        """This check, with ``None`` allowed as well."""
+        convert = self.convert
+        return dataclasses.replace(self, convert=lambda value: None if value is None else convert(value))
+
+
+def setting(*, default: Any, doc: str, check: Check | None = None, is_secret: bool = False) -> Any:
+    """Return a dataclass field.
+
+    :param doc: what it means, for readers and for :func:`docs_of`.
+    :param check: what :func:`validate` asks of it; ``None`` where the class checks it in another way.
+    :param is_secret: leave it out of the settings' ``repr``.
+    """
+    return dataclasses.field(default=default, repr=not is_secret, metadata={"check": check, "doc": doc})
+
+
+def validate(settings: Any) -> None:
+    """Check every field of an instance whose class has fields made by :func:`setting`, and convert it.
+
+    :raises OptionsError: for the first value that is not what its field expects.
+    """
+    for item in dataclasses.fields(settings):
+        check = item.metadata["check"]
+        if check is not None:
+            object.__setattr__(settings, item.name, check(item.name, getattr(settings, item.name)))
+
+
+def docs_of(cls: type) -> dict[str, str]:
+    """Return the documentation of each field by its name, as one line without markup: a flag's help."""
+    return {
+        item.name: " ".join(item.metadata["doc"].replace("``", "'").split())
+        for item in dataclasses.fields(cls)
+    }
+
+
+def check_names(
+    given: Iterable[str], names: Sequence[str], what: str, *, synonyms: Mapping[str, str] | None = None
+) -> None:
+    """Check that every name given is a valid one.
+
+    :param what: what a name stands for: ``option``, or ``setting in serve.toml``.
+    :param synonyms: what other programs call some of the names.
+    :raises OptionsError: for the first that is not; the message suggests the nearest one.
+    """
+    others = synonyms or {}
+    kind, _, where = what.partition(" ")
+    valid = f"alid {kind}s{' ' * bool(where)}{where}: {', '.join(names)}"
+    for name in given:
+        if name not in names:
+            nearest = difflib.get_close_matches(str(name), [*names, *others], n=1, cutoff=0.4)
+            hint = f"did you mean {others.get(nearest[0], nearest[0])!r}? V" if nearest else "v"
+            raise OptionsError(f"unknown {what} {name!r}; {hint}{valid}")
+
+
+def show(value: object) -> str:
+    """Return the ``repr`` of any value for a message: a short one, and one that never raises."""
+    try:
+        text = repr(value)
+    except Exception:  # Foreign code ran; and an int of more than 4,300 digits has none.
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
+
+
+def as_int(value: Any) -> int:
+    """Return a whole number as an ``int``.
+
+    :raises TypeError: for anything but an ``int`` or a NumPy integer; ``True`` and ``False`` are not numbers.
+    """
+    if isinstance(value, bool):
+        raise TypeError("a bool is not a number")
+    return operator.index(value)
+
+
+def int_or_none(value: Any) -> int | None:
+    """Return a whole number as an ``int``, as :func:`as_int`, and ``None`` for anything else."""
+    try:
+        return as_int(value)
+    except Exception:  # Whatever __index__ raises.
+        return None
+
+
+def as_float(value: Any) -> float:
+    """Return a real number as a ``float``: Python's, NumPy's, a ``Fraction`` or a ``Decimal``.
+
+    :raises TypeError: for anything else, ``True``, ``False`` and texts included.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
+        raise TypeError("not a real number")
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
+
+
+def count(least: int, most: int | None = None) -> Check:
+    """Return the check of a whole number from ``least`` to ``most``."""
+
+    def convert(value: Any) -> int:
+        whole = as_int(value)
+        if whole < least or (most is not None and whole > most):
+            raise ValueError
+        return whole
+
+    limits = f"≥ {least}" if most is None else f"from {least} to {most}"
+    return Check(f"a whole number {limits}", convert)
+
+
+def number(
+    least: float = 0.0, most: float = math.inf, *, above: bool = False, unit: str = "", fix: str = ""
+) -> Check:
+    """Return the check of a real number from ``least`` to ``most``; NaN is none.
+
+    :param above: whether it has to be more than ``least``.
+    :param unit: what it counts, in the message: ``seconds``.
+    """
+
+    def convert(value: Any) -> float:
+        real = as_float(value)
+        if not (least < real if above else least <= real) or not real <= most:
+            raise ValueError
+        return real
+
+    limits = f"{'>' if above else '≥'} {least:g}" + (f" and ≤ {most:g}" if most < math.inf else "")
+    return Check(f"a number{' of ' * bool(unit)}{unit} {limits}", convert, fix)
+
+
+def duration(least: float = 0.0, most: float = math.inf, *, above: bool = False, fix: str = "") -> Check:
+    """Return the check of a time in seconds: see :func:`number`."""
+    return number(least, most, above=above, unit="seconds", fix=fix)
+
+
+def choice(*values: str) -> Check:
+    """Return the check of one of several words."""
+
+    def convert(value: Any) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError
+        return value
+
+    *others, last = map(repr, values)
+    return Check(f"{', '.join(others)} or {last}", convert)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(_text, (value,) if isinstance(value, str) else value))
+
+
+def _word(value: Any) -> str:
+    word = _text(value)
+    if not word or not word.isascii() or not word.isprintable() or " " in word:
+        raise ValueError
+    return word
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError
+    return tuple(map(_word, value))
+
+
+def _path(value: Any) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    return Path(value)
+
+
+FLAG: Final = Check("True or False", _flag)
+TEXT: Final = Check("a string", _text)
+TEXTS: Final = Check("a string or several", _texts)
+WORDS: Final = Check("a list of words of printable ASCII characters without spaces", _words)
+PATH: Final = Check("a path", _path)
+PORT: Final = count(0, 65535)
+
+
+def priority_of(priority: Any, priorities: int) -> int:
+    """Return the priority of a call as an ``int``.
+
+    :param priorities: how many levels the engine has.
+    :raises InputError: for anything but a whole number, NumPy's included, from 0 to ``priorities - 1``.
+    """
+    try:
+        level = priority if type(priority) is int else as_int(priority)
+    except Exception:  # Whatever __index__ raises: nothing is queued yet, and the caller is told.
+        level = -1
+    if not 0 <= level < priorities:
+        raise InputError(f"priority must be a whole number from 0 to {priorities - 1}, not {show(priority)}")
+    return level
+
+
+def timeout_ns_of(timeout: Any) -> int:
+    """Return a timeout in ns, given in seconds; :data:`TIMEOUT_NS_MAX` for a longer one, and for infinity.
+
+    :raises InputError: for anything but a real number, NumPy's and ``Decimal`` included, of at least 0.
+    """
+    try:
+        seconds = timeout if type(timeout) is float else as_float(timeout)
+    except Exception:  # Whatever __float__ raises: nothing is queued yet, and the caller is told.
+        seconds = math.nan
+    if not seconds >= 0:
+        raise InputError(f"timeout must be a number of seconds ≥ 0, not {show(timeout)}")
+    return int(seconds * 1e9) if seconds < TIMEOUT_NS_MAX / 1e9 else TIMEOUT_NS_MAX

@@ -1,0 +1,232 @@
+"""Write the README's tables of figures from the results that are kept: `python -m tests.benchmarks.tables`.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with NAME one of `TABLES`.
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+README = ROOT / "README.md"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def results(name):
+    """Return what a benchmark wrote when it was last kept."""
+    return json.loads((ROOT / "tests" / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def figures(name):
+    """Return the figures among the results of a benchmark."""
+    return results(name)["figures"]
+
+
+def middle(runs, figure):
+    """Return the median of a figure over several runs."""
+    return statistics.median(run[figure] for run in runs)
+
+
+def thousands(value):
+    """Write a number rounded to thousands."""
+    return f"{round(value, -3):,.0f}"
+
+
+def hundreds(value):
+    """Write a number rounded to hundreds."""
+    return f"{round(value, -2):,.0f}"
+
+
+def overhead():
+    """Yield the cost of a request to a no-op model, beside a peer and a bare loop."""
+    yield (
+        *("", "256 callers, requests/s", "CPU µs each", "32 callers, requests/s", "CPU µs each"),
+        "a lone caller, µs",
+    )
+    measured = {
+        (case["device"], case["callers"], case["max_delay"]): case["median"]
+        for case in results("overhead")["cases"]
+    }
+    for label, device in (("events done at once", "immediate"), ("host device", "host")):
+        cells = [f"asynctrt, {label}"]
+        for callers in (256, 32):
+            run = measured[device, callers, 0.0]
+            cells += [thousands(run["requests_per_s"]), f"{run['cpu_us_per_request']:.1f}"]
+        yield (*cells, f"{measured[device, 1, 0.0]['round_trip_us']:.0f}")
+    peers = figures("peers")
+    for label, name in (
+        ("async-batcher 0.2.2", "async-batcher"),
+        ("a bare loop without features", "bare loop"),
+    ):
+        cells = [label]
+        for callers in ("256", "32"):
+            runs = peers[callers][name]
+            cells += [thousands(middle(runs, "requests_per_s")), f"{middle(runs, 'cpu_us_per_request'):.1f}"]
+        round_trip_us = middle(peers["1"][name], "round_trip_us")
+        yield (*cells, f"{round(round_trip_us, -1 if round_trip_us > 100 else 0):,.0f}")
+
+
+def perceptron():
+    """Yield the rows/s of a perceptron, raw and through an engine."""
+    yield "", "raw `session.run`, 1 thread", "raw, 2 threads", "engine"
+    rate = rows_per_s("mlp")
+    for label, raw, callers in (
+        ("batches of 64; 256 callers", "batch 64", "256 callers"),
+        ("batches of 32; 32 callers", "batch 32", "32 callers"),
+        ("batches of 1; a lone caller", "batch 1", "a lone caller"),
+    ):
+        cases = (f"raw, 1 thread, {raw}", f"raw, 2 threads, {raw}", f"engine, {callers}")
+        yield (label, *(hundreds(rate[case]) for case in cases))
+
+
+def rows_per_s(name):
+    """Return the throughput of each case of the perceptron's benchmark."""
+    return {case["name"]: case["median"]["rows_per_s"] for case in figures(name)["cases"]}
+
+
+SERVED = {
+    "KServe over HTTP, no-op": ("HTTP no-op, 64", "HTTP no-op, 256"),
+    "Mosec 0.9.8, no-op": ("Mosec no-op, 64", "Mosec no-op, 256"),
+    "uvicorn alone": ("uvicorn alone, 64", None),
+    "KServe over HTTP, MLP": ("HTTP MLP, 64", "HTTP MLP, 256"),
+    "Mosec 0.9.8, MLP": ("Mosec MLP, 64", "Mosec MLP, 256"),
+    "websocket, no-op, 1 in flight each": ("websocket no-op, 64 x 1", "websocket no-op, 256 x 1"),
+    "websocket, no-op, 16 in flight each": ("websocket no-op, 64 x 16", None),
+    "`websockets` alone, 1 in flight each": ("websockets alone, 64 x 1", None),
+    "`websockets` alone, 16 in flight each": ("websockets alone, 64 x 16", None),
+    "websocket, MLP, 4 in flight each": ("websocket MLP, 64 x 4", None),
+    "KServe over gRPC, no-op": ("gRPC no-op, 64", None),
+    "`grpc.aio` alone": ("grpc.aio alone, 64", None),
+}
+"""What the README calls the cases of the benchmark of serving, with 64 connections and with 256."""
+
+
+def serving():
+    """Yield throughput, CPU and p99 of servers."""
+    yield "", "64 connections", "CPU µs", "p99", "256 connections", "CPU µs", "p99"
+    measured = figures("serving")
+    for label, cases in SERVED.items():
+        cells = [label]
+        for case in cases:
+            if case is None:
+                cells += ["", "", ""]
+            else:
+                runs = measured[case]
+                cells += [
+                    hundreds(middle(runs, "requests_per_s")),
+                    f"{middle(runs, 'server_cpu_us'):.0f}",
+                    f"{middle(runs, 'p99_us') / 1e3:.1f}",
+                ]
+        yield cells
+
+
+def lateness():
+    """Yield how late a load test sends its requests."""
+    yield (
+        *("requests/s", "`spin`: p50 / p99", "cores", "`adaptive`: p50 / p99", "cores"),
+        *("`timer`: p50 / p99", "cores", "a bare loop: p99"),
+    )
+    measured = figures("lateness")
+    for rate in (5000, 20000, 50000):
+        cells = [f"{rate:,}"]
+        for pacing in ("spin", "adaptive", "timer"):
+            found = measured[f"{pacing}, {rate}/s"]["median"]
+            cells += [f"{found['late_p50_us']:.1f} / {found['late_p99_us']:.0f}", f"{found['cores']:.2f}"]
+        yield (*cells, f"{measured[f'a bare loop, {rate}/s']['median']['late_p99_us']:.0f}")
+
+
+def agreement():
+    """Yield what other load generators measure beside ours."""
+    yield "", "other", "theirs", "ours", "ratio"
+    for name, found in figures("agreement").items():
+        for figure, unit, digits in (("throughput", "requests/s", 0), ("p99_ms", "p99, ms", 2)):
+            if figure in found:
+                one = found[figure]
+                both = [f"{one[who]:,.{digits}f}" for who in ("theirs", "ours")]
+                yield f"{name}, {unit}", found["other"], *both, f"{one['ratio']:.2f}"
+
+
+def gpu_completion():
+    """Yield how late a coroutine goes on after its batch on the GPU."""
+    yield "a batch takes", "`adaptive`", "cores", "`spin`", "cores", "`thread`", "cores"
+    cases = figures("gpu-completion")["cases"]
+    for work_us in (50, 200, 1000, 5000):
+        cells = [f"{work_us:,} µs"]
+        for waiting in ("adaptive", "spin", "thread"):
+            case = cases[f"{work_us} us, idle loop, {waiting}"]
+            late = case["reaper"]
+            cells += [f"{late['p50_us']:.0f} / {late['p99_us']:.0f}".replace("-0 /", "0 /")]
+            cells += [f"{case['cores']:.2f}"]
+        yield cells
+
+
+def gpu_saturation():
+    """Yield the throughput of a saturated GPU, raw and through an engine."""
+    yield "a batch takes", "requests", "raw", "engine", "ratio", "CPU µs a batch", "a request"
+    cases = figures("gpu-saturation")["cases"]
+    for work_us, size in ((100, 8), (300, 1), (300, 8), (1000, 1)):
+        case = cases[f"{work_us} us, {64 // size} requests of {size}"]
+        yield (
+            f"{work_us:,} µs",
+            f"{64 // size} of {size} row{'s' if size > 1 else ''}",
+            f"{case['raw_rows_per_s']['one stream']:,.0f}",
+            f"{case['engine_rows_per_s']:,.0f}",
+            f"{case['ratio']['one stream']:.2f}",
+            f"{case['cpu_us_a_batch']:.0f}",
+            f"{case['cpu_us_a_request']:.1f}",
+        )
+
+
+def gpu_sharing():
+    """Yield throughput, latency and memory of eight contexts that share arenas."""
+    yield "arenas", "rows/s", "p99 ms", "memory of the device"
+    for arenas, case in figures("gpu-sharing")["cases"]["fills, 500 us"].items():
+        memory = f"{case['device_nbytes'] / 2**20:,.0f} MiB"
+        yield arenas, f"{case['rows_per_s']:,.0f}", f"{case['p99_us'] / 1e3:.1f}", memory
+
+
+def gpu_resnet():
+    """Yield the images/s of ResNet-50."""
+    yield (
+        *("batch", "raw", "uint8 images (150 KB)", "ratio"),
+        *("raw", "float32 images (600 KB)", "ratio"),
+    )
+    images = figures("gpu-resnet")["images"]
+    for pair in zip(images["uint8"]["saturation"], images["float32"]["saturation"], strict=True):
+        cells = [str(pair[0]["rows"])]
+        for case in pair:
+            cells += [f"{case['raw_images_per_s']['one stream']:,.0f}", f"{case['engine_images_per_s']:,.0f}"]
+            cells += [f"{case['ratio']['one stream']:.2f}"]
+        yield cells
+
+
+TABLES = {
+    "overhead": overhead,
+    "perceptron": perceptron,
+    "serving": serving,
+    "lateness": lateness,
+    "agreement": agreement,
+    "gpu-completion": gpu_completion,
+    "gpu-saturation": gpu_saturation,
+    "gpu-sharing": gpu_sharing,
+    "gpu-resnet": gpu_resnet,
+}
+
+
+def table(name):
+    """Return a table in Markdown: a line for the header, one for its rule, one for each case."""
+    header, *lines = TABLES[name]()
+    return "".join(
+        "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
+        for cells in (header, ["---"] * len(header), *lines)
+    )
+
+
+def filled(text):
+    """Return a text with its tables made anew."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", text)
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text()))

@@ -1,0 +1,252 @@
+"""Requests and answers as bytes. What a fuzzer finds is in test_fuzz.py; here is what is meant."""
+
+import json
+
+import numpy as np
+import pytest
+
+from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
+from asynctrt.kserve.codec import LAYOUTS_MAX
+from asynctrt.kserve.json_codec import JsonCodec, split_id
+from asynctrt.tensors import BatchRecord, InferResult, TensorSpec
+
+X = TensorSpec("x", "float32", (2,))
+N = TensorSpec("n", "int32", ("length",))
+Y = TensorSpec("y", "float32", (2,))
+Z = TensorSpec("z", "bool", ())
+
+
+@pytest.fixture
+def codec():
+    return JsonCodec("m", "3", [X, N], [Y, Z], tensors_max=4)
+
+
+def build(inputs=None, raw=b"", **content):
+    if inputs is None:
+        x, n = np.ones((1, 2), np.float32), np.arange(3, dtype=np.int32)[None]
+        inputs = [binary(X, x), binary(N, n)]
+        raw = x.tobytes() + n.tobytes()
+    head = json.dumps({**content, "inputs": inputs}, separators=(",", ":")).encode()
+    return head + raw, len(head)
+
+
+def binary(spec, array, **changes):
+    datatype = {"float32": "FP32", "int32": "INT32"}[array.dtype.name]
+    parameters = {"binary_data_size": array.nbytes}
+    described = {
+        "name": spec.name,
+        "datatype": datatype,
+        "shape": list(array.shape),
+        "parameters": parameters,
+    }
+    return {**described, **changes}
+
+
+def result(y=None, z=None):
+    y = np.array([[1, 2]], np.float32) if y is None else y
+    z = np.array([True]) if z is None else z
+    return InferResult({"y": y, "z": z}, (BatchRecord(1, 0),), 0)
+
+
+def test_binary_tensors_in_order(codec):
+    call = codec.decode(*build(id="7"))
+    assert call.id == "7"
+    np.testing.assert_array_equal(call.inputs["x"], [[1, 1]])
+    np.testing.assert_array_equal(call.inputs["n"], [[0, 1, 2]])
+    assert call.inputs["n"].dtype == np.int32
+
+
+def test_binary_and_json_mixed(codec):
+    n = np.arange(2, dtype=np.int32)[None]
+    x = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [3, 4]}
+    call = codec.decode(*build([x, binary(N, n)], n.tobytes()))
+    np.testing.assert_array_equal(call.inputs["x"], [[3, 4]])
+    np.testing.assert_array_equal(call.inputs["n"], n)
+
+
+def test_an_answer_has_what_was_asked_for(codec):
+    outputs = [{"name": "z"}, {"name": "y", "parameters": {"binary_data": True}}]
+    call = codec.decode(*build(id="a", outputs=outputs))
+    head, tensors = codec.encode(call, result())
+    assert json.loads(head) == {
+        "id": "a",
+        "model_name": "m",
+        "model_version": "3",
+        "outputs": [
+            {"name": "z", "datatype": "BOOL", "shape": [1], "data": [True]},
+            {"name": "y", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}},
+        ],
+    }
+    assert b"".join(tensors) == np.array([1, 2], np.float32).tobytes()
+
+
+@pytest.mark.parametrize("request_id", ["", "a", 'with "quotes"', "\u00e4\n", "id", "7-_"])
+def test_ids_come_back_as_they_were(codec, request_id):
+    for _ in range(3):
+        call = codec.decode(*build(id=request_id, parameters={"binary_data_output": True}))
+        head, _ = codec.encode(call, result())
+        assert json.loads(head).get("id", "") == request_id
+        assert head.startswith(b'{"id":') == bool(request_id)
+
+
+def test_an_answer_of_another_shape_has_another_header(codec):
+    """The trap: a header that is remembered for longer than it is true."""
+    for rows in (1, 5, 5, 1, 3):
+        call = codec.decode(*build(parameters={"binary_data_output": True}))
+        head, tensors = codec.encode(call, result(np.ones((rows, 2), np.float32), np.ones(rows, bool)))
+        content = json.loads(head)
+        assert [output["shape"] for output in content["outputs"]] == [[rows, 2], [rows]]
+        assert [output["parameters"]["binary_data_size"] for output in content["outputs"]] == [8 * rows, rows]
+        assert [len(tensor) for tensor in tensors] == [8 * rows, rows]
+
+
+def test_arrays_that_are_not_contiguous_and_empty_ones(codec):
+    call = codec.decode(*build(parameters={"binary_data_output": True}))
+    y = np.arange(8, dtype=np.float32).reshape(2, 4).T
+    _, tensors = codec.encode(call, result(y, np.ones(0, bool)))
+    assert bytes(tensors[0]) == np.ascontiguousarray(y).tobytes()
+    assert bytes(tensors[1]) == b""
+
+
+def test_nan_in_json_is_null_and_infinity_is_no_json(codec):
+    head, _ = codec.encode(codec.decode(*build()), result(np.array([[np.nan, 1]], np.float32)))
+    assert json.loads(head)["outputs"][0]["data"] == [None, 1]
+    with pytest.raises(RequestError, match="infinities"):
+        codec.encode(codec.decode(*build()), result(np.array([[np.nan, np.inf]], np.float32)))
+
+
+def test_plans_are_bounded_and_headers_with_values_are_not_kept(codec):
+    for number in range(LAYOUTS_MAX + 50):
+        codec.decode(*build(parameters={"priority": number}))
+    assert len(codec._layouts) <= LAYOUTS_MAX
+    before = dict(codec._layouts)
+    x = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [3, 4]}
+    n = {"name": "n", "datatype": "INT32", "shape": [1, 1], "data": [3]}
+    codec.decode(*build([x, n]))
+    assert codec._layouts == before
+
+
+def test_scheduling(codec):
+    layout = codec.decode(*build(parameters={"priority": 2, "timeout": 1500})).layout
+    assert (layout.priority, layout.timeout) == (2, 0.0015)
+    layout = codec.decode(*build(parameters={"priority": 0, "timeout": 0})).layout
+    assert (layout.priority, layout.timeout) == (0, None)
+
+
+def item(**changes):
+    return {**binary(X, np.ones((1, 2), np.float32)), **changes}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "content", "error", "says"),
+    [
+        ([item()], {"id": 7}, RequestError, "id must be a string"),
+        ([item(), item()], {}, RequestError, "duplicate input 'x'"),
+        ([item(name="q")], {}, InputError, "unknown input 'q'; the model's inputs: x, n"),
+        ([item(name=None)], {}, RequestError, "with a name"),
+        (["x"], {}, RequestError, "with a name"),
+        ("x", {}, RequestError, "list of tensors"),
+        ([item(datatype="FP64")], {}, InputError, "'x' is FP32, not 'FP64'"),
+        ([item(shape=[1, -2])], {}, RequestError, "none negative"),
+        ([item(shape=[1, True])], {}, RequestError, "none negative"),
+        ([item(shape=[1] * 40)], {}, RequestError, "1 to 32"),
+        ([item(shape=[])], {}, RequestError, "1 to 32"),
+        ([item(shape=[2**40, 2**40])], {}, RequestError, "more elements"),
+        ([item(shape=[1, 3])], {}, InputError, "takes 12 bytes, but 8 are given"),
+        ([item(parameters={"binary_data_size": -8})], {}, RequestError, "number of bytes"),
+        ([item(parameters={"binary_data_size": 8.0})], {}, RequestError, "number of bytes"),
+        ([item(parameters=[])], {}, RequestError, "must be an object"),
+        ([item(parameters={})], {}, RequestError, "neither data nor"),
+        ([item(data=[1, 2])], {}, RequestError, "both data and"),
+        ([item(parameters={"shared_memory_region": "r"})], {}, UnsupportedError, "shared memory"),
+        ([item()] * 5, {}, TooLargeError, "names 5 inputs; at most 4"),
+        ([item()], {"outputs": [{"name": "w"}]}, InputError, "outputs: y, z"),
+        ([item()], {"outputs": [{"name": "y"}] * 2}, RequestError, "duplicate output 'y'"),
+        (
+            [item()],
+            {"outputs": [{"name": "y", "parameters": {"classification": 3}}]},
+            UnsupportedError,
+            "scores",
+        ),
+        (
+            [item()],
+            {"outputs": [{"name": "y", "parameters": {"binary_data": 1}}]},
+            RequestError,
+            "true or false",
+        ),
+        ([item()], {"parameters": {"binary_data_output": "yes"}}, RequestError, "true or false"),
+        ([item()], {"parameters": {"timeout": 1.5}}, RequestError, "microseconds"),
+        ([item()], {"parameters": {"priority": -1}}, RequestError, "priority"),
+    ],
+)
+def test_what_is_wrong_is_named(codec, inputs, content, error, says):
+    with pytest.raises(error, match=says):
+        codec.decode(*build(inputs, bytes(8), **content))
+
+
+def test_lengths_that_lie(codec):
+    body, length = build()
+    for changed, given, says in (
+        (body, len(body) + 1, "the message has"),
+        (body[:-1], length, "20 bytes of tensors after the header, but 19"),
+        (body + b"x", length, "but 21 follow it"),
+        (body, length - 1, "not valid JSON"),
+        (body, length + 1, "not valid JSON"),
+        (body, 0, "not valid JSON"),
+    ):
+        with pytest.raises(RequestError, match=says):
+            codec.decode(changed, given)
+
+
+class TestRaw:
+    def test_one_row(self):
+        codec = JsonCodec("m", "1", [X], [Y])
+        call = codec.decode_raw(np.array([5, 6], np.float32).tobytes())
+        np.testing.assert_array_equal(call.inputs["x"], [[5, 6]])
+        assert [binary for _, binary in call.layout.outputs] == [True]
+
+    def test_a_dynamic_row(self):
+        call = JsonCodec("m", "1", [N], [Y]).decode_raw(np.arange(7, dtype=np.int32).tobytes())
+        assert call.inputs["n"].tolist() == [list(range(7))]
+
+    def test_a_string(self):
+        call = JsonCodec("m", "1", [TensorSpec("s", "S8", (1,))], [Y]).decode_raw(b"hello")
+        assert call.inputs["s"].tolist() == [[b"hello"]]
+
+    @pytest.mark.parametrize("nbytes", [0, 7, 9, 12])
+    def test_no_row(self, nbytes):
+        with pytest.raises(RequestError, match="is not one row of"):
+            JsonCodec("m", "1", [X], [Y]).decode_raw(bytes(nbytes))
+
+    def test_a_model_with_several_inputs(self, codec):
+        with pytest.raises(RequestError, match="has 2"):
+            codec.decode_raw(bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b'{"id":"7","x":1}', ("7", b',"x":1}')),
+        (b'{"id":"a-b_c","x":1}', ("a-b_c", b',"x":1}')),
+        (b'{"id":"7"}', None),
+        (b'{"id":"","x":1}', None),
+        (b'{"id":"a\\"b","x":1}', None),
+        (b'{"id": "7","x":1}', None),
+        (b'{"x":1,"id":"7"}', None),
+        (b'{"id":"7" ,"x":1}', None),
+        (b"", None),
+    ],
+)
+def test_split_id(head, expected):
+    assert split_id(head) == (expected or ("", head))
+
+
+def test_an_id_that_is_said_twice_is_not_remembered_wrongly(codec):
+    """JSON's last one counts. A header with two ids must not stand for one with another first id."""
+    body, length = build()
+    for first in ("a", "b"):
+        head = b'{"id":"' + first.encode() + b'","id":"last",' + body[1:length]
+        assert codec.decode(head + body[length:], len(head)).id == "last"
+    for first in ("a", "b"):
+        head = b'{"id":"' + first.encode() + b'","\\u0069d":"last",' + body[1:length]
+        assert codec.decode(head + body[length:], len(head)).id == "last"

@@ -1,0 +1,119 @@
+"""The copiers: a copy runs in a thread, and its end is told on the loop."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from asynctrt import clock
+from asynctrt.runtime.completion import Reaper
+from asynctrt.runtime.copiers import Copiers
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 20
+
+
+class Told:
+    """Copiers, and what they told in which order."""
+
+    def __init__(self, **kw):
+        self.reaper = Reaper(asyncio.get_running_loop(), clock.now_ns, waiting="adaptive")
+        self.copiers = Copiers(self.reaper, clock.now_ns, **kw)
+        self.told = []
+        self._changed = asyncio.Event()
+
+    def submit(self, copy, name="copy"):
+        self.copiers.submit(copy, 1000, partial(self._note, name))
+
+    def _note(self, name, error):
+        self.told.append((name, error, threading.get_ident()))
+        self._changed.set()
+
+    async def until(self, count):
+        while len(self.told) < count:
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), WAIT_S)
+
+    def close(self):
+        self.reaper.close()
+        return self.copiers.close(WAIT_S)
+
+
+async def test_a_copy_runs_in_a_thread_and_its_end_is_told_on_the_loop():
+    made, ran_in = Told(), []
+    made.submit(lambda: ran_in.append(threading.get_ident()))
+    await made.until(1)
+    assert made.told == [("copy", None, threading.get_ident())]
+    assert ran_in != [threading.get_ident()]
+    assert made.close()
+
+
+@pytest.mark.parametrize(
+    "kind", [ValueError, MemoryError, KeyboardInterrupt, SystemExit, asyncio.CancelledError]
+)
+async def test_what_a_copy_raises_is_told_and_others_go_on(kind):
+    made, broken = Told(threads_max=1), kind("broken")
+
+    def fail():
+        raise broken
+
+    made.submit(fail, "bad")
+    made.submit(lambda: None, "good")
+    await made.until(2)
+    assert [(name, error) for name, error, _ in made.told] == [("bad", broken), ("good", None)]
+    assert made.close()
+
+
+async def test_copies_run_side_by_side_up_to_the_bound():
+    made, together = Told(threads_max=3), threading.Barrier(3)
+    before = threading.active_count()
+    for _ in range(6):
+        made.submit(partial(together.wait, WAIT_S))
+    await made.until(6)
+    assert [error for _, error, _ in made.told] == [None] * 6
+    assert threading.active_count() == before + 3
+    assert made.close()
+    assert threading.active_count() == before
+
+
+async def test_no_thread_is_there_before_the_first_copy():
+    before = threading.active_count()
+    made = Told()
+    assert threading.active_count() == before
+    assert made.close()
+    assert made.close()
+
+
+async def test_a_loop_that_is_never_idle_lends_the_gil_to_a_copy_that_waits_for_it(monkeypatch):
+    """As for batches: the reaper's guard nudges what it watches."""
+    monkeypatch.setattr(clock, "own_cpu_ns", clock.now_ns)
+    made, lent, gate = Told(), [], threading.Event()
+
+    def lend():
+        lent.append(True)
+        gate.set()
+        return True
+
+    monkeypatch.setattr(made.copiers._threads, "lend_gil", lend)
+    made.submit(partial(gate.wait, WAIT_S))
+    async with asyncio.timeout(WAIT_S):
+        while not made.told:
+            await asyncio.sleep(0)
+    assert lent
+    assert made.close()
+
+
+async def test_a_copy_that_does_not_end_is_not_waited_for_longer_than_asked():
+    made, gate, begun = Told(), threading.Event(), threading.Event()
+
+    def hang():
+        begun.set()
+        gate.wait(WAIT_S)
+
+    made.submit(hang)
+    assert begun.wait(WAIT_S)
+    made.reaper.close()
+    assert not made.copiers.close(0.01)
+    gate.set()
+    assert not made.told

@@ -1,0 +1,376 @@
+"""Graphs: what is captured is what runs, in a context of its own, whatever the rows come from."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.host import HostDevice
+from asynctrt.devices.host.streams import HostGraph
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, OptionsError
+from asynctrt.runtime.contexts import SLABS_MAX, PooledContext
+from asynctrt.tensors import TensorSpec
+from tests.models import Gate, double_model, rows
+from tests.runtime.support import (
+    WAIT_S,
+    RecordingModel,
+    ScratchModel,
+    Stubborn,
+    ask,
+    make_pool,
+    make_source,
+    threads,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=[False, True], ids=["separate", "unified"])
+def device(request):
+    return HostDevice(in_place="never", unified=request.param)
+
+
+class TestOneContext:
+    """A context of the pool, and those that are captured beside it."""
+
+    @staticmethod
+    def make(device):
+        context = PooledContext(device, RecordingModel(), None)
+        return context, make_source(context, rows(0)).slab, context._model
+
+    @staticmethod
+    def run(context, count):
+        source = make_source(context, rows(*range(count)))
+        context.enqueue(source, context.timed)
+        end = context.timed.copied_out if source.has_copies_out else context.timed.computed
+        assert end.synchronize(WAIT_S)
+        assert end.error is context.timed.computed.error is None
+        np.testing.assert_array_equal(source.slab.outputs["output"][:count], 2 * rows(*range(count)))
+
+    def test_a_captured_size_has_a_context_of_its_own(self, device):
+        context, slab, model = self.make(device)
+        for count in (2, 8):
+            assert min(context.capture(slab, count, profile=None, scratch=None)) > 0
+        assert len(model.contexts) == 3
+        captured_by = {count: captured for captured, count in model.enqueued}
+        assert captured_by == {2: model.contexts[1], 8: model.contexts[2]}
+        assert [context.is_captured(count) for count in (1, 2, 3, 8)] == [False, True, False, True]
+        model.enqueued.clear()
+        for count in (2, 8, 3, 2):
+            self.run(context, count)
+        # Only what was not captured is put there call by call, on the context's own.
+        assert model.enqueued == [(model.contexts[0], 3)]
+        context.forget_captured()
+        assert [each.is_closed for each in model.contexts] == [False, True, True]
+        self.run(context, 8)
+        assert context.close(WAIT_S)
+        assert all(each.is_closed for each in model.contexts)
+
+    def test_what_cannot_be_captured_leaves_the_context_as_it_was(self, device):
+        context, slab, model = self.make(device)
+        model.refused.add(4)
+        with pytest.raises(ExecutionError):
+            context.capture(slab, 4, profile=None, scratch=None)
+        assert model.contexts[1].is_closed
+        assert not context.stream.is_capturing
+        assert not context.is_captured(4)
+        self.run(context, 3)
+        assert context.close(WAIT_S)
+
+    def test_a_batch_that_fails_while_it_is_captured(self, device):
+        context, slab, model = self.make(device)
+        model.work[4] = lambda: 1 // 0
+        with pytest.raises(ZeroDivisionError):
+            context.capture(slab, 4, profile=None, scratch=None)
+        assert model.contexts[1].is_closed
+        assert context.close(WAIT_S)
+
+
+class TestAnEngine:
+    @pytest.mark.parametrize("unified", [True, False])
+    @pytest.mark.parametrize(("contexts", "arenas"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+    async def test_what_was_captured_is_what_runs(self, contexts, arenas, unified):
+        model = ScratchModel(capturable=True)
+        async with asynctrt.open(
+            model,
+            device=threads(unified),
+            contexts=contexts,
+            arenas=arenas,
+            max_rows=4,
+            graphs=(1, 2, 3, 4),
+        ) as engine:
+            assert engine.statistics().graphs == (1, 2, 3, 4)
+            captured = model.enqueued
+            for _ in range(3):
+                assert await ask(engine, range(100))
+            assert model.enqueued == captured, "every size is captured, so nothing is put on a stream anew"
+            assert model.clashes == 0
+            assert len(model.seen) == arenas
+            assert engine.statistics().rows_padded == 0
+
+    async def test_a_size_that_is_not_captured_runs_call_by_call(self):
+        model = ScratchModel(capturable=True)
+        async with asynctrt.open(model, device=threads(), contexts=1, max_rows=4, graphs=(1,)) as engine:
+            captured = model.enqueued
+            assert await ask(engine, range(4))
+            assert model.enqueued == captured + 1
+            assert await ask(engine, [5])
+            assert model.enqueued == captured + 1
+            assert engine.statistics().rows_padded == 0
+
+    async def test_a_batch_is_padded_to_a_captured_size_and_nobody_sees_it(self):
+        model = ScratchModel(capturable=True)
+        async with asynctrt.open(model, device=threads(), contexts=1, max_rows=8, graphs=(8,)) as engine:
+            captured = model.enqueued
+            result = await engine.infer(rows(1, 2, 3))
+            assert result["output"].tolist() == rows(2, 4, 6).tolist()
+            assert result.batch_rows == 3
+            statistics = engine.statistics()
+            assert (statistics.rows, statistics.rows_padded, statistics.batches) == (3, 5, 1)
+            assert list(statistics.by_batch_rows) == [3]
+            assert statistics.mean_batch_rows == 3
+            assert model.enqueued == captured
+
+    async def test_rows_that_fill_a_batch_of_a_fixed_size_are_counted(self):
+        model = double_model(rows_fixed=8)
+        async with asynctrt.open(model, max_rows=8, contexts=1) as engine:
+            await engine.infer(rows(1, 2, 3))
+            assert engine.statistics().rows_padded == 5
+            async with engine.slot(rows=2) as slot:
+                slot["input"][...] = rows(4, 5)
+                assert (await slot.infer())["output"][:, 0].tolist() == [8, 10]
+            statistics = engine.statistics()
+            assert (statistics.rows, statistics.rows_padded) == (5, 5 + 6)
+
+    async def test_a_slot_runs_beside_what_is_captured(self):
+        """Its slab is none that anything was captured for."""
+        model = ScratchModel(capturable=True)
+        async with asynctrt.open(model, device=threads(), contexts=2, max_rows=4, graphs=(1, 4)) as engine:
+            for value in range(10):
+                async with engine.slot(rows=4) as slot:
+                    slot["input"][...] = value
+                    result, others = await asyncio.gather(slot.infer(), ask(engine, range(10)))
+                    assert others
+                    assert (result["output"] == 2 * value).all()
+            assert model.clashes == 0
+
+    async def test_a_model_of_a_fixed_size_is_captured_at_it(self):
+        model = ScratchModel(capturable=True, rows_fixed=4)
+        async with asynctrt.open(model, device=threads(), max_rows=4, contexts=1, graphs=(4,)) as engine:
+            assert engine.statistics().graphs == (4,)
+            captured = model.enqueued
+            assert await ask(engine, range(10))
+            assert model.enqueued == captured
+
+    async def test_by_default_a_device_that_gains_nothing_captures_nothing(self):
+        async with asynctrt.open(ScratchModel(capturable=True), contexts=1) as engine:
+            assert engine.statistics().graphs == ()
+
+    @pytest.mark.parametrize(
+        ("max_rows", "least", "sizes"),
+        [(1, 1, (1,)), (64, 1, (1, 4, 16, 64)), (6, 1, (1, 4, 6)), (8, 3, (3, 4, 8)), (4, 4, (4,))],
+    )
+    async def test_by_default_a_device_that_prefers_graphs_gets_powers_of_four(self, max_rows, least, sizes):
+        class Preferring(HostDevice):
+            prefers_graphs = True
+
+        model = ScratchModel(capturable=True)
+        model.rows_min = least
+        async with asynctrt.open(model, device=Preferring(), contexts=1, max_rows=max_rows) as engine:
+            assert engine.statistics().graphs == sizes
+            assert await ask(engine, range(5))
+
+    @pytest.mark.parametrize("graphs", [(1, 9), (16,)])
+    async def test_sizes_that_no_batch_has_are_refused(self, graphs):
+        with pytest.raises(OptionsError, match=r"takes batches of 1 to 8 rows here"):
+            await asynctrt.open(ScratchModel(capturable=True), max_rows=8, graphs=graphs)
+
+    async def test_rows_of_many_shapes_are_not_captured(self, tmp_path):
+        """What a graph reads and writes is known only for the shape that it was captured with."""
+        model = asynctrt.FunctionModel(
+            lambda inputs, outputs: np.multiply(inputs["input"], 2, out=outputs["output"]),
+            inputs=TensorSpec("input", "float32", ("n",)),
+            outputs=TensorSpec("output", "float32", ("n",)),
+        )
+        model.is_capturable = True
+        async with asynctrt.open(model, contexts=1, graphs=(1, 4)) as engine:
+            assert engine.statistics().graphs == ()
+            assert (await engine.infer(rows(3, dims=(7,))))["output"].tolist() == [[6] * 7]
+
+    @pytest.mark.parametrize("at", [1, 2, 3, 6])
+    @pytest.mark.parametrize("unified", [True, False])
+    async def test_a_model_that_cannot_be_captured_runs_call_by_call_and_that_is_said_once(
+        self, at, unified, caplog
+    ):
+        model = Stubborn(at)
+        async with asynctrt.open(
+            model, device=threads(unified), contexts=3, arenas=2, max_rows=4, graphs=(1, 4)
+        ) as engine:
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+            said = caplog.records[0].getMessage()
+            assert "'scratch' cannot be captured as a CUDA graph" in said
+            assert "this plan allocates while it runs" in said
+            assert "graphs='off'" in said
+            assert engine.statistics().graphs == ()
+            enqueued = model.enqueued
+            assert await ask(engine, range(50))
+            assert model.enqueued - enqueued == engine.statistics().batches
+            assert engine.statistics().rows_padded == 0
+            assert model.clashes == 0
+        assert len(caplog.records) == 1
+
+    async def test_a_model_that_does_not_run_at_all_says_so_too(self, caplog):
+        """The batch that is run before capturing fails: the same as failing while capturing."""
+
+        def broken(inputs, outputs):
+            if not inputs["input"].any():
+                raise ValueError("only zeros")
+            np.multiply(inputs["input"], 2, out=outputs["output"])
+
+        model = double_model(broken)
+        model.is_capturable = True
+        async with asynctrt.open(model, contexts=1, max_rows=2, graphs=(1,)) as engine:
+            assert "only zeros" in caplog.text
+            assert engine.statistics().graphs == ()
+            assert await ask(engine, [1, 2, 3])
+
+    async def test_a_model_that_says_it_cannot_is_not_tried(self, caplog):
+        model = ScratchModel(capturable=False)
+        async with asynctrt.open(model, contexts=1, max_rows=2, graphs=(1,)) as engine:
+            assert model.enqueued == 0
+            assert engine.statistics().graphs == ()
+
+    @pytest.mark.parametrize("error", [DeviceMemoryError("no room for a graph"), DeviceLostError("lost")])
+    async def test_what_is_wrong_with_the_device_is_no_fault_of_the_model(self, error):
+        device = threads(unified=False)
+        with pytest.raises(type(error), match=str(error)):
+            await asynctrt.open(
+                Stubborn(error=error), device=device, contexts=2, arenas=1, max_rows=4, graphs=(1, 4)
+            )
+        assert device.memory().held_nbytes == 0
+
+    async def test_a_batch_that_hangs_while_it_is_captured_does_not_hang_opening(self, monkeypatch):
+        monkeypatch.setattr("asynctrt.runtime.graphs.CAPTURE_S", 0.01)
+        gate = Gate()
+        model = double_model(gate)
+        model.is_capturable = True
+        with pytest.raises(DeviceLostError, match="batch of 2 rows did not end within 0.01 s"):
+            await asynctrt.open(model, device=threads(), contexts=1, max_rows=2, graphs=(2,))
+        gate.go.release()
+
+    def test_what_launching_costs_is_measured_both_ways(self):
+        device = threads()
+        made = make_pool(
+            ScratchModel(capturable=True), device, arenas=Arenas(device, 1), graphs=(1, 2), contexts=1
+        )
+        assert made.captured.sizes == (1, 2)
+        assert made.captured.direct_ns > 0
+        assert made.captured.graph_ns > 0
+        made.close(WAIT_S)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """How often a graph was launched: ``replays()`` tells, and begins anew."""
+    count, launch = [0], HostGraph.launch
+
+    def counted(graph, *, stream):
+        count[0] += 1
+        launch(graph, stream=stream)
+
+    monkeypatch.setattr(HostGraph, "launch", counted)
+
+    def told():
+        replayed, count[0] = count[0], 0
+        return replayed
+
+    return told
+
+
+async def use(engine, *values):
+    async with engine.slot(rows=len(values)) as slot:
+        slot["input"][...] = rows(*values)
+        return (await slot.infer())["output"].tolist() == (2 * rows(*values)).tolist()
+
+
+@pytest.mark.parametrize("unified", [True, False])
+class TestRowsOfEveryKind:
+    """A graph reads the context's own slab, so rows from anywhere are replayed with it."""
+
+    @staticmethod
+    def opening(unified, model=None, **settings):
+        model = model or double_model()
+        model.is_capturable = True
+        device = HostDevice(in_place="always", unified=unified)
+        settings = {"max_rows": 4, "graphs": (4,), "contexts": 2, **settings}
+        return asynctrt.open(model, device=device, **settings)
+
+    @pytest.mark.parametrize("count", [4, 3, 1])
+    async def test_slots_are_replayed_and_padded_to_the_captured_size(self, unified, count, replays):
+        async with self.opening(unified) as engine:
+            replays()
+            for start in range(10):
+                assert await use(engine, *range(start, start + count))
+            assert replays() == 10
+            statistics = engine.statistics()
+            assert (statistics.batches, statistics.rows_padded) == (10, 10 * (4 - count))
+
+    async def test_so_are_rows_of_callers_and_rows_on_the_device(self, unified, replays):
+        async with self.opening(unified) as engine:
+            replays()
+            for value in range(10):
+                held = (await engine.infer(rows(value, 1, 2), outputs="device"))["output"]
+                assert (await engine.infer(held))["output"].tolist() == rows(4 * value, 4, 8).tolist()
+            assert replays() == 20
+            assert engine.statistics().rows_padded == 20
+
+    async def test_slots_that_were_given_up_leave_no_gap_behind(self, unified, replays):
+        async with self.opening(unified) as engine:
+            replays()
+            async with engine.slot() as one, engine.slot() as given_up, engine.slot() as three:
+                for slot, value in ((one, 1), (given_up, 99), (three, 3)):
+                    slot["input"][...] = value
+                answers = await asyncio.gather(one.infer(), three.infer())
+            assert [answer["output"][0, 0] for answer in answers] == [2, 6]
+            assert replays() == 1
+
+    async def test_what_was_captured_stays_however_many_contexts_and_slabs_there_are(self, unified, replays):
+        async with self.opening(unified, contexts=70) as engine:
+            replays()
+            slots = [engine.slot(rows=4) for _ in range(71)]
+            for slot in slots:
+                await slot.__aenter__()
+            for value, slot in enumerate(slots):
+                slot["input"][...] = value
+                assert ((await slot.infer())["output"] == 2 * value).all()
+                await slot.__aexit__(None, None, None)
+            assert replays() == 71
+            for value in range(10):
+                assert ((await engine.infer(rows(*[value] * 4)))["output"] == 2 * value).all()
+            assert replays() == 10
+            for value in range(10):
+                assert await use(engine, *[value] * 4)
+            assert replays() == 10
+            assert engine.statistics().graphs == (4,)
+            assert all(context.is_captured(4) for context in engine._pool._contexts)
+
+    async def test_so_it_does_beside_slabs_that_run_in_place(self, unified, replays):
+        """Each of them has a binding of its own in the context, and those are bounded."""
+        model = double_model()
+        async with self.opening(unified, model, contexts=70, graphs=(1,)) as engine:
+            replays()
+            slots = [engine.slot(rows=4) for _ in range(71)]
+            for slot in slots:
+                await slot.__aenter__()
+            for value, slot in enumerate(slots):
+                slot["input"][...] = value
+                assert ((await slot.infer())["output"] == 2 * value).all()
+                await slot.__aexit__(None, None, None)
+            assert replays() == 0, "a batch of 4 rows was not captured"
+            for context in engine._pool._contexts:
+                assert len(context._slot_bindings) <= SLABS_MAX
+            for value in range(10):
+                assert ((await engine.infer(rows(value)))["output"] == 2 * value).all()
+            assert replays() == 10

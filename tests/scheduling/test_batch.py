@@ -1,0 +1,87 @@
+"""A batch is final: all of it is decided when it leaves the scheduler, and nothing changes later."""
+
+import pytest
+
+from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.policy import Captured
+from tests.scheduling.support import KEY, Profiles, finish, make_batch, scheduler, submit
+
+
+@pytest.mark.parametrize("field", Batch._fields)
+def test_nothing_about_it_can_be_assigned(field):
+    batch = make_batch()
+    before = tuple(batch)
+    with pytest.raises(AttributeError):
+        setattr(batch, field, 0)
+    with pytest.raises(AttributeError):
+        batch.rows_executed = 0
+    assert tuple(batch) == before
+
+
+def test_everything_is_decided_when_it_leaves_the_scheduler():
+    profiles = Profiles(ranges=((1, 2), (3, 8)), profile=lambda shape, rows: int(rows > 2))
+    plan = scheduler(rows_max=8, profiles=profiles, contexts=2, arenas=2, captured=Captured((1, 8)))
+    request = submit(plan, rows=3, shape=FIXED_SHAPE, now_ns=5)
+    assert plan.next_batch(70) == Batch(
+        number=1,
+        key=FIXED_SHAPE,
+        requests=(request,),
+        rows=3,
+        rows_run=8,
+        profile=1,
+        context=0,
+        arena=0,
+        is_timed=True,
+        reason=Reason.IDLE,
+        launched_ns=70,
+    )
+
+
+def test_its_requests_are_a_tuple_so_that_none_joins_later():
+    plan = scheduler()
+    for _ in range(3):
+        submit(plan)
+    assert isinstance(plan.next_batch(0).requests, tuple)
+
+
+@pytest.mark.parametrize("slab", [None, 0])
+def test_whether_it_is_timed_depends_on_the_rows_that_are_executed(slab):
+    """A model of a fixed size runs one size only, which is known after a few batches of any rows."""
+    plan = scheduler(rows_max=4, rows_fixed=4)
+    timed = 0
+    for _ in range(80):
+        submit(plan, shape=KEY._replace(slab=slab))
+        batch = plan.next_batch(0)
+        assert batch.rows_run == 4
+        timed += batch.is_timed
+        finish(plan, batch)
+    assert timed == 4 + 80 // 8
+    assert plan.snapshot().counters.batches_timed == timed
+
+
+def test_the_slabs_of_slots_share_what_was_learned_of_their_shape():
+    plan = scheduler(rows_max=4, times_all=False)
+    for _ in range(4):
+        submit(plan, rows=4)
+        finish(plan, plan.next_batch(0), compute_ns=700)
+    for slab in range(20):
+        submit(plan, rows=4, shape=KEY._replace(slab=slab))
+        batch = plan.next_batch(0)
+        assert batch.is_timed is (batch.number % 8 == 0), "a slab is not a new shape"
+        assert plan.usual_ns(batch)[1] == 700
+        assert plan.started(batch, 0) is not None
+        finish(plan, batch, compute_ns=700)
+
+
+def test_repr_shows_what_was_decided():
+    assert repr(make_batch(7, rows=3, rows_run=4, context=1, arena=0)) == (
+        "<Batch 7 idle rows=3 run=4 requests=0 context=1 arena=0>"
+    )
+
+
+def test_a_rejected_batch_is_final_too():
+    rejected = RejectedBatch((), ValueError("no"))
+    for field in RejectedBatch._fields:
+        with pytest.raises(AttributeError):
+            setattr(rejected, field, None)

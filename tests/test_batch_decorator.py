@@ -1,0 +1,695 @@
+"""``@asynctrt.batch``: one item in, one result out, and batches in between."""
+
+import asyncio
+import gc
+import threading
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.batching import GROUPS_MAX
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import (
+    DeadlineError,
+    DeviceLostError,
+    EngineClosedError,
+    ExecutionError,
+    ModelError,
+    OptionsError,
+    QueueFullError,
+    UsageError,
+)
+from tests.helpers import until
+
+WAIT_S = 30
+
+
+def run(coroutine):
+    async def bounded():
+        async with asyncio.timeout(WAIT_S):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+async def gathered(function, *items):
+    return await asyncio.gather(*map(function, items), return_exceptions=True)
+
+
+class Held:
+    """A coroutine function over items that keeps its first batch until the test lets it go."""
+
+    def __init__(self):
+        self.batches = []
+        self.go = asyncio.Event()
+
+    async def __call__(self, items):
+        self.batches.append(items)
+        await self.go.wait()
+        return items
+
+
+@asynctrt.batch
+def double(x):
+    return 2 * x
+
+
+class TestArrays:
+    def test_bare(self):
+        results = run(gathered(double, *map(float, range(100))))
+        assert results == [2.0 * number for number in range(100)]
+
+    def test_calls_form_batches(self):
+        shapes = []
+
+        @asynctrt.batch(max_rows=8)
+        def rows(x):
+            shapes.append((x.shape, x.dtype))
+            return x
+
+        async def main():
+            await gathered(rows, *[np.full((2, 3), number, np.float32) for number in range(20)])
+            return rows.statistics()
+
+        statistics = run(main())
+        assert statistics.rows == 20
+        assert sum(shape[0] for shape, _ in shapes) == 20
+        assert max(shape[0] for shape, _ in shapes) == 8
+        assert {shape[1:] for shape, _ in shapes} == {(2, 3)}
+        assert {dtype for _, dtype in shapes} == {np.dtype(np.float32)}
+
+    def test_a_coroutine_function(self):
+        @asynctrt.batch
+        async def later(x):
+            await asyncio.sleep(0)
+            return x + 1
+
+        assert run(gathered(later, 1, 2, 3)) == [2, 3, 4]
+
+    def test_a_function_that_returns_an_awaitable(self):
+        @asynctrt.batch
+        def later(x):
+            async def wait():
+                await asyncio.sleep(0)
+                return x + 1
+
+            return wait()
+
+        assert run(gathered(later, 1, np.ones(2), 3))[0] == 2
+
+    def test_several_arguments(self):
+        @asynctrt.batch
+        def weigh(x, weight=1.0, *, bias):
+            assert x.shape == (len(x), 3)
+            return x * np.reshape(weight, (-1, 1)) + bias[:, None]
+
+        async def main():
+            return await asyncio.gather(
+                *[weigh(np.full(3, number), float(number), bias=number) for number in range(10)],
+                *[weigh(np.full(3, number), bias=number) for number in range(10)],
+            )
+
+        results = run(main())
+        for number in range(10):
+            assert results[number].tolist() == [number * number + number] * 3
+            assert results[10 + number].tolist() == [2 * number] * 3
+
+    @pytest.mark.parametrize(
+        ("item", "dtype", "shape"),
+        [
+            (True, "bool", ()),
+            (3, "int64", ()),
+            (2**63 - 1, "int64", ()),
+            (0.5, "float64", ()),
+            (1j, "complex128", ()),
+            (np.float16(0.5), "float16", ()),
+            (np.zeros((), "int8"), "int8", ()),
+            (np.zeros((2, 0), "int8"), "int8", (2, 0)),
+            (np.zeros((0, 2), "int8"), "int8", (0, 2)),
+            (np.ones((2, 3), "uint8")[::-1, ::2], "uint8", (2, 2)),
+            (np.ma.array([1.0, 2.0]), "float64", (2,)),
+        ],
+    )
+    def test_what_is_stacked(self, item, dtype, shape):
+        seen = []
+
+        @asynctrt.batch
+        def look(x):
+            seen.append(x)
+            return x
+
+        results = run(gathered(look, item, item))
+        assert sum(len(x) for x in seen) == 2
+        for x in seen:
+            assert (x.dtype, x.shape[1:]) == (dtype, shape)
+        for result in results:
+            np.testing.assert_array_equal(result, item)
+
+    @pytest.mark.parametrize("item", ["a", b"a", 2**63, -(2**63) - 1, None, [1, 2], (1, 2), {"a": 1}, object])
+    def test_what_is_not_stacked_comes_as_a_list(self, item):
+        @asynctrt.batch
+        def look(x):
+            assert type(x) is list
+            return x
+
+        assert run(gathered(look, item, item)) == [item, item]
+
+    def test_an_array_of_another_library(self):
+        class Foreign:
+            def __array__(self, dtype=None, copy=None):
+                return np.ones(3)
+
+        assert run(gathered(double, Foreign()))[0].tolist() == [2, 2, 2]
+
+    def test_each_shape_and_dtype_batches_with_its_own(self):
+        batches = []
+
+        @asynctrt.batch(max_rows=16)
+        def look(x):
+            batches.append(x)
+            return x
+
+        items = [np.full(number % 3 + 1, number, "f4") for number in range(48)]
+        items += [1, 1.0, "a"] * 16
+
+        async def main():
+            await look(0.0)  # So that the engine is open, and all of them wait together.
+            return await gathered(look, *items)
+
+        for item, result in zip(items, run(main()), strict=True):
+            np.testing.assert_array_equal(item, result)
+        assert sorted(map(len, batches[1:])) == [16] * 6
+
+    def test_more_shapes_than_there_are_queues(self):
+        items = [np.zeros(number, np.int8) for number in range(1, 3 * GROUPS_MAX)]
+        results = run(gathered(double, *items))
+        assert [result.shape for result in results] == [item.shape for item in items]
+
+    def test_an_item_may_be_large(self):
+        items = [np.full(300_000, number, np.float32) for number in range(3)]
+        for number, result in enumerate(run(gathered(double, *items))):
+            assert (result == 2 * number).all()
+
+
+class TestResults:
+    def test_tuples_named_tuples_and_mappings(self):
+        class Point(NamedTuple):
+            x: object
+            y: object
+
+        @asynctrt.batch
+        def split(x):
+            return {"pair": (x, [str(value) for value in x]), "point": Point(x, -x)}
+
+        results = run(gathered(split, 1, 2))
+        assert results == [
+            {"pair": (1, "1"), "point": (1, -1)},
+            {"pair": (2, "2"), "point": (2, -2)},
+        ]
+        assert type(results[0]["point"]) is Point
+
+    def test_an_exception_in_a_list_is_raised_to_the_caller_of_its_item(self):
+        @asynctrt.batch(items=True)
+        def checked(words):
+            return [word or ValueError("empty") for word in words]
+
+        first, second, third = run(gathered(checked, "a", "", "b"))
+        assert (first, third) == ("a", "b")
+        with pytest.raises(ValueError, match="empty"):
+            raise second
+
+    def test_arrays_that_the_function_uses_again(self):
+        buffer = np.zeros((64, 2))
+
+        @asynctrt.batch
+        def reuse(x):
+            buffer[: len(x)] = x[:, None]
+            return buffer[: len(x)]
+
+        async def main():
+            first = await reuse(1.0)
+            await reuse(2.0)
+            return first.tolist()
+
+        assert run(main()) == [1, 1]
+
+    def test_results_may_be_written_to(self):
+        @asynctrt.batch
+        def same(x):
+            return x
+
+        async def main():
+            items = [np.full(3, number) for number in range(4)]
+            results = await gathered(same, *items)
+            results[0][:] = 77
+            return items, results
+
+        items, results = run(main())
+        assert items[0].tolist() == [0, 0, 0]
+        assert [result.tolist() for result in results[1:]] == [[1] * 3, [2] * 3, [3] * 3]
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ([1], "returned 1 results for 2 items. Return one per item"),
+            (np.zeros(3), "returned 3 results for 2 items"),
+            (([1, 2], [1]), "returned 1 results for 2 items"),
+            ({"a": np.zeros(1)}, "returned 1 results for 2 items"),
+            (None, "returned a NoneType for 2 items. Return a list with one result per item"),
+            (1.5, "returned a float for 2 items"),
+            ("ab", "returned a str for 2 items"),
+            (np.float64(1), "returned a float64 for 2 items"),
+            (np.array(1.0), "returned a ndarray for 2 items"),
+            ((), "returned a tuple for 2 items"),
+            (iter([1, 2]), "iterator for 2 items"),
+        ],
+    )
+    def test_anything_else_is_an_error(self, given, message):
+        @asynctrt.batch
+        def wrong(x):
+            return given if len(x) == 2 else x
+
+        async def main():
+            await wrong(0)
+            return await gathered(wrong, 1, 2)
+
+        for result in run(main()):
+            with pytest.raises(ExecutionError, match=message):
+                raise result
+
+    def test_an_error_fails_its_batch_alone(self):
+        @asynctrt.batch(max_rows=2)
+        def picky(x):
+            if (x < 0).any():
+                raise asynctrt.InputError("negative")
+            return x
+
+        async def main():
+            await picky(0)
+            return await gathered(picky, 1, 2, 3, -4, 5, 6)
+
+        results = run(main())
+        assert [results[index] for index in (0, 1, 4, 5)] == [1, 2, 5, 6]
+        for index in (2, 3):
+            assert isinstance(results[index], ExecutionError)
+
+    def test_what_was_raised_is_the_cause(self):
+        @asynctrt.batch
+        def fails(x):
+            raise KeyError("no")
+
+        with pytest.raises(ExecutionError, match="KeyError: 'no'") as caught:
+            run(fails(1))
+        assert isinstance(caught.value.__cause__, KeyError)
+
+
+class TestItems:
+    def test_any_object(self):
+        @asynctrt.batch(items=True, max_rows=4)
+        def describe(values, *, suffix):
+            assert type(values) is type(suffix) is list
+            return [f"{value!r}{end}" for value, end in zip(values, suffix, strict=True)]
+
+        items = [1, 2.0, "a", None, [1], {"b"}]
+
+        async def main():
+            return await asyncio.gather(*[describe(item, suffix="!") for item in items])
+
+        assert run(main()) == [f"{item!r}!" for item in items]
+
+    def test_none_is_a_result(self):
+        @asynctrt.batch(items=True)
+        def nothing(values):
+            return [None] * len(values)
+
+        assert run(nothing(1)) is None
+
+
+class TestMethods:
+    def test_each_instance_has_its_own_engine(self):
+        class Scale:
+            def __init__(self, factor):
+                self.factor = factor
+
+            @asynctrt.batch(max_rows=8)
+            def __call__(self, x):
+                return self.factor * x
+
+            @asynctrt.batch
+            async def later(self, x, *, more=0):
+                return self.factor * x + more
+
+            __hash__ = None
+
+            def __eq__(self, other):
+                return True
+
+        async def main():
+            scales = [Scale(factor) for factor in range(3)]
+            calls = [scale.later(number) for scale in scales for number in range(5)]
+            results = await asyncio.gather(*calls)
+            batches = [scale.later.statistics().rows for scale in scales]
+            assert scales[0].later.engine is not scales[1].later.engine
+            assert "Scale.later" in repr(scales[0].later.engine)
+            return results, batches, await scales[2].__call__(4), await Scale(5).later(1, more=2)
+
+        results, batches, eight, seven = run(main())
+        assert results == [factor * number for factor in range(3) for number in range(5)]
+        assert batches == [5, 5, 5]
+        assert (eight, seven) == (8, 7)
+
+    def test_an_instance_that_is_gone_takes_its_engine_along(self):
+        class Scale:
+            @asynctrt.batch
+            def twice(self, x):
+                return 2 * x
+
+        async def main():
+            scale = Scale()
+            assert await scale.twice(2) == 4
+            engine = scale.twice.engine
+            del scale
+            gc.collect()
+            await until(lambda: engine.state == "closed")
+
+        run(main())
+        assert not Scale.twice._bound
+
+    def test_instances_without_weak_references(self):
+        class Slotted:
+            __slots__ = ()
+
+            @asynctrt.batch
+            def twice(self, x):
+                return 2 * x
+
+        with pytest.raises(UsageError, match="Add '__weakref__' to its __slots__"):
+            Slotted().twice(1)
+
+    def test_a_static_method(self):
+        class Scale:
+            @staticmethod
+            @asynctrt.batch
+            def twice(x):
+                return 2 * x
+
+        assert run(gathered(Scale.twice, 1, 2)) == [2, 4]
+        assert run(gathered(Scale().twice, 1, 2)) == [2, 4]
+
+
+class TestLoops:
+    def test_each_loop_has_its_own_engine_and_closes_it(self):
+        engines = []
+
+        async def main():
+            assert await double(1) == 2
+            engines.append(double.engine)
+            assert double.engine.state == "open"
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                run(main())
+            assert [engine.state for engine in engines] == ["closed"] * 3
+            assert len(set(map(id, engines))) == 3
+            assert not double._engines._by_loop
+            engines.clear()
+            gc.collect()
+
+    @pytest.mark.parametrize("count", [4])
+    def test_loops_in_threads_at_once(self, count):
+        together = threading.Barrier(count)
+        results = [None] * count
+
+        async def main(number):
+            await asyncio.to_thread(together.wait, WAIT_S)
+            results[number] = await gathered(double, *range(100))
+
+        threads = [threading.Thread(target=run, args=(main(number),)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert results == [[2 * number for number in range(100)]] * count
+
+    def test_a_loop_that_was_closed_by_hand_is_forgotten(self):
+        loop = asyncio.new_event_loop()
+        assert loop.run_until_complete(double(1)) == 2
+        engine = loop.run_until_complete(self.engine())
+        loop.close()
+        assert run(double(1)) == 2
+        assert loop not in double._engines._by_loop
+        with pytest.warns(ResourceWarning, match="was never closed"):
+            del engine
+            gc.collect()
+
+    @staticmethod
+    async def engine():
+        return double.engine
+
+    @pytest.mark.anyio
+    async def test_under_pytests_plugin(self):
+        assert await double(3) == 6
+
+    @pytest.mark.anyio
+    async def test_under_pytests_plugin_on_another_loop(self):
+        assert await double(3) == 6
+
+    def test_closing_and_calling_again(self):
+        async def main():
+            async with double:
+                first = double.engine
+                assert await double(1) == 2
+            assert first.state == "closed"
+            with pytest.raises(UsageError, match="'double' has no engine on this event loop yet: call it"):
+                double.engine
+            assert await double(1) == 2
+            second = double.engine
+            assert second is not first
+            await double.aclose()
+            await double.aclose()
+            assert second.state == "closed"
+
+        run(main())
+
+    def test_closing_while_it_is_opened(self):
+        async def main():
+            call = asyncio.create_task(double(1))
+            await asyncio.sleep(0)
+            await double.aclose()
+            (result,) = await asyncio.gather(call, return_exceptions=True)
+            assert result == 2 or isinstance(result, EngineClosedError)
+            assert await double(2) == 4
+
+        run(main())
+
+    def test_an_engine_that_was_closed_is_replaced(self):
+        async def main():
+            await double(1)
+            await double.engine.aclose()
+            with pytest.raises(EngineClosedError):
+                await double(1)
+            assert await double(1) == 2
+
+        run(main())
+
+    def test_an_engine_that_is_lost_is_replaced(self):
+        hangs = [True]
+
+        @asynctrt.batch(batch_timeout=0.05)
+        async def sometimes(x):
+            if hangs:
+                hangs.clear()
+                await asyncio.Event().wait()
+            return x
+
+        async def main():
+            with pytest.raises(DeviceLostError, match="batch_timeout"):
+                await sometimes(1)
+            return await sometimes(1)
+
+        assert run(main()) == 1
+
+    def test_a_caller_who_opens_it_and_goes_away(self):
+        async def main():
+            first, second = (asyncio.create_task(double(number)) for number in (1, 2))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert await second == 4
+
+        run(main())
+
+    def test_without_a_loop(self):
+        coroutine = double(1)
+        with pytest.raises(UsageError, match="no event loop is running"):
+            coroutine.send(None)
+
+
+class TestCancellation:
+    def test_a_queued_item_is_dropped(self):
+        async def main():
+            function = Held()
+            batched = asynctrt.batch(items=True)(function)
+            first = asyncio.create_task(batched("first"))
+            await until(lambda: function.batches)
+            others = [asyncio.create_task(batched(name)) for name in "abc"]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            others[1].cancel()
+            await asyncio.sleep(0)
+            function.go.set()
+            assert await first == "first"
+            assert await others[0] == "a"
+            assert await others[2] == "c"
+            assert function.batches == [["first"], ["a", "c"]]
+            (engine,) = batched._engines._by_loop.values()
+            assert not engine._waiting
+
+        run(main())
+
+    def test_in_a_batch_its_mates_are_untouched(self):
+        async def main():
+            function = Held()
+            batched = asynctrt.batch(items=True)(function)
+            async with batched:
+                calls = [asyncio.create_task(batched(name)) for name in "abc"]
+                await until(lambda: function.batches)
+                calls[1].cancel()
+                await asyncio.sleep(0)
+                function.go.set()
+                results = await asyncio.gather(*calls, return_exceptions=True)
+                assert results[0::2] == ["a", "c"]
+                assert isinstance(results[1], asyncio.CancelledError)
+
+        run(main())
+
+    def test_a_batch_all_of_whose_callers_went_away(self):
+        async def main():
+            function = Held()
+            batched = asynctrt.batch(items=True, contexts=1)(function)
+            first = asyncio.create_task(batched("first"))
+            await until(lambda: function.batches)
+            calls = [asyncio.create_task(batched(name)) for name in "abc"]
+            await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            function.go.set()
+            await first
+            await asyncio.gather(*calls, return_exceptions=True)
+            assert await batched("last") == "last"
+            assert function.batches == [["first"], ["last"]]
+
+        run(main())
+
+
+class TestOptions:
+    def test_they_reach_the_engine(self):
+        @asynctrt.batch(max_rows=3, max_delay=0.001, contexts=2, timeout=9.0)
+        def function(x):
+            return x
+
+        async def main():
+            await function(1)
+            return function.engine
+
+        engine = run(main())
+        assert engine.options.max_rows == engine.max_rows == 3
+        assert engine.options.contexts == 2
+        assert engine.options.timeout == 9.0
+
+    def test_one_batch_at_a_time_unless_more_is_asked_for(self):
+        async def main(contexts, expected):
+            function = Held()
+            batched = asynctrt.batch(items=True, max_rows=1, **contexts)(function)
+            async with batched:
+                calls = [asyncio.create_task(batched(name)) for name in "abc"]
+                await until(lambda: len(function.batches) == expected)
+                assert batched.statistics().in_flight_batches == expected
+                function.go.set()
+                assert await asyncio.gather(*calls) == ["a", "b", "c"]
+
+        run(main({}, 1))
+        run(main({"contexts": 2}, 2))
+
+    def test_overload(self):
+        async def main():
+            function = Held()
+            batched = asynctrt.batch(items=True, max_rows=1, max_queue_rows=1, timeout=0.02)(function)
+            async with batched:
+                first = asyncio.create_task(batched("a"))
+                await until(lambda: function.batches)
+                second = asyncio.create_task(batched("b"))
+                await until(lambda: batched.statistics().queued_rows == 1)
+                with pytest.raises(QueueFullError):
+                    await batched("c")
+                with pytest.raises(DeadlineError):
+                    await second
+                function.go.set()
+                assert await first == "a"
+
+        run(main())
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("max_batch_size", "max_rows"),
+            ("batch_wait_timeout_s", "max_delay"),
+            ("max_latency_ms", "max_delay"),
+            ("max_row", "max_rows"),
+        ],
+    )
+    def test_what_others_call_them(self, name, meant):
+        with pytest.raises(OptionsError, match=rf"unknown option '{name}'.*{meant}"):
+            asynctrt.batch(**{name: 1})
+
+    def test_options_of_models_are_refused(self):
+        with pytest.raises(OptionsError, match="unknown option 'graphs'"):
+            asynctrt.batch(graphs="off")
+
+    def test_values_are_checked_where_they_are_given(self):
+        with pytest.raises(OptionsError, match="max_rows"):
+            asynctrt.batch(max_rows=0)
+
+    @pytest.mark.parametrize("value", [32, "name"])
+    def test_something_else_than_a_function(self, value):
+        with pytest.raises(
+            OptionsError, match=r"decorates a function, not a (int|str).*batch\(max_rows=32\)"
+        ):
+            asynctrt.batch(value)
+
+    def test_a_generator_function(self):
+        with pytest.raises(ModelError, match="is a generator function"):
+
+            @asynctrt.batch
+            def stream(x):
+                yield x
+
+
+class TestTheFunction:
+    def test_it_stays_reachable(self):
+        """Its name and documentation, too."""
+
+        @asynctrt.batch
+        def named(x):
+            """Does nothing."""
+            return x
+
+        assert named.__wrapped__([1]) == [1]
+        assert named.__name__ == "named"
+        assert named.__doc__ == "Does nothing."
+        assert named.__module__ == __name__
+        assert repr(named) == "<asynctrt.batch 'named' max_rows=default>"
+
+    def test_a_lambda_and_a_builtin(self):
+        assert run(gathered(asynctrt.batch(lambda x: -x), 1, 2)) == [-1, -2]
+        assert run(gathered(asynctrt.batch(np.negative), 1, 2)) == [-1, -2]
+
+    def test_its_engine_runs_on_the_host(self):
+        async def main():
+            await double(1)
+            return double.engine.device_name
+
+        assert run(main()) == HostDevice().name

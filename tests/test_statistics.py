@@ -1,0 +1,91 @@
+"""Snapshots are values: frozen, compared, hashed, copied, pickled, turned into dictionaries and JSON."""
+
+import copy
+import dataclasses
+import json
+import pickle
+from types import MappingProxyType
+
+import pytest
+
+import asynctrt
+from asynctrt.statistics import BatchStatistics, FrozenDict, Statistics
+from tests.models import double_model, rows
+
+
+def snapshot(**changes):
+    zeros = {item.name: 0 for item in dataclasses.fields(Statistics)}
+    sizes = {1: BatchStatistics(2, 3, 4, 5), 8: BatchStatistics(1, 1, 1, 1)}
+    return Statistics(
+        **{**zeros, "state": "open", "graphs": (1, 8), "launched": {"full": 3}, "by_batch_rows": sizes}
+        | changes
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [copy.copy, copy.deepcopy, dataclasses.replace, lambda value: pickle.loads(pickle.dumps(value))],
+)
+def test_a_copy_equals_the_original(make):
+    original = snapshot()
+    made = make(original)
+    assert made == original
+    assert hash(made) == hash(original)
+    assert type(made.by_batch_rows) is FrozenDict
+
+
+def test_snapshots_differ_by_their_batches():
+    assert snapshot() != snapshot(by_batch_rows={})
+    assert len({snapshot(), snapshot(), snapshot(by_batch_rows={})}) == 2
+
+
+def test_as_a_dictionary_and_as_json():
+    plain = dataclasses.asdict(snapshot())
+    assert plain["by_batch_rows"][1] == {"count": 2, "copy_in_ns": 3, "compute_ns": 4, "copy_out_ns": 5}
+    assert json.loads(json.dumps(plain))["by_batch_rows"]["8"]["count"] == 1
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType, FrozenDict])
+def test_a_snapshot_keeps_a_frozen_copy_of_a_mapping(kind):
+    sizes = {1: BatchStatistics(2, 3, 4, 5)}
+    made = snapshot(by_batch_rows=kind(sizes))
+    assert made.by_batch_rows == sizes
+    sizes.clear()
+    assert list(made.by_batch_rows) == [1]
+    with pytest.raises(AttributeError):
+        made.rows = 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frozen: frozen.__setitem__(1, None),
+        lambda frozen: frozen.__delitem__(1),
+        lambda frozen: frozen.__ior__({2: None}),
+        lambda frozen: frozen.clear(),
+        lambda frozen: frozen.pop(1),
+        lambda frozen: frozen.popitem(),
+        lambda frozen: frozen.setdefault(2, None),
+        lambda frozen: frozen.update({2: None}),
+    ],
+)
+def test_a_frozen_mapping_cannot_be_changed(change):
+    frozen = FrozenDict({1: "one"})
+    with pytest.raises(TypeError, match=r"part of a snapshot .* dict\(mapping\) is a copy"):
+        change(frozen)
+    assert frozen == {1: "one"}
+    assert dict(frozen) | {2: "two"} == {1: "one", 2: "two"}
+
+
+@pytest.mark.anyio
+async def test_the_statistics_of_an_engine_are_values():
+    async with asynctrt.open(double_model()) as engine:
+        await engine.infer(rows(1, 2))
+        statistics = engine.statistics()
+    assert pickle.loads(pickle.dumps(statistics)) == copy.deepcopy(statistics) == statistics
+    assert json.loads(json.dumps(dataclasses.asdict(statistics)))["by_batch_rows"]["2"]["count"] == 1
+
+
+def test_rows_per_batch():
+    assert snapshot().mean_batch_rows == 0
+    assert snapshot(rows=12, batches=3).mean_batch_rows == 4
