@@ -1,5 +1,6 @@
 """The command as a user types it: real processes, a real terminal, Ctrl-C."""
 
+import codecs
 import contextlib
 import json
 import os
@@ -40,18 +41,25 @@ def in_a_terminal(*arguments, interrupt_at):
         stderr=end,
         env={**os.environ, "COLUMNS": "160", "TERM": "xterm"},
         start_new_session=True,
+        # Shells start what runs in the background with Ctrl-C ignored, these tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     os.close(end)
     screen, pressed = "", False
-    with contextlib.suppress(OSError):  # The terminal is gone when the process has ended.
-        while chunk := os.read(main, 65536):
-            screen += chunk.decode()
-            if not pressed and re.search(interrupt_at, screen):
-                os.kill(process.pid, signal.SIGINT)
-                pressed = True
-    os.close(main)
-    assert pressed, screen
-    return process.wait(WAIT_S), screen
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    try:
+        with contextlib.suppress(OSError):  # The terminal is gone when the process has ended.
+            while chunk := os.read(main, 65536):
+                screen += decode(chunk)
+                if not pressed and re.search(interrupt_at, screen):
+                    os.kill(process.pid, signal.SIGINT)
+                    pressed = True
+        assert pressed, screen
+        return process.wait(WAIT_S), screen
+    finally:
+        os.close(main)
+        process.kill()
+        process.wait()
 
 
 def test_version_and_help():

@@ -138,11 +138,15 @@ class PooledContext:
                 stream.wait(arena.last_use)
             if events.started is not None:
                 stream.record(events.started)
-        captured = self._captured.get(batch.rows_run) if source.inputs is source.slab else None
+        slab = source.slab
+        captured = self._captured.get(batch.rows_run) if source.inputs is slab else None
         if captured is not None:
             captured.graph.launch(stream=stream)
         else:
-            self.binding(source).enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
+            binding = slab.binding
+            if binding is None or source.inputs is not slab:
+                binding = self.binding(source)
+            binding.enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
         stream.record(events.computed)
         if source.has_copies_out:
             source.put_out(stream)
@@ -229,7 +233,8 @@ class ContextPool:
         self._profile_of = profile_of
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
         self._arenas = arenas
-        self._contexts: list[PooledContext] = []
+        self.contexts: list[PooledContext] = []
+        """By their numbers, until it is closed."""
         self._closed = False
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
@@ -249,10 +254,7 @@ class ContextPool:
 
     def __repr__(self) -> str:
         arenas = 0 if self._arenas is None else len(self._arenas)
-        return f"<ContextPool contexts={len(self._contexts)} arenas={arenas} nbytes={self.nbytes}>"
-
-    def __getitem__(self, number: int) -> PooledContext:
-        return self._contexts[number]
+        return f"<ContextPool contexts={len(self.contexts)} arenas={arenas} nbytes={self.nbytes}>"
 
     @property
     def arenas_nbytes(self) -> int:
@@ -262,7 +264,7 @@ class ContextPool:
     @property
     def nbytes(self) -> int:
         """Return the bytes of staging memory, of its counterpart on the device, and of arenas."""
-        held = sum(context.nbytes for context in self._contexts)
+        held = sum(context.nbytes for context in self.contexts)
         return held if self._closed else held + self.arenas_nbytes
 
     def layout(self, shape: Hashable) -> Layout:
@@ -281,7 +283,7 @@ class ContextPool:
 
         :raises DeviceMemoryError: when rows of this shape need more memory than there is.
         """
-        key, context = batch.key, self._contexts[batch.context]
+        key, context = batch.key, self.contexts[batch.context]
         slab = context.slab(key.shape, self.layout(key.shape))
         if key.slab is not None:
             return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
@@ -300,7 +302,7 @@ class ContextPool:
 
     def close_slot_slab(self, slab: Slab) -> None:
         """Give back a slab that callers filled, which no batch uses any more."""
-        for context in self._contexts:
+        for context in self.contexts:
             context.forget_slot_slab(slab)
         slab.buffers.close()
 
@@ -309,10 +311,10 @@ class ContextPool:
 
         May be called again later, for those that were.
         """
-        still_running = [context for context in self._contexts if not context.close(timeout_s)]
+        still_running = [context for context in self.contexts if not context.close(timeout_s)]
         if still_running:
             self._device.abandon()
-        self._contexts = still_running
+        self.contexts = still_running
         if not self._closed and self._arenas is not None:
             self._arenas.engines -= 1
         self._closed = True
@@ -323,7 +325,7 @@ class ContextPool:
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
-            self._contexts.append(PooledContext(self._device, self._model, arena))
+            self.contexts.append(PooledContext(self._device, self._model, arena))
             if index == 0 and contexts > 1 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
                 check_room(
@@ -339,12 +341,12 @@ class ContextPool:
         if not self._device.unified:
             check_room(
                 self._device,
-                layout.nbytes * len(self._contexts),
-                f"the slabs of {len(self._contexts)} contexts, {mib(layout.nbytes)} for {self._rows_max} "
+                layout.nbytes * len(self.contexts),
+                f"the slabs of {len(self.contexts)} contexts, {mib(layout.nbytes)} for {self._rows_max} "
                 "rows,",
                 "Open the engine with fewer contexts or a smaller max_rows",
             )
-        for context in self._contexts:
+        for context in self.contexts:
             slab = context.slab(FIXED_SHAPE.shape, layout)
             slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
@@ -355,7 +357,7 @@ class ContextPool:
             # Other engines are running in these arenas, and nothing here is in order with them.
             own = self._device.allocate(arenas.arenas[0].memory.nbytes)
         try:
-            costs = [self._capture_one(context, rows, own) for context in self._contexts for rows in sizes]
+            costs = [self._capture_one(context, rows, own) for context in self.contexts for rows in sizes]
         except (DeviceMemoryError, DeviceLostError):
             raise
         except Exception as error:
@@ -365,7 +367,7 @@ class ContextPool:
                 self._model.name,
                 error,
             )
-            for context in self._contexts:
+            for context in self.contexts:
                 context.forget_captured()
         else:
             direct_ns = sorted(cost.direct_ns for cost in costs)[len(costs) // 2]

@@ -205,7 +205,8 @@ class Driver:
         started_ns = now_ns = self._now_ns()
         try:
             # What came since the last pump gets its chance to be launched before its deadline counts.
-            self._expire(now_ns, self._pumped_ns)
+            for request in scheduler.expire(now_ns, arrived_by_ns=self._pumped_ns):
+                self._answer_error(request, _deadline_error(request, now_ns))
             self._pumped_ns = started_ns
             while (decided := scheduler.next_batch(now_ns)) is not None:
                 if isinstance(decided, Batch):
@@ -217,17 +218,15 @@ class Driver:
                     self._schedule_pump()
                     return
             if scheduler.queued_rows:
-                self._expire(now_ns, now_ns)
+                for request in scheduler.expire(now_ns):
+                    self._answer_error(request, _deadline_error(request, now_ns))
             wakeup_ns = scheduler.next_wakeup()
             if wakeup_ns is not None:
                 self._alarm.set(wakeup_ns)
         finally:
             self._in_pump = False
-        self._tell_if_idle()
-
-    def _expire(self, now_ns: int, arrived_by_ns: int) -> None:
-        for request in self._scheduler.expire(now_ns, arrived_by_ns=arrived_by_ns):
-            self._answer_error(request, _deadline_error(request, now_ns))
+        if self._idle_waiters:
+            self._tell_if_idle()
 
     def _reject(self, rejected: RejectedBatch) -> None:
         for request in rejected.requests:
@@ -237,7 +236,7 @@ class Driver:
         """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
         try:
             source = self._pool.source(batch)
-            flight = InFlight(batch, self._pool[batch.context], source)
+            flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
             nbytes = source.staged_nbytes
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
@@ -377,7 +376,10 @@ class Driver:
         # The device gets its next batch before callers are answered; if that is done at once, in their order.
         if self._to_deliver is not None:
             self._deliver()
-        if self._in_pump or self._scheduler.is_idle:
+        if self._in_pump:
+            staging.deliver(batch.requests, outputs, record)
+            return
+        if self._scheduler.is_idle:
             staging.deliver(batch.requests, outputs, record)
             self._pump()
             return

@@ -30,9 +30,7 @@ class Counters:
     cancelled: int = 0
     expired: int = 0
     refused: int = 0
-    rows: int = 0
     rows_padded: int = 0
-    batches: int = 0
     batches_timed: int = 0
     busy_ns: int = 0
     arena_waits: int = 0
@@ -51,11 +49,22 @@ class Counters:
         """Return the requests that were answered, failed, or given up by their callers."""
         return self.succeeded + self.failed + self.cancelled + self.expired
 
+    @property
+    def batches(self) -> int:
+        """Return the batches that ended well."""
+        return sum(size.count for size in self.by_rows.values())
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of these batches, without padding."""
+        return sum(rows * size.count for rows, size in self.by_rows.items())
+
     def add_batch(
         self,
         batch: Batch,
         now_ns: int,
-        arrivals_ns: list[int],
+        answered: int,
+        arrived_ns: int,
         copy_in_ns: int,
         compute_ns: int,
         copy_out_ns: int,
@@ -63,14 +72,12 @@ class Counters:
     ) -> None:
         """Count a batch that ended well.
 
-        :param arrivals_ns: when each of the requests arrived that are answered.
+        :param answered: how many of its requests are answered; ``arrived_ns``: the sum of when they arrived.
         """
-        answered = len(arrivals_ns)
-        self.succeeded += answered
         rows = batch.rows
-        self.rows += rows
-        self.rows_padded += batch.rows_run - rows
-        self.batches += 1
+        self.succeeded += answered
+        if batch.rows_run != rows:
+            self.rows_padded += batch.rows_run - rows
         if batch.is_timed:
             self.batches_timed += 1
         if batch.arena is not None:
@@ -78,12 +85,12 @@ class Counters:
             self.arena_wait_ns += arena_wait_ns
             self.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
         launched_ns = batch.launched_ns
-        queue_ns = launched_ns * answered - sum(arrivals_ns)
+        queue_ns = launched_ns * answered - arrived_ns
         self.queue_ns += queue_ns
         self.copy_in_ns += copy_in_ns * answered
         self.compute_ns += compute_ns * answered
         self.copy_out_ns += copy_out_ns * answered
-        self.total_ns += queue_ns + (now_ns - launched_ns) * answered
+        self.total_ns += now_ns * answered - arrived_ns
         size = self.by_rows.get(rows)
         if size is None:
             size = self.by_rows[rows] = SizeCounters()

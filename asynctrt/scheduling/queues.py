@@ -9,13 +9,13 @@ O(1) on average. Finding the bucket to launch from does not depend on how many t
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import chain, count
 from typing import Final
 
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.request import NO_DEADLINE_NS, QUEUED, TRANSITIONS, Change, Request
+from asynctrt.scheduling.request import IN_FLIGHT, NO_DEADLINE_NS, QUEUED, Request, State
 
 TOMBSTONES_MIN: Final = 64
 """Below this many tombstones a rebuild is not worth its cost."""
@@ -24,7 +24,7 @@ LOOKAHEAD_MAX: Final = 16
 """Requests that may be passed over because they do not fit into the rest of a batch."""
 
 EMPTY_MAX: Final = 256
-"""Empty buckets that are kept for the next request of their key."""
+"""Empty buckets that are kept."""
 
 
 class BucketQueue:
@@ -110,6 +110,8 @@ class BucketQueue:
         A request that does not fit into the rest of the batch is passed over in favour of smaller ones behind
         it. It moves up with every batch, and the head always fits, so none starves.
         """
+        if not self._tombstones and self.rows <= rows_max:
+            return list(chain.from_iterable(self._by_priority)), self.rows
         chosen: list[Request] = []
         room = rows_max
         for queue in self._by_priority:
@@ -128,23 +130,19 @@ class BucketQueue:
                         break
         return chosen, rows_max - room
 
-    def take(self, chosen: list[Request], rows: int, what: Change = Change.LAUNCH) -> None:
-        """Let what :meth:`choose` returned leave the queue, changed by ``what``."""
-        after = TRANSITIONS[what][QUEUED]
-        assert after is not None
+    def take(self, chosen: list[Request], rows: int, after: State = IN_FLIGHT) -> None:
+        """Let what :meth:`choose` returned leave the queue, for the state ``after``."""
         for request in chosen:
             request.state = after
-        left = len(chosen)
         self.rows -= rows
-        self.requests -= left
-        self._tombstones += left
+        self.requests -= len(chosen)
         if self.requests:
+            self._tombstones += len(chosen)
             self.head()
             self._bury()
             return
         for queue in self._by_priority:
-            if queue:
-                queue.clear()
+            queue.clear()
         self._tombstones = 0
         self.deadline_ns = NO_DEADLINE_NS
 
@@ -179,7 +177,8 @@ class Buckets:
     def __init__(self, policy: Policy, priorities: int) -> None:
         self._policy = policy
         self._has_delay = policy.delay_ns_max > 0
-        self._by_key: dict[BatchKey, BucketQueue] = {}
+        self.by_key: dict[BatchKey, BucketQueue] = {}
+        """The buckets with work, and some that are empty, for the next request of their key."""
         self._levels = tuple([_Level() for _ in range(priorities)])
         # No bucket with work has a more urgent request.
         self._priority_max = 0
@@ -195,17 +194,13 @@ class Buckets:
 
     def __iter__(self) -> Iterator[BucketQueue]:
         """Yield the buckets with work."""
-        return (bucket for bucket in self._by_key.values() if bucket.requests)
-
-    def get(self, key: BatchKey) -> BucketQueue | None:
-        """Return the bucket of a key, which may be empty."""
-        return self._by_key.get(key)
+        return (bucket for bucket in self.by_key.values() if bucket.requests)
 
     def add(self, bucket: BucketQueue) -> None:
         """Keep a new bucket. Those that are empty make room when there are many."""
-        if len(self._by_key) - self.waiting >= EMPTY_MAX:
-            self._by_key = {key: kept for key, kept in self._by_key.items() if kept.requests}
-        self._by_key[bucket.key] = bucket
+        if len(self.by_key) - self.waiting >= EMPTY_MAX:
+            self.by_key = {key: kept for key, kept in self.by_key.items() if kept.requests}
+        self.by_key[bucket.key] = bucket
 
     def pushed(self, bucket: BucketQueue, request: Request) -> None:
         """Note that a request has joined a bucket."""
@@ -238,7 +233,7 @@ class Buckets:
     def clear(self) -> list[Request]:
         """Empty every bucket and return what was queued."""
         queued = [request for bucket in self for request in bucket.waiting()]
-        self._by_key.clear()
+        self.by_key.clear()
         self._delays.clear()
         for level in self._levels:
             level.ready.clear()
@@ -365,29 +360,27 @@ class Buckets:
 class DeadlineHeap:
     """The queued requests that have a deadline, the earliest on top."""
 
-    __slots__ = ("_entries", "_order")
+    __slots__ = ("entries", "_order")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Request]] = []
+        self.entries: list[tuple[int, int, Request]] = []
+        """Deadlines with their requests, of which some may no longer be queued."""
         # Two requests may share a deadline, and requests have no order of their own.
         self._order = count()
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def push(self, request: Request, *, queued_max: int) -> None:
         """Add a queued request.
 
         :param queued_max: an upper bound of how many entries are alive.
         """
-        if len(self._entries) > 2 * queued_max + TOMBSTONES_MIN:
-            self._entries = [entry for entry in self._entries if entry[2].state is QUEUED]
-            heapify(self._entries)
-        heappush(self._entries, (request.deadline_ns, next(self._order), request))
+        if len(self.entries) > 2 * queued_max + TOMBSTONES_MIN:
+            self.entries = [entry for entry in self.entries if entry[2].state is QUEUED]
+            heapify(self.entries)
+        heappush(self.entries, (request.deadline_ns, next(self._order), request))
 
     def earliest_ns(self) -> int | None:
         """Return the earliest deadline of a request that is still queued."""
-        entries = self._entries
+        entries = self.entries
         while entries and entries[0][2].state is not QUEUED:
             heappop(entries)
         return entries[0][0] if entries else None
@@ -397,8 +390,8 @@ class DeadlineHeap:
         due: list[Request] = []
         later: list[Request] = []
         while (deadline_ns := self.earliest_ns()) is not None and deadline_ns <= now_ns:
-            request = heappop(self._entries)[2]
+            request = heappop(self.entries)[2]
             (due if request.arrival_ns <= arrived_by_ns else later).append(request)
         for request in later:
-            heappush(self._entries, (request.deadline_ns, next(self._order), request))
+            heappush(self.entries, (request.deadline_ns, next(self._order), request))
         return due

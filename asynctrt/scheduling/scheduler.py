@@ -22,8 +22,10 @@ from asynctrt.scheduling.request import (
     QUEUED,
     Change,
     Request,
+    State,
     change,
     change_all,
+    complete,
 )
 from asynctrt.scheduling.shapes import Shapes
 
@@ -159,7 +161,7 @@ class Scheduler:
         rows = request.rows
         if self._closed or self._queued_rows + rows > self._queue_rows_max:
             self._refuse(rows, 1)
-        bucket = self._buckets.get(request.key)
+        bucket = self._buckets.by_key.get(request.key)
         if bucket is None:
             bucket = BucketQueue(request.key, self._priorities, self.limit(request.key))
             self._buckets.add(bucket)
@@ -202,7 +204,7 @@ class Scheduler:
 
         :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
         """
-        if not self._deadlines:
+        if not self._deadlines.entries:
             return []
         due = self._deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
@@ -233,7 +235,7 @@ class Scheduler:
             try:
                 rows_run, profile = self._rows_to_run(key, rows)
             except Exception as error:
-                bucket.take(chosen, rows, Change.FAIL)
+                bucket.take(chosen, rows, State.FAILED)
                 self._queued_rows -= rows
                 self._buckets.launched(bucket)
                 self._counters.failed += len(chosen)
@@ -254,7 +256,7 @@ class Scheduler:
 
     def next_wakeup(self) -> int | None:
         """Return when to look again though nothing happens, in ns: a deadline, or the end of a delay."""
-        wakeup_ns = self._deadlines.earliest_ns()
+        wakeup_ns = self._deadlines.earliest_ns() if self._deadlines.entries else None
         if self._policy.delay_ns_max and self._contexts.free and len(self._in_flight) < self._in_flight_max:
             delay_ns = self._buckets.wakeup_ns(len(self._in_flight))
             if delay_ns is not None and (wakeup_ns is None or delay_ns < wakeup_ns):
@@ -292,18 +294,13 @@ class Scheduler:
     ) -> None:
         """Note that a batch has been answered; its context is free again."""
         self._end(batch)
-        requests = batch.requests
-        if self._masked:
-            arrivals_ns = [request.arrival_ns for request in requests if request.state is not MASKED]
-            self._masked -= len(requests) - len(arrivals_ns)
-        else:
-            arrivals_ns = [request.arrival_ns for request in requests]
-        change_all(requests, Change.COMPLETE)
+        answered, arrived_ns = complete(batch.requests)
+        self._masked -= len(batch.requests) - answered
         self._contexts.release(batch.context, batch.arena)
         if batch.is_timed:
             self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
         self._counters.add_batch(
-            batch, now_ns, arrivals_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
+            batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
@@ -360,7 +357,7 @@ class Scheduler:
     def _leave(self, request: Request, what: Change) -> None:
         """Take a queued request out of its bucket from wherever it stands."""
         change(request, what)
-        bucket = self._buckets.get(request.key)
+        bucket = self._buckets.by_key.get(request.key)
         assert bucket is not None
         bucket.discard(request)
         self._queued_rows -= request.rows

@@ -58,7 +58,7 @@ async def steps(seconds):
         inputs = {"input": row}
         batch = schedule()
         source = pool.source(batch)
-        flight = InFlight(batch, pool[batch.context], source)
+        flight = InFlight(batch, pool.contexts[batch.context], source)
         outputs = staging.copy_out(source.slab.outputs, None, BATCH, shared=True)
         gather_ns = ns(source.stage, 2000, BATCH)
         futures_ns = ns(futures, 500, BATCH)

@@ -45,7 +45,7 @@ BACKENDS = {
 
 def poison(engine):
     """Overwrite every slab of an engine that is idle."""
-    buffers = [context._buffers for context in engine._pool._contexts]
+    buffers = [context._buffers for context in engine._pool.contexts]
     count = 0
     for held in buffers:
         if held is not None:

@@ -188,7 +188,7 @@ class TestTheSourceOfABatch:
         pool = make_pool()
         source = pool.source(make_batch(make_request(rows(1)), context=1))
         assert type(source) is RowSource
-        assert source.slab is source.inputs is pool[1].slab((), pool.layout(()))
+        assert source.slab is source.inputs is pool.contexts[1].slab((), pool.layout(()))
         pool.close(WAIT_S)
 
     def test_rows_of_slots_stay_in_their_slab(self):
@@ -218,7 +218,7 @@ def test_fixed_shapes_have_their_memory_from_the_start():
     assert nbytes == 2 * 512
     for context in (0, 1):
         source = made.source(make_batch(make_request(rows(1)), context=context))
-        made[context].binding(source)
+        made.contexts[context].binding(source)
     assert made.nbytes == nbytes
     assert repr(made) == "<ContextPool contexts=2 arenas=0 nbytes=1024>"
     made.close(WAIT_S)
@@ -288,8 +288,11 @@ def test_memory_grows_with_the_shapes_and_the_last_one_stays(tmp_path):
 def test_what_is_remembered_of_shapes_is_bounded(tmp_path):
     made = sequence_pool(tmp_path)
     for length in range(1, 3 * SLABS_MAX):
-        made[0].binding(source_of(made, length))
-    assert max(len(made[0]._slabs), len(made[0]._slot_bindings), len(made._layouts)) <= SLABS_MAX
+        made.contexts[0].binding(source_of(made, length))
+    assert (
+        max(len(made.contexts[0]._slabs), len(made.contexts[0]._slot_bindings), len(made._layouts))
+        <= SLABS_MAX
+    )
     made.close(WAIT_S)
 
 
@@ -301,12 +304,12 @@ def test_what_is_remembered_of_the_slabs_of_slots_is_bounded_and_goes_with_them(
         owners.append(owner)
         request = make_request(rows(1), key=owner.key)
         request.payload = SlotRows(owner, slice(0, 1))
-        made[0].binding(made.source(make_batch(request, key=owner.key)))
-        assert len(made[0]._slot_bindings) <= SLABS_MAX
-    assert list(made[0]._slot_bindings) == [owner.slab for owner in owners[SLABS_MAX:]]
+        made.contexts[0].binding(made.source(make_batch(request, key=owner.key)))
+        assert len(made.contexts[0]._slot_bindings) <= SLABS_MAX
+    assert list(made.contexts[0]._slot_bindings) == [owner.slab for owner in owners[SLABS_MAX:]]
     for owner in owners:
         made.close_slot_slab(owner.slab)
-    assert not made[0]._slot_bindings
+    assert not made.contexts[0]._slot_bindings
     made.close(WAIT_S)
 
 
@@ -361,7 +364,7 @@ async def test_after_an_enqueue_that_was_refused_the_arena_goes_on(unified):
             raise MemoryError("no workspace")
 
         for binding in [
-            slab.binding for context in engine._pool._contexts for slab in context._slabs.values()
+            slab.binding for context in engine._pool.contexts for slab in context._slabs.values()
         ]:
             binding.enqueue = partial(refuse, binding)
             refused = await asyncio.gather(

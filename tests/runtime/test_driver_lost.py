@@ -174,7 +174,7 @@ class TestABatchThatHangs:
             skip(TIMEOUT_S + 1)
             assert lost(await ends([hung]))
             hanging.go.set()
-            await until(lambda: "busy" not in repr(engine._pool[0].stream))
+            await until(lambda: "busy" not in repr(engine._pool.contexts[0].stream))
             await ticks()
             with engine.tracing() as trace:
                 assert await ends([send(engine, value) for value in range(10)]) == [2 * n for n in range(10)]
@@ -279,7 +279,7 @@ class TestAnArenaThatHangs:
             assert await ends([send(engine, value) for value in range(5)]) == [0, 2, 4, 6, 8]
             hanging.go.set()
             await until(
-                lambda: "busy" not in "".join(repr(context.stream) for context in engine._pool._contexts)
+                lambda: "busy" not in "".join(repr(context.stream) for context in engine._pool.contexts)
             )
             await ticks()
             assert engine.statistics().failed == 2
@@ -311,7 +311,7 @@ class TestAnArenaThatHangs:
             skip(TIMEOUT_S + 1)
             assert lost(await ends([hung]))
             behind = send(other, 1)
-            stream = other._pool[0].stream
+            stream = other._pool.contexts[0].stream
             # Its thread may need a switch of the GIL to get there, and time flies from now on.
             await until(lambda: stream.is_running)
             skip(TIMEOUT_S + 1)

@@ -354,7 +354,7 @@ class TestRowsOfEveryKind:
                 assert await use(engine, *[value] * 4)
             assert replays() == 10
             assert engine.statistics().graphs == (4,)
-            assert all(context.is_captured(4) for context in engine._pool._contexts)
+            assert all(context.is_captured(4) for context in engine._pool.contexts)
 
     async def test_so_it_does_beside_slabs_that_run_in_place(self, unified, replays):
         """Each of them has a binding of its own in the context, and those are bounded."""
@@ -369,7 +369,7 @@ class TestRowsOfEveryKind:
                 assert ((await slot.infer())["output"] == 2 * value).all()
                 await slot.__aexit__(None, None, None)
             assert replays() == 0, "a batch of 4 rows was not captured"
-            for context in engine._pool._contexts:
+            for context in engine._pool.contexts:
                 assert len(context._slot_bindings) <= SLABS_MAX
             for value in range(10):
                 assert ((await engine.infer(rows(value)))["output"] == 2 * value).all()

@@ -306,7 +306,7 @@ async def test_slabs_of_shapes_that_have_gone_are_given_back(tmp_path):
                 await slot.infer()
         live = [owner.slab for owner in engine._slots._slabs.values()]
         assert len(live) <= 3
-        for context in engine._pool._contexts:
+        for context in engine._pool.contexts:
             assert set(context._slot_bindings) <= set(live)
 
 

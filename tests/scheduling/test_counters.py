@@ -8,7 +8,7 @@ TIMES = {"copy_in_ns": 1, "compute_ns": 20, "copy_out_ns": 300, "arena_wait_ns":
 
 
 def add(counters, batch, now_ns=1000, arrivals_ns=(10, 20), **times):
-    counters.add_batch(batch, now_ns, list(arrivals_ns), **{**TIMES, **times})
+    counters.add_batch(batch, now_ns, len(arrivals_ns), sum(arrivals_ns), **{**TIMES, **times})
 
 
 def test_it_begins_with_nothing():

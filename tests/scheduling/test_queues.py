@@ -67,7 +67,7 @@ class TestOneBucket:
     def test_what_was_chosen_may_leave_in_another_way(self):
         a, b = request(), request(2)
         queue = queue_of(a, b)
-        queue.take(*queue.choose(8), Change.FAIL)
+        queue.take(*queue.choose(8), State.FAILED)
         assert a.state is b.state is State.FAILED
         assert (queue.requests, queue.rows, queue.head()) == (0, 0, None)
 
@@ -219,7 +219,7 @@ class TestOneBucket:
                 assert [each for each in before if each in chosen] == chosen
                 assert chosen[:1] == before[:1]
                 if what != "choose":
-                    queue.take(chosen, chosen_rows, Change.LAUNCH if what == "take" else Change.FAIL)
+                    queue.take(chosen, chosen_rows, State.IN_FLIGHT if what == "take" else State.FAILED)
                     alive = [each for each in alive if each not in chosen]
             urgent_first = sorted(alive, key=lambda each: (-each.priority, each.arrival_ns))
             assert list(queue.waiting()) == urgent_first
@@ -241,7 +241,7 @@ class Board:
     def push(self, name="b", *arrivals_ns, count=1, rows=1, priority=0, **kw):
         """Push a request for each arrival, or ``count`` that arrived at 0; returns the last."""
         key = key_of(name)
-        bucket = self.buckets.get(key)
+        bucket = self.buckets.by_key.get(key)
         if bucket is None:
             bucket = BucketQueue(key, self.priorities, self.rows_max)
             self.buckets.add(bucket)
@@ -252,7 +252,7 @@ class Board:
         return pushed
 
     def leave(self, victim, what=Change.CANCEL):
-        bucket = self.buckets.get(victim.key)
+        bucket = self.buckets.by_key.get(victim.key)
         leave(bucket, victim, what)
         self.buckets.left(bucket)
 
@@ -566,7 +566,11 @@ class TestDelays:
                     was_ready.discard(launched[0])
             wakeup_ns = board.buckets.wakeup_ns(1)
             for other, waiting in queued.items():
-                if waiting and not board.buckets.get(key_of(other)).is_ready and ready_ns(waiting) > now_ns:
+                if (
+                    waiting
+                    and not board.buckets.by_key.get(key_of(other)).is_ready
+                    and ready_ns(waiting) > now_ns
+                ):
                     assert wakeup_ns is not None
                     assert wakeup_ns <= ready_ns(waiting)
 
@@ -583,14 +587,14 @@ class TestManyBuckets:
     def test_empty_ones_are_kept_for_the_next_request_of_their_key_and_are_bounded(self):
         board = Board()
         board.push("kept")
-        kept = board.buckets.get(key_of("kept"))
+        kept = board.buckets.by_key.get(key_of("kept"))
         board.launch()
         board.push("kept")
-        assert board.buckets.get(key_of("kept")) is kept
+        assert board.buckets.by_key.get(key_of("kept")) is kept
         for name in range(10 * EMPTY_MAX):
             board.leave(board.push(name))
-            assert len(board.buckets._by_key) <= EMPTY_MAX + len(board.buckets)
-        assert board.buckets.get(key_of("kept")) is kept, "one with work is never dropped"
+            assert len(board.buckets.by_key) <= EMPTY_MAX + len(board.buckets)
+        assert board.buckets.by_key.get(key_of("kept")) is kept, "one with work is never dropped"
 
     def test_clearing_takes_what_waits_and_forgets_the_rest(self):
         board = Board(delay_ns_max=500)
@@ -656,4 +660,4 @@ class TestDeadlines:
             each = request(deadline_ns=10**9 - ns)
             heap.push(each, queued_max=1)
             change(each, Change.LAUNCH)
-            assert len(heap) <= 2 * 1 + TOMBSTONES_MIN + 1
+            assert len(heap.entries) <= 2 * 1 + TOMBSTONES_MIN + 1

@@ -231,7 +231,7 @@ class TestLimits:
             status, _, body = await ask(server, INFER, bomb, Content_Encoding=coding)
             assert (status, "1048576" in json.loads(body)["error"]) == (413, True)
 
-    @pytest.mark.parametrize("body", [b"no gzip at all", gzip.compress(b"{}" * 99, mtime=0)[:-9], b"\x1f\x8b"])
+    @pytest.mark.parametrize("body", [b"no gzip", gzip.compress(b"{}" * 99, mtime=0)[:-9], b"\x1f\x8b"])
     async def test_a_body_that_is_not_compressed_as_it_says(self, body):
         async with serving() as server:
             assert (await ask(server, INFER, body, Content_Encoding="gzip"))[0] == 400

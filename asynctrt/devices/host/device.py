@@ -36,6 +36,9 @@ class HostDevice:
     :raises OptionsError: if ``threads`` is less than 1.
     """
 
+    lost: DeviceLostError | None = None
+    """The CPU is never lost."""
+
     def __init__(
         self,
         *,
@@ -104,10 +107,6 @@ class HostDevice:
         # Twice as many as can compute, so that a thread which is done finds the next batch waiting. But each
         # context has a slab, and on a machine with many cores those would take a lot of memory.
         return min(2 * self._threads, CONTEXTS_MAX)
-
-    @property
-    def lost(self) -> DeviceLostError | None:
-        return None
 
     def activate(self) -> None:
         """Do nothing: there is no other host device."""

@@ -18,6 +18,14 @@ from asynctrt.errors import DeviceError
 HAND_OVER_NS: Final = 50_000
 """About what giving work to a thread and hearing back from it costs; shorter work runs in place."""
 
+HOLD_MIN: Final = 4
+HOLD_MAX: Final = 1024
+"""Runs that work stays in the thread for, after the first and after many that held up the loop."""
+
+FORGIVEN_AFTER: Final = 1024
+"""Short runs in place after which work that had held up the loop counts as short again: the system holds up
+any process now and then, whatever it runs."""
+
 LABELS_MAX: Final = 1024
 """How many labels a stream remembers the pace of."""
 
@@ -103,7 +111,9 @@ class HostEvent:
         callback()
 
     def elapsed_ns(self, since: Event) -> int:
-        return self._time_ns - own_event(since)._time_ns
+        if not isinstance(since, HostEvent):
+            raise _foreign(since)
+        return self._time_ns - since._time_ns
 
     def begin(self, stream: "HostStream") -> None:
         """Mark the event as pending on ``stream``.
@@ -135,12 +145,13 @@ class HostEvent:
 class _Pace:
     """How long the latest runs of one label took, and so whether to run it in place."""
 
-    __slots__ = ("_hold", "_holding", "_recent")
+    __slots__ = ("_hold", "_holding", "_in_place", "_recent")
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=8)
-        self._hold = 4
-        self._holding = 4
+        self._hold = HOLD_MIN
+        self._holding = HOLD_MIN
+        self._in_place = 0
 
     @property
     def is_short(self) -> bool:
@@ -152,10 +163,17 @@ class _Pace:
         self._recent.append(duration_ns)
         if self._holding:
             self._holding -= 1
-        if in_place and duration_ns > 4 * HAND_OVER_NS:
+        if not in_place:
+            return
+        if duration_ns > 4 * HAND_OVER_NS:
             # It held the loop. Each time it does, it stays in the thread for twice as many runs.
             self._recent.clear()
-            self._hold = self._holding = min(2 * self._hold, 1024)
+            self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
+            self._in_place = 0
+        elif self._hold > HOLD_MIN:
+            self._in_place += 1
+            if self._in_place == FORGIVEN_AFTER:
+                self._hold = HOLD_MIN
 
 
 class Unfinished(ABC):
@@ -235,7 +253,8 @@ class HostStream:
             self._put(partial(self._run, work, label, in_place=False))
 
     def record(self, event: Event) -> None:
-        event = own_event(event)
+        if not isinstance(event, HostEvent):
+            raise _foreign(event)
         if self._captured is not None:
             self._captured.add(partial(HostStream.record, event=event))
             return
@@ -243,10 +262,12 @@ class HostStream:
         if self._is_served:
             self._put(partial(self._reach, event))
         else:
-            self._reach(event)
+            error, self._error = self._error, None
+            event.reach(self._now_ns(), error)
 
     def wait(self, event: Event) -> None:
-        event = own_event(event)
+        if not isinstance(event, HostEvent):
+            raise _foreign(event)
         if self._captured is not None:
             self._captured.add(partial(HostStream.wait, event=event))
             return
@@ -339,12 +360,13 @@ class HostStream:
                 _raise_on_loop(error)
         finally:
             self.is_computing = False
-        pace = self._paces.get(label)
-        if pace is None:
-            if len(self._paces) >= LABELS_MAX:
-                self._paces.clear()
-            pace = self._paces[label] = _Pace()
-        pace.observe(self._now_ns() - start_ns, in_place=in_place)
+        if self._in_place == "auto":
+            pace = self._paces.get(label)
+            if pace is None:
+                if len(self._paces) >= LABELS_MAX:
+                    self._paces.clear()
+                pace = self._paces[label] = _Pace()
+            pace.observe(self._now_ns() - start_ns, in_place=in_place)
         return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
 
     def _suspend(self, unfinished: Unfinished, *, in_place: bool) -> bool:
@@ -422,14 +444,8 @@ class HostGraph:
         self._operations.clear()
 
 
-def own_event(event: Event) -> HostEvent:
-    """Return ``event`` as an event of the host device.
-
-    :raises DeviceError: if it belongs to another kind of device.
-    """
-    if not isinstance(event, HostEvent):
-        raise DeviceError(f"{event!r} is not an event of the host device")
-    return event
+def _foreign(event: Event) -> DeviceError:
+    return DeviceError(f"{event!r} is not an event of the host device")
 
 
 def _raise_on_loop(error: KeyboardInterrupt | SystemExit) -> None:
