@@ -138,15 +138,11 @@ class PooledContext:
                 stream.wait(arena.last_use)
             if events.started is not None:
                 stream.record(events.started)
-        slab = source.slab
-        captured = self._captured.get(batch.rows_run) if source.inputs is slab else None
+        captured = self._captured.get(batch.rows_run) if source.inputs is source.slab else None
         if captured is not None:
             captured.graph.launch(stream=stream)
         else:
-            binding = slab.binding
-            if binding is None or source.inputs is not slab:
-                binding = self.binding(source)
-            binding.enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
+            self.binding(source).enqueue(batch.rows_run, profile=batch.profile, stream=stream, arena=memory)
         stream.record(events.computed)
         if source.has_copies_out:
             source.put_out(stream)

@@ -360,7 +360,7 @@ class Buckets:
 class DeadlineHeap:
     """The queued requests that have a deadline, the earliest on top."""
 
-    __slots__ = ("entries", "_order")
+    __slots__ = ("_order", "entries")
 
     def __init__(self) -> None:
         self.entries: list[tuple[int, int, Request]] = []

@@ -447,8 +447,8 @@ class HttpConnection(asyncio.Protocol):
 
     def _write(self, head: Sequence[bytes], body: Sequence[Any], nbytes: int) -> None:
         if nbytes > JOIN_NBYTES_MAX:
-            # Not writelines: in Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 asyncio's never tells that the client
-            # takes nothing (CVE-2024-12254), so that answers would pile up.
+            # Not writelines: in Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 asyncio's never tells that a
+            # client takes nothing (CVE-2024-12254), so that answers would pile up.
             self._transport.write(b"".join(head))
             for piece in body:
                 self._transport.write(piece)

@@ -566,11 +566,8 @@ class TestDelays:
                     was_ready.discard(launched[0])
             wakeup_ns = board.buckets.wakeup_ns(1)
             for other, waiting in queued.items():
-                if (
-                    waiting
-                    and not board.buckets.by_key.get(key_of(other)).is_ready
-                    and ready_ns(waiting) > now_ns
-                ):
+                is_filling = waiting and not board.buckets.by_key[key_of(other)].is_ready
+                if is_filling and ready_ns(waiting) > now_ns:
                     assert wakeup_ns is not None
                     assert wakeup_ns <= ready_ns(waiting)
 
