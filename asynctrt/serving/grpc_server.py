@@ -5,6 +5,7 @@ cancels a call, or its deadline passes, its task is cancelled, and its request l
 """
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -506,9 +507,18 @@ async def _check_address(host: str, port: int) -> None:
 
 def reason_of(error: OSError) -> str:
     """Return why listening failed, without the address, which asyncio repeats in the error's text."""
-    if error.errno is None or isinstance(error, socket.gaierror):
+    number = errno_of(error)
+    if number is None or isinstance(error, socket.gaierror):
         return error.strerror or str(error)
-    return os.strerror(error.errno)
+    return os.strerror(number)
+
+
+def errno_of(error: OSError) -> int | None:
+    """Return the number of the error with which listening failed."""
+    # From Python 3.13 on asyncio has no number for an address that is not of this machine.
+    if error.errno is None and "could not bind on any address" in str(error):
+        return errno.EADDRNOTAVAIL
+    return error.errno
 
 
 def _cannot_listen(host: str, port: int, why: str) -> UsageError:

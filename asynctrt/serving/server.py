@@ -24,7 +24,7 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
-from asynctrt.serving.grpc_server import GrpcServer, reason_of
+from asynctrt.serving.grpc_server import GrpcServer, errno_of, reason_of
 from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
@@ -173,9 +173,10 @@ class Server:
             listener = await hub.loop.create_server(hub, host, port, ssl=tls, backlog=BACKLOG)
         except OSError as error:
             fix = "Choose another port; 0 picks a free one"
-            if error.errno == errno.EACCES:
+            number = errno_of(error)
+            if number == errno.EACCES:
                 fix = "Ports below 1024 need a privilege that this user lacks: choose a higher one"
-            elif error.errno not in (errno.EADDRINUSE, None):
+            elif number not in (errno.EADDRINUSE, None):
                 fix = "Use an address of this machine, such as 127.0.0.1 or 0.0.0.0"
             raise UsageError(f"cannot listen on {host} port {port}: {reason_of(error)}. {fix}") from error
         self._listeners.append(listener)
