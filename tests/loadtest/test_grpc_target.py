@@ -25,7 +25,7 @@ from asynctrt.serving.grpc_server import SERVICE
 from asynctrt.tensors import TensorSpec
 from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
 from tests.models import rows
-from tests.serving.support import serving
+from tests.serving.support import serving, settle_grpc
 
 pytestmark = pytest.mark.anyio
 
@@ -84,6 +84,7 @@ async def asked(answers, path="/m", **kw):
             yield target
     finally:
         await server.stop(0)
+        await settle_grpc()
 
 
 class TestOthers:

@@ -26,6 +26,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model, rows
+from tests.serving.support import settle_grpc
 from tests.serving.tls import certificate
 
 pytestmark = pytest.mark.anyio
@@ -92,6 +93,7 @@ async def serving(models=None, *, engine=None, **settings):
             finally:
                 await served.channel.close()
                 await server.stop(0)
+                await settle_grpc()
         finally:
             for engine in engines.values():
                 await engine.aclose()
