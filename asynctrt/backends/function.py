@@ -5,7 +5,7 @@ import inspect
 import secrets
 import sys
 from asyncio import _get_running_loop
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -158,16 +158,18 @@ class FunctionBinding:
         self._only_output = next(iter(self._outputs.values())) if len(self._outputs) == 1 else None
         self._rows = 0
         self._call: Work = lambda: None
+        self._label: Hashable = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
         if rows != self._rows:
             self._call = partial(self._run, rows)
+            self._label = (self._dims, rows)
             self._rows = rows
         if self._loop is None:
             self._loop = _get_running_loop()
-        stream.launch(self._call, label=(self._dims, rows))
+        stream.launch(self._call, label=self._label)
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {}
@@ -325,7 +327,12 @@ class Outputs(Mapping[str, Array]):
         """
         if given is not None and given is not self:
             self._store_all(given)
-        self._check()
+        for memory in self._marked:
+            if memory.may_be_marked() and (missing := memory.count_marked()):
+                raise self._not_written(memory.name, missing)
+        if len(self._arrays) < len(self._memory):
+            name = next(name for name in self._memory if name not in self._arrays)
+            raise self._not_written(name, self._rows)
         # A function may have begun something that goes on, but what it writes now would be in another batch.
         self._memory = {}
 
@@ -352,14 +359,6 @@ class Outputs(Mapping[str, Array]):
             named = {name: np.array(value) for name, value in named.items()}
         for name, value in named.items():
             self[name] = value
-
-    def _check(self) -> None:
-        for memory in self._marked:
-            if memory.may_be_marked() and (missing := memory.count_marked()):
-                raise self._not_written(memory.name, missing)
-        if len(self._arrays) < len(self._memory):
-            name = next(name for name in self._memory if name not in self._arrays)
-            raise self._not_written(name, self._rows)
 
     def _not_written(self, name: str, missing: int) -> ExecutionError:
         return ExecutionError(
