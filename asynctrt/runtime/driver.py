@@ -271,13 +271,13 @@ class Driver:
         interrupt: BaseException | None = None
         try:
             self._device.activate()
-            flight.enqueue()
+            flight.context.enqueue(flight.source, flight.events)
         except BaseException as error:
             # Part of the batch may be on the stream already: its context is free when that has run.
             flight.error = error
             interrupt = None if isinstance(error, Exception) else error
             if self._device.lost is None:
-                flight.enqueue_end()
+                flight.context.enqueue_end(flight.source, flight.events)
         end = flight.end
         if end.query() or self._device.lost is not None:
             self._landed(flight)
@@ -308,7 +308,11 @@ class Driver:
         source = flight.source
         try:
             landed_ns = self._now_ns()
-            self._note_times(flight)
+            copies = flight.note_times()
+            if copies is None:
+                self._note_usual_times(flight)
+            elif copies[0] or copies[1]:
+                self._scheduler.observe_copies(batch, copy_in_ns=copies[0], copy_out_ns=copies[1])
             if batch.arena is not None:
                 self._scheduler.landed(batch, landed_ns)
             if source.device_outputs is not None:
@@ -330,16 +334,12 @@ class Driver:
             return
         self._answer(flight, landed_ns, values)
 
-    def _note_times(self, flight: InFlight) -> None:
-        """Note the times that the device took of a batch, or what it took of others of its size."""
-        copies = flight.note_times()
-        if copies is None:
-            record = flight.record
-            usual_ns = self._scheduler.usual_ns(flight.batch)
-            record.copy_in_ns += usual_ns[0]
-            record.compute_ns, record.copy_out_ns = usual_ns[1:]
-        elif copies[0] or copies[1]:
-            self._scheduler.observe_copies(flight.batch, copy_in_ns=copies[0], copy_out_ns=copies[1])
+    def _note_usual_times(self, flight: InFlight) -> None:
+        """Note the times of others of its size for a batch that the device did not time."""
+        record = flight.record
+        usual_ns = self._scheduler.usual_ns(flight.batch)
+        record.copy_in_ns += usual_ns[0]
+        record.compute_ns, record.copy_out_ns = usual_ns[1:]
 
     def _copied_out(
         self,

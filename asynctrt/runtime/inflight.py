@@ -31,14 +31,6 @@ class InFlight:
         if source.owner is not None:
             source.owner.launched()
 
-    def enqueue(self) -> None:
-        """Put the whole batch on the stream: copy in, compute, copy out. Returns at once."""
-        self.context.enqueue(self.source, self.events)
-
-    def enqueue_end(self) -> None:
-        """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""
-        self.context.enqueue_end(self.source, self.events)
-
     def device_error(self) -> BaseException | None:
         """Return what went wrong on the stream, once the batch is done."""
         events = self.events

@@ -32,7 +32,7 @@ def test_it_ends_when_its_outputs_are_on_the_host(device):
     flight = flight_on(device)
     events = flight.events
     assert flight.end is (events.computed if device.unified else events.copied_out)
-    flight.enqueue()
+    flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
     assert flight.device_error() is None
     outputs, nbytes = flight.outputs()
@@ -48,7 +48,7 @@ def test_only_a_timed_one_has_times(device, is_timed):
     context = flight.context
     assert flight.events is (context.timed if is_timed else context.untimed)
     flight.record.copy_in_ns = 5  # What gathering took on the CPU.
-    flight.enqueue()
+    flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
     copies = flight.note_times()
     record = flight.record
@@ -76,7 +76,7 @@ def test_what_fails_on_the_stream_is_found_at_the_end(device):
     flight = flight_on(device)
     error = ValueError("the model")
     flight.context._model.work[2] = lambda: (_ for _ in ()).throw(error)
-    flight.enqueue()
+    flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
     assert flight.device_error() is error
     assert flight.context.close(WAIT_S)
@@ -92,7 +92,7 @@ def test_copies_that_fail_are_found_too(copy, is_timed):
         stream.launch(lambda: (_ for _ in ()).throw(error), label="copy")
 
     setattr(flight.source.slab, f"put_{copy}", put)
-    flight.enqueue()
+    flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
     assert flight.device_error() is error
     assert flight.context.close(WAIT_S)
@@ -102,8 +102,8 @@ def test_after_a_refusal_the_end_of_what_was_put_there_can_be_waited_for(device)
     flight = flight_on(device)
     flight.context._model.refused.add(2)
     with pytest.raises(ExecutionError):
-        flight.enqueue()
-    flight.enqueue_end()
+        flight.context.enqueue(flight.source, flight.events)
+    flight.context.enqueue_end(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
     assert flight.context.close(WAIT_S)
 
@@ -126,7 +126,7 @@ def test_a_slab_of_slots_is_sealed_until_the_batch_has_ended(unified):
     flight = InFlight(source.batch, context, source)
     assert owner.is_sealed, "before its rows are staged"
     source.stage()
-    flight.enqueue()
+    flight.context.enqueue(flight.source, flight.events)
     assert repr(owner) == "<SlotSlab 0 in flight rows=2 users=0>"
     device.open()
     assert flight.end.synchronize(WAIT_S)

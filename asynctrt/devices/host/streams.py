@@ -127,6 +127,16 @@ class HostEvent:
         self._stream = stream
         self._recorded += 1
 
+    def pass_by(self, stream: "HostStream", time_ns: int, error: BaseException | None) -> None:
+        """Mark the event as done on ``stream``, which is idle. As :meth:`begin` and :meth:`reach`."""
+        if self._reached != self._recorded:
+            raise DeviceError(f"{self!r} is recorded again before it was done")
+        self.error = error
+        self._callback = None
+        self._stream = stream
+        self._time_ns = time_ns
+        self._recorded = self._reached = self._recorded + 1
+
     def reach(self, time_ns: int, error: BaseException | None) -> None:
         """Mark the event as done, and call whoever waits for it."""
         self.error = error
@@ -258,12 +268,12 @@ class HostStream:
         if self._captured is not None:
             self._captured.add(partial(HostStream.record, event=event))
             return
-        event.begin(self)
         if self._is_served:
+            event.begin(self)
             self._put(partial(self._reach, event))
         else:
-            error, self._error = self._error, None
-            event.reach(self._now_ns(), error)
+            event.pass_by(self, self._now_ns(), self._error)
+            self._error = None
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
