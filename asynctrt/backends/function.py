@@ -26,6 +26,9 @@ FILL: Final = 0xFF
 FILL_BOOL: Final = 0xA5
 """Fills a bool output. No bool is stored as this byte, so each value that was not written is recognised."""
 
+FILL_NBYTES_MAX: Final = 4096
+"""Up to so many bytes are filled with one copy, in which the marks are in their places."""
+
 MARK_NBYTES: Final = 8
 
 
@@ -290,7 +293,7 @@ class Outputs(Mapping[str, Array]):
         self._rows = rows
         self._arrays: dict[str, Array] = {}
         # Memory is marked when it is asked for: outputs that are returned or assigned need no marks.
-        self._marked: list[OutputMemory] = []
+        self._marked: tuple[OutputMemory, ...] = ()
 
     def __getitem__(self, name: str) -> Array:
         array = self._arrays.get(name)
@@ -300,7 +303,7 @@ class Outputs(Mapping[str, Array]):
             except KeyError:
                 raise self._unknown(name) from None
             array = self._arrays[name] = memory.hand_out(self._rows)
-            self._marked.append(memory)
+            self._marked += (memory,)
         return array
 
     def __setitem__(self, name: str, value: object) -> None:
@@ -390,6 +393,9 @@ class OutputMemory:
         # The rest is for batches of this many rows.
         self._rows = 0
         self._fills: tuple[tuple[Array, Array], ...] = ()
+        # A few bytes are filled at once, as NumPy takes longer to begin than to copy them.
+        self._filled = memoryview(b"")
+        self._fill = b""
         self._value = 0
         # For a single row it is quicker to look at one mark after the other.
         self._looks: tuple[Callable[[], int], ...] = ()
@@ -405,10 +411,19 @@ class OutputMemory:
         """
         if rows != self._rows:
             self._rows = rows
-            self._fills = self._lay_out(self._bytes[: rows * self._row_nbytes])
+            filled = self._bytes[: rows * self._row_nbytes]
+            self._fills = self._lay_out(filled)
+            self._fill = b""
+            if 0 < filled.nbytes <= FILL_NBYTES_MAX:
+                for target, fill in self._fills:
+                    target[...] = fill
+                self._filled, self._fill = filled.data, filled.tobytes()
             self._value = int.from_bytes(self.mark, sys.byteorder)
             ends = range(self.places.shape[-1]) if len(self.places) == 1 else ()
             self._looks = tuple(self.places[..., end : end + 1].item for end in ends)
+        if self._fill:
+            self._filled[:] = self._fill
+            return self._array[:rows]
         for target, fill in self._fills:
             target[...] = fill
         return self._array[:rows]

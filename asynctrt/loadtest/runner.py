@@ -145,6 +145,9 @@ class Runner:
         cpu_ns = clock.cpu_ns()
         counting = asyncio.create_task(self._count_batches(start_ns + plan.warmup_ns))
         try:
+            if not plan.warmup_ns:
+                # Not a moment later, when the first request may have been answered.
+                await asyncio.wait([counting])
             if plan.schedule is not None:
                 self._blocks = plan.schedule.blocks(plan.share, plan.shares)
                 if plan.schedule.expected <= READY_MAX:
@@ -409,16 +412,17 @@ class Runner:
     async def _count_batches(self, from_ns: int) -> None:
         """Read the target's counters when the warm-up is over: when every request due in it has ended.
 
-        When the warm-up ends by the clock, some of its requests are still in flight, or even still to be
+        Without a warm-up they are read at once. When the warm-up ends by the clock, some of its requests are still in flight, or even still to be
         sent. They would be counted with those that are measured.
         """
-        await self._until(from_ns)
-        while self._owes_before(from_ns):
-            flying = [future for future, (_, due_ns) in self._flying.items() if due_ns < from_ns]
-            if flying:
-                await asyncio.wait(flying)
-            else:
-                await asyncio.sleep(LOOK_AGAIN_S)
+        if self._plan.warmup_ns:
+            await self._until(from_ns)
+            while self._owes_before(from_ns):
+                flying = [future for future, (_, due_ns) in self._flying.items() if due_ns < from_ns]
+                if flying:
+                    await asyncio.wait(flying)
+                else:
+                    await asyncio.sleep(LOOK_AGAIN_S)
         self._before = await self._target.batches()
 
     def _owes_before(self, from_ns: int) -> bool:

@@ -24,24 +24,17 @@ TIMED_ALWAYS_NS: Final = 5_000_000
 class _Window:
     """The last few durations of one size, and the expectation that follows from them."""
 
-    __slots__ = ("_expected_ns", "_recent")
+    __slots__ = ("known_ns", "recent")
 
     def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=WINDOW)
-        self._expected_ns: int | None = None
-
-    def observe(self, duration_ns: int) -> None:
-        self._recent.append(duration_ns)
-        self._expected_ns = None
-
-    def __len__(self) -> int:
-        return len(self._recent)
+        self.recent: deque[int] = deque(maxlen=WINDOW)
+        self.known_ns: int | None = None
 
     @property
     def expected_ns(self) -> int:
-        if self._expected_ns is None:
-            self._expected_ns = sorted(self._recent)[len(self._recent) // QUANTILE]
-        return self._expected_ns
+        if self.known_ns is None:
+            self.known_ns = sorted(self.recent)[len(self.recent) // QUANTILE]
+        return self.known_ns
 
 
 class LatencyHistory:
@@ -59,11 +52,13 @@ class LatencyHistory:
             sizes = self._shapes[shape] = {}
             if len(self._shapes) > SHAPES_MAX:
                 self._shapes.popitem(last=False)
-        self._shapes.move_to_end(shape)
+        if len(self._shapes) > 1:
+            self._shapes.move_to_end(shape)
         window = sizes.get(rows)
         if window is None:
             window = sizes[rows] = _Window()
-        window.observe(duration_ns)
+        window.recent.append(duration_ns)
+        window.known_ns = None
 
     def expected_ns(self, shape: Hashable, rows: int) -> int | None:
         """Return a lower bound of how long such a batch will take; ``None`` before any was seen.
@@ -89,7 +84,7 @@ class LatencyHistory:
     def is_sure(self, shape: Hashable, rows: int) -> bool:
         """Return whether enough samples of this size exist that one outlier cannot skew the estimate."""
         window = self._shapes.get(shape, {}).get(rows)
-        return window is not None and len(window) >= QUANTILE
+        return window is not None and len(window.recent) >= QUANTILE
 
 
 class CompletionEstimator:

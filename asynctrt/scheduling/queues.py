@@ -226,8 +226,7 @@ class Buckets:
         """Note that a batch has left a bucket, so that it is the turn of others."""
         self._remove(bucket)
         bucket.is_ready = False
-        head = bucket.head() if bucket.requests else None
-        if head is not None:
+        if bucket.requests and (head := bucket.head()) is not None:
             self._place(bucket, head.priority)
 
     def clear(self) -> list[Request]:
