@@ -412,8 +412,8 @@ class Runner:
     async def _count_batches(self, from_ns: int) -> None:
         """Read the target's counters when the warm-up is over: when every request due in it has ended.
 
-        Without a warm-up they are read at once. When the warm-up ends by the clock, some of its requests are still in flight, or even still to be
-        sent. They would be counted with those that are measured.
+        Without a warm-up they are read at once. When one ends by the clock, some of its requests are still in
+        flight, or even still to be sent. They would be counted with those that are measured.
         """
         if self._plan.warmup_ns:
             await self._until(from_ns)
