@@ -18,6 +18,7 @@ from asynctrt.errors import (
     ConnectionLostError,
     LifecycleError,
     UsageError,
+    copy_for,
 )
 from asynctrt.kserve.client import as_array, describe_request, place_outputs, read_outputs
 from asynctrt.kserve.codec import PlacedTensor, remember
@@ -179,7 +180,7 @@ class Client:
         if not self._connected.is_set():
             await self._connected.wait()  # It is also set when reconnecting is given up.
         if self._lost is not None:
-            raise type(self._lost)(*self._lost.args)
+            raise copy_for(self._lost)
         socket = self._socket
         if socket is None:
             raise ConnectionLostError(f"the connection to {self.url} was lost")

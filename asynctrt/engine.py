@@ -12,7 +12,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -262,7 +262,7 @@ class Engine:
         count = int_or_none(rows)
         if count is None or not 1 <= count <= rows_max:
             raise InputError(f"rows of a slot must be a whole number from 1 to {rows_max}, not {rows!r}")
-        return Slot(self._slots, key.shape, count, self._infer_slot)
+        return Slot(self._slots, key.shape, count, self._submit_slot)
 
     def statistics(self) -> Statistics:
         """A snapshot of what the engine has done and is doing."""
@@ -439,13 +439,18 @@ class Engine:
         await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results)), nbytes)
         return joined[0]
 
-    async def _infer_slot(
+    def _submit_slot(
         self, payload: Any, rows: int, key: BatchKey, timeout: float | None, priority: int
-    ) -> InferResult:
-        """Run rows that lie in a slab already, so that there is nothing to check or to split."""
+    ) -> Coroutine[Any, Any, InferResult]:
+        """Queue rows that lie in a slab already, so that there is nothing to check or to split.
+
+        :returns: what waits for the answer.
+        """
         self._check_loop()
         timeout_ns, priority = self._checked(timeout, priority)
-        request = self._driver.submit(payload, rows, key, priority, timeout_ns)
+        return self._answer(self._driver.submit(payload, rows, key, priority, timeout_ns))
+
+    async def _answer(self, request: Request) -> InferResult:
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):

@@ -277,6 +277,8 @@ class Slot:
     async def infer(self, *, timeout: float | None = None, priority: int = 0) -> InferResult:
         """Run the rows that were written. As :meth:`Engine.infer`, but without checks of values.
 
+        What is refused at once (``InputError``, ``QueueFullError``) leaves the slot as it was, to be tried again.
+
         :raises UsageError: when called twice, or outside ``async with``.
         """
         owner = self._entered()
@@ -286,14 +288,13 @@ class Slot:
             # Left behind: the slab was launched while this slot was being written.
             payload = tuple(array[self._span] for array in owner.slab.inputs)
             key = BatchKey(self._shape)
+        # If this raises, nothing was queued, and the same rows may be tried again.
+        answer = self._submit(payload, self._rows, key, timeout, priority)
         self._was_submitted = True
         # The slab is in use until the answer is there, though the slot may be left before.
         owner.users += 1
         try:
-            return await self._submit(payload, self._rows, key, timeout, priority)
-        except QueueFullError:
-            self._was_submitted = False  # Nothing was queued, so the same rows may be tried again.
-            raise
+            return await answer
         finally:
             owner.left()
 

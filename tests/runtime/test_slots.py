@@ -261,6 +261,17 @@ async def test_a_full_queue_leaves_the_slot_to_be_tried_again():
             assert (await slot.infer())["output"][:, 0].tolist() == [10, 12]
 
 
+@pytest.mark.parametrize("wrong", [{"priority": 7}, {"priority": 0.5}, {"timeout": "soon"}, {"timeout": -1}])
+async def test_what_is_refused_leaves_the_slot_to_be_tried_again(wrong):
+    async with asynctrt.open(double_model(), max_rows=4) as engine, engine.slot(rows=2) as slot:
+        slot["input"][...] = rows(5, 6)
+        with pytest.raises(InputError):
+            await slot.infer(**wrong)
+        assert (await slot.infer())["output"][:, 0].tolist() == [10, 12]
+        with pytest.raises(UsageError, match="used already"):
+            await slot.infer()
+
+
 async def test_misuse():
     async with asynctrt.open(double_model(), max_rows=4) as engine:
         for count in (0, 5, -1, 1.5, None):
