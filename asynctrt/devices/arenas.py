@@ -6,6 +6,7 @@ batches. K arenas for N contexts take the memory of K, where N private workspace
 (``IExecutionContext::setDeviceMemoryV2``; "How TensorRT works", The Runtime Phase).
 """
 
+import threading
 from types import TracebackType
 from typing import Self
 
@@ -52,7 +53,11 @@ class Arenas:
         """Batches in flight in each, of all engines."""
         self.engines = 0
         """How many engines use them."""
+        self.is_shared = False
+        """Whether other engines may use them at any time."""
         self._thread = 0
+        # Guards what engines that are opened at once, each in a thread, may change.
+        self._lock = threading.RLock()
         self._retired: list[Buffer] = []
         self._nbytes = 0
         if nbytes:
@@ -91,13 +96,28 @@ class Arenas:
                 "two loops apart. Make separate arenas for each loop"
             )
         self._thread = thread
+        self.is_shared = True
+
+    def join(self, nbytes: int) -> None:
+        """Note that one more engine uses them, with ``nbytes`` in each. As :meth:`reserve`."""
+        with self._lock:
+            self.reserve(nbytes)
+            self.engines += 1
+
+    def leave(self) -> None:
+        """Note that an engine uses them no longer."""
+        with self._lock:
+            self.engines -= 1
 
     def reserve(self, nbytes: int) -> None:
         """Make each at least ``nbytes`` large.
 
         :raises DeviceMemoryError: if they do not fit, with the arithmetic; then nothing is changed.
         """
-        nbytes = aligned(nbytes)
+        with self._lock:
+            self._grow(aligned(nbytes))
+
+    def _grow(self, nbytes: int) -> None:
         if nbytes <= self._nbytes:
             return
         check_room(

@@ -152,9 +152,13 @@ class PooledContext:
 
     def enqueue_end(self, source: RowSource, events: BatchEvents) -> None:
         """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""
+        arena = self.arena
+        # It may have raised before it waited. Whoever waits for this batch waits for those before it, too.
+        if arena is not None and arena.last_use is not None and not self.was_last_in_arena:
+            self.stream.wait(arena.last_use)
         self.stream.record(events.computed)
-        if self.arena is not None:
-            self.arena.last_use = events.computed
+        if arena is not None:
+            arena.last_use = events.computed
         if source.has_copies_out:
             self.stream.record(events.copied_out)
 
@@ -235,8 +239,7 @@ class ContextPool:
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
         if arenas is not None:
-            arenas.reserve(model.enqueue_nbytes)
-            arenas.engines += 1
+            arenas.join(model.enqueue_nbytes)
         try:
             self._make_contexts(contexts)
             if all(spec.is_fixed for spec in model.inputs):
@@ -312,7 +315,7 @@ class ContextPool:
             self._device.abandon()
         self.contexts = still_running
         if not self._closed and self._arenas is not None:
-            self._arenas.engines -= 1
+            self._arenas.leave()
         self._closed = True
         return len(still_running)
 
@@ -349,8 +352,8 @@ class ContextPool:
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or none: what cannot be captured runs call by call."""
         arenas, own = self._arenas, None
-        if arenas is not None and arenas.engines > 1:
-            # Other engines are running in these arenas, and nothing here is in order with them.
+        if arenas is not None and arenas.is_shared:
+            # Other engines may run in these arenas at any time, and nothing here is in order with them.
             own = self._device.allocate(arenas.arenas[0].memory.nbytes)
         try:
             costs = [self._capture_one(context, rows, own) for context in self.contexts for rows in sizes]

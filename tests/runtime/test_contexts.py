@@ -9,7 +9,7 @@ import pytest
 import asynctrt
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostBuffer, HostDevice
-from asynctrt.errors import DeviceMemoryError, ExecutionError, OptionsError, UsageError
+from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, OptionsError, UsageError
 from asynctrt.runtime.contexts import SLABS_MAX, BatchEvents, PooledContext
 from asynctrt.runtime.slots import SlotSlab
 from asynctrt.runtime.staging import DeviceSource, RowSource, SlotRows, SlotSource, StagingBuffers
@@ -149,6 +149,26 @@ class TestTheOrderOfThings:
         assert arenas.arenas[0].last_use is context.untimed.computed
         assert context.close(WAIT_S)
         arenas.close()
+
+    def test_after_a_failure_before_it_waited_the_next_batch_still_waits_for_the_one_before(self):
+        """Else the next batch would compute in the arena beside the one that still computes there."""
+        context, stream, arenas = self.context(unified=False, arenas=True)
+        before = HostDevice().create_event()
+        arenas.arenas[0].last_use = before
+        source = make_source(context, rows(1))
+        stream.copy = refuse
+        with pytest.raises(DeviceError):
+            context.enqueue(source, context.untimed)
+        assert stream.said() == []
+        context.enqueue_end(source, context.untimed)
+        assert stream.said() == ["wait", "record computed", "record copied_out"]
+        assert arenas.arenas[0].last_use is context.untimed.computed
+        assert context.close(WAIT_S)
+        arenas.close()
+
+
+def refuse(*arguments, **more):
+    raise DeviceError("a copy was refused")
 
 
 def test_events_without_times_are_two():
@@ -571,6 +591,19 @@ class TestSharedArenas:
                 assert await ask(second, range(50)), "its graphs waited for events of the one that is gone"
             assert arenas.engines == 0
             assert arenas.arenas[0].last_use is None, "nothing is kept of those that are gone"
+
+    async def test_what_is_captured_while_another_engine_opens_does_not_use_their_memory(self):
+        """An engine looks once, and the other may open and serve while it still captures."""
+        device, model = threads(unified=False), ScratchModel(capturable=True)
+        with Arenas(device, 1) as arenas:
+            async with asynctrt.open(
+                model, device=device, shared_arenas=arenas, max_rows=1, graphs=(1,)
+            ) as engine:
+                assert model.seen, "nothing ran before it was captured"
+                assert arenas.arenas[0].memory.address not in model.seen
+                assert engine.statistics().graphs == (1,)
+                assert await ask(engine, range(3))
+                assert arenas.arenas[0].memory.address in model.seen
 
     async def test_they_are_not_closed_while_an_engine_is_open(self):
         device = threads()

@@ -17,7 +17,7 @@ from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.memory import DeviceMemory, describe_refusals
 from asynctrt.backends.tensorrt.messages import (
     ErrorRecorder,
-    MessageLog,
+    LogSubscription,
     TensorRTErrors,
     keep_alive,
     make_recorder,
@@ -52,7 +52,7 @@ class Loaded:
     device: Device
     options: TensorRTOptions
     memory: DeviceMemory
-    log: MessageLog
+    log: LogSubscription
     recorder: ErrorRecorder
     allocator: Any
     runtimes: tuple[Any, ...]

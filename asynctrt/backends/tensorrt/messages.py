@@ -1,16 +1,20 @@
 """Callbacks for TensorRT's output: messages go to a logger, errors to a recorder.
 
 TensorRT calls both from its own threads at any time, so both lock, hold a bounded amount and never raise: an
-exception in a callback would end the process. Both must outlive whatever was created with them ("How TensorRT
-works", Error Handling and Logging), so models and contexts hold references to them.
+exception in a callback would end the process. Their locks can be taken again by the thread that has them, as
+the garbage that is collected meanwhile may hold TensorRT objects, whose end is logged. A recorder must
+outlive whatever was created with it ("How TensorRT works", Error Handling and Logging), so models and
+contexts hold references to theirs. The logger must outlive everything: TensorRT has one in a process.
 """
 
+import ctypes
 import logging
 import re
 import threading
 from collections import deque
+from types import ModuleType
 from typing import Any, Final
-from weakref import finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 ERRORS_MAX: Final = 32
 """How many errors a recorder keeps; later ones are dropped, and the message says so."""
@@ -44,33 +48,59 @@ logger = logging.getLogger("asynctrt.tensorrt")
 
 
 class MessageLog:
-    """Passes TensorRT's messages on to the logger ``asynctrt.tensorrt``, and keeps the latest errors.
+    """Passes TensorRT's messages on to the logger ``asynctrt.tensorrt``, and to all models.
 
-    Errors arrive here instead of at the recorder while none is attached: when a runtime is being created.
+    TensorRT takes the first logger that a process passes, ignores later ones, and goes on to call the first
+    after the runtime that brought it is gone. So there is one for each library, which lives for ever, and
+    what it is told cannot be told apart by model.
     """
 
-    def __init__(self, verbosity: int) -> None:
-        self._verbosity = verbosity
-        self._lock = threading.Lock()
-        self._errors: deque[str] = deque(maxlen=ERRORS_MAX)
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._subscriptions: WeakSet[LogSubscription] = WeakSet()
 
     def log(self, severity: Any, msg: str) -> None:
         """Log one message. Called by TensorRT."""
         try:
             level = LEVELS.get(str(getattr(severity, "name", severity)), logging.WARNING)
-            if level >= logging.ERROR:
-                with self._lock:
-                    self._errors.append(msg)
-            if level >= self._verbosity:
+            with self._lock:
+                subscriptions = list(self._subscriptions)
+            for subscription in subscriptions:
+                subscription.told(level, msg)
+            if level >= min([one.verbosity for one in subscriptions], default=logging.WARNING):
                 logger.log(level, "%s", msg)
         except Exception:
             logger.debug("a message from TensorRT could not be logged", exc_info=True)
 
+    def subscribe(self, verbosity: int) -> "LogSubscription":
+        """Log messages from this level on, for as long as the subscription lives."""
+        made = LogSubscription(verbosity)
+        with self._lock:
+            self._subscriptions.add(made)
+        return made
+
+
+class LogSubscription:
+    """What one model wants to see of the messages, and the latest errors in its thread.
+
+    Errors arrive here instead of at a recorder while none is attached: when a runtime is being created. They
+    are those of the thread that made the subscription, as others load models of their own.
+    """
+
+    def __init__(self, verbosity: int) -> None:
+        self.verbosity = verbosity
+        self._thread = threading.get_ident()
+        self._errors: deque[str] = deque(maxlen=ERRORS_MAX)
+
+    def told(self, level: int, message: str) -> None:
+        """Keep an error of its own thread."""
+        if level >= logging.ERROR and threading.get_ident() == self._thread:
+            self._errors.append(message)
+
     def take(self) -> tuple[str, ...]:
         """Return the latest errors, and forget them."""
-        with self._lock:
-            taken = tuple(self._errors)
-            self._errors.clear()
+        taken = tuple(self._errors)
+        self._errors.clear()
         return taken
 
 
@@ -78,7 +108,7 @@ class ErrorRecorder:
     """Keeps the errors of one TensorRT object until an exception takes them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._errors: list[tuple[Any, str]] = []
         self._overflowed = False
 
@@ -170,13 +200,27 @@ class TensorRTErrors:
         return TensorRTErrors((*self._errors, *(("", text) for text in texts)), overflowed=self._overflowed)
 
 
-def make_log(module: Any, verbosity: int) -> MessageLog:
-    """Create a logger that is an ``ILogger`` of the flavour ``module``."""
+_logs: WeakKeyDictionary[Any, MessageLog] = WeakKeyDictionary()
+_logs_lock = threading.RLock()
 
+
+def log_of(module: Any) -> MessageLog:
+    """Return the one logger of a library: an ``ILogger`` of the flavour ``module``, which lives as long."""
+    with _logs_lock:
+        log = _logs.get(module)
+        if log is None:
+            log = _logs[module] = _make_log(module)
+            if isinstance(module, ModuleType):
+                # TensorRT calls it until the process ends, whatever becomes of the module that holds it.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(log))
+    return log
+
+
+def _make_log(module: Any) -> MessageLog:
     class Log(MessageLog, module.ILogger):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
             module.ILogger.__init__(self)
-            MessageLog.__init__(self, verbosity)
+            MessageLog.__init__(self)
 
     return Log()
 

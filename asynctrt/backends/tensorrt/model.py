@@ -11,10 +11,10 @@ from asynctrt.backends.tensorrt.engine import Signature, read_signature
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.memory import DeviceMemory, MemoryStatistics, make_allocator
 from asynctrt.backends.tensorrt.messages import (
-    MessageLog,
+    LogSubscription,
     TensorRTErrors,
     keep_alive,
-    make_log,
+    log_of,
     make_recorder,
 )
 from asynctrt.backends.tensorrt.options import TensorRTOptions
@@ -209,7 +209,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     """Deserialise a plan, and create everything that its engine will call back."""
     module = flavour.module
     device.activate()
-    log = make_log(module, options.verbosity)
+    log = log_of(module).subscribe(options.verbosity)
     recorder = make_recorder(module)
     memory = DeviceMemory(device, budget=options.memory_budget, watermark=options.memory_watermark)
     allocator = make_allocator(module, memory)
@@ -229,16 +229,16 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     if engine is None:
         errors = errors.joined(log.take())
         raise Refused(plan, flavour, device, errors, memory.take_refusals(), runtimes[-1]).error()
-    keep_alive(engine, allocator, recorder, log, runtimes)
+    keep_alive(engine, allocator, recorder, runtimes)
     if errors:
         logger.warning("%s was loaded by %s, but %s", plan.where, flavour.title, errors)
     return Loaded(flavour, device, options, memory, log, recorder, allocator, runtimes, engine)
 
 
-def _create_runtime(flavour: Flavour, device: Device, log: MessageLog) -> Any:
+def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:
     """Create TensorRT's ``Runtime``, which is an empty object after an error that is logged if CUDA fails."""
     try:
-        runtime = flavour.module.Runtime(log)
+        runtime = flavour.module.Runtime(log_of(flavour.module))
         said = log.take()
     except (RuntimeError, TypeError) as error:
         runtime, said = None, (*log.take(), str(error))

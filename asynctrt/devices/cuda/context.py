@@ -54,8 +54,9 @@ class CudaContext:
         self._memory_nbytes = memory_nbytes
         self._pid = os.getpid()
         self._lost: DeviceLostError | None = None
-        # Guards what engines on several threads may change at once.
-        self._lock = threading.Lock()
+        # Guards what engines on several threads may change at once. A thread that has it takes it again if
+        # the garbage that is collected meanwhile frees memory here.
+        self._lock = threading.RLock()
         self._held_nbytes = 0
         self._is_stuck = False
         code, self._context = driver.cuDevicePrimaryCtxRetain(cuda_device)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -57,6 +58,37 @@ class Block:
             release()
 
 
+class GlobalLogger:
+    """The logger of the whole library: the first that was passed since there was no runtime, and no other.
+
+    A runtime logs with its own, and what belongs to no runtime, such as plugins, with this one. The library
+    counts its runtimes, but keeps a bare pointer to the logger: it dangles once the logger is destroyed, and
+    the next message ends the process, although later runtimes were given loggers of their own.
+    """
+
+    def __init__(self) -> None:
+        self._logger: weakref.ref[ILogger] | None = None
+        self._runtimes = 0
+        self._lock = threading.Lock()
+
+    def register(self, runtime: object, logger: ILogger) -> bool:
+        """Note a runtime and its logger; return whether that is the one that is used."""
+        with self._lock:
+            if not self._runtimes or self._logger is None:
+                self._logger = weakref.ref(logger)
+            self._runtimes += 1
+        weakref.finalize(runtime, self._leave).atexit = False
+        return self._logger() is logger
+
+    def find(self) -> ILogger | None:
+        """Return the logger that is used, or ``None`` if it was destroyed."""
+        return None if self._logger is None else self._logger()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._runtimes -= 1
+
+
 @dataclass(frozen=True, slots=True)
 class Library:
     """The state that all objects of one double share."""
@@ -68,6 +100,7 @@ class Library:
     compute_capability: tuple[int, int]
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Numbers for contexts and batches."""
+    log: GlobalLogger = field(default_factory=GlobalLogger)
 
 
 class Core:
@@ -91,12 +124,17 @@ class Core:
     def logger(self) -> ILogger:
         """The application's logger.
 
-        :raises ViolationError: if it was destroyed.
+        :raises ViolationError: if it was destroyed, or the one of the whole library.
         """
         logger = self._logger()
         if logger is None:
             raise self.monitor.found(
                 "the logger was destroyed before the objects that use it, which it has to outlive"
+            )
+        if self.library.log.find() is None:
+            raise self.monitor.found(
+                "the logger that was passed first was destroyed before the objects of a later runtime: the "
+                "library goes on to use it for what belongs to no runtime"
             )
         return logger
 

@@ -36,6 +36,13 @@ class Runtime(Reporter):
         require_initialised(logger, ILogger)
         super().__init__(Core(self._library, logger), None)
         self._max_threads = 1
+        if not self._library.log.register(self, logger):
+            self._core.say(
+                ILogger.WARNING,
+                "The logger passed into createInferRuntime differs from one already registered for an "
+                "existing builder, runtime, or refitter. So the current new logger is ignored, and TensorRT "
+                "will use the existing one which is returned by nvinfer1::getLogger() instead.",
+            )
         self._core.say(ILogger.VERBOSE, f"[MemUsageChange] Init CUDA; TensorRT double {self._core.version}")
 
     @property

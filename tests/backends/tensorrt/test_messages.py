@@ -1,16 +1,21 @@
 """The logger and the error recorder, as TensorRT calls them: from any thread, with anything."""
 
+import gc
 import logging
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
-from asynctrt.backends.tensorrt.messages import ERRORS_MAX, TensorRTErrors, make_log, make_recorder
+from asynctrt.backends.tensorrt.messages import ERRORS_MAX, TensorRTErrors, log_of, make_recorder
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing.tensorrt import StrictTensorRT
 
+ROOT = Path(__file__).parents[3]
 MODULES = {
     "double": lambda: StrictTensorRT(HostDevice()),
     "tensorrt_lean": lambda: tensorrt_lean,
@@ -24,11 +29,13 @@ def module(request):
 
 
 def test_severities_become_levels(module, caplog):
-    log = make_log(module, logging.DEBUG)
+    log = log_of(module)
+    loud = log.subscribe(logging.DEBUG)
     with caplog.at_level(logging.DEBUG, "asynctrt.tensorrt"):
         for name in ("INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"):
             message = f"a message %s of {name}"
             log.log(getattr(module.ILogger.Severity, name), message)
+    assert loud.take() == ("a message %s of INTERNAL_ERROR", "a message %s of ERROR")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("CRITICAL", "a message %s of INTERNAL_ERROR"),
         ("ERROR", "a message %s of ERROR"),
@@ -39,13 +46,14 @@ def test_severities_become_levels(module, caplog):
 
 
 def test_what_is_below_the_verbosity_is_not_logged_but_errors_are_kept(module, caplog):
-    log = make_log(module, logging.CRITICAL)
+    log = log_of(module)
+    seen = log.subscribe(logging.CRITICAL)
     with caplog.at_level(logging.DEBUG, "asynctrt.tensorrt"):
         log.log(module.ILogger.Severity.ERROR, "an error")
         log.log(module.ILogger.Severity.WARNING, "a warning")
     assert not caplog.records
-    assert log.take() == ("an error",)
-    assert log.take() == ()
+    assert seen.take() == ("an error",)
+    assert seen.take() == ()
 
 
 def test_a_handler_that_raises_does_not_reach_tensorrt(module):
@@ -53,7 +61,8 @@ def test_a_handler_that_raises_does_not_reach_tensorrt(module):
         def emit(self, record):
             raise ValueError("broken")
 
-    log = make_log(module, logging.DEBUG)
+    log = log_of(module)
+    seen = log.subscribe(logging.DEBUG)
     handler, logger = Broken(), logging.getLogger("asynctrt.tensorrt")
     logger.addHandler(handler)
     try:
@@ -61,7 +70,95 @@ def test_a_handler_that_raises_does_not_reach_tensorrt(module):
         log.log(object(), "of an unknown severity")
     finally:
         logger.removeHandler(handler)
-    assert log.take() == ("an error",)
+    assert seen.take() == ("an error",)
+
+
+def test_a_library_has_one_logger_and_each_model_its_own_verbosity(module, caplog):
+    log = log_of(module)
+    assert log_of(module) is log
+    loud, quiet = log.subscribe(logging.DEBUG), log.subscribe(logging.ERROR)
+    with caplog.at_level(logging.DEBUG, "asynctrt.tensorrt"):
+        log.log(module.ILogger.Severity.INFO, "once")
+        del loud
+        gc.collect()
+        log.log(module.ILogger.Severity.INFO, "never")
+        log.log(module.ILogger.Severity.ERROR, "an error")
+    assert [record.getMessage() for record in caplog.records] == ["once", "an error"]
+    assert quiet.take() == ("an error",)
+
+
+def test_what_another_thread_caused_is_not_blamed_on_a_model(module):
+    log = log_of(module)
+    mine, others = log.subscribe(logging.CRITICAL), []
+
+    def load():
+        seen = log.subscribe(logging.CRITICAL)
+        log.log(module.ILogger.Severity.ERROR, "an error")
+        others.append(seen.take())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join(20)
+    assert others == [("an error",)]
+    assert mine.take() == ()
+
+
+def test_the_garbage_of_a_message_may_log_one_of_its_own(module):
+    """Whatever is allocated while a lock is held may start a collection, and that free a TensorRT object."""
+    log, recorder = log_of(module), make_recorder(module)
+
+    class Freed:
+        def __del__(self):
+            log.log(module.ILogger.Severity.VERBOSE, "freed")
+            recorder.report_error(module.ErrorCodeTRT.INTERNAL_ERROR, "freed")
+
+    class Message(str):
+        __slots__ = ()
+
+        def __str__(self):
+            Freed()
+            return "a message"
+
+    finished = []
+
+    def report():
+        recorder.report_error(module.ErrorCodeTRT.INTERNAL_ERROR, Message())
+        finished.append(len(recorder.take().__str__()))
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert finished
+
+
+TWO_RUNTIMES = """
+import gc, logging, sys
+import tensorrt_rtx as trt
+from asynctrt.backends.tensorrt.messages import log_of
+
+logging.basicConfig(stream=sys.stdout)
+
+def runtime():
+    model = log_of(trt).subscribe(logging.WARNING)
+    return trt.Runtime(log_of(trt)), model
+
+first, second = runtime(), runtime()
+del first
+gc.collect()
+trt.get_plugin_registry().get_creator("unheard-of", "1", "")
+print("the second one goes on", flush=True)
+"""
+
+
+def test_the_real_library_calls_the_first_logger_for_ever():
+    """What belongs to no runtime, such as plugins, is logged with it; freed, it ended the process."""
+    command = [sys.executable, "-c", TWO_RUNTIMES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout.splitlines()
+    assert said[-1] == "the second one goes on"
+    assert any("unheard-of" in line for line in said[:-1]), "nothing was logged, so this proves nothing"
+    assert "differs" not in done.stdout
 
 
 def test_errors_are_recorded_and_taken_once(module):

@@ -50,6 +50,23 @@ def test_its_name_is_the_files_or_as_told(tmp_path):
     assert trt.violations() == ()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_models_of_one_library_are_closed_in_any_order(order):
+    """The library keeps calling the first logger that it was given, whose model may be long gone."""
+    device = HostDevice()
+    trt = StrictTensorRT(device)
+    models = [TensorRTModel(double_plan(EngineSpec()), device=device, flavour=trt) for _ in range(3)]
+    for closed in order:
+        models[closed].close()
+        models[closed] = None
+        gc.collect()
+        for model in models:
+            if model is not None:
+                model.create_context(device).close()
+    TensorRTModel(double_plan(EngineSpec()), device=device, flavour=trt).close()
+    assert trt.violations() == ()
+
+
 def test_profiles_and_their_memory(bench):
     small, large = {"input": ((1, 4), (4, 4), (8, 4))}, {"input": ((1, 4), (32, 32), (64, 128))}
     model = bench(EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), profiles=(large, small))).model

@@ -288,6 +288,32 @@ def test_what_was_called_back_has_to_live_as_long_as_what_calls(what):
     assert len(bench.trt.violations()) >= 1
 
 
+def test_the_first_logger_is_that_of_the_library():
+    """It is used for what belongs to no runtime, though its own runtime is gone."""
+    bench = Bench()
+    second = make_logger(bench.trt)
+    runtime = bench.trt.Runtime(second)
+    assert "differs from one already registered" in second.said[-1][1]
+    bench.engine = bench.runtime = None
+    gc.collect()
+    assert runtime.deserialize_cuda_engine(double_plan(EngineSpec())) is not None
+    bench.logger = None
+    gc.collect()
+    with pytest.raises(ViolationError, match="passed first was destroyed"):
+        runtime.deserialize_cuda_engine(double_plan(EngineSpec()))
+
+
+def test_once_there_is_no_runtime_another_logger_is_the_first():
+    bench = Bench()
+    bench.engine = bench.runtime = bench.logger = None
+    gc.collect()
+    logger = make_logger(bench.trt)
+    runtime = bench.trt.Runtime(logger)
+    assert logger.errors() == []
+    assert runtime.deserialize_cuda_engine(double_plan(EngineSpec())) is not None
+    assert bench.trt.violations() == ()
+
+
 def test_memory_of_an_allocator_that_is_gone_is_noted():
     bench = Bench(EngineSpec())
     bench.allocator.held.clear()
