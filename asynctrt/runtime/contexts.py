@@ -192,11 +192,15 @@ class PooledContext:
         """Give everything back; False, and keep it, if the stream's work does not end in time."""
         if not self.stream.close(timeout_s):
             return False
+        self.free()
+        return True
+
+    def free(self) -> None:
+        """Give back what it holds, after its stream was closed."""
         if self.arena is not None and self.was_last_in_arena:
             self.arena.last_use = None
         self._forget()
         self.context.close()
-        return True
 
     def _forget(self) -> None:
         self.forget_captured()
@@ -310,9 +314,15 @@ class ContextPool:
 
         May be called again later, for those that were.
         """
-        still_running = [context for context in self.contexts if not context.close(timeout_s)]
+        ended: list[PooledContext] = []
+        still_running: list[PooledContext] = []
+        for context in self.contexts:
+            (ended if context.stream.close(timeout_s) else still_running).append(context)
         if still_running:
+            # Before anything is freed, as that would wait for them.
             self._device.abandon()
+        for context in ended:
+            context.free()
         self.contexts = still_running
         if not self._closed and self._arenas is not None:
             self._arenas.leave()

@@ -163,7 +163,11 @@ class Driver:
         """Fail what is still in flight, and never run again. The pool is the engine's to close."""
         self._reaper.close()
         self._alarm.close()
+        if self._flights:
+            # First of all: what is freed from now on must not wait for them.
+            self._device.abandon()
         for flight in tuple(self._flights.values()):
+            flight.context.stream.abandon()
             error = DeviceLostError(
                 f"batch {flight.batch.number} of {self._name} did not end within the close_timeout of its "
                 "engine. What it uses stays allocated until it does; if that is never, only a new process "

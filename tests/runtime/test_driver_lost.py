@@ -387,6 +387,32 @@ class TestWhenEverythingHangs:
             assert arenas.engines == 0
             arenas.close()
 
+    @pytest.mark.parametrize("hanging_first", [True, False])
+    async def test_nothing_is_freed_before_the_device_is_told_that_work_hangs(self, hanging, hanging_first):
+        """On a GPU each call that frees memory waits for all work, what hangs included, and so for ever."""
+        said = []
+
+        class Noting(HostDevice):
+            def abandon(self):
+                said.append("abandon")
+
+            def _gave_back(self, nbytes):
+                said.append("free")
+                super()._gave_back(nbytes)
+
+        device = Noting(threads=4, in_place="never", unified=False)
+        model = double_model(hanging, name="double")
+        engine = await opening(model, device, contexts=3, batch_timeout=None, close_timeout=0.01)
+        tasks = [send(engine, value) for value in ((-1, 1, 2) if hanging_first else (1, 2, -1))]
+        await until(lambda: hanging.hung and sum(task.done() for task in tasks) == 2)
+        assert said == []
+        async with asyncio.timeout(WAIT_S):
+            await engine.aclose()
+        assert said[0] == "abandon"
+        assert "free" in said, "what does not hang is given back"
+        assert sum(isinstance(outcome, DeviceLostError) for outcome in await ends(tasks)) == 1
+        hanging.go.set()
+
     async def test_a_batch_that_hangs_is_given_up_by_closing_even_without_a_batch_timeout(
         self, hanging, caplog
     ):
