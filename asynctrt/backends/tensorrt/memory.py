@@ -189,21 +189,21 @@ def make_allocator(module: Any, source: DeviceMemory) -> Any:
         def __init__(self) -> None:
             module.IGpuAllocator.__init__(self)
 
-        def allocate(self, size: int, alignment: int, flags: int) -> int | None:
-            """Return the address of new memory, or ``None`` to refuse."""
-            return source.take(size, alignment) if size else None
+        def allocate(self, size: int, alignment: int, flags: int) -> int:
+            """Return the address of new memory, or 0 to refuse: of ``None`` the bindings complain each time."""
+            return (source.take(size, alignment) or 0) if size else 0
 
-        def reallocate(self, address: int, alignment: int, new_size: int) -> int | None:
-            """Return ``None``: resizing is not implemented, and the block stays as it is."""
-            return None
+        def reallocate(self, address: int, alignment: int, new_size: int) -> int:
+            """Return 0: resizing is not implemented, and the block stays as it is."""
+            return 0
 
         def deallocate(self, memory: int) -> bool:
             """Free a block; the address 0 stands for no block."""
             return not memory or source.give_back(memory)
 
-        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int | None:
-            """Return memory that can be used at once, and so in the order of every stream."""
-            return source.take(size, alignment) if size else None
+        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
+            """Return memory that can be used at once, and so in the order of every stream; 0 to refuse."""
+            return (source.take(size, alignment) or 0) if size else 0
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
             """Free a block once nothing uses it any more."""

@@ -260,6 +260,12 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
     runtime.engine_host_code_allowed = options.allow_host_code
     if options.max_threads is not None:
         runtime.max_threads = options.max_threads
+        # The bindings drop what a setter returns, so that it fails without a word.
+        if int(runtime.max_threads) != options.max_threads:
+            raise OptionsError(
+                f"max_threads is {options.max_threads}, and TensorRT keeps {runtime.max_threads}. Choose "
+                f"another number, or leave the option out. {recorder.take()}"
+            )
 
 
 def _stream_weights(name: str, loaded: Loaded) -> bool:
@@ -273,11 +279,11 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
             f"weight_streaming_budget is {budget}, but {name!r} was not built to stream weights. Build it "
             "with BuilderFlag.WEIGHT_STREAMING, or leave the option out"
         )
-    try:
-        engine.weight_streaming_budget_v2 = budget
-    except RuntimeError as error:
+    engine.weight_streaming_budget_v2 = budget
+    # The bindings drop what a setter returns, so that it fails without a word.
+    if loaded.recorder.has_errors or int(engine.weight_streaming_budget_v2) != min(budget, streamable):
         what = f"setting the weight streaming budget of {name!r} to {budget} bytes"
-        raise loaded.failed(what, loaded.recorder.take()) from error
+        raise loaded.failed(what, loaded.recorder.take())
     return budget < streamable
 
 

@@ -365,22 +365,31 @@ class IExecutionContext(Reporter):
     def set_device_memory(self, memory: int, size: int) -> None:
         """Set the enqueue memory of a context that was created with ``USER_MANAGED``.
 
-        :raises ViolationError: if it is not aligned to 256 bytes, if it is too small for every profile, or if
-            the context has enqueue memory of its own.
+        What is not aligned to 256 bytes, or too small for the active profile, is reported and otherwise
+        ignored: the context keeps the memory that it had.
+
+        :raises ViolationError: if the context has enqueue memory of its own.
         """
         memory, size = int(memory), int(size)
+        where = "IExecutionContext::setDeviceMemoryV2"
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
             raise self._violation(
                 f"set_device_memory on a context that was created with {self._strategy.name}"
             )
-        if memory <= 0 or memory % ALIGNMENT:
-            raise self._violation(f"the enqueue memory at {memory:#x} is not aligned to {ALIGNMENT} bytes")
-        least = min(
-            self._engine.get_device_memory_size_for_profile_v2(index)
-            for index in range(len(self._spec.profiles))
-        )
-        if size < least and not self._sized_for_shapes:
-            raise self._violation(f"enqueue memory of {size} bytes, but every profile needs at least {least}")
+        if memory <= 0:
+            self._report_usage(where, "setDeviceMemoryV2: Cannot set memory to nullptr.")
+            return
+        if memory % ALIGNMENT:
+            self._report_usage(where, f"The provided address must be aligned to {ALIGNMENT} bytes.")
+            return
+        least = self._arena_needed()
+        if size < least:
+            self._report_usage(
+                where,
+                "setDeviceMemoryV2: The provided memory size is too small. "
+                f"Provided {size}, but expected at least {least}.",
+            )
+            return
         if self._arena != (memory, size):
             self._modified()
         self._arena = (memory, size)

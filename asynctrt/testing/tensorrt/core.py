@@ -175,7 +175,7 @@ class Core:
         """Allocate device memory from the application's allocator or, without one, from the device.
 
         :returns: ``None`` if the memory was refused.
-        :raises ViolationError: if the allocator returns an address that is not aligned.
+        :raises ViolationError: if the allocator returns ``None``, or an address that is not aligned.
         """
         allocator = self.allocator
         if allocator is None:
@@ -185,11 +185,17 @@ class Core:
                 return None
             return Block(buffer.address, nbytes, buffer.close)
         try:
-            address = allocator.allocate_async(nbytes, ALIGNMENT, 0, 0)
+            # The real library calls these two of a plain IGpuAllocator, and never the asynchronous ones.
+            address = allocator.allocate(nbytes, ALIGNMENT, 0)
         except NotImplementedError as error:
             self.say(ILogger.ERROR, str(error))
             return None
-        if address is None or int(address) == 0:
+        if address is None:
+            raise self.monitor.found(
+                "the GPU allocator returned None, of which the bindings complain on the standard error "
+                "stream: refuse memory with 0"
+            )
+        if int(address) == 0:
             return None
         if address % ALIGNMENT:
             raise self.monitor.found(
@@ -206,7 +212,7 @@ class Core:
                 f"the GPU allocator was destroyed before the memory at {address:#x} was returned to it"
             )
             return
-        living.deallocate_async(address, 0)
+        living.deallocate(address)
 
 
 class Reporter:

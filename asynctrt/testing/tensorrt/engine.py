@@ -49,14 +49,14 @@ class ICudaEngine(EngineDescription):
 
     @weight_streaming_budget_v2.setter
     def weight_streaming_budget_v2(self, budget: int) -> None:
-        """Move weights; raise ``RuntimeError``, and report an error, while the engine has contexts."""
+        """Move weights; while the engine has contexts report an error, and change nothing."""
         where = "ICudaEngine::setWeightStreamingBudgetV2"
         if self._contexts:
             self._report_usage(where, "condition: no active IExecutionContext. The budget cannot change now.")
-            raise RuntimeError("Failed to set weight streaming budget!")
+            return
         if budget < 0:
             self._report_usage(where, "condition: gpuMemoryBudget >= 0.")
-            raise RuntimeError("Failed to set weight streaming budget!")
+            return
         budget = min(budget, self._spec.streamable_weights_nbytes)
         fixed = self._spec.weights_nbytes - self._spec.streamable_weights_nbytes
         old, self._weights = self._weights, None
@@ -67,7 +67,10 @@ class ICudaEngine(EngineDescription):
             self._report(
                 ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", f"Requested size was {budget} bytes."
             )
-            raise RuntimeError("Failed to set weight streaming budget!")
+            # What it had before was freed for it, and is taken back.
+            self._weights = self._core.allocate(aligned(fixed + self._budget))
+            self._write_weights()
+            return
         self._weights = weights
         self._budget = budget
         self._write_weights()

@@ -79,10 +79,10 @@ class Runtime(Reporter):
 
     @max_threads.setter
     def max_threads(self, threads: int) -> None:
-        """Set the number of threads; raise ``RuntimeError``, and report an error, below 1."""
+        """Set the number of threads; below 1 report an error, and change nothing."""
         if threads < 1:
-            self._report_usage("IRuntime::setMaxThreads", "condition: maxThreads >= 1.")
-            raise RuntimeError("Failed to set max threads!")
+            self._report_usage("IRuntime::setMaxThreads", "condition: maxThreads > 0.")
+            return
         self._max_threads = threads
 
     @property

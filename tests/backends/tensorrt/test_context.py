@@ -1,6 +1,7 @@
 """Batches on contexts: the calls to TensorRT, the answers, and the failures."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,6 +246,22 @@ def test_an_arena_that_is_too_small(bench):
     with pytest.raises(InternalError, match="needs"):
         binding.enqueue(64, profile=None, stream=made.stream, arena=made.arena(1024))
     made.run(binding, 64, made.arena())
+    context.close()
+
+
+def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
+    """TensorRT returns nothing then, and would go on in the arena of before, beside whatever runs there now."""
+    made = bench()
+    context = made.model.create_context(made.device)
+    binding, arena, other = made.bind(context), made.arena(), made.arena()
+    made.run(binding, 4, arena)
+    shifted = SimpleNamespace(address=other.address + 64, nbytes=other.nbytes)
+    for _ in range(2):
+        with pytest.raises(
+            ExecutionError, match=r"set_device_memory\(0x.* failed.*must be aligned to 256 bytes"
+        ):
+            binding.enqueue(4, profile=None, stream=made.stream, arena=shifted)
+    made.run(binding, 4, other)
     context.close()
 
 

@@ -141,10 +141,10 @@ def test_the_allocator_that_tensorrt_calls(device, name):
     asynchronous, plain = allocator.allocate_async(500, 256, 0, 7), allocator.allocate(400, 0, 0)
     assert asynchronous % 256 == 0
     assert held.statistics().held_nbytes == 900
-    assert allocator.reallocate(plain, 256, 450) is None
-    assert allocator.allocate_async(101, 256, 0, 7) is None
-    assert allocator.allocate(0, 256, 0) is None
-    assert allocator.allocate_async(0, 256, 0, 7) is None
+    assert allocator.reallocate(plain, 256, 450) == 0
+    assert allocator.allocate_async(101, 256, 0, 7) == 0
+    assert allocator.allocate(0, 256, 0) == 0
+    assert allocator.allocate_async(0, 256, 0, 7) == 0
     assert allocator.deallocate_async(asynchronous, 7)
     assert allocator.deallocate(plain)
     assert allocator.deallocate(0)

@@ -15,6 +15,7 @@ from asynctrt.errors import (
     DeviceLostError,
     DeviceMemoryError,
     DeviceUnavailableError,
+    ExecutionError,
     InputError,
     ModelError,
     OptionsError,
@@ -76,6 +77,21 @@ def test_profiles_and_their_memory(bench):
     assert small < large == model.enqueue_nbytes
     with pytest.raises(InputError, match="profile 1 takes"):
         model.profile_of(((129,),), 1)
+
+
+def test_a_setter_that_fails_without_a_word_is_found_out(bench, monkeypatch):
+    """The bindings drop what TensorRT's setters return."""
+    streamed = EngineSpec(weights_nbytes=64 << 10, streamable_weights_nbytes=32 << 10)
+    made = bench(streamed, model=False, max_threads=3)
+    silent = property(lambda self: 1, lambda self, threads: None)
+    with monkeypatch.context() as patched, pytest.raises(OptionsError, match=r"is 3, and TensorRT keeps 1\."):
+        patched.setattr(made.trt.Runtime, "max_threads", silent)
+        made.open()
+    made = bench(streamed, model=False, weight_streaming_budget=1000)
+    silent = property(lambda self: 32 << 10, lambda self, budget: None)
+    with monkeypatch.context() as patched, pytest.raises(ExecutionError, match="to 1000 bytes failed"):
+        patched.setattr(made.trt.ICudaEngine, "weight_streaming_budget_v2", silent)
+        made.open()
 
 
 def test_what_cannot_be_captured(bench):

@@ -248,14 +248,14 @@ def make_allocator(trt, device):
             self.held = {}
             self.refuse = False
 
-        def allocate_async(self, size, alignment, flags, stream):
+        def allocate(self, size, alignment, flags):
             if self.refuse:
-                return None
+                return 0
             buffer = device.allocate(size)
             self.held[buffer.address] = buffer
             return buffer.address
 
-        def deallocate_async(self, memory, stream):
+        def deallocate(self, memory):
             self.held.pop(memory).close()
             return True
 

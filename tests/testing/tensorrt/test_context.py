@@ -355,16 +355,20 @@ def test_an_address_that_is_not_aligned(bench, off):
     user = made.user()
     with violated(made, "not aligned to 256"):
         user.context.set_tensor_address("input", user.arena.address + off)
-    with violated(made, "not aligned to 256"):
-        user.context.set_device_memory(user.arena.address + off, user.arena.nbytes - 256)
+    user.context.set_device_memory(user.arena.address + off, user.arena.nbytes - 256)
+    assert "The provided address must be aligned to 256 bytes" in made.recorder.last()[1]
 
 
 def test_enqueue_memory_that_is_too_small(bench):
     made = bench(EngineSpec(profiles=TWO_PROFILES))
     user = made.user()
     small, large = (made.engine.get_device_memory_size_for_profile_v2(index) for index in (0, 1))
-    with violated(made, f"every profile needs at least {small}"):
-        user.context.set_device_memory(user.arena.address, small - 256)
+    user.context.set_device_memory(user.arena.address, small - 256)
+    assert f"too small. Provided {small - 256}, but expected at least {small}" in made.recorder.last()[1]
+    user.context.set_device_memory(0, large)
+    assert "Cannot set memory to nullptr" in made.recorder.last()[1]
+    user.give(rows(4, 16)).run()  # In the memory that it had.
+    user.check()
     user.context.set_device_memory(user.arena.address, large - 256)
     stream = made.stream()
     assert user.context.set_optimization_profile_async(1, stream.handle)

@@ -233,10 +233,15 @@ def test_an_allocator_without_its_methods_makes_it_fail():
 
 def test_an_allocation_that_is_not_aligned_is_a_violation():
     bench = Bench(start=False)
-    type(bench.allocator).allocate_async = lambda self, size, alignment, flags, stream: (
-        1 << 20 | alignment // 2
-    )
+    type(bench.allocator).allocate = lambda self, size, alignment, flags: 1 << 20 | alignment // 2
     with pytest.raises(ViolationError, match="not aligned to 256"):
+        bench.load(EngineSpec())
+
+
+def test_memory_is_refused_with_0_and_not_with_none():
+    bench = Bench(start=False)
+    type(bench.allocator).allocate = lambda self, size, alignment, flags: None
+    with pytest.raises(ViolationError, match="refuse memory with 0"):
         bench.load(EngineSpec())
 
 
@@ -254,8 +259,8 @@ def test_weights_can_be_streamed():
     user = bench.user().give(rows(4, 16))
     user.run()
     user.check()
-    with pytest.raises(RuntimeError, match="Failed to set weight streaming budget!"):
-        engine.weight_streaming_budget_v2 = 32 << 10
+    engine.weight_streaming_budget_v2 = 32 << 10
+    assert engine.weight_streaming_budget_v2 == 0
     assert "no active IExecutionContext" in bench.recorder.last()[1]
     bench.close()
 
@@ -293,7 +298,7 @@ def test_the_first_logger_is_that_of_the_library():
     bench = Bench()
     second = make_logger(bench.trt)
     runtime = bench.trt.Runtime(second)
-    assert "differs from one already registered" in second.said[-1][1]
+    assert any("differs from one already registered" in message for _, message in second.said)
     bench.engine = bench.runtime = None
     gc.collect()
     assert runtime.deserialize_cuda_engine(double_plan(EngineSpec())) is not None
@@ -358,8 +363,9 @@ def test_a_runtime_takes_interfaces_and_bytes_only():
         bench.runtime.error_recorder = bench.logger
     with pytest.raises(TypeError, match="accepts a plan as bytes"):
         bench.runtime.deserialize_cuda_engine("model.plan")
-    with pytest.raises(RuntimeError, match="Failed to set max threads"):
-        bench.runtime.max_threads = 0
+    bench.runtime.max_threads = 0
+    assert "maxThreads > 0" in bench.recorder.last()[1]
+    assert bench.runtime.max_threads == 1
     bench.runtime.max_threads = 4
     assert bench.runtime.max_threads == 4
     assert bench.runtime.logger is bench.logger
