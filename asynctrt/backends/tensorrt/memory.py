@@ -190,7 +190,7 @@ def make_allocator(module: Any, source: DeviceMemory) -> Any:
             module.IGpuAllocator.__init__(self)
 
         def allocate(self, size: int, alignment: int, flags: int) -> int:
-            """Return the address of new memory, or 0 to refuse: of ``None`` the bindings complain each time."""
+            """Return the address of new memory, or 0 to refuse: of ``None`` the bindings complain."""
             return (source.take(size, alignment) or 0) if size else 0
 
         def reallocate(self, address: int, alignment: int, new_size: int) -> int:

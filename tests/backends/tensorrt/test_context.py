@@ -250,7 +250,7 @@ def test_an_arena_that_is_too_small(bench):
 
 
 def test_an_arena_that_tensorrt_refuses_is_never_taken_for_set(bench):
-    """TensorRT returns nothing then, and would go on in the arena of before, beside whatever runs there now."""
+    """TensorRT returns nothing then, and would go on in the arena of before, beside what runs there."""
     made = bench()
     context = made.model.create_context(made.device)
     binding, arena, other = made.bind(context), made.arena(), made.arena()
