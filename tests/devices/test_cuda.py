@@ -45,6 +45,7 @@ ROOT = Path(__file__).parent.parent.parent
 REAL = bindings.driver
 OK = REAL.CUresult.CUDA_SUCCESS
 PENDING = REAL.CUresult.CUDA_ERROR_NOT_READY
+UNHEARD_OF = REAL.CUresult.CUDA_ERROR_NOT_PERMITTED
 NO_MEMORY = REAL.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 ILLEGAL = REAL.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 REFUSED = REAL.CUresult.CUDA_ERROR_INVALID_VALUE
@@ -371,6 +372,15 @@ class TestEvents:
         driver.codes["cuEventSynchronize"] = ILLEGAL
         assert event.synchronize()
         assert isinstance(event.error, DeviceLostError)
+
+    @pytest.mark.parametrize("code", [REFUSED, NO_MEMORY, UNHEARD_OF])
+    def test_if_it_cannot_be_told_whether_the_work_is_done_the_device_is_lost(self, device, driver, code):
+        """The work may still read and write, so what it uses is never used again."""
+        event = device.create_event()
+        driver.codes["cuEventQuery"] = code
+        assert event.query()
+        assert isinstance(event.error, DeviceLostError)
+        assert device.lost is event.error
 
     def test_recorded_again_it_has_no_error(self, device, driver):
         event, stream = device.create_event(), device.create_stream()

@@ -32,7 +32,7 @@ LEVELS: Final = {
 """TensorRT's severities, as levels of :mod:`logging`."""
 
 STICKY: Final = re.compile(
-    r"(?:cudaError|Cuda failure:?|CUDA error:?)\s*\(?(?:214|220|700|702|709|71[0-9])\b"
+    r"(?:cudaError|Cuda failure:?|CUDA error:?)\s*\(?(?:214|220|700|702|709|710|71[4-9]|999)\b"
     r"|cudaError(?:IllegalAddress|LaunchFailure|LaunchTimeout|MisalignedAddress|IllegalInstruction"
     r"|InvalidAddressSpace|InvalidPc|HardwareStackError|Assert|ECCUncorrectable|NvlinkUncorrectable)"
     r"|CUDA_ERROR_(?:ILLEGAL_ADDRESS|LAUNCH_FAILED|LAUNCH_TIMEOUT|MISALIGNED_ADDRESS|ILLEGAL_INSTRUCTION"

@@ -7,7 +7,7 @@ which always ends with the library's own words, so that nothing it reported is l
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.memory import MemoryRefusal, describe_refusals
@@ -28,16 +28,30 @@ NO_CUDA = r"CUDA initialization failure|cudaError (?:3|35|36|100|803|804)\b|driv
 NO_MEMORY = r"out of memory|OutOfMemory|allocation (?:failed|failure)|failed to allocate"
 OTHER_VERSION = (
     r"version tag does not match|stdVersionRead|expecting library version|incompatible serialization version"
+    r"|plan major version does not match|old deserialization call on a newer plan"
 )
+OTHER_PLATFORM = r"platform specific tag mismatch|only supported on the target runtime platform"
+TOO_SMALL_GPU = r"only supports \d+ multiprocessors"
+OTHER_RUNTIME = r"Cannot deserialize (?:safety engine|serialized engine built with EngineCapability)"
 OTHER_GPU = (
     r"expecting compute \S+ got compute|incompatible device|compute capability|Target GPU SM"
-    r"|not compatible with (?:this|the) (?:GPU|device)"
+    r"|not compatible with (?:this|the) (?:GPU|device|hardware-compatible engine)"
 )
 HOST_CODE = r"host (?:executable )?code|engineHostCodeAllowed|engine_host_code_allowed"
 NO_LEAN = r"EXCLUDE_LEAN_RUNTIME|lean runtime|load_?runtime|not version.compatible"
 NO_PLUGIN = r"plugin[^.]*not (?:found|registered)|could not find plugin|getPluginCreator"
-"""How TensorRT words each of these, as seen with TensorRT 11.4 and TensorRT for RTX 1.7, or as reported for
-other versions."""
+"""How TensorRT words each of these, as seen with TensorRT 11.4 and TensorRT for RTX 1.7 or found among the
+texts of their libraries, or as reported for other versions."""
+
+
+FAULTS: Final = {
+    OTHER_PLATFORM: "it was built on another platform: another operating system or kind of processor. Build "
+    "it on this one, or for it (BuilderConfig.runtime_platform)",
+    OTHER_RUNTIME: "it was built for another runtime, safety or DLA. Build it with EngineCapability.STANDARD",
+    TOO_SMALL_GPU: "it was built on a GPU with more multiprocessors than this one has, which may be a part "
+    "(MIG) of a GPU of the same kind. Build it on this one, or on the smallest that is to run it",
+}
+"""What a plan is refused for, by the library's words, and what to do about it, whatever else is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +94,35 @@ class Refused:
                 "least as new as the CUDA version that the package is built for (its name ends in -cu12 or "
                 "-cu13)"
             )
+        return ModelError, self._fault_of_the_plan(diagnoses)
+
+    def _fault_of_the_plan(self, diagnoses: frozenset[str]) -> str:
+        errors = self.errors
+        for words, said in FAULTS.items():
+            if errors.search(words):
+                return said
         if "UNSUPPORTED_CC" in diagnoses or self._is_for_other_gpus() or errors.search(OTHER_GPU):
-            return ModelError, self._other_gpu()
+            return self._other_gpu()
         if errors.search(HOST_CODE):
-            return ModelError, (
+            return (
                 "it contains code that would run in this process. If you built the plan yourself, open it "
                 "with TensorRTOptions(allow_host_code=True); never do so with a plan from another source"
             )
         if "VERSION_MISMATCH" in diagnoses or errors.search(OTHER_VERSION):
-            return ModelError, self._other_version()
+            return self._other_version()
         if errors.search(NO_LEAN):
-            return ModelError, (
+            return (
                 "it was built without the lean runtime that it needs. Pass the path of libnvinfer_lean, "
                 f"version {self.plan.header.version_text}: TensorRTOptions(lean_runtime=path)"
             )
         if errors.search(NO_PLUGIN):
-            return ModelError, (
+            return (
                 "it uses a plugin that is not loaded in this process. Load the plugin's library first "
                 "(ctypes.CDLL), or pack the plugin into the plan when building it"
             )
         if self._is_of_other_version():
-            return ModelError, self._other_version()
-        return ModelError, "it is damaged, or was not built by this library. Copy it again, or rebuild it"
+            return self._other_version()
+        return "it is damaged, or was not built by this library. Copy it again, or rebuild it"
 
     def _diagnoses(self) -> frozenset[str]:
         """Return the library's diagnoses of the header, if it has ``Runtime.get_engine_validity``."""

@@ -29,6 +29,9 @@ STICKY: Final = frozenset(
         "CUDA_ERROR_CONTAINED",
         "CUDA_ERROR_TENSOR_MEMORY_LEAK",
         "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+        "CUDA_ERROR_MPS_RPC_FAILURE",
+        "CUDA_ERROR_OPERATING_SYSTEM",
+        "CUDA_ERROR_UNKNOWN",
     )
     if hasattr(driver.CUresult, name)  # Older bindings know fewer.
 )
@@ -148,11 +151,14 @@ class CudaContext:
         if code != _OK:
             raise self.failed(code, what)
 
-    def failed(self, code: Any, what: str) -> DeviceError:
-        """Return the error for a status. A sticky error is remembered: the device is lost from then on."""
+    def failed(self, code: Any, what: str, *, ends_unknown: bool = False) -> DeviceError:
+        """Return the error for a status. A sticky error is remembered: the device is lost from then on.
+
+        :param ends_unknown: whether nothing says any more when work ends, so that it may run for ever.
+        """
         name = text_of(driver.cuGetErrorName(code)[1])
         said = text_of(driver.cuGetErrorString(code)[1])
-        if code in STICKY:
+        if code in STICKY or ends_unknown:
             lost = DeviceLostError(
                 f"{self.name}: {what} failed with {name} ({said}). After this error CUDA refuses every "
                 "call of this process on this GPU, so nothing on it can be trusted: only a new process "

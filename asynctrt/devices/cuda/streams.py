@@ -66,7 +66,8 @@ class CudaEvent:
         if code == _PENDING:
             return False
         if code != _OK:
-            self.error = self._context.failed(code, "work on a stream")
+            # Whatever it is: nothing tells any more whether the work still reads and writes.
+            self.error = self._context.failed(code, "work on a stream", ends_unknown=True)
         return True
 
     def is_running(self) -> bool:

@@ -224,6 +224,8 @@ def test_long_texts_are_cut():
         "Cask (Cask convolution execution) ... (cudaError 700: an illegal memory access was encountered)",
         "Cuda Runtime (an illegal memory access was encountered)",
         "CUDA error: 719",
+        "CUDA error: 714",
+        "CUDA error: 999",
         "CUDA_ERROR_LAUNCH_FAILED",
         "cudaErrorMisalignedAddress",
         "uncorrectable ECC error encountered",
@@ -234,7 +236,13 @@ def test_errors_that_end_the_use_of_a_device(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["cudaError 35: CUDA driver version is insufficient", "out of memory", "cudaError 2: 700 bytes"]
+    "text",
+    [
+        "cudaError 35: CUDA driver version is insufficient",
+        "out of memory",
+        "cudaError 2: 700 bytes",
+        "cudaError 712: part or all of the requested memory range is already mapped",
+    ],
 )
 def test_errors_that_do_not(text):
     assert not TensorRTErrors((("UNSPECIFIED_ERROR", text),)).is_sticky

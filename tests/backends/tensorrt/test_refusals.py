@@ -72,6 +72,31 @@ NO_DRIVER = (
             DeviceLostError,
             "Restart the process",
         ),
+        (
+            ("TensorRT plan major version does not match runtime major version.",),
+            ModelError,
+            "built by version",
+        ),
+        (
+            ("Platform specific tag mismatch detected. TensorRT plan files are only supported on the",),
+            ModelError,
+            "built on another platform",
+        ),
+        (
+            ("The current device only supports 66 multiprocessors but the engine file requires 132",),
+            ModelError,
+            "more multiprocessors than this one has",
+        ),
+        (
+            ("The current device is not compatible with this hardware-compatible engine.",),
+            ModelError,
+            "NVIDIA H200 has compute capability 9.0",
+        ),
+        (
+            ("Cannot deserialize safety engine, use safety public APIs instead.",),
+            ModelError,
+            "for another runtime",
+        ),
         (("Plan is corrupt",), ModelError, "damaged"),
         ((), ModelError, "damaged"),
     ],
