@@ -11,7 +11,7 @@ from typing import Final
 from asynctrt.backends.base import Binding, Model
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, check_room, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, InputError
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
 from asynctrt.runtime.staging import (
     DeviceSource,
@@ -360,20 +360,28 @@ class ContextPool:
             slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
     def _capture(self, sizes: Sequence[int]) -> None:
-        """Capture the sizes on every context, or none: what cannot be captured runs call by call."""
+        """Capture the sizes on every context, or none: what cannot be captured runs call by call.
+
+        So does what there is no room for: each captured size takes an execution context of its own on each
+        context, and an engine without graphs is worth more than none.
+        """
+        sizes = self._sizes_taken(sizes)
         arenas, own = self._arenas, None
         if arenas is not None and arenas.is_shared:
             # Other engines may run in these arenas at any time, and nothing here is in order with them.
             own = self._device.allocate(arenas.arenas[0].memory.nbytes)
         try:
             costs = [self._capture_one(context, rows, own) for context in self.contexts for rows in sizes]
-        except (DeviceMemoryError, DeviceLostError):
+        except DeviceLostError:
             raise
         except Exception as error:
             logger.warning(
-                "%r cannot be captured as a CUDA graph, so its batches are put on the device call by call "
-                "(graphs='off' does so from the start): %s",
+                "%r %s, so its batches are put on the device call by call (graphs='off' does so from the "
+                "start): %s",
                 self._model.name,
+                "has no room for CUDA graphs"
+                if isinstance(error, DeviceMemoryError)
+                else "cannot be captured as a CUDA graph",
                 error,
             )
             for context in self.contexts:
@@ -385,6 +393,18 @@ class ContextPool:
         finally:
             if own is not None:
                 own.close()
+
+    def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
+        """Return the sizes that some profile takes: there may be gaps between profiles."""
+        taken = []
+        for rows in sizes:
+            try:
+                self._profile_of(rows)
+            except InputError as error:
+                logger.debug("%r: batches of %d rows are not captured: %s", self._model.name, rows, error)
+            else:
+                taken.append(rows)
+        return taken
 
     def _capture_one(self, context: PooledContext, rows: int, own: Buffer | None) -> CaptureCosts:
         scratch = own or (None if context.arena is None else context.arena.memory)

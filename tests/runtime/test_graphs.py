@@ -9,7 +9,7 @@ import asynctrt
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.streams import HostGraph
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, OptionsError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError, OptionsError
 from asynctrt.runtime.contexts import SLABS_MAX, PooledContext
 from asynctrt.tensors import TensorSpec
 from tests.models import Gate, double_model, rows
@@ -242,14 +242,44 @@ class TestAnEngine:
             assert model.enqueued == 0
             assert engine.statistics().graphs == ()
 
-    @pytest.mark.parametrize("error", [DeviceMemoryError("no room for a graph"), DeviceLostError("lost")])
-    async def test_what_is_wrong_with_the_device_is_no_fault_of_the_model(self, error):
-        device = threads(unified=False)
-        with pytest.raises(type(error), match=str(error)):
+    async def test_what_is_wrong_with_the_device_is_no_fault_of_the_model(self):
+        device, error = threads(unified=False), DeviceLostError("lost")
+        with pytest.raises(DeviceLostError, match="lost"):
             await asynctrt.open(
                 Stubborn(error=error), device=device, contexts=2, arenas=1, max_rows=4, graphs=(1, 4)
             )
         assert device.memory().held_nbytes == 0
+
+    async def test_without_room_for_graphs_there_is_an_engine_without_graphs(self, caplog):
+        device, error = threads(unified=False), DeviceMemoryError("no room for a graph")
+        async with asynctrt.open(
+            Stubborn(error=error), device=device, contexts=2, arenas=1, max_rows=4, graphs=(1, 4)
+        ) as engine:
+            assert engine.statistics().graphs == ()
+            assert await ask(engine, [1, 2, 3])
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith("'scratch' has no room for CUDA graphs, so its batches")
+        assert said.endswith("no room for a graph")
+        assert device.memory().held_nbytes == 0
+
+    def test_sizes_between_two_profiles_are_left_out(self):
+        def profile_of(rows):
+            if 8 < rows < 32:
+                raise InputError("no profile takes 16 rows")
+            return int(rows >= 32)
+
+        device = threads()
+        made = make_pool(
+            ScratchModel(capturable=True),
+            device,
+            arenas=Arenas(device, 1),
+            graphs=(1, 4, 16, 64),
+            contexts=1,
+            rows_max=64,
+            profile_of=profile_of,
+        )
+        assert made.captured.sizes == (1, 4, 64)
+        made.close(WAIT_S)
 
     async def test_a_batch_that_hangs_while_it_is_captured_does_not_hang_opening(self, monkeypatch):
         monkeypatch.setattr("asynctrt.runtime.graphs.CAPTURE_S", 0.01)
