@@ -8,7 +8,6 @@ A context of its own is captured because TensorRT leaves undefined what a graph 
 was captured from has been given other shapes or memory ("How TensorRT works", CUDA graphs).
 """
 
-import gc
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -94,22 +93,14 @@ def _captured(
     binding: Binding, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None
 ) -> Graph:
     """Return the graph of one enqueue."""
-    # Freeing memory in the thread that captures ends the capture, and the collector might free just then what
-    # an earlier engine has left.
-    collects = gc.isenabled()
-    gc.disable()
+    stream.begin_capture()
     try:
-        stream.begin_capture()
-        try:
-            binding.enqueue(rows, profile=profile, stream=stream, arena=arena)
-        except BaseException:
-            with suppress(DeviceError):
-                stream.end_capture().close()
-            raise
-        return stream.end_capture()
-    finally:
-        if collects:
-            gc.enable()
+        binding.enqueue(rows, profile=profile, stream=stream, arena=arena)
+    except BaseException:
+        with suppress(DeviceError):
+            stream.end_capture().close()
+        raise
+    return stream.end_capture()
 
 
 def _wait(stream: Stream, end: Event, what: str) -> None:

@@ -5,6 +5,7 @@ loop's: resuming tasks, coroutines, callbacks of futures, and colder caches.
 """
 
 import timeit
+from functools import partial
 
 import numpy as np
 import uvloop
@@ -69,7 +70,9 @@ async def steps(seconds):
             "make its future": futures_ns,
             "queue it, launch it, end it": ns(schedule, 500, BATCH),
             "gather its row into the slab": gather_ns,
-            "a batch on the device, divided by 64": ns(flight.enqueue, 5000, BATCH),
+            "a batch on the device, divided by 64": ns(
+                partial(flight.context.enqueue, flight.source, flight.events), 5000, BATCH
+            ),
             "copy its row out": ns(
                 lambda: staging.copy_out(source.slab.outputs, None, BATCH, shared=True), 2000, BATCH
             ),

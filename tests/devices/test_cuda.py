@@ -612,3 +612,34 @@ def test_events_without_times_are_told_so(device, driver):
     assert [bool(given & no_times) for given in flags] == [False, False, True]
     blocking = int(REAL.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
     assert all(given & blocking for given in flags), "a thread that waits for one sleeps"
+
+
+def test_nothing_is_collected_while_a_stream_captures(device, driver):
+    """It would free memory of an earlier engine in the thread that captures, and end the capture."""
+    driver.do_cuGraphInstantiate = lambda graph, flags: ("executable",)
+    one, other = device.create_stream(), device.create_stream()
+    assert gc.isenabled()
+    one.begin_capture()
+    other.begin_capture()
+    one.end_capture().close()
+    assert not gc.isenabled(), "the other still captures"
+    driver.codes["cuStreamEndCapture"] = REFUSED
+    with pytest.raises(DeviceError):
+        other.end_capture()
+    assert gc.isenabled()
+    driver.codes["cuStreamBeginCapture"] = REFUSED
+    with pytest.raises(DeviceError):
+        one.begin_capture()
+    assert gc.isenabled()
+
+
+def test_whoever_keeps_the_collector_off_finds_it_off_after_a_capture(device, driver):
+    driver.do_cuGraphInstantiate = lambda graph, flags: ("executable",)
+    stream = device.create_stream()
+    gc.disable()
+    try:
+        stream.begin_capture()
+        stream.end_capture().close()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

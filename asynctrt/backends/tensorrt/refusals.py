@@ -99,7 +99,8 @@ class Refused:
     def _fault_of_the_plan(self, diagnoses: frozenset[str]) -> str:
         errors = self.errors
         for words, said in FAULTS.items():
-            if errors.search(words):
+            # Among what a plan of another version begins with, the library looks at the platform first.
+            if errors.search(words) and not (words is OTHER_PLATFORM and self._is_of_other_version()):
                 return said
         if "UNSUPPORTED_CC" in diagnoses or self._is_for_other_gpus() or errors.search(OTHER_GPU):
             return self._other_gpu()
@@ -108,7 +109,7 @@ class Refused:
                 "it contains code that would run in this process. If you built the plan yourself, open it "
                 "with TensorRTOptions(allow_host_code=True); never do so with a plan from another source"
             )
-        if "VERSION_MISMATCH" in diagnoses or errors.search(OTHER_VERSION):
+        if "VERSION_MISMATCH" in diagnoses or errors.search(OTHER_VERSION) or errors.search(OTHER_PLATFORM):
             return self._other_version()
         if errors.search(NO_LEAN):
             return (

@@ -1,5 +1,6 @@
 """Events, streams and graphs of a CUDA device."""
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,6 +17,9 @@ POLL_S: Final = 200e-6
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _PENDING: Final = driver.CUresult.CUDA_ERROR_NOT_READY
+_CAPTURING: Final = frozenset(
+    {driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, driver.CUresult.CUDA_ERROR_CAPTURED_EVENT}
+)
 _BLOCKING: Final = int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
 _NO_TIMES: Final = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
@@ -66,8 +70,10 @@ class CudaEvent:
         if code == _PENDING:
             return False
         if code != _OK:
-            # Whatever it is: nothing tells any more whether the work still reads and writes.
-            self.error = self._context.failed(code, "work on a stream", ends_unknown=True)
+            # Whatever it is, nothing tells any more whether the work still reads and writes; only a thread
+            # that captures may not ask.
+            ends_unknown = code not in _CAPTURING
+            self.error = self._context.failed(code, "work on a stream", ends_unknown=ends_unknown)
         return True
 
     def is_running(self) -> bool:
@@ -155,8 +161,11 @@ class CudaStream:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._context.check(driver.cuStreamBeginCapture(self._cuda, mode)[0], "the beginning of a capture")
         self.is_capturing = True
+        _collector.pause()
 
     def end_capture(self) -> "CudaGraph":
+        if self.is_capturing:
+            _collector.resume()
         self.is_capturing = False
         code, graph = driver.cuStreamEndCapture(self._cuda)
         self._context.check(code, "a capture")
@@ -181,6 +190,35 @@ class CudaStream:
         self._closed = True
         driver.cuStreamDestroy(self._cuda)
         return True
+
+
+class _Collector:
+    """Keeps Python's garbage collector off while a stream captures.
+
+    It runs in whichever thread allocates. There it would free memory that an earlier engine has left, and end
+    the capture.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._captures = 0
+        self._was_on = False
+
+    def pause(self) -> None:
+        with self._lock:
+            if not self._captures:
+                self._was_on = gc.isenabled()
+                gc.disable()
+            self._captures += 1
+
+    def resume(self) -> None:
+        with self._lock:
+            self._captures -= 1
+            if not self._captures and self._was_on:
+                gc.enable()
+
+
+_collector = _Collector()
 
 
 class CudaGraph:

@@ -86,7 +86,7 @@ def test_an_onnx_model(tmp_path):
 def pytorch_file():
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
-        archive.writestr("model/data.pkl", b"\x80\x02")
+        archive.writestr(zipfile.ZipInfo("model/data.pkl"), b"\x80\x02")  # Which is of 1980, and not of now.
     return content.getvalue()
 
 
