@@ -107,6 +107,13 @@ def test_only_the_clock_reads_the_time():
     assert readers == ["asynctrt/clock.py"]
 
 
+OF_THE_PROCESS = {
+    "backends/tensorrt/messages.py:_logs": "TensorRT has one logger in a process, the first that it was given",
+    "devices/cuda/streams.py:_collector": "Python has one garbage collector in a process",
+}
+"""State at module level, each with the reason why it cannot belong to an engine or to a device."""
+
+
 def test_no_state_at_module_level():
     """Names at module level are constants, types, functions or loggers: nothing that two engines share."""
     allowed = {"logger", "app", "out", "err"}
@@ -118,8 +125,8 @@ def test_no_state_at_module_level():
                 if isinstance(target, ast.Name) and isinstance(item.value, ast.List | ast.Set | ast.Call):
                     name = target.id
                     if not (name.isupper() or name in allowed or name == "__all__" or name == "T"):
-                        mutable.append(f"{module.relative_to(ROOT)}:{name}")
-    assert not mutable
+                        mutable.append(f"{module.relative_to(PACKAGE)}:{name}")
+    assert sorted(mutable) == sorted(OF_THE_PROCESS)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a source archive has no list of its files")
