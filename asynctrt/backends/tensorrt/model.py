@@ -222,6 +222,8 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
                 f"the lean runtime {os.fspath(options.lean_runtime)!r} cannot be loaded by {flavour.title}. "
                 f"Pass the libnvinfer_lean of the version that built the plan. {recorder.take()}"
             )
+        # The bindings do not see to it, and a traceback may drop the two in any order.
+        keep_alive(lean, runtimes[0])
         _configure_runtime(lean, recorder, allocator, options)
         runtimes = (*runtimes, lean)
     engine = runtimes[-1].deserialize_cuda_engine(plan.content)

@@ -1,12 +1,14 @@
 """The double's ``Runtime``."""
 
 import threading
+import weakref
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
 from asynctrt.testing.tensorrt.core import Core, Library, Reporter, Setting, checked
 from asynctrt.testing.tensorrt.engine import ICudaEngine
+from asynctrt.testing.tensorrt.monitor import ViolationMonitor
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     IGpuAllocator,
@@ -25,8 +27,14 @@ def double_lean_runtime(version: str) -> bytes:
     return LEAN_RUNTIME + version.encode()
 
 
+def _note_orphan(loaded: "weakref.ref[Runtime]", monitor: ViolationMonitor) -> None:
+    """Note that a runtime is gone before the one that it loaded, whose code lies in the library it holds."""
+    if loaded() is not None:
+        monitor.note("a runtime was destroyed before the lean runtime that it loaded and has to outlive")
+
+
 class Runtime(Reporter):
-    """Deserialises plans of the double. It may be destroyed before its engines."""
+    """Deserialises plans of the double. It may be destroyed before its engines, not before what it loaded."""
 
     _library: ClassVar[Library]
     temporary_directory = Setting[str | None](None, "The folder for executable code of plans.")
@@ -110,6 +118,7 @@ class Runtime(Reporter):
         other._core.allocator = self._core.allocator
         other._core.is_lean_code_allowed = self._core.is_lean_code_allowed
         other._recorder = self._recorder
+        weakref.finalize(self, _note_orphan, weakref.ref(other), self._core.monitor).atexit = False
         return other
 
     @checked

@@ -1,5 +1,6 @@
 """Plans that a library refuses: the error names the cause, what was found, and the fix."""
 
+import gc
 import types
 
 import pytest
@@ -254,6 +255,17 @@ def test_a_plan_without_its_lean_runtime(bench, tmp_path):
     context = made.model.create_context(made.device)
     made.run(made.bind(context), 3, made.arena())
     context.close()
+
+
+def test_a_lean_runtime_is_gone_before_the_one_that_loaded_it_also_after_a_refusal(bench, tmp_path):
+    lean = tmp_path / "libnvinfer_lean.so.10"
+    lean.write_bytes(double_lean_runtime("10.13.2.6"))
+    made = bench(model=False, lean_runtime=lean)
+    with pytest.raises(ModelError) as caught:
+        made.open(double_plan(EngineSpec(), version="10.9.0.34"))
+    del caught
+    gc.collect()
+    assert made.trt.violations() == ()
 
 
 def test_a_lean_runtime_that_is_none(bench, tmp_path):
