@@ -21,7 +21,7 @@ from asynctrt.backends.tensorrt.options import TensorRTOptions
 from asynctrt.backends.tensorrt.plan import Plan, read_plan
 from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refusals import Refused
-from asynctrt.devices.base import Device
+from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError, UsageError
 from asynctrt.tensors import Dims, TensorSpec
 
@@ -232,6 +232,13 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         errors = errors.joined(log.take())
         raise Refused(plan, flavour, device, errors, memory.take_refusals(), runtimes[-1]).error()
     keep_alive(engine, allocator, recorder, runtimes)
+    stripped = _engine_stat(module, engine, "STRIPPED_WEIGHTS_SIZE") or 0
+    if stripped > 0:
+        raise ModelError(
+            f"{plan.where} was built without {mib(stripped)} of its weights (BuilderFlag.STRIP_PLAN), and "
+            "would give wrong answers. Refit it from its ONNX file with trt.Refitter and serialise it again, or "
+            "build it with its weights"
+        )
     if errors:
         logger.warning("%s was loaded by %s, but %s", plan.where, flavour.title, errors)
     return Loaded(flavour, device, options, memory, log, recorder, allocator, runtimes, engine)
@@ -317,9 +324,20 @@ def _examine(name: str, loaded: Loaded) -> tuple[Signature, bool]:
     return signature.with_outputs(probe.outputs()), is_capturable
 
 
+def _engine_stat(module: Any, engine: Any, name: str) -> int | None:
+    """Return one of the engine's figures, or ``None`` from a library that does not tell: before 10.14."""
+    stats = getattr(module, "EngineStat", None)
+    stat = getattr(stats, name, None)
+    return None if stat is None else int(engine.get_engine_stat(stat))
+
+
 def _weights_nbytes(loaded: Loaded) -> int:
     engine = loaded.engine
-    total = max(0, int(engine.get_engine_stat(loaded.flavour.module.EngineStat.TOTAL_WEIGHTS_SIZE)))
+    total = _engine_stat(loaded.flavour.module, engine, "TOTAL_WEIGHTS_SIZE")
+    if total is None:
+        # What it holds before it has a context is its weights.
+        return loaded.memory.statistics().held_nbytes
+    total = max(0, total)
     streamable = int(engine.streamable_weights_size)
     return (
         max(0, total - max(0, streamable - int(engine.weight_streaming_budget_v2))) if streamable else total

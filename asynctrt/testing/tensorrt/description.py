@@ -103,8 +103,10 @@ class EngineDescription(Reporter):
         return self._spec.profile_nbytes(profile_index) + self.weight_streaming_scratch_memory_size
 
     def get_engine_stat(self, stat: EngineStat = EngineStat.TOTAL_WEIGHTS_SIZE) -> int:
-        """Return the size of the weights; -1 for the statistic of a weight-stripped engine."""
-        return self._spec.weights_nbytes if stat == EngineStat.TOTAL_WEIGHTS_SIZE else -1
+        """Return the size of the weights, or of those that were stripped; -1 if none were."""
+        if stat == EngineStat.TOTAL_WEIGHTS_SIZE:
+            return self._spec.weights_nbytes
+        return self._spec.stripped_weights_nbytes or -1
 
     @property
     def streamable_weights_size(self) -> int:

@@ -1,6 +1,6 @@
 """The object that takes the place of the module ``tensorrt``."""
 
-from typing import Final
+from typing import Any, Final
 
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
@@ -14,6 +14,9 @@ from asynctrt.testing.tensorrt.host import HostExecutor
 from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
 from asynctrt.testing.tensorrt.runtime import Runtime as PlainRuntime
 from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, VERSION
+
+SINCE: Final = {"EngineStat": (10, 14)}
+"""The version of TensorRT that brought a name; an older one lacks it."""
 
 
 class StrictTensorRT:
@@ -80,6 +83,12 @@ class StrictTensorRT:
         self.Runtime = type(
             "Runtime", (PlainRuntime,), {"_library": library, "__doc__": PlainRuntime.__doc__}
         )
+
+    def __getattribute__(self, name: str) -> Any:
+        since = SINCE.get(name)
+        if since is not None and names.version_of(self.__version__)[:2] < since:
+            raise AttributeError(f"module 'tensorrt' has no attribute {name!r} before {since[0]}.{since[1]}")
+        return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         return f"<StrictTensorRT {self.__version__} on {self.device!r}>"

@@ -119,6 +119,7 @@ class EngineSpec:
         each row of the first output in their order, padded with zeros to the length of the longest.
     :param aux_streams: the number of auxiliary streams; the elements are divided among all streams.
     :param weights_nbytes: device memory that is allocated when it is deserialised.
+    :param stripped_weights_nbytes: how much of its weights the plan lacks, until it is refitted.
     :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out.
     :param persistent_nbytes: device memory that each context allocates.
     :param fixed_rows: the size of the batch axis, if it is not dynamic.
@@ -139,6 +140,7 @@ class EngineSpec:
     data_dependent: bool = False
     aux_streams: int = 0
     weights_nbytes: int = 4096
+    stripped_weights_nbytes: int = 0
     streamable_weights_nbytes: int = 0
     persistent_nbytes: int = 0
     fixed_rows: int | None = None

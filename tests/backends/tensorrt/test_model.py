@@ -94,6 +94,31 @@ def test_a_setter_that_fails_without_a_word_is_found_out(bench, monkeypatch):
         made.open()
 
 
+@pytest.mark.parametrize(
+    ("version", "has_stats"),
+    [("10.9.0.34", False), ("10.13.2.6", False), ("10.14.1.48", True), ("11.4.0.106", True)],
+)
+def test_versions_that_lack_something(bench, version, has_stats):
+    """EngineStat, for one, came with 10.14."""
+    device = HostDevice()
+    trt = StrictTensorRT(device, version=version)
+    assert hasattr(trt, "EngineStat") == has_stats
+    spec = EngineSpec(weights_nbytes=5120, streamable_weights_nbytes=1024)
+    made = bench(spec, device=device, trt=trt, plan=double_plan(spec, version=version))
+    assert made.model.weights_nbytes == 5120
+    context = made.model.create_context(device)
+    made.run(made.bind(context), 3, made.arena())
+    context.close()
+
+
+def test_a_plan_without_its_weights_is_refused(bench):
+    made = bench(EngineSpec(stripped_weights_nbytes=3 << 20), model=False)
+    with pytest.raises(
+        ModelError, match=r"without 3.0 MiB of its weights \(BuilderFlag.STRIP_PLAN\).*Refit it"
+    ):
+        made.open()
+
+
 def test_what_cannot_be_captured(bench):
     assert not bench(EngineSpec(data_dependent=True)).model.is_capturable
     streamed = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
