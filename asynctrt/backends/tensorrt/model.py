@@ -236,8 +236,8 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     if stripped > 0:
         raise ModelError(
             f"{plan.where} was built without {mib(stripped)} of its weights (BuilderFlag.STRIP_PLAN), and "
-            "would give wrong answers. Refit it from its ONNX file with trt.Refitter and serialise it again, or "
-            "build it with its weights"
+            "would give wrong answers. Refit it from its ONNX file with trt.Refitter and serialise it again, "
+            "or build it with its weights"
         )
     if errors:
         logger.warning("%s was loaded by %s, but %s", plan.where, flavour.title, errors)
