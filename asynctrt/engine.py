@@ -28,7 +28,7 @@ from asynctrt.parts import EngineParts
 from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX, Driver
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
@@ -63,6 +63,7 @@ class Engine:
         self._capacity = capacity
         self._rows_max = capacity.rows_max
         self._has_profiles = parts.shapes.has_profiles
+        self._has_fixed_shape = all(spec.is_fixed for spec in model.inputs)
         self._now_ns = clock.now_ns
         self._opened_ns = clock.now_ns()
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
@@ -257,7 +258,9 @@ class Engine:
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """
         self._check_loop()
-        key = self._slot_key({} if dims is None else dims)
+        key = (
+            self._slot_key({} if dims is None else dims) if dims or not self._has_fixed_shape else FIXED_SHAPE
+        )
         rows_max = self._scheduler.limit(key)
         count = int_or_none(rows)
         if count is None or not 1 <= count <= rows_max:

@@ -32,6 +32,8 @@ class SlotSlab:
         """Slots that were given out, and requests that are not answered yet."""
         self.is_sealed = False
         self.is_in_flight = False
+        self.key = BatchKey(shape, number)
+        """The key of the batch that is launched from here."""
         self._on_unused = on_unused
 
     def __repr__(self) -> str:
@@ -42,11 +44,6 @@ class SlotSlab:
     def is_unused(self) -> bool:
         """Return whether neither a slot nor a batch needs it."""
         return not self.users and not self.is_in_flight
-
-    @property
-    def key(self) -> BatchKey:
-        """Return the key of the batch that is launched from here."""
-        return BatchKey(self.shape, self.number)
 
     def launched(self) -> None:
         """Note that its batch is under way: no further slot may join, and its rows stay."""
@@ -63,7 +60,7 @@ class SlotSlab:
         self._tell_if_unused()
 
     def _tell_if_unused(self) -> None:
-        if self.is_unused:
+        if not self.users and not self.is_in_flight:
             self._on_unused(self)
 
 

@@ -363,6 +363,8 @@ class SlotSource(RowSource):
 
     def _lies_side_by_side(self) -> bool:
         batch = self.batch
+        if len(batch.requests) == 1 and batch.rows_run == batch.rows:
+            return batch.requests[0].payload.span.start == 0  # type: ignore[no-any-return]
         end = 0
         for span in sorted([request.payload.span for request in batch.requests], key=_start):
             if span.start != end:
