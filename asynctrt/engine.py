@@ -258,9 +258,10 @@ class Engine:
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """
         self._check_loop()
-        key = (
-            self._slot_key({} if dims is None else dims) if dims or not self._has_fixed_shape else FIXED_SHAPE
-        )
+        if dims is None and self._has_fixed_shape:
+            key = FIXED_SHAPE
+        else:
+            key = self._slot_key({} if dims is None else dims)
         rows_max = self._scheduler.limit(key)
         count = int_or_none(rows)
         if count is None or not 1 <= count <= rows_max:

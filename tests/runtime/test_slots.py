@@ -277,7 +277,10 @@ async def test_misuse():
         for count in (0, 5, -1, 1.5, None):
             with pytest.raises(InputError, match="rows of a slot must be a whole number from 1 to 4"):
                 engine.slot(rows=count)
-        slot = engine.slot(rows=1)
+        for dims in ([], "", 0, (4,), {"other": (4,)}):
+            with pytest.raises(InputError, match="dims must map names of inputs"):
+                engine.slot(rows=1, dims=dims)
+        slot = engine.slot(rows=1, dims={})
         with pytest.raises(UsageError, match="enter the slot first"):
             slot["input"]
         async with slot:
