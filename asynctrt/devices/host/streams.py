@@ -155,35 +155,35 @@ class HostEvent:
 class _Pace:
     """How long the latest runs of one label took, and so whether to run it in place."""
 
-    __slots__ = ("_hold", "_holding", "_in_place", "_recent")
+    __slots__ = ("_hold", "_holding", "_in_place", "_recent", "is_short")
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=8)
         self._hold = HOLD_MIN
         self._holding = HOLD_MIN
         self._in_place = 0
-
-    @property
-    def is_short(self) -> bool:
-        # The shortest of several runs, because a run in a thread also counts its wait for the GIL.
-        return not self._holding and min(self._recent) < HAND_OVER_NS
+        self.is_short = False
+        """Whether to run it in place."""
 
     def observe(self, duration_ns: int, *, in_place: bool) -> None:
         """Note how long a run took."""
         self._recent.append(duration_ns)
         if self._holding:
             self._holding -= 1
-        if not in_place:
-            return
-        if duration_ns > 4 * HAND_OVER_NS:
-            # It held the loop. Each time it does, it stays in the thread for twice as many runs.
-            self._recent.clear()
-            self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
-            self._in_place = 0
-        elif self._hold > HOLD_MIN:
-            self._in_place += 1
-            if self._in_place == FORGIVEN_AFTER:
-                self._hold = HOLD_MIN
+        if in_place:
+            if duration_ns > 4 * HAND_OVER_NS:
+                # It held the loop. Each time it does, it stays in the thread for twice as many runs.
+                self._recent.clear()
+                self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
+                self._in_place = 0
+                self.is_short = False
+                return
+            if self._hold > HOLD_MIN:
+                self._in_place += 1
+                if self._in_place == FORGIVEN_AFTER:
+                    self._hold = HOLD_MIN
+        # The shortest of several runs, because a run in a thread also counts its wait for the GIL.
+        self.is_short = not self._holding and (duration_ns < HAND_OVER_NS or min(self._recent) < HAND_OVER_NS)
 
 
 class Unfinished(ABC):
