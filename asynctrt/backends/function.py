@@ -27,7 +27,7 @@ FILL_BOOL: Final = 0xA5
 """Fills a bool output. No bool is stored as this byte, so each value that was not written is recognised."""
 
 FILL_NBYTES_MAX: Final = 4096
-"""Up to so many bytes are filled with one copy, in which the marks are in their places."""
+"""Outputs of up to this many bytes are filled and marked by copying a pattern that was prepared."""
 
 MARK_NBYTES: Final = 8
 

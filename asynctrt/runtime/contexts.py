@@ -192,15 +192,11 @@ class PooledContext:
         """Give everything back; False, and keep it, if the stream's work does not end in time."""
         if not self.stream.close(timeout_s):
             return False
-        self.free()
-        return True
-
-    def free(self) -> None:
-        """Give back what it holds, after its stream was closed."""
         if self.arena is not None and self.was_last_in_arena:
             self.arena.last_use = None
         self._forget()
         self.context.close()
+        return True
 
     def _forget(self) -> None:
         self.forget_captured()
@@ -314,15 +310,13 @@ class ContextPool:
 
         May be called again later, for those that were.
         """
-        ended: list[PooledContext] = []
-        still_running: list[PooledContext] = []
-        for context in self.contexts:
-            (ended if context.stream.close(timeout_s) else still_running).append(context)
+        still_running = [context for context in self.contexts if not context.stream.close(timeout_s)]
         if still_running:
             # Before anything is freed, as that would wait for them.
             self._device.abandon()
-        for context in ended:
-            context.free()
+        for context in self.contexts:
+            if context not in still_running:
+                context.close(timeout_s)
         self.contexts = still_running
         if not self._closed and self._arenas is not None:
             self._arenas.leave()
@@ -362,15 +356,16 @@ class ContextPool:
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or none: what cannot be captured runs call by call.
 
-        So does what there is no room for: each captured size takes an execution context of its own on each
-        context, and an engine without graphs is worth more than none.
+        A captured size takes an execution context of its own on each context. If there is no room for them,
+        the engine runs without graphs.
         """
-        sizes = self._sizes_taken(sizes)
-        arenas, own = self._arenas, None
-        if arenas is not None and arenas.is_shared:
-            # Other engines may run in these arenas at any time, and nothing here is in order with them.
-            own = self._device.allocate(arenas.arenas[0].memory.nbytes)
+        arenas = self._arenas
+        own: Buffer | None = None
         try:
+            if arenas is not None and arenas.is_shared:
+                # Other engines may run in these arenas at any time, and nothing here is in order with them.
+                own = self._device.allocate(arenas.arenas[0].memory.nbytes)
+            sizes = self._sizes_taken(sizes)
             costs = [self._capture_one(context, rows, own) for context in self.contexts for rows in sizes]
         except DeviceLostError:
             raise
@@ -387,6 +382,8 @@ class ContextPool:
             for context in self.contexts:
                 context.forget_captured()
         else:
+            if not costs:
+                return
             direct_ns = sorted(cost.direct_ns for cost in costs)[len(costs) // 2]
             graph_ns = sorted(cost.graph_ns for cost in costs)[len(costs) // 2]
             self.captured = Captured(tuple(sizes), direct_ns, graph_ns)

@@ -605,6 +605,17 @@ class TestSharedArenas:
                 assert await ask(engine, range(3))
                 assert arenas.arenas[0].memory.address in model.seen
 
+    async def test_without_room_to_capture_beside_them_there_is_an_engine_without_graphs(self, caplog):
+        device = HostDevice(unified=False, in_place="never", memory_nbytes=20_000)
+        with Arenas(device, 1, nbytes=12_288) as arenas:
+            model = ScratchModel(capturable=True)
+            async with asynctrt.open(
+                model, device=device, shared_arenas=arenas, contexts=1, max_rows=1, graphs=(1,)
+            ) as engine:
+                assert engine.statistics().graphs == ()
+                assert await ask(engine, range(3))
+        assert "has no room for CUDA graphs" in caplog.text
+
     async def test_they_are_not_closed_while_an_engine_is_open(self):
         device = threads()
         arenas = Arenas(device, 1)

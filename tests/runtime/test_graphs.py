@@ -262,6 +262,18 @@ class TestAnEngine:
         assert said.endswith("no room for a graph")
         assert device.memory().held_nbytes == 0
 
+    @pytest.mark.parametrize("error", [InputError("no profile takes it"), ExecutionError("it cannot tell")])
+    def test_if_no_size_is_taken_nothing_is_captured(self, error):
+        def profile_of(rows):
+            raise error
+
+        device = threads()
+        arenas = Arenas(device, 1)
+        model = ScratchModel(capturable=True)
+        made = make_pool(model, device, arenas=arenas, graphs=(1, 4), contexts=1, profile_of=profile_of)
+        assert made.captured.sizes == ()
+        made.close(WAIT_S)
+
     def test_sizes_between_two_profiles_are_left_out(self):
         def profile_of(rows):
             if 8 < rows < 32:

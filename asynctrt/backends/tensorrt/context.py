@@ -297,9 +297,9 @@ class TensorRTContext:
             self._memory = None
         if memory != self._memory:
             # It returns nothing: what it refuses it reports, and goes on in the memory that it had.
-            self._recorder.clear()
+            before = self._recorder.num_errors()
             self._trt.set_device_memory(*memory)
-            if self._recorder.has_errors:
+            if self._recorder.num_errors() > before:
                 raise self._failed(f"set_device_memory({memory[0]:#x}, {memory[1]})")
             self._memory = memory
 

@@ -99,9 +99,11 @@ class LogSubscription:
 
     def take(self) -> tuple[str, ...]:
         """Return the latest errors, and forget them."""
-        taken = tuple(self._errors)
-        self._errors.clear()
-        return taken
+        # One by one: what is collected meanwhile may log another.
+        taken = []
+        while self._errors:
+            taken.append(self._errors.popleft())
+        return tuple(taken)
 
 
 class ErrorRecorder:

@@ -69,7 +69,8 @@ class GlobalLogger:
     def __init__(self) -> None:
         self._logger: weakref.ref[ILogger] | None = None
         self._runtimes = 0
-        self._lock = threading.Lock()
+        # A runtime may be collected, and leave, while this thread has it.
+        self._lock = threading.RLock()
 
     def register(self, runtime: object, logger: ILogger) -> bool:
         """Note a runtime and its logger; return whether that is the one that is used."""
