@@ -63,6 +63,8 @@ class Engine:
         self._capacity = capacity
         self._rows_max = capacity.rows_max
         self._has_profiles = parts.shapes.has_profiles
+        # Up to this many rows are never split, whatever their shape.
+        self._rows_unsplit = 0 if self._has_profiles else self._rows_max
         self._has_fixed_shape = all(spec.is_fixed for spec in model.inputs)
         self._now_ns = clock.now_ns
         self._opened_ns = clock.now_ns()
@@ -216,7 +218,7 @@ class Engine:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
-        if rows > self._rows_max or (self._has_profiles and rows > self._scheduler.limit(key)):
+        if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             return await self._infer_split(self._split(arrays, rows, key), key, timeout_ns, priority)
         request = self._driver.submit(arrays, rows, key, priority, timeout_ns)
         try:
@@ -242,7 +244,7 @@ class Engine:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
-        if rows > self._rows_max or (self._has_profiles and rows > self._scheduler.limit(key)):
+        if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             return self._loop.create_task(self._infer_split(parts, key, timeout_ns, priority))
         future = _Answer(loop=self._loop)
@@ -274,7 +276,7 @@ class Engine:
         counters = snapshot.counters
         return Statistics(
             state=self.state,
-            submitted=counters.submitted,
+            submitted=snapshot.submitted,
             succeeded=counters.succeeded,
             failed=counters.failed,
             cancelled=counters.cancelled,

@@ -85,10 +85,11 @@ class PooledContext:
         last = None if self.arena is None else self.arena.last_use
         return last is not None and (last is self.timed.computed or last is self.untimed.computed)
 
-    def slab(self, shape: Hashable, layout: Layout) -> Slab:
+    def slab(self, shape: Hashable, layout_of: Callable[[Hashable], Layout]) -> Slab:
         """Return this context's own slab for a shape. All its slabs share one memory, which grows."""
         slab = self._slabs.get(shape)
         if slab is None:
+            layout = layout_of(shape)
             if self._buffers is None or self._buffers.staging.nbytes < layout.nbytes:
                 grown = StagingBuffers(self._device, layout.nbytes)
                 self._forget()
@@ -283,7 +284,7 @@ class ContextPool:
         :raises DeviceMemoryError: when rows of this shape need more memory than there is.
         """
         key, context = batch.key, self.contexts[batch.context]
-        slab = context.slab(key.shape, self.layout(key.shape))
+        slab = context.slab(key.shape, self.layout)
         if key.slab is not None:
             return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
         if key.on_device or key.outputs_on_device:
@@ -350,7 +351,7 @@ class ContextPool:
                 "Open the engine with fewer contexts or a smaller max_rows",
             )
         for context in self.contexts:
-            slab = context.slab(FIXED_SHAPE.shape, layout)
+            slab = context.slab(FIXED_SHAPE.shape, self.layout)
             slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
     def _capture(self, sizes: Sequence[int]) -> None:
@@ -405,5 +406,5 @@ class ContextPool:
 
     def _capture_one(self, context: PooledContext, rows: int, own: Buffer | None) -> CaptureCosts:
         scratch = own or (None if context.arena is None else context.arena.memory)
-        slab = context.slab(FIXED_SHAPE.shape, self.layout(FIXED_SHAPE.shape))
+        slab = context.slab(FIXED_SHAPE.shape, self.layout)
         return context.capture(slab, rows, profile=self._profile_of(rows), scratch=scratch)

@@ -209,7 +209,7 @@ class Driver:
         started_ns = now_ns = self._now_ns()
         try:
             # What came since the last pump gets its chance to be launched before its deadline counts.
-            for request in scheduler.expire(now_ns, arrived_by_ns=self._pumped_ns):
+            for request in scheduler.expire(now_ns, self._pumped_ns):
                 self._answer_error(request, _deadline_error(request, now_ns))
             self._pumped_ns = started_ns
             while (decided := scheduler.next_batch(now_ns)) is not None:
@@ -368,12 +368,7 @@ class Driver:
         del self._flights[batch.number]
         flight.ended()
         self._scheduler.finished(
-            batch,
-            now_ns,
-            copy_in_ns=record.copy_in_ns,
-            compute_ns=record.compute_ns,
-            copy_out_ns=record.copy_out_ns,
-            arena_wait_ns=record.arena_wait_ns,
+            batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )
         if self.observe is not None:
             self.observe(batch, record, now_ns)

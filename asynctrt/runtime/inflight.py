@@ -33,11 +33,11 @@ class InFlight:
 
     def device_error(self) -> BaseException | None:
         """Return what went wrong on the stream, once the batch is done."""
-        events = self.events
+        events, source = self.events, self.source
         error = events.computed.error
-        if error is None and self.source.has_copies_out:
+        if error is None and source.has_copies_out:
             error = events.copied_out.error
-        if error is None and self.source.has_copies_in and events.copied_in is not None:
+        if error is None and source.has_copies_in and events.copied_in is not None:
             error = events.copied_in.error
         return error
 
@@ -46,21 +46,21 @@ class InFlight:
 
         :returns: the device's own times of copying in and out, in ns; ``None`` if it took no times.
         """
-        events, record = self.events, self.record
-        if events.begun is None or events.copied_in is None or events.started is None:
+        events, record, source = self.events, self.record, self.source
+        before = events.begun
+        if before is None:
             return None
-        before, copy_in_ns, copy_out_ns = events.begun, 0, 0
-        if self.source.has_copies_in:
+        copy_in_ns = copy_out_ns = 0
+        if source.has_copies_in and events.copied_in is not None:
+            copy_in_ns = events.copied_in.elapsed_ns(before)
+            record.copy_in_ns += copy_in_ns
             before = events.copied_in
-            copy_in_ns = before.elapsed_ns(events.begun)
-        if self.context.arena is not None:
+        if self.context.arena is not None and events.started is not None:
             record.arena_wait_ns = events.started.elapsed_ns(before)
             before = events.started
         record.compute_ns = events.computed.elapsed_ns(before)
-        if self.source.has_copies_out:
-            copy_out_ns = events.copied_out.elapsed_ns(events.computed)
-        record.copy_in_ns += copy_in_ns
-        record.copy_out_ns = copy_out_ns
+        if source.has_copies_out:
+            record.copy_out_ns = copy_out_ns = events.copied_out.elapsed_ns(events.computed)
         return copy_in_ns, copy_out_ns
 
     def outputs(self) -> tuple[Mapping[str, Array], int]:
@@ -69,8 +69,9 @@ class InFlight:
         :raises ExecutionError: for an output whose shape turns out to have no batch axis.
         """
         slab, batch = self.source.slab, self.batch
-        bound, nbytes = slab.outputs, slab.layout.output_row_nbytes * batch.rows
-        if len(bound) == len(slab.layout.outputs):
+        bound, layout = slab.outputs, slab.layout
+        nbytes = layout.output_row_nbytes * batch.rows
+        if len(bound) == len(layout.outputs):
             return bound, nbytes
         rows = batch.rows_run
         unbound = self.context.binding(self.source).unbound_outputs(rows)

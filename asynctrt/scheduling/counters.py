@@ -24,7 +24,6 @@ class SizeCounters:
 class Counters:
     """Counts since the engine was opened. ``engine.statistics()`` is the public, frozen view."""
 
-    submitted: int = 0
     succeeded: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -76,17 +75,14 @@ class Counters:
         """
         rows = batch.rows
         self.succeeded += answered
-        if batch.rows_run != rows:
-            self.rows_padded += batch.rows_run - rows
+        self.rows_padded += batch.rows_run - rows
         if batch.is_timed:
             self.batches_timed += 1
         if batch.arena is not None:
             self.busy_ns += compute_ns
             self.arena_wait_ns += arena_wait_ns
             self.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
-        launched_ns = batch.launched_ns
-        queue_ns = launched_ns * answered - arrived_ns
-        self.queue_ns += queue_ns
+        self.queue_ns += batch.launched_ns * answered - arrived_ns
         self.copy_in_ns += copy_in_ns * answered
         self.compute_ns += compute_ns * answered
         self.copy_out_ns += copy_out_ns * answered

@@ -7,7 +7,7 @@ O(1) on average. Finding the bucket to launch from does not depend on how many t
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain, count
 from typing import Final
@@ -63,11 +63,19 @@ class BucketQueue:
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
 
-    def push(self, request: Request) -> None:
-        """Append a queued request; a larger priority is more urgent."""
+    def push(self, request: Request) -> bool:
+        """Append a queued request; a larger priority is more urgent.
+
+        :returns: whether this changes when it is the turn of the bucket.
+        """
         self._by_priority[-1 - request.priority].append(request)
-        self.rows += request.rows
         self.requests += 1
+        self.rows = rows = self.rows + request.rows
+        return (
+            request.priority > self.priority
+            or request.deadline_ns < self.deadline_ns
+            or (rows >= self.rows_max and not self.is_full)
+        )
 
     def discard(self, request: Request) -> None:
         """Forget a request whose state has just left QUEUED. Its place becomes a tombstone."""
@@ -104,14 +112,14 @@ class BucketQueue:
                 oldest_ns = min(oldest_ns, queue[0].arrival_ns)
         return oldest_ns
 
-    def choose(self, rows_max: int) -> tuple[list[Request], int]:
+    def choose(self, rows_max: int) -> tuple[tuple[Request, ...], int]:
         """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.
 
         A request that does not fit into the rest of the batch is passed over in favour of smaller ones behind
         it. It moves up with every batch, and the head always fits, so none starves.
         """
         if not self._tombstones and self.rows <= rows_max:
-            return list(chain.from_iterable(self._by_priority)), self.rows
+            return tuple(chain.from_iterable(self._by_priority)), self.rows
         chosen: list[Request] = []
         room = rows_max
         for queue in self._by_priority:
@@ -123,28 +131,29 @@ class BucketQueue:
                     chosen.append(request)
                     room -= request.rows
                     if not room:
-                        return chosen, rows_max
+                        return tuple(chosen), rows_max
                 else:
                     passed_over += 1
                     if passed_over == LOOKAHEAD_MAX:
                         break
-        return chosen, rows_max - room
+        return tuple(chosen), rows_max - room
 
-    def take(self, chosen: list[Request], rows: int, after: State = IN_FLIGHT) -> None:
+    def take(self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT) -> None:
         """Let what :meth:`choose` returned leave the queue, for the state ``after``."""
         for request in chosen:
             request.state = after
-        self.rows -= rows
-        self.requests -= len(chosen)
-        if self.requests:
-            self._tombstones += len(chosen)
-            self.head()
-            self._bury()
+        taken = len(chosen)
+        if taken == self.requests:
+            for queue in self._by_priority:
+                queue.clear()
+            self.rows = self.requests = self._tombstones = 0
+            self.deadline_ns = NO_DEADLINE_NS
             return
-        for queue in self._by_priority:
-            queue.clear()
-        self._tombstones = 0
-        self.deadline_ns = NO_DEADLINE_NS
+        self.rows -= rows
+        self.requests -= taken
+        self._tombstones += taken
+        self.head()
+        self._bury()
 
     def _bury(self) -> None:
         """Rebuild the queues if tombstones outnumber the living."""
@@ -203,12 +212,23 @@ class Buckets:
         self.by_key[bucket.key] = bucket
 
     def pushed(self, bucket: BucketQueue, request: Request) -> None:
-        """Note that a request has joined a bucket."""
+        """Note that a request has joined a bucket which changes when it is that bucket's turn."""
         if bucket.priority < 0:
+            # What `_insert` does, without the call: this is done for every batch.
+            bucket.priority = priority = request.priority
             bucket.deadline_ns = request.deadline_ns
-            bucket.is_full = bucket.rows >= bucket.rows_max
-            bucket.is_ready = bucket.is_full or not self._has_delay
-            self._insert(bucket, request.priority)
+            if priority > self._priority_max:
+                self._priority_max = priority
+            self.waiting += 1
+            if bucket.rows >= bucket.rows_max:
+                bucket.is_full = True
+                self._full += 1
+            elif self._has_delay:
+                self._levels[priority].filling[bucket] = None
+                self._await_delay(bucket)
+                return
+            bucket.is_ready = True
+            self._levels[priority].ready[bucket] = None
             return
         if request.deadline_ns < bucket.deadline_ns:
             bucket.deadline_ns = request.deadline_ns
@@ -224,8 +244,15 @@ class Buckets:
 
     def launched(self, bucket: BucketQueue) -> None:
         """Note that a batch has left a bucket, so that it is the turn of others."""
-        self._remove(bucket)
+        # What `_remove` does, without the call: this is done for every batch.
+        level = self._levels[bucket.priority]
+        del (level.ready if bucket.is_ready else level.filling)[bucket]
+        self.waiting -= 1
+        bucket.priority = -1
         bucket.is_ready = False
+        if bucket.is_full:
+            self._full -= 1
+            bucket.is_full = False
         if bucket.requests and (head := bucket.head()) is not None:
             self._place(bucket, head.priority)
 

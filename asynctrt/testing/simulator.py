@@ -424,7 +424,8 @@ class _Run:
         _hold(condition=False, broken="a closed scheduler took a request")
 
     def check_counters(self) -> None:
-        counters, result = self.scheduler.snapshot().counters, self.result
+        snapshot, result = self.scheduler.snapshot(), self.result
+        counters = snapshot.counters
         for state, count in (
             (State.DONE, counters.succeeded),
             (State.FAILED, counters.failed),
@@ -432,7 +433,7 @@ class _Run:
             (State.EXPIRED, counters.expired),
         ):
             _hold(result.answered[state] == count, f"{state.name} was counted {count} times")
-        _hold(counters.submitted == sum(result.answered.values()), "submissions miscounted")
+        _hold(snapshot.submitted == sum(result.answered.values()), "submissions miscounted")
         _hold((counters.rows, counters.rows_padded) == (result.rows, result.rows_padded), "rows miscounted")
         launched = {reason: count for reason, count in counters.launched.items() if count}
         _hold(launched == result.launched, "the reasons of batches are miscounted")

@@ -176,6 +176,6 @@ class RecordingBinding(FunctionBinding):
 def make_source(context, array, **kw):
     """The source of a batch of one request, whose rows lie in the context's slab."""
     layout = lay_out(context._model.inputs, context._model.outputs, {}, 8)
-    source = RowSource(make_batch(make_request(array), **kw), context.slab((), layout))
+    source = RowSource(make_batch(make_request(array), **kw), context.slab((), lambda _: layout))
     source.stage()
     return source

@@ -208,7 +208,7 @@ class TestTheSourceOfABatch:
         pool = make_pool()
         source = pool.source(make_batch(make_request(rows(1)), context=1))
         assert type(source) is RowSource
-        assert source.slab is source.inputs is pool.contexts[1].slab((), pool.layout(()))
+        assert source.slab is source.inputs is pool.contexts[1].slab((), pool.layout)
         pool.close(WAIT_S)
 
     def test_rows_of_slots_stay_in_their_slab(self):

@@ -121,7 +121,8 @@ def test_a_slab_of_slots_is_sealed_until_the_batch_has_ended(unified):
     owner.slab.inputs[0][:2] = rows(3, 4)
     request = make_request(rows(0), rows=2, key=owner.key)
     request.payload = SlotRows(owner, slice(0, 2))
-    source = SlotSource(make_batch(request, key=owner.key), context.slab((), layout), is_captured=False)
+    slab = context.slab((), lambda _: layout)
+    source = SlotSource(make_batch(request, key=owner.key), slab, is_captured=False)
     assert not owner.is_sealed
     flight = InFlight(source.batch, context, source)
     assert owner.is_sealed, "before its rows are staged"

@@ -36,7 +36,7 @@ def queue_of(*requests):
 def take(queue, rows_max):
     chosen, rows = queue.choose(rows_max)
     queue.take(chosen, rows)
-    return chosen
+    return list(chosen)
 
 
 def leave(queue, victim, what=Change.CANCEL):
@@ -216,8 +216,8 @@ class TestOneBucket:
                 assert chosen_rows == sum(each.rows for each in chosen) <= rows_max
                 assert bool(chosen) == bool(alive)
                 # The order of the queue, and its head first.
-                assert [each for each in before if each in chosen] == chosen
-                assert chosen[:1] == before[:1]
+                assert [each for each in before if each in chosen] == list(chosen)
+                assert list(chosen[:1]) == before[:1]
                 if what != "choose":
                     queue.take(chosen, chosen_rows, State.IN_FLIGHT if what == "take" else State.FAILED)
                     alive = [each for each in alive if each not in chosen]
@@ -247,8 +247,8 @@ class Board:
             self.buckets.add(bucket)
         for arrival_ns in arrivals_ns or [0] * count:
             pushed = Request(rows, key, priority, arrival_ns, **kw)
-            bucket.push(pushed)
-            self.buckets.pushed(bucket, pushed)
+            if bucket.push(pushed):
+                self.buckets.pushed(bucket, pushed)
         return pushed
 
     def leave(self, victim, what=Change.CANCEL):

@@ -121,21 +121,11 @@ class HostEvent:
         :raises DeviceError: if it is still pending from before.
         """
         if self._reached != self._recorded:
-            raise DeviceError(f"{self!r} is recorded again before it was done")
+            raise _pending(self)
         self.error = None
         self._callback = None
         self._stream = stream
         self._recorded += 1
-
-    def pass_by(self, stream: "HostStream", time_ns: int, error: BaseException | None) -> None:
-        """Mark the event as done on ``stream``, which is idle. As :meth:`begin` and :meth:`reach`."""
-        if self._reached != self._recorded:
-            raise DeviceError(f"{self!r} is recorded again before it was done")
-        self.error = error
-        self._callback = None
-        self._stream = stream
-        self._time_ns = time_ns
-        self._recorded = self._reached = self._recorded + 1
 
     def reach(self, time_ns: int, error: BaseException | None) -> None:
         """Mark the event as done, and call whoever waits for it."""
@@ -271,9 +261,15 @@ class HostStream:
         if self._is_served:
             event.begin(self)
             self._put(partial(self._reach, event))
+        elif event._reached != event._recorded:
+            raise _pending(event)
         else:
-            event.pass_by(self, self._now_ns(), self._error)
-            self._error = None
+            # What `begin` and `reach` do, as nobody can be waiting yet: the most frequent case by far.
+            event.error, self._error = self._error, None
+            event._callback = None
+            event._stream = self
+            event._time_ns = self._now_ns()
+            event._recorded = event._reached = event._recorded + 1
 
     def wait(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
@@ -452,6 +448,10 @@ class HostGraph:
 
     def close(self) -> None:
         self._operations.clear()
+
+
+def _pending(event: HostEvent) -> DeviceError:
+    return DeviceError(f"{event!r} is recorded again before it was done")
 
 
 def _foreign(event: Event) -> DeviceError:
