@@ -388,7 +388,7 @@ class Engine:
 
     def _give_back(self) -> None:
         """Blocks: joins threads, frees memory, unloads the model."""
-        self._driver.end_copies(STREAM_END_S)
+        self._driver.end_threads(STREAM_END_S)
         abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)

@@ -46,6 +46,17 @@ class Binding(Protocol):
         """Return the outputs for which no memory was bound, once the batch is done; the caller owns them."""
 
 
+@runtime_checkable
+class SlowBinding(Binding, Protocol):
+    """A binding of a model whose ``enqueue_may_block``, if it can tell when."""
+
+    def may_block(self, rows: int, *, profile: int | None) -> bool:
+        """Return whether to enqueue the next batch, of ``rows``, in a thread, because that may take long.
+
+        It is enqueued next, and nothing else is meanwhile.
+        """
+
+
 class ExecutionContext(Protocol):
     """Runs batches of one model, one at a time."""
 
@@ -104,6 +115,13 @@ class Model(Protocol):
     def occupies_device(self) -> bool:
         """Whether a batch keeps the device busy. If not, as many run at once as there are contexts."""
 
+    @property
+    def enqueue_may_block(self) -> bool:
+        """Whether enqueueing a batch may take long, so that it is done in a thread.
+
+        Bindings that are a :class:`SlowBinding` say for which batches; with others it is done for all.
+        """
+
     def create_context(self, device: Device) -> ExecutionContext:
         """Create a context on ``device``.
 
@@ -155,3 +173,4 @@ class ModelBase:
     enqueue_nbytes: int = 0
     is_capturable: bool = False
     occupies_device: bool = True
+    enqueue_may_block: bool = False

@@ -7,6 +7,8 @@ batches. K arenas for N contexts take the memory of K, where N private workspace
 """
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -21,12 +23,34 @@ class Arena:
         self.buffer: Buffer | None = None
         self.last_use: Event | None = None
         """Done when the latest batch in it has computed. The stream of the next batch waits for it."""
+        self.is_enqueueing = False
+        """Whether a thread is putting a batch in it on its stream. Those behind it wait in :attr:`waiting`,
+        since the order of batches in an arena is that in which they are enqueued."""
+        self.waiting: deque[Callable[[], object]] = deque()
+        self.is_given_up = False
+        """Whether a batch in it did not end, so that none behind it would ever begin."""
+        self.on_given_up: list[Callable[[], object]] = []
+        """What each engine that uses it does when it is given up."""
 
     @property
     def memory(self) -> Buffer:
         """Return the block, which has been reserved."""
         assert self.buffer is not None, "an arena is reserved before it is used"
         return self.buffer
+
+    def give_up(self) -> None:
+        """Let no batch into it any more, of whichever engine. Idempotent."""
+        if not self.is_given_up:
+            self.is_given_up = True
+            for tell in tuple(self.on_given_up):
+                tell()
+            self.go_on()
+
+    def go_on(self) -> None:
+        """After a batch was enqueued by a thread: let those behind it go, up to the next one of that kind."""
+        self.is_enqueueing = False
+        while self.waiting and not self.is_enqueueing:
+            self.waiting.popleft()()
 
 
 class Arenas:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
-from asynctrt.backends.base import Binding, Model
+from asynctrt.backends.base import Binding, Model, SlowBinding
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, InputError
@@ -59,6 +59,11 @@ class PooledContext:
         self._device = device
         self._model = model
         self.arena = arena
+        self.is_direct = arena is None and not model.enqueue_may_block
+        """Whether a batch can always be enqueued at once, by the event loop."""
+        self.is_enqueueing = False
+        """Whether a thread is putting a batch on the stream."""
+        self._may_block = model.enqueue_may_block
         self.stream = device.create_stream()
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
@@ -121,6 +126,15 @@ class PooledContext:
                 self._slot_bindings.popitem(last=False)
         self._slot_bindings.move_to_end(source.inputs)
         return binding
+
+    def may_block(self, source: RowSource) -> bool:
+        """Return whether :meth:`enqueue` may take so long that a thread has to do it."""
+        if not self._may_block or (source.inputs is source.slab and source.batch.rows_run in self._captured):
+            return False
+        binding = self.binding(source)
+        if not isinstance(binding, SlowBinding):
+            return True
+        return binding.may_block(source.batch.rows_run, profile=source.batch.profile)
 
     def enqueue(self, source: RowSource, events: BatchEvents) -> None:
         """Put a whole batch on the stream and return at once. This is the one order of things."""
@@ -257,6 +271,11 @@ class ContextPool:
         return f"<ContextPool contexts={len(self.contexts)} arenas={arenas} nbytes={self.nbytes}>"
 
     @property
+    def arenas(self) -> Sequence[Arena]:
+        """Return the arenas by their numbers."""
+        return () if self._arenas is None else self._arenas.arenas
+
+    @property
     def arenas_nbytes(self) -> int:
         """Return the bytes of the arenas."""
         return 0 if self._arenas is None else self._arenas.nbytes
@@ -311,7 +330,11 @@ class ContextPool:
 
         May be called again later, for those that were.
         """
-        still_running = [context for context in self.contexts if not context.stream.close(timeout_s)]
+        still_running = [
+            context
+            for context in self.contexts
+            if context.is_enqueueing or not context.stream.close(timeout_s)
+        ]
         if still_running:
             # Before anything is freed, as that would wait for them.
             self._device.abandon()

@@ -28,8 +28,8 @@ from asynctrt.errors import (
 from asynctrt.runtime import staging
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool
-from asynctrt.runtime.copiers import Copiers
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.jobs import Copiers, Jobs
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
@@ -86,6 +86,12 @@ class Driver:
         self._reaper = Reaper(loop, now_ns, waiting=waiting, context=self._context)
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
+        self._enqueuers = Jobs("asynctrt-enqueue", len(pool.contexts), self._reaper, now_ns)
+        self._forget_arenas: list[Callable[[], object]] = []
+        for number, arena in enumerate(pool.arenas):
+            avoid = partial(self._avoid, number)
+            arena.on_given_up.append(avoid)
+            self._forget_arenas.append(partial(arena.on_given_up.remove, avoid))
 
     def __repr__(self) -> str:
         return f"<Driver {self._name} {self._scheduler!r}>"
@@ -163,11 +169,17 @@ class Driver:
         """Fail what is still in flight, and never run again. The pool is the engine's to close."""
         self._reaper.close()
         self._alarm.close()
+        for forget in self._forget_arenas:
+            forget()
+        self._forget_arenas.clear()
         if self._flights:
             # First of all: what is freed from now on must not wait for them.
             self._device.abandon()
         for flight in tuple(self._flights.values()):
             flight.context.stream.abandon()
+            arena = flight.context.arena
+            if arena is not None and flight.context.is_enqueueing:
+                arena.give_up()  # Nobody will be told when the thread is through.
             error = DeviceLostError(
                 f"batch {flight.batch.number} of {self._name} did not end within the close_timeout of its "
                 "engine. What it uses stays allocated until it does; if that is never, only a new process "
@@ -175,9 +187,10 @@ class Driver:
             )
             self._fail(flight.batch, error, quarantine=True)
 
-    def end_copies(self, timeout_s: float) -> None:
-        """After :meth:`close`: end the threads that copied off the loop. Blocks, up to ``timeout_s``."""
+    def end_threads(self, timeout_s: float) -> None:
+        """After :meth:`close`: end the threads that copied and enqueued. Blocks, up to ``timeout_s`` each."""
         self._copiers.close(timeout_s)
+        self._enqueuers.close(timeout_s)
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> asyncio.Future[None]:
         """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
@@ -191,7 +204,7 @@ class Driver:
             else:
                 future.set_exception(error)
 
-        self._copiers.submit(copy, nbytes, copied)
+        self._copiers.copy(copy, nbytes, copied)
         return future
 
     def _schedule_pump(self) -> None:
@@ -244,7 +257,7 @@ class Driver:
             self._flights[batch.number] = flight
             nbytes = source.staged_nbytes
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
-                self._copiers.submit(source.stage, nbytes, partial(self._staged_off_loop, flight))
+                self._copiers.copy(source.stage, nbytes, partial(self._staged_off_loop, flight))
             else:
                 source.stage()
                 self._staged(flight)
@@ -265,25 +278,100 @@ class Driver:
             self._staged(flight)
 
     def _staged(self, flight: InFlight) -> None:
-        """Put a batch whose rows are in the slab on its stream, and wait for its end."""
+        """Put a batch whose rows are in the slab on its stream, here or in a thread, and wait for its end."""
         batch = flight.batch
         flight.record.copy_in_ns = self._now_ns() - batch.launched_ns
         if flight.source.refused:
             for request, refused in flight.source.refused:
                 self._scheduler.fail_one(request)
                 self._answer_error(request, refused)
-        interrupt: BaseException | None = None
+        if not flight.context.is_direct and self._is_put_off(flight):
+            return
+        self._enqueue(flight)
+        self._await_end(flight)
+        if flight.error is not None and not isinstance(flight.error, Exception):
+            raise flight.error  # Ctrl-C in the middle.
+
+    def _is_put_off(self, flight: InFlight) -> bool:
+        """Return whether a thread puts a batch on its stream, now or when others have been put there."""
+        context = flight.context
+        arena = context.arena
+        if arena is not None and arena.is_given_up:
+            self._give_up(
+                flight,
+                f"batch {flight.batch.number} of {self._name} was not run: another batch in its arena did "
+                "not end. No context in that arena is used any more; others go on",
+            )
+            return True
+        if arena is not None and arena.is_enqueueing:
+            arena.waiting.append(partial(self._go_on, flight))
+            return True
+        try:
+            if not context.may_block(flight.source):
+                return False
+        except Exception:
+            return False  # It will raise that again.
+        if arena is not None:
+            arena.is_enqueueing = True
+        context.is_enqueueing = True
+        self._enqueuers.submit(
+            partial(self._enqueue, flight),
+            partial(self._enqueued, flight),
+            hung_after_ns=self._batch_timeout_ns,
+            on_hung=partial(self._hung, flight),
+        )
+        return True
+
+    def _go_on(self, flight: InFlight) -> None:
+        """Put a batch on its stream that others in its arena held up."""
+        if flight.batch.number not in self._flights or self._is_put_off(flight):
+            return
+        self._enqueue(flight)
+        self._await_end(flight)
+        if flight.error is not None and not isinstance(flight.error, Exception):
+            self._loop.call_soon(_raise, flight.error)  # There may be more that wait.
+
+    def _enqueue(self, flight: InFlight) -> None:
+        """Put a batch on its stream, from the loop or from a thread; keep what that raises with the batch."""
+        context = flight.context
         try:
             self._device.activate()
-            flight.context.enqueue(flight.source, flight.events)
+            context.enqueue(flight.source, flight.events)
         except BaseException as error:
             # Part of the batch may be on the stream already: its context is free when that has run.
             flight.error = error
-            interrupt = None if isinstance(error, Exception) else error
             if self._device.lost is None:
-                flight.context.enqueue_end(flight.source, flight.events)
-        end = flight.end
-        if end.query() or self._device.lost is not None:
+                try:
+                    context.enqueue_end(flight.source, flight.events)
+                except Exception as worse:
+                    flight.error = _UntrackedError(f"{describe(error)}, and then {describe(worse)}")
+                    flight.error.__cause__ = worse
+        finally:
+            context.is_enqueueing = False
+
+    def _enqueued(self, flight: InFlight, error: BaseException | None) -> None:
+        """Wait for the end of a batch that a thread has put on its stream, and let those behind it go."""
+        flight.error = flight.error or error
+        if flight.batch.number in self._flights:
+            self._await_end(flight)
+        else:
+            # It was given up before. What it uses is let go of once it has run after all.
+            self._reaper.watch(flight.end, partial(self._landed, flight), expected_ns=None)
+        arena = flight.context.arena
+        if arena is not None:
+            arena.go_on()
+
+    def _await_end(self, flight: InFlight) -> None:
+        """Have a batch that is on its stream answered when it is done, which it may be by now."""
+        end, batch = flight.end, flight.batch
+        if isinstance(flight.error, _UntrackedError) and self._device.lost is None:
+            self._give_up(
+                flight,
+                f"batch {batch.number} of {self._name} failed when it was put on its stream, and so did "
+                f"marking its end there: {flight.error}. Its context is not used any more, nor are others in "
+                "its arena",
+            )
+        elif end.query() or self._device.lost is not None:
             self._landed(flight)
         else:
             self._reaper.watch(
@@ -294,8 +382,6 @@ class Driver:
                 on_hung=partial(self._hung, flight),
                 order_group=batch.arena,
             )
-        if interrupt is not None:
-            raise interrupt
 
     def _landed(self, flight: InFlight) -> None:
         """Copy the outputs of a batch out that the device is done with, off the loop if they are large."""
@@ -325,7 +411,7 @@ class Driver:
             outputs, nbytes = flight.outputs()
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 reserved = staging.reserve(outputs, source.spans, batch.rows)
-                self._copiers.submit(
+                self._copiers.copy(
                     partial(staging.fill, reserved, outputs, source.spans),
                     nbytes,
                     partial(self._copied_out, flight, landed_ns, reserved),
@@ -413,21 +499,36 @@ class Driver:
         self._tell_if_idle()
 
     def _hung(self, flight: InFlight) -> None:
-        """Give up the context and the arena of a batch that does not end, and go on with the others."""
+        """Give up a batch that does not end, on the GPU or while it is enqueued, and go on with others."""
         batch = flight.batch
         if batch.number not in self._flights:
             return  # Another one that hangs took it along.
         assert self._batch_timeout_ns is not None
-        error = DeviceLostError(
+        self._give_up(
+            flight,
             f"batch {batch.number} of {self._name} ({batch.rows} rows, context {batch.context}) did not "
             f"end within the batch_timeout of {self._batch_timeout_ns / 1e9:g} s. Its context is not used "
             "any more, nor are others in its arena, and their memory stays allocated; other contexts go on. "
-            "If batches may take that long, open the engine with a larger batch_timeout"
+            "If batches may take that long, open the engine with a larger batch_timeout",
         )
+
+    def _give_up(self, flight: InFlight, why: str) -> None:
+        """Fail a batch of which nothing tells any more when it ends, and never use again what it uses."""
+        error = DeviceLostError(why)
         logger.error("%s", error)
         self._device.abandon()
         flight.context.stream.abandon()
-        self._fail(batch, error, quarantine=True)
+        self._fail(flight.batch, error, quarantine=True)
+        if flight.context.arena is not None:
+            flight.context.arena.give_up()
+        self._lose_if_stuck()
+
+    def _avoid(self, arena: int) -> None:
+        """Use an arena no more in which a batch hangs, of this engine or of another."""
+        self._scheduler.quarantine_arena(arena)
+        self._lose_if_stuck()
+
+    def _lose_if_stuck(self) -> None:
         if self._scheduler.is_stuck:
             self._lose(
                 DeviceLostError(
@@ -475,6 +576,14 @@ class Driver:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+
+class _UntrackedError(DeviceLostError):
+    """The end of a batch could not be marked on its stream, which may still run it."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 def _deadline_error(request: Request, now_ns: int) -> DeadlineError:

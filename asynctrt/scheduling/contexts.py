@@ -69,10 +69,14 @@ class ContextAllocator:
         self.quarantined.add(context)
         if arena is not None:
             self._users[arena] -= 1
-            free = self._free[arena]
-            self.free -= len(free)
-            free.clear()
-            self.quarantined.update(range(arena, self._contexts, self._arenas))
+            self.quarantine_arena(arena)
+
+    def quarantine_arena(self, arena: int) -> None:
+        """Never give out any context of this arena again. Idempotent."""
+        free = self._free[arena]
+        self.free -= len(free)
+        free.clear()
+        self.quarantined.update(range(arena, self._contexts, self._arenas))
 
     def _arena_for(self, profile: Hashable) -> int:
         """Return the least used arena with a free context; of equals, one whose contexts had this profile."""

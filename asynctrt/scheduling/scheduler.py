@@ -320,6 +320,10 @@ class Scheduler:
         else:
             self._contexts.release(batch.context, batch.arena)
 
+    def quarantine_arena(self, arena: int) -> None:
+        """Note that a batch of another engine hangs in an arena: no context there is used from now on."""
+        self._contexts.quarantine_arena(arena)
+
     def refuse(self, why: AsynctrtError) -> None:
         """Refuse every submission from now on with an error like ``why``; the queue goes on."""
         self._closed = why

@@ -65,7 +65,8 @@ async def test_a_model_of_ones_own_is_served_with_the_defaults_of_the_base_class
 async def test_each_member_that_is_missing_is_named():
     with pytest.raises(
         ModelError,
-        match=r"it lacks platform, rows_min, is_capturable, occupies_device\. .*backends\.base\.ModelBase",
+        match=r"it lacks platform, rows_min, is_capturable, occupies_device, enqueue_may_block\. "
+        r".*backends\.base\.ModelBase",
     ):
         await asynctrt.open(Older())
 

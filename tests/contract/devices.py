@@ -1,10 +1,18 @@
 """All devices, for the contract suites."""
 
+import asyncio
+
+import numpy as np
+
+import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.gpu.support import gpu_is_here
+from tests.models import rows
+
+WAIT_S = 30
 
 
 def open_latch(**kw):
@@ -37,3 +45,26 @@ def strict(device, spec):
 def four_floats(**kw):
     """An engine whose rows are four floats in and four out."""
     return EngineSpec(inputs=(TensorIO("input", dims=(-1, 4)),), **kw)
+
+
+class Subject:
+    """A strict double and a model of it on one device."""
+
+    def __init__(self, device, *, double=None, options=None, **kw):
+        self.device = device
+        self.double = double or StrictTensorRT(device)
+        self.spec = four_floats(**kw)
+        self.model = TensorRTModel(
+            double_plan(self.spec), device=device, flavour=self.double, options=options
+        )
+
+    def open(self, **kw):
+        kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
+        return asynctrt.open(self.model, device=self.device, **kw)
+
+    async def check(self, engine, number=1):
+        sent = rows(number)
+        async with asyncio.timeout(WAIT_S):
+            result = await engine.infer(sent)
+        for name, expected in self.spec.expected({"input": sent}).items():
+            np.testing.assert_array_equal(result[name], expected)

@@ -8,7 +8,6 @@ import sys
 import numpy as np
 import pytest
 
-import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeviceLostError,
@@ -17,8 +16,7 @@ from asynctrt.errors import (
     ExecutionError,
     InputError,
 )
-from asynctrt.testing.tensorrt import StrictTensorRT, double_plan
-from tests.contract.devices import DEVICES, TensorRTModel, four_floats
+from tests.contract.devices import DEVICES, Subject
 from tests.models import rows
 
 pytestmark = pytest.mark.anyio
@@ -31,26 +29,6 @@ def device(request):
     made = DEVICES[request.param]()
     yield made
     made.close()
-
-
-class Subject:
-    """A strict double and a model of it on one device."""
-
-    def __init__(self, device, **kw):
-        self.device = device
-        self.double = StrictTensorRT(device)
-        self.spec = four_floats(**kw)
-        self.model = TensorRTModel(double_plan(self.spec), device=device, flavour=self.double)
-
-    def open(self, **kw):
-        kw = {"contexts": 3, "arenas": 3, "max_rows": 4, "graphs": "off", **kw}
-        return asynctrt.open(self.model, device=self.device, **kw)
-
-    async def check(self, engine, number=1):
-        sent = rows(number)
-        async with asyncio.timeout(WAIT_S):
-            result = await engine.infer(sent)
-        np.testing.assert_array_equal(result["output"], self.spec.expected({"input": sent})["output"])
 
 
 @pytest.fixture

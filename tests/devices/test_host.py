@@ -12,8 +12,9 @@ import pytest
 
 from asynctrt.devices.host import HostDevice, HostEvent, Unfinished, cores
 from asynctrt.devices.host.memory import HostBuffer
-from asynctrt.devices.host.streams import FORGIVEN_AFTER, HAND_OVER_NS, LABELS_MAX
+from asynctrt.devices.host.streams import HAND_OVER_NS, LABELS_MAX
 from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
+from asynctrt.pace import FORGIVEN_AFTER
 
 WAIT_S = 20
 ROOT = Path(__file__).parent.parent.parent

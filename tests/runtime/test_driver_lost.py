@@ -301,7 +301,7 @@ class TestAnArenaThatHangs:
             await ticks()
 
     async def test_an_engine_that_shares_it_goes_on_in_the_others(self, skip, hanging):
-        """Its own batches there wait for what hangs: it finds that out by itself, and then avoids it."""
+        """It is told, so that no batch of its own waits for what hangs."""
         device = HostDevice(threads=4, in_place="never")
         arenas = Arenas(device, 2)
         settings = {"device": device, "shared_arenas": arenas, "contexts": 2}
@@ -310,15 +310,26 @@ class TestAnArenaThatHangs:
             await until(lambda: hanging.hung)
             skip(TIMEOUT_S + 1)
             assert lost(await ends([hung]))
-            behind = send(other, 1)
-            stream = other._pool.contexts[0].stream
-            # Its thread may need a switch of the GIL to get there, and time flies from now on.
-            await until(lambda: stream.is_running)
-            skip(TIMEOUT_S + 1)
-            assert lost(await ends([behind]))
+            assert other.statistics().contexts_quarantined == 1
             for _ in range(3):
                 assert await ends([send(other, value) for value in range(5)]) == [0, 2, 4, 6, 8]
             assert other.state == one.state == "open"
+            assert other.statistics().failed == 0
+            hanging.go.set()
+        arenas.close()
+
+    async def test_what_waits_in_it_of_another_engine_fails_with_it(self, skip, hanging):
+        device = HostDevice(threads=4, in_place="never")
+        arenas = Arenas(device, 1)
+        settings = {"device": device, "shared_arenas": arenas, "contexts": 1}
+        async with opening(in_arenas(hanging), **settings) as one, opening(in_arenas(), **settings) as other:
+            hung = send(one, -1)
+            await until(lambda: hanging.hung)
+            behind = send(other, 1)
+            await until(lambda: other.statistics().in_flight_batches == 1)
+            skip(TIMEOUT_S + 1)
+            assert lost(await ends([hung, behind]))
+            assert one.state == other.state == "lost"
             hanging.go.set()
         arenas.close()
 

@@ -8,9 +8,10 @@ a time: that is TensorRT's rule ("How TensorRT works", Threading), and the pool 
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from asynctrt import clock
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.flavours import Flavour
@@ -33,10 +34,14 @@ from asynctrt.errors import (
     InternalError,
     UsageError,
 )
+from asynctrt.pace import Pace
 from asynctrt.tensors import Array, Dims
 
 CLOSE_S: Final = 5.0
 """Seconds to wait for the auxiliary streams of a context that is closed."""
+
+ENQUEUE_NS: Final = 100_000
+"""An enqueue that takes less is done by the event loop, as a thread for it would cost about as much."""
 
 NVTX: Final = {"none": "NONE", "names": "LAYER_NAMES_ONLY", "detailed": "DETAILED"}
 """The option's values, as members of ``ProfilingVerbosity``."""
@@ -58,6 +63,10 @@ class Loaded:
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
+    is_streaming: bool = False
+    """Whether some of its weights are streamed from the host for each batch."""
+    paces: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(ENQUEUE_NS), Pace(ENQUEUE_NS)))
+    """How long enqueues take: of batches like the one before on their context, and of others."""
 
     def failed(self, what: str, errors: TensorRTErrors) -> DeviceError:
         """Return the error for a call that TensorRT reported as failed, from all that is known about it."""
@@ -114,6 +123,7 @@ class TensorRTContext:
         self._shapes: tuple[tuple[Dims, ...], int] | None = None
         self._memory: tuple[int, int] | None = None
         self._is_warm = False
+        self._in_place = True
         by_name = {spec.name: spec for spec in signature.outputs}
         self.unbound = {
             name: UnboundOutput(by_name[name], loaded.device, loaded.memory) for name in signature.unbound
@@ -179,7 +189,10 @@ class TensorRTContext:
         :raises ExecutionError: when TensorRT refuses; the next batch is not affected.
         :raises DeviceLostError: when the device is lost.
         """
+        begun_ns = clock.now_ns()
         chosen = binding.profile_for(rows, profile)
+        is_change, in_place = self._is_change(binding, chosen, rows), self._in_place
+        self._in_place = True
         if not self._guard.acquire(blocking=False):
             raise InternalError(f"{self!r} was used by two threads at once")
         done = False
@@ -192,6 +205,7 @@ class TensorRTContext:
             for output in binding.unbound:
                 output.collect(rows, stream)
             self._is_warm = self._is_warm or not stream.is_capturing
+            self._loaded.paces[is_change].observe(clock.now_ns() - begun_ns, in_place=in_place)
             done = True
         finally:
             if not done:
@@ -199,6 +213,24 @@ class TensorRTContext:
             self._guard.release()
         if self._recorder.has_errors:
             logger.warning("%r enqueued a batch, but %s", self, self._recorder.take())
+
+    def may_block(self, binding: "TensorRTBinding", rows: int, profile: int | None) -> bool:
+        """Return whether to enqueue a batch in a thread, as its enqueue waits or was measured to be slow.
+
+        TensorRT waits in it for outputs whose size depends on the data, and for streamed weights ("How
+        TensorRT works", Weight Streaming); after a change of shapes or profile it updates what its layers
+        hold; and what a plugin does is not known.
+        """
+        if binding.unbound or self._loaded.is_streaming:
+            blocks = True
+        else:
+            chosen = binding.profile_for(rows, profile)
+            blocks = not self._loaded.paces[self._is_change(binding, chosen, rows)].is_short
+        self._in_place = not blocks
+        return blocks
+
+    def _is_change(self, binding: "TensorRTBinding", profile: Profile, rows: int) -> bool:
+        return profile.index != self._profile or (binding.dims, rows) != self._shapes
 
     def _configure(self) -> None:
         """Set what is set only once, when the context is created."""
@@ -225,7 +257,7 @@ class TensorRTContext:
     ) -> None:
         """Set whatever has changed since the batch before."""
         shapes = (binding.dims, rows)
-        is_other_shape = profile.index != self._profile or shapes != self._shapes
+        is_other_shape = self._is_change(binding, profile, rows)
         if stream.is_capturing and binding.unbound:
             raise InternalError(
                 f"{self!r} cannot be captured: a graph does not report the shape of "
@@ -347,6 +379,9 @@ class TensorRTBinding:
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         self._context.enqueue(self, rows, profile=profile, stream=stream, arena=arena)
+
+    def may_block(self, rows: int, *, profile: int | None) -> bool:
+        return self._context.may_block(self, rows, profile)
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {output.name: output.take() for output in self.unbound}

@@ -77,7 +77,7 @@ class TensorRTModel:
         self._contexts = 0
         self._loaded: Loaded | None = _load(read, found, device, options)
         try:
-            self._is_streaming = _stream_weights(self.name, self._loaded)
+            self._is_streaming = self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
             self.signature, self._is_capturable = _examine(self.name, self._loaded)
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
@@ -130,6 +130,11 @@ class TensorRTModel:
     @property
     def occupies_device(self) -> bool:
         """True: a batch keeps the GPU busy."""
+        return True
+
+    @property
+    def enqueue_may_block(self) -> bool:
+        """True: what an engine does when a batch is enqueued is known only once it was measured."""
         return True
 
     def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:

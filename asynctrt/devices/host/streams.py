@@ -14,17 +14,10 @@ import numpy as np
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError
+from asynctrt.pace import Pace
 
 HAND_OVER_NS: Final = 50_000
 """About what giving work to a thread and hearing back from it costs; shorter work runs in place."""
-
-HOLD_MIN: Final = 4
-HOLD_MAX: Final = 1024
-"""Runs that work stays in the thread for, after the first and after many that held up the loop."""
-
-FORGIVEN_AFTER: Final = 1024
-"""Short runs in place after which work that had held up the loop counts as short again: the system holds up
-any process now and then, whatever it runs."""
 
 LABELS_MAX: Final = 1024
 """How many labels a stream remembers the pace of."""
@@ -142,40 +135,6 @@ class HostEvent:
             callback()
 
 
-class _Pace:
-    """How long the latest runs of one label took, and so whether to run it in place."""
-
-    __slots__ = ("_hold", "_holding", "_in_place", "_recent", "is_short")
-
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque(maxlen=8)
-        self._hold = HOLD_MIN
-        self._holding = HOLD_MIN
-        self._in_place = 0
-        self.is_short = False
-        """Whether to run it in place."""
-
-    def observe(self, duration_ns: int, *, in_place: bool) -> None:
-        """Note how long a run took."""
-        self._recent.append(duration_ns)
-        if self._holding:
-            self._holding -= 1
-        if in_place:
-            if duration_ns > 4 * HAND_OVER_NS:
-                # It held the loop. Each time it does, it stays in the thread for twice as many runs.
-                self._recent.clear()
-                self._hold = self._holding = min(2 * self._hold, HOLD_MAX)
-                self._in_place = 0
-                self.is_short = False
-                return
-            if self._hold > HOLD_MIN:
-                self._in_place += 1
-                if self._in_place == FORGIVEN_AFTER:
-                    self._hold = HOLD_MIN
-        # The shortest of several runs, because a run in a thread also counts its wait for the GIL.
-        self.is_short = not self._holding and (duration_ns < HAND_OVER_NS or min(self._recent) < HAND_OVER_NS)
-
-
 class Unfinished(ABC):
     """What some work began and left to go on elsewhere, such as a coroutine on an event loop."""
 
@@ -213,7 +172,7 @@ class HostStream:
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
         self._error: BaseException | None = None
-        self._paces: dict[Hashable, _Pace] = {}
+        self._paces: dict[Hashable, Pace] = {}
         self._captured: HostGraph | None = None
         self._closed = False
         threads.join()
@@ -371,7 +330,7 @@ class HostStream:
             if pace is None:
                 if len(self._paces) >= LABELS_MAX:
                     self._paces.clear()
-                pace = self._paces[label] = _Pace()
+                pace = self._paces[label] = Pace(HAND_OVER_NS)
             pace.observe(self._now_ns() - start_ns, in_place=in_place)
         return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
 

@@ -100,6 +100,8 @@ class IExecutionContext(Reporter):
         self._switch: Ticket | None = None
         self._generation = 0
         self._enqueued: EnqueuedBatch | None = None
+        self._is_changed = True
+        self._changing = threading.Event()
         self._number = next(engine._core.library.numbers)
         self.name = f"{self._spec.name} context {self._number}"
         self._persistent_cache_limit = 0
@@ -203,7 +205,7 @@ class IExecutionContext(Reporter):
         if self._shapes.get(name) != given:
             self._shapes[name] = given
             self._sized_for_shapes = False
-            self._enqueued = None
+            self._enqueued, self._is_changed = None, True
             self._modified()
         self._refused = None
         return True
@@ -233,7 +235,7 @@ class IExecutionContext(Reporter):
         self._shapes = {io.name: io.dims for io in self._spec.inputs if -1 not in io.dims}
         self._sized_for_shapes = False
         self._refused = None
-        self._enqueued = None
+        self._enqueued, self._is_changed = None, True
 
     def _unspecified(self) -> list[str]:
         return [io.name for io in self._spec.inputs if io.name not in self._shapes]
@@ -391,6 +393,7 @@ class IExecutionContext(Reporter):
             )
             return
         if self._arena != (memory, size):
+            self._is_changed = True
             self._modified()
         self._arena = (memory, size)
         self._enqueued = None
@@ -475,6 +478,8 @@ class IExecutionContext(Reporter):
         if self._report_loss(ENQUEUE) or not self._can_run(handle):
             return False
         self._check_order(handle, "executes")
+        if self._core.monitor.take("enqueue-hang"):
+            self._core.monitor.hang()
         self._enqueued = self._enqueued or self._prepared()
         enqueued = self._with_outputs(self._enqueued, handle)
         if enqueued is None:
@@ -488,14 +493,22 @@ class IExecutionContext(Reporter):
             self._tickets.add(ticket)
             if self._consumed_event:
                 executor.record(self._consumed_event, handle)
+            if self._waits:
+                executor.wait(enqueued, ticket)
             if self._spec.data_dependent:
-                self._notify(executor.longest(enqueued, ticket))
+                self._notify(executor.longest(enqueued))
         except DeviceError as error:
             lost = self._core.monitor.lost
             text = lost or str(error)
             self._report(ErrorCodeTRT.UNSPECIFIED_ERROR, ENQUEUE, "Cuda Runtime", text)
             return False
         return True
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an enqueue returns only once its batch has ended."""
+        streams_weights = self._engine.weight_streaming_scratch_memory_size > 0
+        return self._spec.data_dependent or self._spec.waits or streams_weights
 
     def _can_run(self, handle: int) -> bool:
         """Return whether the engine can run, as the real library would decide; report an error if not."""
@@ -508,7 +521,8 @@ class IExecutionContext(Reporter):
                 f"the double cannot compute {unsupported[0]}",
             )
             return False
-        can_be_captured = self._spec.capturable and not self._spec.data_dependent
+        # After a change the layers update what they hold, which cannot be part of a graph.
+        can_be_captured = self._spec.capturable and not self._waits and not self._is_changed
         if not can_be_captured and self._core.executor.is_capturing(handle):
             text = "operation not permitted when stream is capturing"
             self._report(ErrorCodeTRT.UNSPECIFIED_ERROR, ENQUEUE, "Cuda Runtime", text)
@@ -536,6 +550,9 @@ class IExecutionContext(Reporter):
             raise self._violation(f"executes with {size} bytes of enqueue memory, but needs {needed}")
         used = self._spec.enqueue_nbytes(self._shapes)
         self._check_memory((address, used))
+        if self._is_changed and self._spec.change_ns:
+            self._changing.wait(self._spec.change_ns / 1e9)
+        self._is_changed = False
         weights = self._engine._weights
         assert weights is not None
         return EnqueuedBatch(

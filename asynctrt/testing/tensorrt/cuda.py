@@ -231,8 +231,10 @@ class CudaExecutor:
         known.last = CudaTicket(text, handle, self, known.slot, known.queued)
         return known.last
 
-    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
+    def wait(self, enqueued: EnqueuedBatch, ticket: Ticket) -> None:
         self._check(driver.cuStreamSynchronize(ticket.handle)[0], f"waiting for {enqueued.text}")
+
+    def longest(self, enqueued: EnqueuedBatch) -> int:
         return int(self.pinned.longest[self._contexts[enqueued.context].slot])
 
     def record(self, event: int, handle: int) -> None:
@@ -274,6 +276,10 @@ class CudaExecutor:
             self.pinned.hangs_armed += count
         elif what == "illegal-address":
             self.pinned.faults_armed += count
+
+    @property
+    def hanging(self) -> int:
+        return int(self.pinned.hangs_begun - self.pinned.hangs_released)
 
     def release_hangs(self) -> None:
         self.pinned.hangs_released = self.pinned.hangs_begun

@@ -96,7 +96,8 @@ class StrictTensorRT:
     def fail_next(self, what: Fault, count: int = 1) -> None:
         """Make the next ``count`` operations fail.
 
-        ``enqueue``: ``execute_async_v3`` returns ``False``. ``context-memory``, ``deserialize-memory``:
+        ``enqueue``: ``execute_async_v3`` returns ``False``. ``enqueue-hang``: it does not return before
+        :meth:`release_hangs`. ``context-memory``, ``deserialize-memory``:
         memory is refused. ``hang``: the next batch to execute does not end before :meth:`release_hangs`.
         ``illegal-address``: the next batch to execute reads an unmapped address, and the device is lost.
 
@@ -107,8 +108,14 @@ class StrictTensorRT:
         self.executor.armed(what, count)
         self.monitor.arm(what, count)
 
+    @property
+    def hanging(self) -> int:
+        """Return how many batches and enqueues hang now."""
+        return self.monitor.hanging + self.executor.hanging
+
     def release_hangs(self) -> None:
-        """Let every hanging batch continue."""
+        """Let every hanging batch, and every hanging enqueue, continue."""
+        self.monitor.release_hangs()
         self.executor.release_hangs()
 
     def violations(self) -> tuple[str, ...]:

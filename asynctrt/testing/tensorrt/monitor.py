@@ -10,9 +10,10 @@ from asynctrt.errors import OptionsError
 from asynctrt.tensors import Dims
 from asynctrt.testing.tensorrt.spec import EngineSpec
 
-Fault = Literal["enqueue", "illegal-address", "hang", "context-memory", "deserialize-memory"]
+Fault = Literal["enqueue", "enqueue-hang", "illegal-address", "hang", "context-memory", "deserialize-memory"]
 FAULTS: Final[tuple[Fault, ...]] = (
     "enqueue",
+    "enqueue-hang",
     "illegal-address",
     "hang",
     "context-memory",
@@ -49,6 +50,9 @@ class ViolationMonitor:
         self._found: list[str] = []
         self._unraised: list[str] = []
         self._due: Counter[Fault] = Counter()
+        self._hangs = threading.Condition()
+        self._hanging = 0
+        self._released = 0
         self.lost: str | None = None
         """The sticky error of the device, once it has occurred."""
 
@@ -97,6 +101,24 @@ class ViolationMonitor:
                 return False
             self._due[what] -= 1
             return True
+
+    def hang(self) -> None:
+        """Wait until :meth:`release_hangs`."""
+        with self._hangs:
+            self._hanging += 1
+            own = self._hanging
+            self._hangs.wait_for(lambda: self._released >= own)
+
+    @property
+    def hanging(self) -> int:
+        """How many hang now."""
+        return self._hanging - self._released
+
+    def release_hangs(self) -> None:
+        """Let all that hang go on."""
+        with self._hangs:
+            self._released = self._hanging
+            self._hangs.notify_all()
 
 
 class Ticket:
@@ -158,8 +180,11 @@ class Executor(Protocol):
     def mark(self, context: int, text: str, handle: int) -> Ticket:
         """Enqueue a piece of work on a stream that does nothing but take its turn."""
 
-    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
-        """Wait for a batch, and return the length of the longest row of its packed output."""
+    def wait(self, enqueued: EnqueuedBatch, ticket: Ticket) -> None:
+        """Wait for a batch, without the GIL."""
+
+    def longest(self, enqueued: EnqueuedBatch) -> int:
+        """Return the length of the longest row of the packed output of a batch that has ended."""
 
     def record(self, event: int, handle: int) -> None:
         """Record an event of the application, given by its handle."""
@@ -178,6 +203,10 @@ class Executor(Protocol):
 
     def armed(self, what: Fault, count: int) -> None:
         """Prepare for the next ``count`` faults, if the device itself injects them."""
+
+    @property
+    def hanging(self) -> int:
+        """How many batches hang now on the device."""
 
     def release_hangs(self) -> None:
         """Let hanging batches continue."""

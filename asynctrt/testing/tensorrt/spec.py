@@ -115,12 +115,15 @@ class EngineSpec:
     :param work_ns: how long a batch keeps the device busy, in addition to the steps.
     :param work_ns_per_row: how much longer for each row.
     :param fills_gpu: whether that work leaves no room for that of another batch.
+    :param waits: whether an enqueue waits for its batch to end, as the code of a plugin may.
+    :param change_ns: how much longer an enqueue takes, without the GIL, after a change of shapes or profile.
     :param data_dependent: adds the output ``positives`` of the shape ``(rows, n)``: the positive values of
         each row of the first output in their order, padded with zeros to the length of the longest.
     :param aux_streams: the number of auxiliary streams; the elements are divided among all streams.
     :param weights_nbytes: device memory that is allocated when it is deserialised.
     :param stripped_weights_nbytes: how much of its weights the plan lacks, until it is refitted.
-    :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out.
+    :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out. An enqueue then
+        waits for its batch.
     :param persistent_nbytes: device memory that each context allocates.
     :param fixed_rows: the size of the batch axis, if it is not dynamic.
     :param capturable: whether an enqueue can be captured into a graph. With ``data_dependent`` it never can.
@@ -137,6 +140,8 @@ class EngineSpec:
     work_ns: int = 0
     work_ns_per_row: int = 0
     fills_gpu: bool = True
+    waits: bool = False
+    change_ns: int = 0
     data_dependent: bool = False
     aux_streams: int = 0
     weights_nbytes: int = 4096

@@ -38,7 +38,7 @@ def test_a_batch_that_hangs_until_it_is_released(bench):
     assert users[0].context.execute_async_v3(streams[0].handle)
     ended = bench.device.create_event()
     streams[0].record(ended)
-    until(lambda: bench.trt.executor._hanging == 1)
+    until(lambda: bench.trt.hanging == 1)
     # The other stream goes on meanwhile.
     assert users[1].context.execute_async_v3(streams[1].handle)
     assert wait(bench.device, streams[1]) is None
@@ -53,7 +53,7 @@ def test_a_batch_that_hangs_until_it_is_released(bench):
     assert users[0].context.execute_async_v3(streams[0].handle)
     again = bench.device.create_event()
     streams[0].record(again)
-    until(lambda: bench.trt.executor._hanging == 2)
+    until(lambda: bench.trt.hanging == 1)
     assert not again.query()
     bench.trt.release_hangs()
     assert again.synchronize(WAIT_S)
@@ -88,7 +88,7 @@ def test_what_was_queued_behind_it_fails_too(bench):
         assert user.context.execute_async_v3(stream.handle)
         events.append(bench.device.create_event())
         stream.record(events[-1])
-    until(lambda: bench.trt.executor._hanging == 1)
+    until(lambda: bench.trt.hanging == 1)
     assert not any(event.query() for event in events)
     bench.trt.release_hangs()
     assert events[-1].synchronize(WAIT_S)

@@ -398,7 +398,7 @@ def test_memory_can_be_refused_on_demand(what, where):
 
 
 def test_only_what_can_fail_can_be_asked_to():
-    with pytest.raises(OptionsError, match="valid faults are enqueue, illegal-address, hang"):
+    with pytest.raises(OptionsError, match="valid faults are enqueue, enqueue-hang, illegal-address, hang"):
         Bench().trt.fail_next("everything")
 
 

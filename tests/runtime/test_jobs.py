@@ -8,7 +8,7 @@ import pytest
 
 from asynctrt import clock
 from asynctrt.runtime.completion import Reaper
-from asynctrt.runtime.copiers import Copiers
+from asynctrt.runtime.jobs import Copiers
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20
@@ -24,7 +24,7 @@ class Told:
         self._changed = asyncio.Event()
 
     def submit(self, copy, name="copy"):
-        self.copiers.submit(copy, 1000, partial(self._note, name))
+        self.copiers.copy(copy, 1000, partial(self._note, name))
 
     def _note(self, name, error):
         self.told.append((name, error, threading.get_ident()))

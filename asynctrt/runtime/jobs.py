@@ -1,0 +1,148 @@
+"""Threads for what would hold up the loop: copies of large batches, and enqueues that wait for the device.
+
+::
+
+    jobs = Jobs("asynctrt-copy", 4, reaper, now_ns)
+    jobs.submit(work, then)  # work() in a thread, then(error) on the loop: None, or what it raised
+    jobs.close(timeout_s)  # after the reaper; blocks until the threads have ended, False if one has not
+
+A thread starts when a job finds the others busy. The reaper finds the end of a job as it finds the end of a
+batch, so ``then`` is prompt on a loop that is never idle as well, and what hangs is given up.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from asynctrt.devices.host import cores
+from asynctrt.devices.host.threads import StreamThreads
+from asynctrt.runtime.completion import Reaper
+
+COPIERS_MAX: Final = 4
+"""Threads for copying; more do not copy faster (tests/benchmarks/copies.py)."""
+
+COPIED_NBYTES_PER_NS: Final = 6
+"""About what one thread copies (tests/benchmarks/copies.py); it tells when the end of a copy may be near."""
+
+
+class Jobs:
+    """A few threads for one event loop.
+
+    :param name: what the threads are called.
+    :param threads_max: how many there are at most.
+    :param reaper: finds the ends of jobs.
+    """
+
+    def __init__(self, name: str, threads_max: int, reaper: Reaper, now_ns: Callable[[], int]) -> None:
+        self._reaper = reaper
+        self._threads = StreamThreads(threads_max, name, now_ns)
+        self._threads.join()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Jobs {'closed' if self._closed else 'open'}>"
+
+    def submit(
+        self,
+        work: Callable[[], object],
+        then: Callable[[BaseException | None], object],
+        *,
+        expected_ns: int | None = None,
+        hung_after_ns: int | None = None,
+        on_hung: Callable[[], object] | None = None,
+    ) -> None:
+        """Run ``work`` in a thread, and ``then`` on the loop with what it raised, or with ``None``.
+
+        :param expected_ns: how long it takes, if known.
+        :param hung_after_ns: call ``on_hung`` on the loop when it has run for so long. Another thread then
+            takes the place of its own. If it ends after all, ``then`` is called all the same.
+        """
+        assert not self._closed, "nothing is done after the end"
+        job = _Job(work, self._threads)
+        self._threads.schedule(job)
+        self._reaper.watch(
+            job,
+            partial(job.tell, then),
+            expected_ns=expected_ns,
+            hung_after_ns=hung_after_ns,
+            on_hung=None if on_hung is None else partial(self._give_up, job, on_hung),
+        )
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads, each after its job; return False if one does not end in time. Idempotent."""
+        if self._closed:
+            return True
+        self._closed = True
+        return self._threads.leave(timeout_s)
+
+    def _give_up(self, job: "_Job", on_hung: Callable[[], object]) -> None:
+        self._threads.replace(job)
+        on_hung()
+
+
+class Copiers(Jobs):
+    """The threads that copy.
+
+    :param threads_max: default: the cores that the process may use, up to :data:`COPIERS_MAX`.
+    """
+
+    def __init__(self, reaper: Reaper, now_ns: Callable[[], int], *, threads_max: int | None = None) -> None:
+        super().__init__("asynctrt-copy", threads_max or min(cores(), COPIERS_MAX), reaper, now_ns)
+
+    def copy(
+        self, copy: Callable[[], object], nbytes: int, then: Callable[[BaseException | None], object]
+    ) -> None:
+        """Run ``copy``, which copies so many bytes. As :meth:`submit`."""
+        self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS)
+
+
+class _Job:
+    """One job: what a thread serves, and what the reaper watches."""
+
+    __slots__ = ("_begun", "_callback", "_done", "_threads", "_work", "error")
+
+    def __init__(self, work: Callable[[], object], threads: StreamThreads) -> None:
+        self._work: Callable[[], object] | None = work
+        self._threads = threads
+        self._begun = False
+        self._done = threading.Event()
+        self._callback: Callable[[], None] | None = None
+        self.error: BaseException | None = None
+
+    def serve(self) -> None:
+        """From a thread: do it, and call back."""
+        self._begun = True
+        self._threads.hand_back()
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+        self._done.set()
+        callback = self._callback
+        if callback is not None:
+            callback()
+        self._threads.hand_back()
+
+    def tell(self, then: Callable[[BaseException | None], object]) -> None:
+        """On the loop: report the end."""
+        then(self.error)
+
+    def is_running(self) -> bool:
+        return self._begun and not self._done.is_set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def nudge(self) -> bool:
+        return not self._done.is_set() and self._threads.lend_gil()
+
+    def on_done(self, callback: Callable[[], None]) -> bool:
+        # Ask first, look second, and the thread the other way round: one of the two sees the other.
+        self._callback = callback
+        return not self._done.is_set()
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        return self._done.wait(timeout_s)
