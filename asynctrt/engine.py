@@ -149,7 +149,8 @@ class Engine:
     @property
     def state(self) -> str:
         """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any more."""
-        return "lost" if self._state == "open" and self._driver.lost is not None else self._state
+        is_lost = self._driver.lost is not None or self._device.lost is not None
+        return "lost" if self._state == "open" and is_lost else self._state
 
     @property
     def name(self) -> str:

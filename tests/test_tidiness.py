@@ -109,6 +109,7 @@ def test_only_the_clock_reads_the_time():
 
 OF_THE_PROCESS = {
     "backends/tensorrt/messages.py:_logs": "TensorRT has one logger in a process",
+    "devices/cuda/context.py:_gpus": "a GPU is lost, or stuck, for the whole process",
     "devices/cuda/streams.py:_collector": "Python has one garbage collector in a process",
 }
 """State at module level, each with the reason why it cannot belong to an engine or to a device."""

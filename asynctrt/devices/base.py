@@ -262,8 +262,11 @@ class Device(Protocol):
         :raises DeviceMemoryError: if it does not fit.
         """
 
-    def abandon(self) -> None:
-        """Note that work on it may run for ever: from now on nothing is done that would wait for it."""
+    def abandon(self, stream: Stream) -> None:
+        """Note that the work of a stream may run for ever: until :meth:`ended`, nothing waits for it."""
+
+    def ended(self, stream: Stream) -> None:
+        """Note that the work of a stream has ended, if it was given up: do what had to be put off."""
 
     def close(self) -> None:
         """Free what the device holds. Idempotent."""

@@ -335,11 +335,12 @@ class ContextPool:
             for context in self.contexts
             if context.is_enqueueing or not context.stream.close(timeout_s)
         ]
-        if still_running:
+        for context in still_running:
             # Before anything is freed, as that would wait for them.
-            self._device.abandon()
+            self._device.abandon(context.stream)
         for context in self.contexts:
             if context not in still_running:
+                self._device.ended(context.stream)
                 context.close(timeout_s)
         self.contexts = still_running
         if not self._closed and self._arenas is not None:

@@ -172,9 +172,9 @@ class Driver:
         for forget in self._forget_arenas:
             forget()
         self._forget_arenas.clear()
-        if self._flights:
+        for flight in self._flights.values():
             # First of all: what is freed from now on must not wait for them.
-            self._device.abandon()
+            self._device.abandon(flight.context.stream)
         for flight in tuple(self._flights.values()):
             flight.context.stream.abandon()
             arena = flight.context.arena
@@ -390,6 +390,7 @@ class Driver:
             # It was given up before, and has ended after all: let go of what it held.
             if self._given_up.pop(batch.number, None) is not None:
                 flight.ended()
+                self._device.ended(flight.context.stream)
             return
         error = self._device.lost or flight.error or flight.device_error()
         if error is not None:
@@ -516,7 +517,7 @@ class Driver:
         """Fail a batch of which nothing tells any more when it ends, and never use again what it uses."""
         error = DeviceLostError(why)
         logger.error("%s", error)
-        self._device.abandon()
+        self._device.abandon(flight.context.stream)
         flight.context.stream.abandon()
         self._fail(flight.batch, error, quarantine=True)
         if flight.context.arena is not None:

@@ -10,6 +10,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from weakref import ref
 
@@ -151,6 +152,7 @@ def driver(monkeypatch):
     made = Driver()
     for module in (context, cuda_device, memory, streams):
         monkeypatch.setattr(module, "driver", made)
+    monkeypatch.setattr(context, "_gpus", defaultdict(context.Gpu))
     yield made
     gc.collect()
 
@@ -510,8 +512,9 @@ class TestMemory:
         """To free would wait for work that never ends, or fail."""
         buffer, pinned = device.allocate(1000), device.allocate_staging(1000)
         if why == "stuck":
-            device.abandon()
-            device.abandon()
+            for stream in (device.create_stream(), device.create_stream()):
+                device.abandon(stream)
+                device.abandon(stream)
             assert caplog.text.count("work on it did not end") == 1
         else:
             device.failed(ILLEGAL, "work on a stream")
@@ -524,6 +527,49 @@ class TestMemory:
         assert not driver.count("cuMemFreeHost")
         assert len(driver.blocks) == 1
         assert device.memory().held_nbytes == 1000
+
+    def test_what_hung_and_has_ended_after_all_is_waited_for_no_longer(self, device, driver):
+        buffer, pinned = device.allocate(1000), device.allocate_staging(1000)
+        hanging = [device.create_stream() for _ in range(2)]
+        for stream in hanging:
+            device.abandon(stream)
+        buffer.close()
+        pinned.close()
+        del pinned
+        gc.collect()
+        device.ended(device.create_stream())
+        device.ended(hanging[0])
+        device.ended(hanging[0])
+        assert driver.blocks
+        assert not driver.count("cuMemFree")
+        device.ended(hanging[1])
+        assert not driver.blocks
+        assert device.memory().held_nbytes == 0
+        assert "ready" in repr(device)
+        device.allocate(1000).close()
+        assert driver.count("cuMemFree") == 2
+
+    def test_another_device_object_of_a_gpu_knows_what_hangs_there(self, device, driver):
+        other, elsewhere = CudaDevice(0), CudaDevice(1)
+        buffers = other.allocate(1000), elsewhere.allocate(1000)
+        stream = device.create_stream()
+        device.abandon(stream)
+        assert ("stuck" in repr(other), "stuck" in repr(elsewhere)) == (True, False)
+        for buffer in buffers:
+            buffer.close()
+        assert driver.count("cuMemFree") == 1
+        device.ended(stream)
+        assert driver.count("cuMemFree") == 2
+        assert other.memory().held_nbytes == 0
+
+    def test_a_gpu_that_is_lost_is_lost_for_the_whole_process(self, device, driver):
+        other, elsewhere = CudaDevice(0), CudaDevice(1)
+        device.failed(ILLEGAL, "work on a stream")
+        assert isinstance(other.lost, DeviceLostError)
+        assert elsewhere.lost is None
+        with pytest.raises(DeviceLostError, match="only a new process helps"):
+            find_cuda_device("cuda:0")
+        CudaDevice(1)
 
 
 class TestClosing:

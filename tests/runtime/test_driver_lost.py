@@ -404,7 +404,7 @@ class TestWhenEverythingHangs:
         said = []
 
         class Noting(HostDevice):
-            def abandon(self):
+            def abandon(self, stream):
                 said.append("abandon")
 
             def _gave_back(self, nbytes):

@@ -3,11 +3,14 @@
 import logging
 import os
 import threading
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
-from asynctrt.devices.base import ALIGNMENT, MemoryFigures, check_process
+from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, check_process
 from asynctrt.devices.cuda.bindings import driver
-from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, copy_for
 
 STICKY: Final = frozenset(
     getattr(driver.CUresult, name)
@@ -44,24 +47,50 @@ _LEGACY_STREAM: Final = 1
 logger = logging.getLogger("asynctrt")
 
 
+class Gpu:
+    """What all devices of a process have to know of a GPU, however often it is opened."""
+
+    def __init__(self) -> None:
+        self.lost: DeviceLostError | None = None
+        """Why nothing can run there any more in this process."""
+        self.hanging: set[Stream] = set()
+        """The streams whose work may run for ever."""
+        self.put_off: list[Callable[[], None]] = []
+        """What would have waited for that work: it is done when that has ended after all."""
+        # A thread that has it takes it again if the garbage that is collected meanwhile frees memory.
+        self.lock = threading.RLock()
+
+    def put_off_if_hanging(self, free: Callable[[], None]) -> bool:
+        """Put off something that waits for all work, if some work may run for ever."""
+        with self.lock:
+            if self.hanging:
+                self.put_off.append(free)
+            return bool(self.hanging)
+
+
+_gpus: defaultdict[int, Gpu] = defaultdict(Gpu)
+
+
 class CudaContext:
     """The primary context of a GPU, which other CUDA libraries of the process share.
 
     :param cuda_device: the driver's handle of the GPU.
     :param ordinal: the number of the GPU.
     :param memory_nbytes: the most that its buffers may hold. ``None``: what the GPU has.
+    :raises DeviceLostError: if the GPU was lost in this process.
     """
 
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
         self._memory_nbytes = memory_nbytes
         self._pid = os.getpid()
-        self._lost: DeviceLostError | None = None
+        self._gpu = _gpus[ordinal]
         # Guards what engines on several threads may change at once. A thread that has it takes it again if
         # the garbage that is collected meanwhile frees memory here.
         self._lock = threading.RLock()
         self._held_nbytes = 0
-        self._is_stuck = False
+        if self._gpu.lost is not None:
+            raise copy_for(self._gpu.lost)
         code, self._context = driver.cuDevicePrimaryCtxRetain(cuda_device)
         self.check(code, f"the context of cuda:{ordinal}")
         self.activate()
@@ -72,7 +101,7 @@ class CudaContext:
 
     @property
     def lost(self) -> DeviceLostError | None:
-        return self._lost
+        return self._gpu.lost
 
     def activate(self) -> None:
         check_process(self._pid)
@@ -86,15 +115,35 @@ class CudaContext:
         self.check(code, "asking for free memory")
         return MemoryFigures(int(free), int(total), self._held_nbytes, self._memory_nbytes)
 
-    def abandon(self) -> None:
-        """Note that work on it may run for ever. From now on nothing is freed: that would wait for it."""
-        if not self._is_stuck:
-            self._is_stuck = True
+    @property
+    def state(self) -> str:
+        """Return ``lost``, ``stuck`` while work on it does not end, or ``ready``."""
+        return "lost" if self._gpu.lost else "stuck" if self._gpu.hanging else "ready"
+
+    def abandon(self, stream: Stream) -> None:
+        """Note that the work of a stream may run for ever. Nothing is freed until it has ended."""
+        with self._gpu.lock:
+            is_first = not self._gpu.hanging
+            self._gpu.hanging.add(stream)
+        if is_first:
             logger.error(
-                "%r: work on it did not end. Its memory stays allocated until the process ends, since "
-                "freeing any would wait for that work",
+                "%r: work on it did not end. Memory on it stays allocated until it does, since freeing any "
+                "would wait for that work",
                 self,
             )
+
+    def ended(self, stream: Stream) -> None:
+        """Note that the work of a stream has ended, if it was given up, and free what waits for that."""
+        with self._gpu.lock:
+            if stream not in self._gpu.hanging:
+                return
+            self._gpu.hanging.discard(stream)
+            if self._gpu.hanging:
+                return
+            put_off, self._gpu.put_off = self._gpu.put_off, []
+        logger.warning("%r: the work on it that did not end has ended after all", self)
+        for free in put_off:
+            free()
 
     def take(self, nbytes: int, *, zeroed_on: int) -> int:
         """Allocate memory for a buffer, zeroed on the stream with that handle, and return its address.
@@ -122,8 +171,10 @@ class CudaContext:
         return int(address)
 
     def give_back(self, address: int, nbytes: int) -> None:
-        """Free memory of a buffer, unless work that never ends may still be running."""
-        if self._is_stuck or self._lost is not None:
+        """Free memory of a buffer, or do so later if work may run for ever. Waits for all work on the GPU."""
+        if self._gpu.lost is not None or self._gpu.put_off_if_hanging(
+            partial(self.give_back, address, nbytes)
+        ):
             return
         self.activate()
         self.check(driver.cuMemFree(address)[0], "freeing memory")
@@ -132,7 +183,7 @@ class CudaContext:
 
     def free_pinned(self, address: int) -> None:
         """Free a pinned block, as :meth:`give_back` does, from any thread and at any time."""
-        if self._is_stuck or self._lost is not None:
+        if self._gpu.lost is not None or self._gpu.put_off_if_hanging(partial(self.free_pinned, address)):
             return
         driver.cuCtxPushCurrent(self._context)
         driver.cuMemFreeHost(address)
@@ -140,7 +191,7 @@ class CudaContext:
 
     def free_output(self, address: int) -> None:
         """Free memory of outputs once the default stream has done the work it has been given until now."""
-        if self._lost is not None:
+        if self._gpu.lost is not None:
             return
         driver.cuCtxPushCurrent(self._context)
         driver.cuMemFreeAsync(address, _LEGACY_STREAM)
@@ -164,8 +215,8 @@ class CudaContext:
                 "call of this process on this GPU, so nothing on it can be trusted: only a new process "
                 "helps. Restart it (a supervisor can), and look for the cause with compute-sanitizer"
             )
-            if self._lost is None:
-                self._lost = lost
+            if self._gpu.lost is None:
+                self._gpu.lost = lost
                 logger.critical("%s", lost)
             return lost
         if code == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:

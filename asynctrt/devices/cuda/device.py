@@ -38,6 +38,7 @@ class CudaDevice(CudaContext):
     :param memory_nbytes: the most that its buffers may hold. Default: what the GPU has.
     :param concurrency: how many batches keep it busy. Others wait for their turn.
     :raises DeviceUnavailableError: if the driver is missing or too old, or there is no such GPU.
+    :raises DeviceLostError: if the GPU was lost in this process.
     """
 
     def __init__(
@@ -63,8 +64,7 @@ class CudaDevice(CudaContext):
         self._own_stream = CudaStream(self)
 
     def __repr__(self) -> str:
-        state = "lost" if self._lost else "stuck" if self._is_stuck else "ready"
-        return f"<CudaDevice {self.name} {self._model!r} {state} held={self._held_nbytes}>"
+        return f"<CudaDevice {self.name} {self._model!r} {self.state} held={self._held_nbytes}>"
 
     @property
     def gpu(self) -> str:

@@ -161,8 +161,11 @@ class HostDevice:
     def allocate_output(self, nbytes: int, *, stream: Stream) -> HostBuffer:
         return self.allocate(nbytes)
 
-    def abandon(self) -> None:
+    def abandon(self, stream: Stream) -> None:
         """Do nothing: freeing memory of the process waits for no work."""
+
+    def ended(self, stream: Stream) -> None:
+        """Do nothing: nothing was put off."""
 
     def _gave_back(self, nbytes: int) -> None:
         with self._lock:
