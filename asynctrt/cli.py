@@ -13,7 +13,7 @@ import anyio
 import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
-from asynctrt.errors import AsynctrtError, MissingExtraError
+from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.serving.settings import ServerSettings
@@ -30,6 +30,9 @@ except ImportError as error:
 
 INTERRUPTED: Final = 130
 """The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
+
+DEVICE_LOST: Final = 75
+"""The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 LABELS_MAX: Final = 20
 
@@ -176,7 +179,12 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     def say(line: str) -> None:
         err.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    if _run(lambda: command.serve(config, say)):
+    try:
+        was_interrupted = _run(lambda: command.serve(config, say))
+    except DeviceLostError as error:
+        say(f"error: {error}")
+        raise typer.Exit(DEVICE_LOST) from error
+    if was_interrupted:
         raise typer.Exit(INTERRUPTED)
 
 

@@ -253,7 +253,7 @@ class Api:
                 return json_answer(self.server_metadata())
             case "/v2/health/live":
                 _allow(method, "GET")
-                return Answer(200, (), ())
+                return Answer(200 if self.repository.is_live else 503, (), ())
             case "/v2/health/ready":
                 _allow(method, "GET")
                 return Answer(200 if self.repository.is_ready else 503, (), ())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import DeviceLostError, OptionsError, UsageError
 from asynctrt.options import Options
 from asynctrt.process import add_cwd_to_path, freeze_gc, shorten_switch_interval
 from asynctrt.serving.models import ModelSource
@@ -80,6 +80,7 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
 
     :param say: receives progress messages, a line each.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
+    :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
     """
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
@@ -105,6 +106,10 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
                 task.cancel()
             await asyncio.wait([loading, serving])
         say("stopped")
+    if server.lost:
+        raise DeviceLostError(
+            f"nothing can run {', '.join(server.lost)} any more in this process: start the server again"
+        )
 
 
 async def _load(server: Server, say: Callable[[str], None]) -> None:

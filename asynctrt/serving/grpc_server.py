@@ -203,7 +203,7 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), _headers(context))
 
     async def _server_live(self, _: Any) -> dict[str, Any]:
-        return {"live": True}
+        return {"live": self._api.repository.is_live}
 
     async def _server_ready(self, _: Any) -> dict[str, Any]:
         return {"ready": self._is_ready}

@@ -232,7 +232,10 @@ class Repository:
         self._models: dict[str, dict[str, _Entry]] = {}
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._loading = asyncio.Lock()
+        self._lost_ns: int | None = None
         self.is_draining = False
+        self.is_live = True
+        """Whether the process is of use: not, once a device has been lost for long enough."""
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -253,6 +256,16 @@ class Repository:
             for versions in self._models.values()
             for entry in versions.values()
         )
+
+    def look_for_losses(self, now_ns: int, grace_ns: int) -> list[str]:
+        """Return the names of models that nothing can run any more in this process.
+
+        :param grace_ns: after how long :attr:`is_live` turns False; it is True again without such models.
+        """
+        lost = [served.name for served in self if served.engine.state == "lost"]
+        self._lost_ns = (now_ns if self._lost_ns is None else self._lost_ns) if lost else None
+        self.is_live = self._lost_ns is None or now_ns - self._lost_ns < grace_ns
+        return lost
 
     def add(
         self,

@@ -20,6 +20,7 @@ from typing import Final, Self
 
 import anyio
 
+from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import dashboard_pages
@@ -59,6 +60,9 @@ class Server:
         self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        self._asked = asyncio.Event()
+        self.lost: tuple[str, ...] = ()
+        """The models for whose loss of their device :meth:`serve` has stopped."""
         self._stopped = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -147,9 +151,13 @@ class Server:
         await self._stopped.wait()
 
     async def serve(self) -> None:
-        """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once."""
+        """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
+
+        With ``on_device_lost="exit"`` it also stops, at once, when a device is lost; :attr:`lost` then names
+        the models.
+        """
         loop = asyncio.get_running_loop()
-        asked = asyncio.Event()
+        asked = self._asked
 
         def on_signal(number: int) -> None:
             logger.info("%s: stopping", signal.Signals(number).name)
@@ -192,8 +200,18 @@ class Server:
         while True:
             await asyncio.sleep(SAMPLE_S)
             sampler.sample()
+            self._look_for_losses()
             if self._log is not None:
                 self._log.flush()
+
+    def _look_for_losses(self) -> None:
+        settings = self.settings
+        lost = self.repository.look_for_losses(clock.now_ns(), int(settings.lost_grace * 1e9))
+        if lost and settings.on_device_lost == "exit" and not self.lost:
+            self.lost = tuple(lost)
+            logger.critical("stopping, as nothing can run %s any more in this process", ", ".join(lost))
+            self.hurry()
+            self._asked.set()
 
     async def _stop(self) -> None:
         hurry = asyncio.create_task(self._hurry.wait())

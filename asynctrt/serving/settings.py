@@ -2,12 +2,24 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
-from asynctrt.validation import FLAG, PATH, PORT, TEXT, WORDS, count, duration, setting, validate
+from asynctrt.validation import (
+    FLAG,
+    PATH,
+    PORT,
+    TEXT,
+    WORDS,
+    choice,
+    count,
+    duration,
+    setting,
+    validate,
+)
 
 SECONDS_MAX: Final = 1e6
+OnDeviceLost = Literal["report", "exit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +146,20 @@ class ServerSettings:
         default=0.0,
         check=duration(0, SECONDS_MAX),
         doc="After SIGTERM: how long to go on serving as not ready, so that load balancers send elsewhere.",
+    )
+
+    on_device_lost: OnDeviceLost = setting(
+        default="report",
+        check=choice(*get_args(OnDeviceLost)),
+        doc="""What to do when a model's GPU is lost, which only a new process can recover. ``report``: say
+        that the server is not ready, and after ``lost_grace`` that it is not alive. ``exit``: stop at once,
+        with exit status 75.""",
+    )
+    lost_grace: float = setting(
+        default=30.0,
+        check=duration(0, SECONDS_MAX),
+        doc="""How long ``/v2/health/live`` still says that the server is alive after a model's GPU was lost,
+        or no context of a model is left; then it says no, so that a supervisor restarts it.""",
     )
 
     access_log: Path | None = setting(

@@ -1,15 +1,20 @@
 """A server whose device is lost says that it is not ready, so that a supervisor starts it anew."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt import clock
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.errors import DeviceLostError, ModelNotReadyError
 from asynctrt.serving.repository import LOST, Repository
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.models import double_model
+from tests.serving.support import ask, engine_of, serving
+from tests.serving.test_server import ROOT, call, command
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -37,3 +42,85 @@ async def test_a_model_whose_device_is_lost_is_not_ready():
         with pytest.raises(DeviceLostError):
             await repository.find("model").engine.infer(np.ones((1, 16), np.float32))
     model.close()
+
+
+class Losing:
+    """A model of which a batch hangs when it is told to, so that its engine loses its only context."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def __call__(self, inputs, outputs):
+        if (inputs["input"] < 0).any():
+            self.go.wait(WAIT_S)
+        outputs["output"][...] = inputs["input"]
+
+    async def lose(self, engine):
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(DeviceLostError):
+                await engine.infer(np.full((1, 4), -1, np.float32))
+        assert engine.state == "lost"
+
+
+@pytest.fixture
+def losing():
+    made = Losing()
+    yield made
+    made.go.set()
+
+
+OPTIONS = {"contexts": 1, "batch_timeout": 0.2, "close_timeout": 0.2}
+
+
+@pytest.mark.parametrize("grace", [0.0, 3600.0])
+async def test_after_the_grace_the_server_is_not_alive(losing, grace):
+    async with serving({"double": double_model(losing)}, engine=OPTIONS, lost_grace=grace) as server:
+        server._look_for_losses()
+        for path in ("live", "ready"):
+            assert (await ask(server, f"/v2/health/{path}"))[0] == 200
+        await losing.lose(engine_of(server))
+        server._look_for_losses()
+        assert (await ask(server, "/v2/health/ready"))[0] == 503
+        assert (await ask(server, "/v2/health/live"))[0] == (200 if grace else 503)
+        if grace:
+            now_ns = clock.now_ns()
+            later_ns = now_ns + int((grace + 1) * 1e9)
+            assert server.repository.look_for_losses(later_ns, int(grace * 1e9)) == ["double"]
+            assert not server.repository.is_live
+        losing.go.set()
+
+
+async def test_a_model_that_is_replaced_makes_it_alive_again(losing):
+    repository = Repository()
+    async with asynctrt.open(double_model(losing), **OPTIONS) as engine:
+        repository.add("double", engine)
+        await losing.lose(engine)
+        assert repository.look_for_losses(0, 10) == ["double"]
+        assert repository.is_live
+        repository.look_for_losses(10, 10)
+        assert not repository.is_live
+        await repository.unload("double")
+        assert repository.look_for_losses(11, 10) == []
+        assert repository.is_live
+        losing.go.set()
+
+
+def test_it_exits_with_a_status_of_its_own_if_it_is_told_to(tmp_path):
+    (tmp_path / "losing.py").write_text(
+        "import threading\nfrom tests.models import double_model\n"
+        "def hang(inputs, outputs):\n"
+        "    threading.Event().wait()\n"
+        "model = double_model(hang)\n"
+    )
+    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    flags = "--http-port 0 --no-grpc --contexts 1 --batch-timeout 0.2 --close-timeout 0.2"
+    with command("double=losing:model", *flags.split(), "--on-device-lost", "exit", env=env) as (
+        process,
+        line,
+    ):
+        url = line(r"HTTP.* (http://\S+)")
+        with pytest.raises(DeviceLostError):
+            call(url)
+        line(r"stopping, as nothing can run double any more")
+        line(r"error: nothing can run double any more in this process: start the server again")
+        assert process.wait(WAIT_S) == 75
