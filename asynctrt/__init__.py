@@ -46,6 +46,7 @@ from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tar
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
+from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import InferResult, TensorSpec, Timing
 
 __version__ = "0.1.0"
@@ -86,6 +87,7 @@ __all__ = [
     "Slot",
     "Statistics",
     "TargetError",
+    "TensorRTOptions",
     "TensorSpec",
     "Timing",
     "TooLargeError",

@@ -17,6 +17,7 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.validation import docs_of
 
 try:
@@ -216,7 +217,7 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
     flags = []
     for item in dataclasses.fields(cls):
         kind, default = kinds[item.name], item.default
-        if get_origin(kind) is tuple:
+        if get_origin(kind) is tuple or TensorRTOptions in get_args(kind):
             kind, default = list[str] | None, None
         elif str in get_args(kind):
             kind = str | None  # A rate, for example, is a number or a text.

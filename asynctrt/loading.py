@@ -10,7 +10,8 @@ from typing import Any, Final
 from asynctrt.backends.base import Model, missing_members
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError
+from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError
+from asynctrt.tensorrt_options import TensorRTOptions
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """How a model in a Python module is written: ``package.module:attribute``."""
@@ -38,8 +39,20 @@ def find_device(device: str | Device) -> Device:
     )
 
 
-def load_model(model: str | os.PathLike[str] | Model, device: Device, flavour: str | None = None) -> Model:
+def load_model(
+    model: str | os.PathLike[str] | Model,
+    device: Device,
+    flavour: str | None = None,
+    tensorrt: TensorRTOptions | None = None,
+) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
+    if tensorrt is not None and not (
+        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
+    ):
+        raise OptionsError(
+            f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {model!r} is none. "
+            "Leave it out; a TensorRTModel takes it as its own argument options"
+        )
     if not isinstance(model, str | os.PathLike):
         if not isinstance(model, Model):
             raise ModelError(
@@ -59,7 +72,7 @@ def load_model(model: str | os.PathLike[str] | Model, device: Device, flavour: s
             )
         from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
 
-        plan: Model = TensorRTModel(path, device=device, flavour=flavour)
+        plan: Model = TensorRTModel(path, device=device, flavour=flavour, options=tensorrt)
         return plan
     if path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")

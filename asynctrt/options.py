@@ -1,11 +1,13 @@
 """The options of an engine: frozen, and checked as a whole when they are made."""
 
 import dataclasses
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from asynctrt.errors import OptionsError
+from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
 from asynctrt.validation import FLAG, Check, as_int, check_names, choice, count, duration, setting, validate
 
 MAX_ROWS_DEFAULT: Final = 64
@@ -29,9 +31,6 @@ SYNONYMS: Final = {
 Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""
 
-FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
-"""The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
-
 
 class Settings(TypedDict, total=False):
     """The keywords of :func:`asynctrt.open` besides model and device: see :class:`Options`."""
@@ -46,6 +45,7 @@ class Settings(TypedDict, total=False):
     arenas: int | None
     graphs: str | Sequence[int]
     flavour: str | None
+    tensorrt: TensorRTOptions | Mapping[str, Any] | None
     waiting: Waiting
     check_finite: bool
     batch_timeout: float | None
@@ -63,6 +63,30 @@ def _graph_sizes(given: Any) -> str | tuple[int, ...]:
     return tuple(sizes)
 
 
+def _tensorrt_options(given: Any) -> TensorRTOptions:
+    """Return the options of a TensorRT model, from a mapping or from a list of ``NAME=VALUE``."""
+    if isinstance(given, TensorRTOptions):
+        return given
+    if isinstance(given, Mapping):
+        return TensorRTOptions.from_settings(dict(given))
+    if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
+        named = (text.partition("=") for text in given)
+        return TensorRTOptions.from_settings({name.strip(): _value_of(text) for name, _, text in named})
+    raise ValueError
+
+
+def _value_of(text: str) -> Any:
+    """Return a value that is written as in TOML; anything else is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+TENSORRT: Final = Check(
+    "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
+    _tensorrt_options,
+)
 GRAPHS: Final = Check("'auto', 'off' or batch sizes ≥ 1, such as (1, 8, 64) or '1,8,64'", _graph_sizes)
 
 
@@ -130,6 +154,12 @@ class Options:
         doc="""Which package runs a TensorRT plan: ``tensorrt``, ``tensorrt_lean``, ``tensorrt_dispatch`` or
         ``tensorrt_rtx``. Default: the first that is installed and fits the plan.""",
     )
+    tensorrt: TensorRTOptions | Mapping[str, Any] | None = setting(
+        default=None,
+        check=TENSORRT.or_none,
+        doc="""How a TensorRT plan is loaded and run: ``TensorRTOptions``, or a mapping of its names, such as
+        ``{"memory_budget": 2 << 30}``; on the command line ``NAME=VALUE``, once for each.""",
+    )
     waiting: Waiting = setting(
         default="adaptive",
         check=choice(*get_args(Waiting)),
@@ -155,6 +185,8 @@ class Options:
 
     def __post_init__(self) -> None:
         validate(self)
+        if self.flavour is not None and isinstance(self.tensorrt, TensorRTOptions):
+            object.__setattr__(self, "tensorrt", self.tensorrt.with_flavour(self.flavour))
         if self.max_rows is not None and self.max_rows > self.max_queue_rows:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "

@@ -14,6 +14,7 @@ from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims
 
 
@@ -159,7 +160,9 @@ def build_on(
     loaded: Model | None = None
     arenas: Arenas | None = None
     try:
-        loaded = load_model(model, found, options.flavour)
+        tensorrt = options.tensorrt
+        assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+        loaded = load_model(model, found, options.flavour, tensorrt)
         capacity = Capacity.of(loaded, found, options, shared)
         if capacity.arenas:
             arenas = shared or Arenas(found, capacity.arenas)

@@ -57,6 +57,8 @@ class Check:
         """
         try:
             return self.convert(value)
+        except OptionsError:
+            raise  # It says more: what is wrong within the value.
         except (TypeError, ValueError):
             fix = f". {self.fix}" if self.fix else ""
             raise OptionsError(f"{name} must be {self.expected}, not {show(value)}{fix}") from None

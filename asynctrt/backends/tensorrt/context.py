@@ -23,7 +23,6 @@ from asynctrt.backends.tensorrt.messages import (
     keep_alive,
     make_recorder,
 )
-from asynctrt.backends.tensorrt.options import TensorRTOptions
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
@@ -35,6 +34,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.pace import Pace
+from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, Dims
 
 CLOSE_S: Final = 5.0

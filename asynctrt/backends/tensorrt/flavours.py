@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from asynctrt.backends.tensorrt.plan import KINDS, TAG_RTX, TAG_TENSORRT
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError
-from asynctrt.options import FLAVOURS
+from asynctrt.tensorrt_options import FLAVOURS
 from asynctrt.validation import choice
 
 EXTRAS: Final = {

@@ -58,6 +58,9 @@ class MessageLog:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._subscriptions: WeakSet[LogSubscription] = WeakSet()
+        self.plugins: dict[str, Any] = {}
+        """The libraries of plugins that were loaded, with TensorRT's handles, by their paths."""
+        self.plugins_lock = threading.Lock()
 
     def log(self, severity: Any, msg: str) -> None:
         """Log one message. Called by TensorRT."""

@@ -17,12 +17,12 @@ from asynctrt.backends.tensorrt.messages import (
     log_of,
     make_recorder,
 )
-from asynctrt.backends.tensorrt.options import TensorRTOptions
 from asynctrt.backends.tensorrt.plan import Plan, read_plan
 from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError, UsageError
+from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims, TensorSpec
 
 logger = logging.getLogger("asynctrt.tensorrt")
@@ -219,6 +219,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     memory = DeviceMemory(device, budget=options.memory_budget, watermark=options.memory_watermark)
     allocator = make_allocator(module, memory)
     runtimes: tuple[Any, ...] = (_create_runtime(flavour, device, log),)
+    _register_plugins(flavour, options, log)
     _configure_runtime(runtimes[0], recorder, allocator, options)
     if options.lean_runtime is not None:
         lean = runtimes[0].load_runtime(os.fspath(options.lean_runtime))
@@ -268,10 +269,33 @@ def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> A
     return runtime
 
 
+def _register_plugins(flavour: Flavour, options: TensorRTOptions, log: LogSubscription) -> None:
+    """Register TensorRT's own plugins, if the package has them, and those of the libraries that are named."""
+    of_all = log_of(flavour.module)
+    initialise = getattr(flavour.module, "init_libnvinfer_plugins", None)
+    if initialise is not None:
+        initialise(of_all, "")
+    for path in options.plugins:
+        # A library that is loaded a second time is refused.
+        with of_all.plugins_lock:
+            if path in of_all.plugins:
+                continue
+            handle = flavour.module.get_plugin_registry().load_library(path)
+            if handle is None:
+                said = TensorRTErrors(tuple(("", text) for text in log.take()))
+                raise ModelError(
+                    f"{flavour.title} cannot load the plugins of {path!r}: the library cannot be opened, is "
+                    f"for another version, or has plugins that another library has registered. {said}"
+                )
+            of_all.plugins[path] = handle
+
+
 def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: TensorRTOptions) -> None:
     runtime.error_recorder = recorder
     runtime.gpu_allocator = allocator
     runtime.engine_host_code_allowed = options.allow_host_code
+    if options.temporary_directory is not None:
+        runtime.temporary_directory = os.fspath(options.temporary_directory)
     if options.max_threads is not None:
         runtime.max_threads = options.max_threads
         # The bindings drop what a setter returns, so that it fails without a word.
@@ -293,6 +317,9 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
             f"weight_streaming_budget is {budget}, but {name!r} was not built to stream weights. Build it "
             "with BuilderFlag.WEIGHT_STREAMING, or leave the option out"
         )
+    if budget == "auto":
+        budget = int(engine.get_weight_streaming_automatic_budget())
+    assert isinstance(budget, int)
     engine.weight_streaming_budget_v2 = budget
     # The bindings drop what a setter returns, so that it fails without a word.
     if loaded.recorder.has_errors or int(engine.weight_streaming_budget_v2) != min(budget, streamable):

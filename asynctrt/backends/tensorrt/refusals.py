@@ -118,8 +118,8 @@ class Refused:
             )
         if errors.search(NO_PLUGIN):
             return (
-                "it uses a plugin that is not loaded in this process. Load the plugin's library first "
-                "(ctypes.CDLL), or pack the plugin into the plan when building it"
+                "it uses a plugin that is not registered in this process. Name the library that has it, "
+                "TensorRTOptions(plugins=[path]), or pack the plugin into the plan when building it"
             )
         if self._is_of_other_version():
             return self._other_version()

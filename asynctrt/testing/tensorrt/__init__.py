@@ -44,7 +44,15 @@ unknown names, memory that the allocator refuses.
 
 from asynctrt.testing.tensorrt.double import StrictTensorRT
 from asynctrt.testing.tensorrt.monitor import ViolationError
-from asynctrt.testing.tensorrt.runtime import double_lean_runtime
+from asynctrt.testing.tensorrt.runtime import double_lean_runtime, double_plugin_library
 from asynctrt.testing.tensorrt.spec import EngineSpec, TensorIO, double_plan
 
-__all__ = ["EngineSpec", "StrictTensorRT", "TensorIO", "ViolationError", "double_lean_runtime", "double_plan"]
+__all__ = [
+    "EngineSpec",
+    "StrictTensorRT",
+    "TensorIO",
+    "ViolationError",
+    "double_lean_runtime",
+    "double_plan",
+    "double_plugin_library",
+]

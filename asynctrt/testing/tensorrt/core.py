@@ -102,6 +102,8 @@ class Library:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Numbers for contexts and batches."""
     log: GlobalLogger = field(default_factory=GlobalLogger)
+    plugins: set[str] = field(default_factory=set)
+    """The names of the plugins that are registered."""
 
 
 class Core:

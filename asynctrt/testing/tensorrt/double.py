@@ -1,5 +1,6 @@
 """The object that takes the place of the module ``tensorrt``."""
 
+from functools import partial
 from typing import Any, Final
 
 from asynctrt.devices.base import Device
@@ -12,6 +13,7 @@ from asynctrt.testing.tensorrt.core import Library
 from asynctrt.testing.tensorrt.engine import ICudaEngine as Engine
 from asynctrt.testing.tensorrt.host import HostExecutor
 from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
+from asynctrt.testing.tensorrt.runtime import PluginRegistry, initialise_plugins
 from asynctrt.testing.tensorrt.runtime import Runtime as PlainRuntime
 from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, VERSION
 
@@ -79,6 +81,8 @@ class StrictTensorRT:
         self.monitor = ViolationMonitor()
         self.executor: Executor = _executor(device, self.monitor)
         library = Library(device, self.monitor, self.executor, version, compute_capability)
+        self._library = library
+        self.init_libnvinfer_plugins = partial(initialise_plugins, library)
         # Each double has its own class, since a Runtime is created without naming its library.
         self.Runtime = type(
             "Runtime", (PlainRuntime,), {"_library": library, "__doc__": PlainRuntime.__doc__}
@@ -92,6 +96,10 @@ class StrictTensorRT:
 
     def __repr__(self) -> str:
         return f"<StrictTensorRT {self.__version__} on {self.device!r}>"
+
+    def get_plugin_registry(self) -> PluginRegistry:
+        """Return the registry of plugins, which all runtimes share."""
+        return PluginRegistry(self._library)
 
     def fail_next(self, what: Fault, count: int = 1) -> None:
         """Make the next ``count`` operations fail.

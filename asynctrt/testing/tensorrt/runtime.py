@@ -19,12 +19,48 @@ from asynctrt.testing.tensorrt.names import (
 from asynctrt.testing.tensorrt.spec import PlanContent, PlanError, read_plan, serialization_version
 
 LEAN_RUNTIME: Final = b"asynctrt lean runtime "
+PLUGIN_LIBRARY: Final = b"asynctrt plugins "
+OWN_PLUGINS: Final = frozenset({"EfficientNMS_TRT", "ROIAlign_TRT"})
+"""What ``init_libnvinfer_plugins`` registers: some of those that the real library has."""
 
 
 def double_lean_runtime(version: str) -> bytes:
     """Return the content of the file that the double's ``load_runtime`` loads as a lean runtime."""
     version_of(version)
     return LEAN_RUNTIME + version.encode()
+
+
+def double_plugin_library(*plugins: str) -> bytes:
+    """Return the content of the file that the double loads as a library with these plugins."""
+    return PLUGIN_LIBRARY + " ".join(plugins).encode()
+
+
+class PluginRegistry:
+    """The plugins of a double: its own, once they are initialised, and those of libraries."""
+
+    error_recorder = Setting[Any](None, "Has no effect: what is refused is logged.")
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def load_library(self, plugin_path: str) -> object | None:
+        """Register the plugins of a library; return its handle, or ``None`` if one is registered already."""
+        try:
+            content = Path(plugin_path).read_bytes()
+        except OSError:
+            return None
+        plugins = content.removeprefix(PLUGIN_LIBRARY).decode(errors="replace").split()
+        if not content.startswith(PLUGIN_LIBRARY) or self._library.plugins.intersection(plugins):
+            return None
+        self._library.plugins.update(plugins)
+        return object()
+
+
+def initialise_plugins(library: Library, logger: ILogger, namespace: str) -> bool:
+    """Register the library's own plugins."""
+    require_initialised(logger, ILogger)
+    library.plugins.update(namespace + name for name in OWN_PLUGINS)
+    return True
 
 
 def _note_orphan(loaded: "weakref.ref[Runtime]", monitor: ViolationMonitor) -> None:
@@ -142,6 +178,20 @@ class Runtime(Reporter):
             return None
         if refusal := self._refusal(plan):
             self._report_raw(where, *refusal)
+            return None
+        unknown = [name for name in plan.spec.plugins if name not in self._core.library.plugins]
+        if unknown:
+            self._report_raw(
+                "IPluginRegistry::getCreator",
+                ErrorCodeTRT.INVALID_STATE,
+                f"API Usage Error (Cannot find plugin: {unknown[0]}, version: 1, namespace:.)",
+            )
+            self._report_raw(
+                where,
+                ErrorCodeTRT.UNSPECIFIED_ERROR,
+                "Serialization (Serialization assertion creator failed.Cannot deserialize plugin since "
+                "corresponding IPluginCreator not found in Plugin Registry)",
+            )
             return None
         fails = self._core.monitor.take("deserialize-memory")
         weights = None if fails else self._core.allocate(aligned(plan.spec.weights_nbytes))

@@ -126,6 +126,7 @@ class EngineSpec:
         waits for its batch.
     :param persistent_nbytes: device memory that each context allocates.
     :param fixed_rows: the size of the batch axis, if it is not dynamic.
+    :param plugins: the names of the plugins that it uses; it cannot be deserialised without them.
     :param capturable: whether an enqueue can be captured into a graph. With ``data_dependent`` it never can.
     :param version_compatible: whether later versions can deserialise it.
     :param excludes_lean_runtime: whether a version-compatible plan lacks the code of its runtime.
@@ -149,6 +150,7 @@ class EngineSpec:
     streamable_weights_nbytes: int = 0
     persistent_nbytes: int = 0
     fixed_rows: int | None = None
+    plugins: tuple[str, ...] = ()
     capturable: bool = True
     version_compatible: bool = False
     excludes_lean_runtime: bool = False

@@ -21,7 +21,13 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
 )
-from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from asynctrt.testing.tensorrt import (
+    EngineSpec,
+    StrictTensorRT,
+    TensorIO,
+    double_plan,
+    double_plugin_library,
+)
 from tests.backends.tensorrt.helpers import Bench, header
 
 ROOT = Path(__file__).parents[3]
@@ -135,6 +141,47 @@ def test_weights_that_are_streamed(bench):
     context = made.model.create_context(made.device)
     made.run(made.bind(context), 9, made.arena())
     context.close()
+
+
+def test_as_many_weights_are_kept_as_tensorrt_advises(bench):
+    spec = EngineSpec(weights_nbytes=81920, streamable_weights_nbytes=40960)
+    assert bench(spec, weight_streaming_budget="auto").model.weights_nbytes == 81920
+    little = HostDevice(in_place="never", memory_nbytes=100_000)
+    made = Bench(spec, device=little, weight_streaming_budget="auto")
+    assert 40960 < made.model.weights_nbytes < 81920
+    made.model.close()
+
+
+PLUGGED = EngineSpec(plugins=("EfficientNMS_TRT",))
+
+
+def test_the_librarys_own_plugins_are_registered(bench):
+    made = bench(PLUGGED)
+    context = made.model.create_context(made.device)
+    made.run(made.bind(context), 3, made.arena())
+    context.close()
+
+
+def test_a_plugin_that_nobody_has_is_named(bench):
+    with pytest.raises(ModelError, match=r"TensorRTOptions\(plugins=\[path\]\).*Cannot find plugin: Mine"):
+        bench(EngineSpec(plugins=("Mine",)), model=False).open()
+
+
+def test_libraries_of_plugins_are_loaded_once(bench, tmp_path):
+    libraries = tmp_path / "libmine.so", tmp_path / "libother.so"
+    libraries[0].write_bytes(double_plugin_library("Mine", "Yours"))
+    libraries[1].write_bytes(double_plugin_library("Yours"))
+    made = bench(EngineSpec(plugins=("Mine",)), plugins=[libraries[0]])
+    again = made.open()
+    again.close()
+    for wrong in (libraries[1], ROOT / "README.md"):
+        with pytest.raises(ModelError, match=r"cannot load the plugins of .*: the library cannot be opened"):
+            bench(trt=made.trt, device=made.device, model=False, plugins=wrong).open()
+
+
+def test_a_temporary_directory(bench, tmp_path):
+    made = bench(temporary_directory=tmp_path)
+    assert made.model._loaded.runtimes[0].temporary_directory == str(tmp_path)
 
 
 def test_weights_that_cannot_be_streamed(bench):

@@ -1,11 +1,18 @@
 """Options: valid values, and refusals with the reason."""
 
 import dataclasses
+import re
 
 import pytest
 
-from asynctrt.backends.tensorrt import TensorRTOptions
-from asynctrt.errors import OptionsError
+import asynctrt
+from asynctrt.backends.tensorrt import TensorRTOptions, model
+from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import ModelError, OptionsError
+from asynctrt.options import Options
+from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.models import double_model
 
 
 def test_the_defaults_are_safe():
@@ -63,3 +70,62 @@ def test_a_lean_runtime_has_to_be_there(tmp_path):
 @pytest.mark.parametrize("watermark", [0.9, 1.0, 2**30])
 def test_a_watermark_is_a_fraction_or_bytes(watermark):
     assert TensorRTOptions(memory_watermark=watermark).memory_watermark == watermark
+
+
+@pytest.mark.parametrize("name", ["plugins", "temporary_directory"])
+def test_what_is_not_there(name, tmp_path):
+    with pytest.raises(OptionsError, match=f"{name}: there is no (file|folder)"):
+        TensorRTOptions(**{name: tmp_path / "absent"})
+
+
+def test_they_are_an_option_of_an_engine():
+    options = TensorRTOptions(memory_budget=1 << 30, weight_streaming_budget="auto", nvtx="names")
+    mapping = {"memory_budget": 1 << 30, "weight_streaming_budget": "auto", "nvtx": "names"}
+    lines = ["memory_budget=1073741824", "weight_streaming_budget=auto", 'nvtx = "names"']
+    assert Options(tensorrt=mapping).tensorrt == Options(tensorrt=lines).tensorrt == options
+    assert Options(tensorrt=["allow_host_code=true", "memory_watermark=0.5"]).tensorrt == TensorRTOptions(
+        allow_host_code=True, memory_watermark=0.5
+    )
+    assert Options().tensorrt is None
+    hash(Options(tensorrt=mapping))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory_bugdet": 1}, "unknown option of TensorRT 'memory_bugdet'; did you mean 'memory_budget'"),
+        (["memory_budget=many"], "memory_budget must be a whole number ≥ 1, not 'many'"),
+        (["memory_budget"], "tensorrt must be an asynctrt.TensorRTOptions, a mapping"),
+        ("memory_budget=1", "tensorrt must be an asynctrt.TensorRTOptions"),
+        (7, "tensorrt must be an asynctrt.TensorRTOptions"),
+    ],
+)
+def test_what_is_wrong_with_them_is_said_at_once(given, said):
+    with pytest.raises(OptionsError, match=re.escape(said)):
+        asynctrt.open("model.plan", device="cuda:0", tensorrt=given)
+
+
+def test_the_flavour_may_be_named_in_either_place():
+    assert Options(flavour="tensorrt_rtx", tensorrt={"nvtx": "none"}).tensorrt.flavour == "tensorrt_rtx"
+    with pytest.raises(OptionsError, match="Leave one out"):
+        Options(flavour="tensorrt_rtx", tensorrt={"flavour": "tensorrt"})
+
+
+@pytest.mark.anyio
+async def test_they_are_for_plans_alone():
+    with pytest.raises(OptionsError, match=r"the option tensorrt is for TensorRT plans \(\.plan"):
+        await asynctrt.open(double_model(), tensorrt={"allow_host_code": True})
+
+
+@pytest.mark.anyio
+async def test_they_reach_the_model(tmp_path, monkeypatch):
+    device = HostDevice()
+    double = StrictTensorRT(device)
+    path = tmp_path / "model.plan"
+    path.write_bytes(double_plan(EngineSpec(version_compatible=True)))
+    monkeypatch.setattr(model, "find_flavour", lambda *_: Flavour("tensorrt", double, is_real=False))
+    monkeypatch.setattr(HostDevice, "name", "cuda:0")
+    with pytest.raises(ModelError, match="allow_host_code=True"):
+        await asynctrt.open(path, device=device)
+    async with asynctrt.open(path, device=device, tensorrt={"allow_host_code": True}, graphs="off") as engine:
+        assert engine._model.options.allow_host_code

@@ -1,5 +1,6 @@
 """The options of a TensorRT model: frozen, and checked when they are made."""
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass, fields
@@ -7,8 +8,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
-from asynctrt.options import FLAVOURS
-from asynctrt.validation import FLAG, PATH, Check, as_int, choice, count, setting, validate
+from asynctrt.validation import FLAG, PATH, Check, as_int, check_names, choice, count, setting, validate
+
+FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
+"""The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
 
 AuxStreams = Literal["ours", "library"]
 Nvtx = Literal["none", "names", "detailed"]
@@ -26,6 +29,23 @@ def _watermark(value: Any) -> float | int:
 WATERMARK: Final = Check(
     "a fraction of the device's memory (a float > 0.0 and ≤ 1.0) or bytes (an int > 0)", _watermark
 )
+
+
+def _paths(value: Any) -> tuple[str, ...]:
+    paths = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
+    return tuple(os.fsdecode(path) for path in paths)
+
+
+def _streaming(value: Any) -> int | str:
+    if value == "auto":
+        return "auto"
+    if (nbytes := as_int(value)) < 0:
+        raise ValueError
+    return nbytes
+
+
+PATHS: Final = Check("a path or a list of paths", _paths)
+STREAMING: Final = Check("'auto' or a whole number ≥ 0", _streaming)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +101,26 @@ class TensorRTOptions:
         exceed what the GPU sets aside for that ("How TensorRT works", L2 Persistent Cache Management).""",
     )
 
-    weight_streaming_budget: int | None = setting(
+    weight_streaming_budget: int | str | None = setting(
         default=None,
-        check=count(0).or_none,
+        check=STREAMING.or_none,
         doc="""Bytes of weights to keep on the device, for a plan that was built to stream the rest from the
-        host.""",
+        host. ``auto``: as many as TensorRT advises for the memory that is free. Default: TensorRT's own.""",
+    )
+
+    plugins: tuple[str, ...] = setting(
+        default=(),
+        check=PATHS,
+        doc="""Shared libraries with plugins that the plan uses (``IPluginRegistry.load_library``). They are
+        loaded into this process, once, and stay: name only libraries that you trust as you trust a program.
+        TensorRT's own plugins are registered in any case, if the package has them.""",
+    )
+
+    temporary_directory: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""Where TensorRT may put files that it needs for a moment (``Runtime.temporary_directory``), such
+        as the code of a version-compatible plan.""",
     )
 
     aux_streams: AuxStreams = setting(
@@ -121,6 +156,33 @@ class TensorRTOptions:
                 f"lean_runtime: there is no file {str(self.lean_runtime)!r}. Give the path of the "
                 "libnvinfer_lean of the version that the plan was built with"
             )
+        for path in self.plugins:
+            if not Path(path).is_file():
+                raise OptionsError(f"plugins: there is no file {path!r}. Give the paths of shared libraries")
+        if self.temporary_directory is not None and not Path(self.temporary_directory).is_dir():
+            raise OptionsError(
+                f"temporary_directory: there is no folder {str(self.temporary_directory)!r}. Create it first"
+            )
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> "TensorRTOptions":
+        """Return the defaults with some options changed.
+
+        :raises OptionsError: for an unknown name, with the nearest option; for a value that is not valid.
+        """
+        check_names(settings, [item.name for item in fields(cls)], "option of TensorRT")
+        return cls(**settings)
+
+    def with_flavour(self, flavour: str) -> "TensorRTOptions":
+        """Return these options for a package.
+
+        :raises OptionsError: if they name another one.
+        """
+        if self.flavour not in (None, flavour):
+            raise OptionsError(
+                f"flavour is {flavour!r}, and that of the TensorRT options is {self.flavour!r}. Leave one out"
+            )
+        return dataclasses.replace(self, flavour=flavour)
 
     def __repr__(self) -> str:
         changed = {
