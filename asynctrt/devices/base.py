@@ -169,6 +169,9 @@ class Stream(Protocol):
         From now on the stream may only be closed. If its work ends after all, its events are done as usual.
         """
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until its work has ended, and take no more; return False if that takes over ``timeout_s``."""
+
     def close(self, timeout_s: float) -> bool:
         """End the stream. Return False if its work does not end within ``timeout_s``. Idempotent."""
 

@@ -205,13 +205,14 @@ class PooledContext:
 
     def close(self, timeout_s: float) -> bool:
         """Give everything back; False, and keep it, if the stream's work does not end in time."""
-        if not self.stream.close(timeout_s):
+        if not self.stream.drain(timeout_s):
             return False
         if self.arena is not None and self.was_last_in_arena:
             self.arena.last_use = None
         self._forget()
         self.context.close()
-        return True
+        # After what may refer to it: graphs, and the library's own context.
+        return self.stream.close(timeout_s)
 
     def _forget(self) -> None:
         self.forget_captured()
@@ -333,7 +334,7 @@ class ContextPool:
         still_running = [
             context
             for context in self.contexts
-            if context.is_enqueueing or not context.stream.close(timeout_s)
+            if context.is_enqueueing or not context.stream.drain(timeout_s)
         ]
         for context in still_running:
             # Before anything is freed, as that would wait for them.

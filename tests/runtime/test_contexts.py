@@ -8,7 +8,7 @@ import pytest
 
 import asynctrt
 from asynctrt.devices.arenas import Arenas
-from asynctrt.devices.host import HostBuffer, HostDevice
+from asynctrt.devices.host import HostBuffer, HostDevice, HostStream
 from asynctrt.errors import DeviceError, DeviceMemoryError, ExecutionError, OptionsError, UsageError
 from asynctrt.runtime.contexts import SLABS_MAX, BatchEvents, PooledContext
 from asynctrt.runtime.slots import SlotSlab
@@ -615,6 +615,24 @@ class TestSharedArenas:
                 assert engine.statistics().graphs == ()
                 assert await ask(engine, range(3))
         assert "has no room for CUDA graphs" in caplog.text
+
+    async def test_a_stream_is_closed_after_what_may_refer_to_it(self, monkeypatch):
+        order, closed = [], HostStream.close
+
+        class Model(ScratchModel):
+            def create_context(self, device):
+                context = super().create_context(device)
+                context.close = partial(order.append, "context")
+                return context
+
+        def close(self, timeout_s):
+            order.append("stream")
+            return closed(self, timeout_s)
+
+        monkeypatch.setattr(HostStream, "close", close)
+        async with asynctrt.open(Model(), device=threads(), contexts=2) as engine:
+            assert await ask(engine, range(3))
+        assert order == ["context", "stream"] * 2
 
     async def test_they_are_not_closed_while_an_engine_is_open(self):
         device = threads()

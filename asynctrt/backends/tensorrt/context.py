@@ -8,6 +8,7 @@ a time: that is TensorRT's rule ("How TensorRT works", Threading), and the pool 
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -161,14 +162,16 @@ class TensorRTContext:
         self._loaded.activate_to_close()
         self._binding = None
         self._trt = None
-        for output in self.unbound.values():
-            output.close()
-        for stream in self._streams:
-            stream.close(CLOSE_S)
-        self._streams.clear()
         on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
+        with ExitStack() as rest:
+            # All of it is done, whatever some of it raises.
+            if on_close is not None:
+                rest.callback(on_close)
+            for stream in self._streams:
+                rest.callback(stream.close, CLOSE_S)
+            self._streams = []
+            for output in self.unbound.values():
+                rest.callback(output.close)
 
     def enqueue(
         self,

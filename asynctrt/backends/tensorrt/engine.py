@@ -246,14 +246,17 @@ def _check_output(model: str, module: Any, engine: Any, name: str) -> None:
 
 
 def _check_format(model: str, engine: Any, kind: str, name: str) -> None:
-    """Check that rows lie one after the other, row-major."""
+    """Check that rows lie one after the other, row-major, in every profile."""
     describe = getattr(engine, "get_tensor_format_desc", None)
-    said = str(describe(name)) if describe is not None else ""
-    if engine.get_tensor_vectorized_dim(name) != -1 or (said and "linear" not in said.lower()):
+    for profile in range(engine.num_optimization_profiles):
+        said = str(describe(name, profile)) if describe is not None else ""
+        is_linear = engine.get_tensor_vectorized_dim(name, profile) == -1
+        if is_linear and (not said or "linear" in said.lower()):
+            continue
         raise ModelError(
-            f"{kind} {name!r} of {model!r} has the layout {said or 'vectorised'!r}, but rows are row-major "
-            "arrays. Build the plan with linear inputs and outputs (allowed_formats = 1 << "
-            "TensorFormat.LINEAR, trtexec --inputIOFormats=fp32:chw)"
+            f"{kind} {name!r} of {model!r} has the layout {said or 'vectorised'!r} in profile {profile}, but "
+            "rows are row-major arrays. Build the plan with linear inputs and outputs (allowed_formats = "
+            "1 << TensorFormat.LINEAR, trtexec --inputIOFormats=fp32:chw)"
         )
 
 

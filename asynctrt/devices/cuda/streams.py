@@ -174,19 +174,24 @@ class CudaStream:
     def abandon(self) -> None:
         self.is_abandoned = True
 
+    def drain(self, timeout_s: float) -> bool:
+        lost = self._context.lost
+        if self._closed or lost is not None:
+            return True
+        try:
+            last = CudaEvent(self._context)
+            self.record(last)
+        except DeviceError:
+            if self._context.lost is None:
+                raise
+            return True
+        return last.synchronize(timeout_s)
+
     def close(self, timeout_s: float) -> bool:
         if self._closed:
             return True
-        if self._context.lost is None:
-            try:
-                last = CudaEvent(self._context)
-                self.record(last)
-            except DeviceError:
-                if self._context.lost is None:
-                    raise
-            else:
-                if not last.synchronize(timeout_s):
-                    return False
+        if not self.drain(timeout_s):
+            return False
         self._closed = True
         driver.cuStreamDestroy(self._cuda)
         return True

@@ -274,7 +274,7 @@ class HostStream:
         self.threads.replace(self)
         self._cancel()
 
-    def close(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float) -> bool:
         if self._closed:
             return True
         self._captured = None
@@ -282,8 +282,14 @@ class HostStream:
         if self._is_served:
             last = HostEvent()
             self.record(last)
-            if not last.synchronize(timeout_s):
-                return False
+            return last.synchronize(timeout_s)
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        if self._closed:
+            return True
+        if not self.drain(timeout_s):
+            return False
         self._closed = True
         return self.threads.leave(timeout_s)
 

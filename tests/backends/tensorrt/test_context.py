@@ -8,8 +8,9 @@ import pytest
 
 from asynctrt.backends.tensorrt import context as context_module
 from asynctrt.backends.tensorrt.outputs import UnboundOutput
-from asynctrt.devices.host import HostDevice
+from asynctrt.devices.host import HostDevice, HostStream
 from asynctrt.errors import (
+    DeviceError,
     DeviceLostError,
     DeviceMemoryError,
     ExecutionError,
@@ -362,6 +363,23 @@ def test_an_engine_that_cannot_be_captured(bench):
     made.stream.end_capture()
     made.run(binding, 8, arena)
     context.close()
+
+
+def test_whatever_raises_when_it_is_closed_the_rest_is_closed_too(bench, monkeypatch):
+    made = bench(EngineSpec(aux_streams=2))
+    context = made.model.create_context(made.device)
+    closed = []
+
+    def close(self, timeout_s):
+        closed.append(self)
+        raise DeviceError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostStream, "close", close)
+        with pytest.raises(DeviceError, match="no"):
+            context.close()
+    assert len(closed) == 2
+    assert "contexts=0" in repr(made.model)
 
 
 DATA = EngineSpec(inputs=(TensorIO("input", dims=(-1, -1)),), data_dependent=True)

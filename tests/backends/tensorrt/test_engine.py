@@ -48,10 +48,11 @@ class Engine:
     def get_aliased_input_tensor(self, name):
         return self._aliases.get(name)
 
-    def get_tensor_format_desc(self, name):
-        return self._formats.get(name, "Row major linear FP32 format")
+    def get_tensor_format_desc(self, name, profile_index=0):
+        last = profile_index == self.num_optimization_profiles - 1
+        return self._formats.get(name if last else None, "Row major linear FP32 format")
 
-    def get_tensor_vectorized_dim(self, name):
+    def get_tensor_vectorized_dim(self, name, profile_index=0):
         return -1
 
     def get_device_memory_size_for_profile_v2(self, index):
@@ -155,12 +156,17 @@ def test_an_output_in_place_of_an_input():
     assert "overwrites input 'cache'" in refused(engine)
 
 
-def test_layouts_that_are_not_row_major():
+@pytest.mark.parametrize("profiles", [1, 3])
+def test_layouts_that_are_not_row_major(profiles):
     engine = Engine(
-        {"x": (-1, 8, 4, 4)}, {"y": (-1, 4)}, formats={"x": "Channel major FP16 format where C % 8 == 0"}
+        {"x": (-1, 8, 4, 4)},
+        {"y": (-1, 4)},
+        profiles=[{}] * profiles,
+        formats={"x": "Channel major FP16 format where C % 8 == 0"},
     )
     message = refused(engine)
     assert "Channel major FP16" in message
+    assert f"in profile {profiles - 1}" in message
     assert "linear" in message
 
 
