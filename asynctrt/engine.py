@@ -80,6 +80,7 @@ class Engine:
                 ),
                 is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
                 captured=pool.captured,
+                is_alone=options.deterministic,
             ),
             shapes=parts.shapes,
             queue_rows_max=options.max_queue_rows,

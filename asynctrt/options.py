@@ -48,6 +48,7 @@ class Settings(TypedDict, total=False):
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
     waiting: Waiting
     check_finite: bool
+    deterministic: bool
     batch_timeout: float | None
     close_timeout: float
 
@@ -171,6 +172,14 @@ class Options:
         check=FLAG,
         doc="Refuse inputs with a NaN or an infinity. Off by default, since it reads every value once more.",
     )
+    deterministic: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Let an answer depend on nothing but its request's own rows, to the last bit: each request is a
+        batch of its own, from the first slot on, padded with its own rows to ``max_rows``, on one context.
+        That costs throughput. Layers that are random remain so (TensorRT: ``IFillLayer``, and
+        ``IScatterLayer`` with indices that occur twice), and so does what is built anew.""",
+    )
     batch_timeout: float | None = setting(
         default=60.0,
         check=duration().or_none,
@@ -192,6 +201,18 @@ class Options:
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "
                 "could ever fill"
             )
+        if self.deterministic:
+            for name in ("contexts", "arenas", "max_in_flight"):
+                if getattr(self, name) not in (None, 1):
+                    raise OptionsError(
+                        f"deterministic runs one batch at a time, and {name} is {getattr(self, name)}. Leave "
+                        "it out, or open several engines"
+                    )
+            if self.graphs not in ("auto", "off"):
+                raise OptionsError(
+                    f"deterministic pads every batch to max_rows, so graphs must be 'auto' or 'off', not "
+                    f"{self.graphs!r}"
+                )
         for name in ("max_in_flight", "arenas"):
             value = getattr(self, name)
             if value is not None and self.contexts is not None and value > self.contexts:

@@ -1,5 +1,6 @@
 """What an engine stands on: the numbers it is built by, and its parts, made together and closed together."""
 
+import logging
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims
+
+logger = logging.getLogger("asynctrt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,8 @@ class Capacity:
         contexts = options.contexts or max(
             device.contexts_default, options.max_in_flight or 0, options.arenas or 0
         )
+        if options.deterministic:
+            contexts = 1
         arenas = min(options.arenas or contexts, contexts)
         if shared is not None:
             arenas = cls._shared(device, options, shared, contexts)
@@ -81,6 +86,8 @@ class Capacity:
             return ()
         if model.rows_fixed is not None:
             return (model.rows_fixed,)
+        if options.deterministic:
+            return (rows_max,)
         least = model.rows_min
         if options.graphs == "auto":
             # Each size takes a context of its own in every bay, so there are few: powers of four.
@@ -170,7 +177,14 @@ def build_on(
             rows_max=capacity.rows_max,
             rows_fixed=loaded.rows_fixed,
             profiles=ModelProfiles(loaded) if isinstance(loaded, ProfiledModel) else None,
+            fills_batches=options.deterministic,
         )
+        if options.deterministic and loaded.platform == "tensorrt_plan":
+            logger.warning(
+                "%r is deterministic but for layers that TensorRT leaves random: IFillLayer, and "
+                "IScatterLayer with indices that occur twice. Whether the plan has any cannot be told",
+                loaded.name,
+            )
         pool = ContextPool(
             found,
             loaded,

@@ -51,6 +51,7 @@ class Policy:
     :param concurrency: how many batches keep the device busy.
     :param is_parallel: whether batches side by side take no longer than one alone.
     :param captured: the batch sizes that were captured.
+    :param is_alone: whether each request is a batch of its own, whatever else is queued.
     """
 
     rows_max: int
@@ -58,6 +59,7 @@ class Policy:
     concurrency: int = 1
     is_parallel: bool = False
     captured: Captured = NOT_CAPTURED
+    is_alone: bool = False
 
     def ready_ns(self, oldest_arrival_ns: int, deadline_ns: int) -> int:
         """Return when a bucket that is not full has waited long enough, in ns."""

@@ -232,6 +232,8 @@ class Scheduler:
         key = bucket.key
         if bucket.rows == 1:
             chosen, rows = bucket.choose(1)
+        elif self._policy.is_alone and (head := bucket.head()) is not None:
+            chosen, rows = (head,), head.rows
         else:
             chosen, rows = bucket.choose(self._rows_to_take(bucket, in_flight))
         rows_run, profile = rows, None

@@ -33,9 +33,18 @@ class Shapes:
     :param rows_max: rows that one batch of the engine holds.
     :param rows_fixed: the only batch size of the model, if it takes no other.
     :param profiles: for a model with optimisation profiles.
+    :param fills_batches: whether every batch is padded to as many rows as one of its shape holds.
     """
 
-    def __init__(self, *, rows_max: int, rows_fixed: int | None = None, profiles: Profiles | None) -> None:
+    def __init__(
+        self,
+        *,
+        rows_max: int,
+        rows_fixed: int | None = None,
+        profiles: Profiles | None,
+        fills_batches: bool = False,
+    ) -> None:
+        self._fills_batches = fills_batches
         self._rows_max = rows_max
         self._rows_fixed = rows_fixed
         self._profiles = profiles
@@ -50,7 +59,7 @@ class Shapes:
     @property
     def runs_as_many_as_it_takes(self) -> bool:
         """Return whether every batch is executed as it is: neither padded nor with a profile."""
-        return self._profiles is None and self._rows_fixed is None
+        return self._profiles is None and self._rows_fixed is None and not self._fills_batches
 
     def limit(self, shape: Hashable) -> int:
         """Return the rows that one batch of this shape holds.
@@ -63,12 +72,14 @@ class Shapes:
         return min(self._rows_max, max(most for _, most in self._ranges_of(shape)))
 
     def padded_rows(self, shape: Hashable, rows: int) -> int:
-        """Round ``rows`` up to the fixed batch size, or to the minimum batch that some profile accepts.
+        """Round ``rows`` up to the fixed batch size, or to the least that some profile accepts.
 
         :raises ExecutionError: when the model fails to say.
         """
         if self._rows_fixed is not None:
             return self._rows_fixed
+        if self._fills_batches:
+            return self.limit(shape)
         if self._profiles is None:
             return rows
         fitting = [max(rows, least) for least, most in self._ranges_of(shape) if rows <= most]

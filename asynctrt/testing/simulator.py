@@ -82,12 +82,15 @@ class _Run:
         self.shapes = choose([1, 2, 5])
         self.queue_rows_max = choose([self.rows_max, 4 * self.rows_max, 1024])
         sizes = sorted(self.random.sample(range(1, self.rows_max + 1), choose([0, 1])))
+        # Every eighth engine is deterministic; that leaves the numbers drawn for the others as they are.
+        is_alone = seed % 8 == 7
         self.policy = Policy(
             rows_max=self.rows_max,
             delay_ns_max=choose([0, 0, 500_000, 5_000_000]),
             concurrency=choose([1, 2, 4]),
             is_parallel=choose([True, False]),
             captured=Captured(tuple(sizes), direct_ns=choose([0, 40_000]), graph_ns=choose([0, 5_000])),
+            is_alone=is_alone,
         )
         # A slow device has many batches in flight, and a full queue; a fast one is idle at times.
         self.end_share, self.pause_ns_max = choose([(0.1, 500_000), (0.3, 10_000_000)])
@@ -107,6 +110,7 @@ class _Run:
                 rows_max=self.rows_max,
                 rows_fixed=self.rows_fixed,
                 profiles=model if self.has_profiles else None,
+                fills_batches=is_alone,
             ),
             queue_rows_max=self.queue_rows_max,
             priorities=self.priorities,
@@ -291,7 +295,9 @@ class _Run:
         _hold(all(r.state is State.IN_FLIGHT for r in batch.requests), "not in flight")
         late = [r for r in batch.requests if r.deadline_ns <= self.now_ns and r.arrival_ns <= self.pumped_ns]
         _hold(not late, "launched after its deadline, though it had a chance before")
-        if batch.key.slab is not None:
+        if self.policy.is_alone:
+            _hold(len(batch.requests) == 1, "a request that is to be alone has company")
+        elif batch.key.slab is not None:
             left = batch.key in self.scheduler.queued_by_key()
             _hold(not left, "the rows of a slab were launched in parts")
         urgent = max((r.priority for r in self.queued if r.key == batch.key), default=0)
@@ -326,6 +332,8 @@ class _Run:
         sizes = self.policy.captured.sizes if batch.key.shape == () else ()
         padded = sizes[bisect_left(sizes, batch.rows) :][:1]
         allowed = (self.rows_fixed,) if self.rows_fixed is not None else (batch.rows, *padded)
+        if self.policy.is_alone:
+            allowed = (self.rows_max,)
         _hold(batch.rows_run in allowed, "padded to a size that is not the next captured one")
         if self.has_profiles:
             _hold(batch.profile == int(2 * batch.rows_run > self.rows_max), "a profile of other rows")

@@ -115,6 +115,8 @@ class EngineSpec:
     :param work_ns: how long a batch keeps the device busy, in addition to the steps.
     :param work_ns_per_row: how much longer for each row.
     :param fills_gpu: whether that work leaves no room for that of another batch.
+    :param is_sensitive: whether answers in float32 are rounded in another way in another slot, batch size or
+        company, as those of real kernels may be; ``expected`` is then not exact. On the host device only.
     :param waits: whether an enqueue waits for its batch to end, as the code of a plugin may.
     :param change_ns: how much longer an enqueue takes, without the GIL, after a change of shapes or profile.
     :param data_dependent: adds the output ``positives`` of the shape ``(rows, n)``: the positive values of
@@ -141,6 +143,7 @@ class EngineSpec:
     work_ns: int = 0
     work_ns_per_row: int = 0
     fills_gpu: bool = True
+    is_sensitive: bool = False
     waits: bool = False
     change_ns: int = 0
     data_dependent: bool = False
