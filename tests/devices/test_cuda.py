@@ -4,6 +4,7 @@ The driver is a stand-in here that answers as CUDA's does, so it all runs withou
 is what the contract suite and ``tests/gpu`` are for, on a real one.
 """
 
+import asyncio
 import ctypes
 import gc
 import logging
@@ -51,6 +52,7 @@ NO_MEMORY = REAL.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 ILLEGAL = REAL.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 REFUSED = REAL.CUresult.CUDA_ERROR_INVALID_VALUE
 FREE, TOTAL = 3 << 30, 8 << 30
+WAIT_S = 20
 
 
 class Driver:
@@ -137,6 +139,9 @@ class Driver:
         address = ctypes.addressof(block)
         self.blocks[address] = block
         return (address,)
+
+    def do_cuMemFree(self, address):
+        return ()
 
     def do_cuMemFreeHost(self, address):
         del self.blocks[address]
@@ -548,6 +553,63 @@ class TestMemory:
         assert "ready" in repr(device)
         device.allocate(1000).close()
         assert driver.count("cuMemFree") == 2
+
+    def test_an_event_loop_frees_in_a_thread(self, device, driver):
+        """To free waits for all work on the GPU, and the loop must not."""
+        freed = []
+        begun, go = threading.Event(), threading.Event()
+        free = driver.do_cuMemFree
+
+        def wait_and_free(address):
+            begun.set()
+            freed.append(threading.get_ident())
+            assert go.wait(WAIT_S)
+            return free(address)
+
+        driver.do_cuMemFree = wait_and_free
+        small, large = device.allocate(1000), device.allocate((1 << 20) - 1000)
+
+        async def loop():
+            large.close()
+            assert begun.wait(WAIT_S)
+            small.close()
+            assert device.memory().held_nbytes == 1 << 20
+            threading.Timer(0.05, go.set).start()
+            # There is no room for it before the others are free.
+            return device.allocate(1 << 20)
+
+        again = asyncio.run(loop())
+        assert freed[0] != threading.get_ident()
+        assert device.memory().held_nbytes == 1 << 20
+        again.close()
+        assert freed[-1] == threading.get_ident(), "without a loop it is done at once"
+
+    def test_what_waits_to_be_freed_when_work_hangs_is_put_off(self, device, driver):
+        begun, go = threading.Event(), threading.Event()
+        free = driver.do_cuMemFree
+
+        def wait_and_free(address):
+            begun.set()
+            assert go.wait(WAIT_S)
+            return free(address)
+
+        driver.do_cuMemFree = wait_and_free
+        buffers = [device.allocate(1000) for _ in range(3)]
+        stream = device.create_stream()
+
+        async def loop():
+            for buffer in buffers:
+                buffer.close()
+            assert begun.wait(WAIT_S)
+            device.abandon(stream)
+
+        asyncio.run(loop())
+        go.set()
+        device._gpu.wait_for_frees()
+        assert driver.count("cuMemFree") == 1
+        device.ended(stream)
+        assert driver.count("cuMemFree") == 3
+        assert device.memory().held_nbytes == 0
 
     def test_another_device_object_of_a_gpu_knows_what_hangs_there(self, device, driver):
         other, elsewhere = CudaDevice(0), CudaDevice(1)

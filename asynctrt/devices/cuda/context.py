@@ -3,7 +3,9 @@
 import logging
 import os
 import threading
-from collections import defaultdict
+from _thread import start_new_thread
+from asyncio import _get_running_loop
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -40,6 +42,9 @@ STICKY: Final = frozenset(
 )
 """After one of these errors every later call of the process on the device fails too."""
 
+FREE_S: Final = 1.0
+"""How long memory that is needed waits for other memory to be freed in a thread."""
+
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _LEGACY_STREAM: Final = 1
 """``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use unless they are told otherwise."""
@@ -59,13 +64,54 @@ class Gpu:
         """What would have waited for that work: it is done when that has ended after all."""
         # A thread that has it takes it again if the garbage that is collected meanwhile frees memory.
         self.lock = threading.RLock()
+        self._to_free: deque[Callable[[], None]] = deque()
+        self._is_freeing = False
+        self._all_is_free = threading.Condition(self.lock)
 
-    def put_off_if_hanging(self, free: Callable[[], None]) -> bool:
-        """Put off something that waits for all work, if some work may run for ever."""
+    def free(self, free: Callable[[], None]) -> None:
+        """Free something, which waits for all work on the GPU.
+
+        It is done in a thread if this one runs an event loop, and later if some work may run for ever.
+        """
         with self.lock:
+            if self.lost is not None:
+                return
             if self.hanging:
                 self.put_off.append(free)
-            return bool(self.hanging)
+                return
+            if _get_running_loop() is not None:
+                self._to_free.append(free)
+                if not self._is_freeing:
+                    self._is_freeing = True
+                    # No threading.Thread: a collection may have called this while this thread starts another,
+                    # and the lock that is held meanwhile is not reentrant.
+                    start_new_thread(self._free_all, ())
+                return
+        free()
+
+    def wait_for_frees(self) -> bool:
+        """Wait until nothing is being freed, up to :data:`FREE_S`; return False if nothing was."""
+        with self._all_is_free:
+            was_freeing = self._is_freeing
+            self._all_is_free.wait_for(lambda: not self._is_freeing, FREE_S)
+        return was_freeing
+
+    def _free_all(self) -> None:
+        while True:
+            with self.lock:
+                if self.hanging:
+                    self.put_off += self._to_free
+                    self._to_free.clear()
+                if not self._to_free or self.lost is not None:
+                    self._to_free.clear()
+                    self._is_freeing = False
+                    self._all_is_free.notify_all()
+                    return
+                free = self._to_free.popleft()
+            try:
+                free()
+            except DeviceError:
+                logger.exception("memory could not be freed")
 
 
 _gpus: defaultdict[int, Gpu] = defaultdict(Gpu)
@@ -151,6 +197,14 @@ class CudaContext:
         :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
         """
         self.activate()
+        try:
+            return self._take(nbytes, zeroed_on)
+        except DeviceMemoryError:
+            if not self._gpu.wait_for_frees():
+                raise
+            return self._take(nbytes, zeroed_on)
+
+    def _take(self, nbytes: int, zeroed_on: int) -> int:
         with self._lock:
             budget = self._memory_nbytes
             if budget is not None and self._held_nbytes + nbytes > budget:
@@ -171,11 +225,10 @@ class CudaContext:
         return int(address)
 
     def give_back(self, address: int, nbytes: int) -> None:
-        """Free memory of a buffer, or do so later if work may run for ever. Waits for all work on the GPU."""
-        if self._gpu.lost is not None or self._gpu.put_off_if_hanging(
-            partial(self.give_back, address, nbytes)
-        ):
-            return
+        """Free memory of a buffer, as :meth:`Gpu.free` does."""
+        self._gpu.free(partial(self._give_back, address, nbytes))
+
+    def _give_back(self, address: int, nbytes: int) -> None:
         self.activate()
         self.check(driver.cuMemFree(address)[0], "freeing memory")
         with self._lock:
@@ -183,8 +236,9 @@ class CudaContext:
 
     def free_pinned(self, address: int) -> None:
         """Free a pinned block, as :meth:`give_back` does, from any thread and at any time."""
-        if self._gpu.lost is not None or self._gpu.put_off_if_hanging(partial(self.free_pinned, address)):
-            return
+        self._gpu.free(partial(self._free_pinned, address))
+
+    def _free_pinned(self, address: int) -> None:
         driver.cuCtxPushCurrent(self._context)
         driver.cuMemFreeHost(address)
         driver.cuCtxPopCurrent()
