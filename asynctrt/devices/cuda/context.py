@@ -189,7 +189,7 @@ class CudaContext:
             put_off, self._gpu.put_off = self._gpu.put_off, []
         logger.warning("%r: the work on it that did not end has ended after all", self)
         for free in put_off:
-            free()
+            self._gpu.free(free)
 
     def take(self, nbytes: int, *, zeroed_on: int) -> int:
         """Allocate memory for a buffer, zeroed on the stream with that handle, and return its address.
