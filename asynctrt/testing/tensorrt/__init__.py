@@ -14,7 +14,10 @@ return values, as far as an inference runtime needs them. This code runs on eith
     assert np.array_equal(answer, spec.expected(tokens)["output"])
     assert not trt.violations()
 
-Its engines really compute, step by step, through the enqueue memory that they are given, on a
+An engine may be the application's own model: a NumPy function with any inputs and outputs
+(``EngineSpec(function=...)``), or an ONNX file (:meth:`EngineSpec.from_onnx`).
+
+Others really compute, step by step, through the enqueue memory that they are given, on a
 :class:`HostDevice` or, with kernels compiled at run time, on a CUDA device. :meth:`EngineSpec.expected`
 returns the right answers. Two unordered batches in one arena give wrong numbers, as in reality, and a
 violation.

@@ -29,7 +29,7 @@ from asynctrt.testing.tensorrt.names import (
     ProfilingVerbosity,
     require_initialised,
 )
-from asynctrt.testing.tensorrt.spec import COMPUTED, TensorIO
+from asynctrt.testing.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
 
 ENQUEUE: Final = "IExecutionContext::enqueueV3"
 
@@ -101,6 +101,7 @@ class IExecutionContext(Reporter):
         self._generation = 0
         self._enqueued: EnqueuedBatch | None = None
         self._is_changed = True
+        self._computed: dict[tuple[tuple[int, ...], ...], dict[str, tuple[int, ...]]] = {}
         self._changing = threading.Event()
         self._number = next(engine._core.library.numbers)
         self.name = f"{self._spec.name} context {self._number}"
@@ -242,13 +243,32 @@ class IExecutionContext(Reporter):
 
     def _shape_of(self, io: TensorIO) -> tuple[int, ...]:
         """Return the shape of a tensor, with -1 for unknown dimensions."""
-        names = [other.name for other in self._spec.outputs]
         if io.name in self._engine._inputs:
             return self._shapes.get(io.name, io.dims)
+        if self._spec.function is not None:
+            return self._computed_shapes().get(io.name, io.dims)
+        names = [other.name for other in self._spec.outputs]
         index = names.index(io.name)
         if index < len(self._spec.inputs):
             return self._shapes.get(self._spec.inputs[index].name, io.dims)
         return (*self._shapes.get(self._spec.inputs[0].name, io.dims)[:1], -1)
+
+    def _computed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what the engine's function makes of inputs of the current shapes."""
+        if self._unspecified():
+            return {}
+        shapes = tuple(self._shapes[io.name] for io in self._spec.inputs)
+        if shapes not in self._computed:
+            if any(-1 in io.dims[1:] for io in self._spec.outputs):
+                zeros = {
+                    io.name: np.zeros(shape, io.dtype)
+                    for io, shape in zip(self._spec.inputs, shapes, strict=True)
+                }
+                found = {name: array.shape for name, array in self._spec.compute(zeros).items()}
+            else:
+                found = {io.name: (shapes[0][0], *io.dims[1:]) for io in self._spec.outputs}
+            self._computed[shapes] = found
+        return self._computed[shapes]
 
     @exclusive
     def infer_shapes(self) -> list[str]:
@@ -512,7 +532,8 @@ class IExecutionContext(Reporter):
 
     def _can_run(self, handle: int) -> bool:
         """Return whether the engine can run, as the real library would decide; report an error if not."""
-        unsupported = [io for io in self._spec.inputs if io.on_host or io.dtype not in COMPUTED]
+        computed = DESCRIBED if self._spec.function is not None else COMPUTED
+        unsupported = [io for io in self._spec.inputs if io.on_host or io.dtype not in computed]
         if unsupported:
             self._report(
                 ErrorCodeTRT.UNSUPPORTED_STATE,

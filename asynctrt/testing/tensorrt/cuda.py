@@ -190,8 +190,10 @@ class CudaExecutor:
         return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def enqueue(self, enqueued: EnqueuedBatch, handle: int, aux: Sequence[int]) -> Ticket:
-        if enqueued.spec.is_sensitive:
-            raise DeviceError("the double rounds as its company would have it on the host device alone")
+        if enqueued.spec.is_sensitive or enqueued.spec.function is not None:
+            raise DeviceError(
+                "the double computes functions, and rounds by company, on the host device alone"
+            )
         self._device.activate()
         captured = self.is_capturing(handle)
         context = self._context_of(enqueued.context)

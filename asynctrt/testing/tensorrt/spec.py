@@ -10,10 +10,11 @@ writes each ``s[k]`` to the enqueue memory, and the next reads it from there.
 """
 
 import json
+import os
 import struct
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
 from typing import Any, Final, Literal
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from asynctrt.devices.base import ALIGNMENT, aligned
 from asynctrt.errors import OptionsError
-from asynctrt.tensors import Array, Dims
+from asynctrt.tensors import Array, Dims, TensorSpec
 from asynctrt.testing.tensorrt.names import DataType, version_of
 
 Shapes = tuple[Dims, Dims, Dims]
@@ -115,6 +116,11 @@ class EngineSpec:
     :param work_ns: how long a batch keeps the device busy, in addition to the steps.
     :param work_ns_per_row: how much longer for each row.
     :param fills_gpu: whether that work leaves no room for that of another batch.
+    :param function: computes the outputs with NumPy, in place of the steps, from a mapping of arrays by the
+        names of the inputs: an array, a tuple or a mapping by name. On the host device only; a plan with a
+        function can be loaded in the process that made it.
+    :param function_outputs: the outputs of ``function``. Sizes of -1 beyond the first are those of what it
+        returns for zeros.
     :param is_sensitive: whether answers in float32 are rounded in another way in another slot, batch size or
         company, as those of real kernels may be; ``expected`` is then not exact. On the host device only.
     :param waits: whether an enqueue waits for its batch to end, as the code of a plugin may.
@@ -143,6 +149,8 @@ class EngineSpec:
     work_ns: int = 0
     work_ns_per_row: int = 0
     fills_gpu: bool = True
+    function: Callable[[dict[str, Array]], Any] | None = None
+    function_outputs: tuple[TensorIO, ...] = ()
     is_sensitive: bool = False
     waits: bool = False
     change_ns: int = 0
@@ -170,6 +178,9 @@ class EngineSpec:
             {io.name: _shapes(io, profile.get(io.name)) for io in self.inputs} for profile in self.profiles
         )
         object.__setattr__(self, "profiles", full)
+        if self.function is not None:
+            object.__setattr__(self, "_outputs", tuple(self.function_outputs))
+            return
         several = len(self.inputs) > 1
         outputs = [
             TensorIO(f"output_{io.name}" if several else "output", io.dtype, io.dims) for io in self.inputs
@@ -192,6 +203,13 @@ class EngineSpec:
             raise OptionsError(f"steps must be 1 to {STEPS_MAX}, not {self.steps}")
         if not 0 <= self.aux_streams <= AUX_STREAMS_MAX:
             raise OptionsError(f"aux_streams must be 0 to {AUX_STREAMS_MAX}, not {self.aux_streams}")
+        outputs = [io.name for io in self.function_outputs]
+        if (self.function is None) != (not outputs) or len({*names, *outputs}) < len(names) + len(outputs):
+            raise OptionsError(
+                f"a function and function_outputs go together, with names of their own, not {outputs}"
+            )
+        if self.function is not None and (self.data_dependent or self.is_sensitive):
+            raise OptionsError("an engine with a function is neither data_dependent nor is_sensitive")
         least = self.coefficients.nbytes + self.streamable_weights_nbytes
         if self.weights_nbytes < least:
             raise OptionsError(
@@ -221,6 +239,8 @@ class EngineSpec:
         :param inputs: arrays by name, or the array of the only input.
         """
         given = inputs if isinstance(inputs, Mapping) else {self.inputs[0].name: np.asarray(inputs)}
+        if self.function is not None:
+            return self.compute(given)
         answers: dict[str, Array] = {}
         for io, output in zip(self.inputs, self.outputs, strict=False):
             array = np.asarray(given[io.name])
@@ -231,6 +251,67 @@ class EngineSpec:
             if self.data_dependent and io is self.inputs[0]:
                 packed = pack_positives(state.reshape(array.shape[0], -1))
                 answers["positives"] = write_state(io, packed).view(array.dtype)
+        return answers
+
+    @classmethod
+    def from_onnx(cls, path: str | os.PathLike[str], **kwargs: Any) -> "EngineSpec":
+        """Return an engine with the inputs and outputs of an ONNX model, which ONNX Runtime computes.
+
+        :param kwargs: the other parameters, such as ``profiles`` for sizes other than the default ones.
+        :raises MissingExtraError: without ONNX Runtime.
+        :raises ModelError: for a model that cannot be loaded, or whose rows cannot be batched.
+        """
+        # Not before it is needed: it loads ONNX Runtime.
+        from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
+
+        model = OnnxModel(path)
+        rows = model.rows_fixed or -1
+
+        def described(specs: Sequence[TensorSpec]) -> tuple[TensorIO, ...]:
+            dims = [tuple(-1 if isinstance(dim, str) else dim for dim in one.dims) for one in specs]
+            return tuple(
+                TensorIO(one.name, one.dtype.name, (rows, *sizes))
+                for one, sizes in zip(specs, dims, strict=True)
+            )
+
+        names = [one.name for one in model.outputs]
+
+        def function(inputs: dict[str, Array]) -> dict[str, Array]:
+            return dict(zip(names, model.session.run(names, inputs), strict=True))
+
+        kwargs = {"name": model.name, "fixed_rows": model.rows_fixed, **kwargs}
+        return cls(
+            inputs=described(model.inputs),
+            function=function,
+            function_outputs=described(model.outputs),
+            **kwargs,
+        )
+
+    def compute(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what ``function`` makes of a batch, by the names of the outputs.
+
+        :raises ValueError: when that is not what ``function_outputs`` announces.
+        """
+        assert self.function is not None
+        given = self.function(dict(inputs))
+        if isinstance(given, Mapping):
+            found = dict(given)
+        else:
+            several = given if isinstance(given, tuple | list) else (given,)
+            found = {io.name: array for io, array in zip(self._outputs, several, strict=False)}
+        rows = len(inputs[self.inputs[0].name])
+        answers = {}
+        for io in self._outputs:
+            array = np.asarray(found.get(io.name))
+            expected = (rows, *io.dims[1:])
+            if len(array.shape) != len(expected) or any(
+                dim not in (-1, size) for dim, size in zip(expected, array.shape, strict=True)
+            ):
+                raise ValueError(
+                    f"the function of {self.name!r} gave {array.shape} for its output {io.name!r}, which is "
+                    f"{expected} here"
+                )
+            answers[io.name] = array if array.dtype.name == io.dtype else array.astype(io.dtype)
         return answers
 
     def enqueue_nbytes(self, shapes: Mapping[str, Dims]) -> int:
@@ -330,6 +411,10 @@ def serialization_version(version: str) -> int:
     return (20 * major + minor * 4 + patch) % 2**32
 
 
+_functions: dict[int, Callable[[dict[str, Array]], Any]] = {}
+"""The functions in plans that this process has made."""
+
+
 def double_plan(
     spec: EngineSpec,
     *,
@@ -341,7 +426,13 @@ def double_plan(
     Its header is that of a real plan: the tag ``ftrt``, the size of the whole plan at byte 16, the version in
     bytes 24 to 27. Only the double can read the rest.
     """
-    fields: dict[str, Any] = {name: value for name, value in asdict(spec).items() if name != "_outputs"}
+    # A function may be any object, which is not to be copied.
+    plain = asdict(replace(spec, function=None, function_outputs=()))
+    fields: dict[str, Any] = {name: value for name, value in plain.items() if name != "_outputs"}
+    fields["function_outputs"] = [asdict(io) for io in spec.function_outputs]
+    if spec.function is not None:
+        fields["function"] = id(spec.function)
+        _functions[id(spec.function)] = spec.function
     body = json.dumps({"spec": fields, "compute_capability": compute_capability}).encode()
     body = struct.pack("<I", zlib.crc32(body)) + body
     numbers = version_of(version)
@@ -373,7 +464,12 @@ def read_plan(plan: bytes) -> PlanContent:
         )
     said = json.loads(body)
     fields = said["spec"]
-    fields["inputs"] = tuple(TensorIO(**io) for io in fields["inputs"])
+    for name in ("inputs", "function_outputs"):
+        fields[name] = tuple(TensorIO(**io) for io in fields[name])
+    if fields["function"] is not None:
+        fields["function"] = _functions.get(fields["function"])
+        if fields["function"] is None:
+            raise PlanError("Serialization (the function of this plan of the double is in another process)")
     fields["profiles"] = tuple(fields["profiles"])
     version = ".".join(str(number) for number in numbers)
     major, minor = said["compute_capability"]

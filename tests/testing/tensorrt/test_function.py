@@ -1,0 +1,158 @@
+"""Engines of the double that compute a function: an application's own model, without a GPU."""
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+import asynctrt
+from asynctrt.backends.tensorrt import TensorRTModel
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import ExecutionError, ModelError, OptionsError
+from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.models import double_onnx, sequence_onnx
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+RANDOM = np.random.default_rng(0)
+WEIGHTS = RANDOM.standard_normal((48, 10), np.float32)
+IMAGE = TensorIO("image", "uint8", (-1, 4, 4, 3))
+LOGITS = TensorIO("logits", "float32", (-1, 10))
+
+
+def classify(inputs):
+    pixels = inputs["image"].reshape(len(inputs["image"]), -1).astype(np.float32)
+    if (pixels == 7).all(axis=1).any():
+        raise ValueError("seven is refused")
+    # Not by a matrix product, whose rounding depends on how many rows there are.
+    return {
+        "logits": (pixels[:, :, None] * WEIGHTS).sum(axis=1),
+        "mean": pixels.mean(axis=1).astype(np.float16),
+    }
+
+
+CLASSIFIER = EngineSpec(
+    "classifier",
+    inputs=(IMAGE,),
+    function=classify,
+    function_outputs=(LOGITS, TensorIO("mean", "float16", (-1,))),
+)
+
+
+class Bench:
+    def __init__(self, spec, *, unified=True):
+        self.device = HostDevice(in_place="never", unified=unified)
+        self.double = StrictTensorRT(self.device)
+        self.model = TensorRTModel(double_plan(spec), device=self.device, flavour=self.double)
+
+    def open(self, **kw):
+        return asynctrt.open(self.model, device=self.device, **kw)
+
+    def close(self):
+        self.model.close()
+        assert self.double.violations() == ()
+
+
+def images(number, rows=1):
+    return np.random.default_rng(number).integers(8, 255, (rows, 4, 4, 3), np.uint8)
+
+
+@pytest.mark.parametrize("unified", [True, False])
+async def test_inputs_and_outputs_of_any_kind(unified):
+    bench = Bench(CLASSIFIER, unified=unified)
+    assert [str(one) for one in bench.model.outputs] == ["logits: float32[rows, 10]", "mean: float16[rows]"]
+    async with bench.open(contexts=3, arenas=1) as engine, asyncio.timeout(WAIT_S):
+        sent = [images(number, 1 + number % 4) for number in range(40)]
+        results = await asyncio.gather(*[engine.infer(one) for one in sent])
+        for given, result in zip(sent, results, strict=True):
+            for name, expected in CLASSIFIER.expected(given).items():
+                np.testing.assert_array_equal(result[name], expected)
+    bench.close()
+
+
+async def test_what_the_function_raises_fails_its_batch_alone():
+    bench = Bench(CLASSIFIER)
+    async with bench.open(max_rows=1) as engine, asyncio.timeout(WAIT_S):
+        with pytest.raises(ExecutionError, match="seven is refused"):
+            await engine.infer(np.full((1, 4, 4, 3), 7, np.uint8))
+        await engine.infer(images(1))
+    bench.close()
+
+
+async def test_sizes_that_the_function_keeps():
+    def scale(inputs):
+        return 3 * inputs["x"]
+
+    dynamic = TensorIO("x", "float32", (-1, -1))
+    bench = Bench(
+        EngineSpec(inputs=(dynamic,), function=scale, function_outputs=(TensorIO("y", dims=(-1, -1)),))
+    )
+    async with bench.open() as engine, asyncio.timeout(WAIT_S):
+        for length in (1, 5, 32):
+            sent = np.arange(length, dtype=np.float32)[None]
+            np.testing.assert_array_equal((await engine.infer(sent))["y"], 3 * sent)
+    bench.close()
+
+
+@pytest.mark.parametrize("make", [double_onnx, sequence_onnx])
+async def test_an_onnx_file(tmp_path, make):
+    path = make(tmp_path / "model.onnx")
+    bench = Bench(EngineSpec.from_onnx(path))
+    session = ort.InferenceSession(path)
+    shape = [3, *[dim if isinstance(dim, int) else 5 for dim in session.get_inputs()[0].shape[1:]]]
+    sent = {one.name: np.ones(shape, np.float32) for one in session.get_inputs()}
+    async with bench.open() as engine, asyncio.timeout(WAIT_S):
+        result = await engine.infer(sent)
+    for output, expected in zip(session.get_outputs(), session.run(None, sent), strict=True):
+        np.testing.assert_array_equal(result[output.name], expected)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda inputs: np.zeros((1, 3)), r"gave \(1, 3\) for its output 'logits', which is \(2, 10\)"),
+        (lambda inputs: {"other": np.zeros((2, 10))}, r"gave \(\) for its output 'logits'"),
+        (lambda inputs: np.zeros((2, 10, 1)), r"gave \(2, 10, 1\)"),
+    ],
+)
+async def test_what_the_function_must_give(function, said):
+    spec = EngineSpec(inputs=(IMAGE,), function=function, function_outputs=(LOGITS,))
+    with pytest.raises(ValueError, match=said):
+        spec.expected(images(1, 2))
+    bench = Bench(spec)
+    async with bench.open() as engine, asyncio.timeout(WAIT_S):
+        with pytest.raises(ExecutionError, match=said):
+            await engine.infer(images(1, 2))
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"function": classify},
+        {"function_outputs": (LOGITS,)},
+        {"function": classify, "function_outputs": (IMAGE,)},
+        {"function": classify, "function_outputs": (LOGITS, LOGITS)},
+        {"function": classify, "function_outputs": (LOGITS,), "data_dependent": True},
+    ],
+)
+def test_what_contradicts_a_function(wrong):
+    with pytest.raises(OptionsError, match="function"):
+        EngineSpec(inputs=(IMAGE,), **wrong)
+
+
+def test_a_plan_of_another_process(tmp_path):
+    path = tmp_path / "model.plan"
+    program = (
+        "import sys\nfrom tests.testing.tensorrt.test_function import CLASSIFIER\n"
+        "from asynctrt.testing.tensorrt import double_plan\n"
+        "open(sys.argv[1], 'wb').write(double_plan(CLASSIFIER))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(path)], check=True, timeout=WAIT_S)
+    device = HostDevice()
+    with pytest.raises(ModelError, match="is in another process"):
+        TensorRTModel(path, device=device, flavour=StrictTensorRT(device))
