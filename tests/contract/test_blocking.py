@@ -215,3 +215,25 @@ async def test_a_batch_whose_end_cannot_be_marked_keeps_what_it_uses(subject_of,
         assert engine.statistics().contexts_quarantined == 1
         for number in range(5):
             await subject.check(engine, number)
+
+
+async def test_what_was_not_warmed_up_in_the_same_memory_is_not_captured(subject_of, caplog):
+    """In shared arenas others may run, so the batch before a capture runs in memory of its own.
+
+    TensorRT may then have work left that cannot be part of a graph: the engine runs without graphs.
+    """
+    subject = subject_of()
+    with Arenas(subject.device, 2) as arenas:
+        kw = {"contexts": 2, "arenas": 2, "shared_arenas": arenas, "graphs": (1, 4)}
+        async with subject.open(**kw) as engine:
+            assert engine.statistics().graphs == ()
+            assert (
+                "cannot be captured as a CUDA graph, so its batches are put on the device call by"
+                in caplog.text
+            )
+            for number in range(5):
+                await subject.check(engine, number)
+    async with subject.open(contexts=2, arenas=2, graphs=(1, 4)) as engine:
+        assert engine.statistics().graphs == (1, 4)
+        await subject.check(engine)
+    assert subject.double.violations() == ()
