@@ -99,8 +99,9 @@ def compare(trees, model, options):
                     order = list(sides)[:: -1 if repeat % 2 else 1]
                     for case in cases:
                         found = runs.setdefault(f"{loop}: {case}", {"A": [], "B": []})
-                        for name in order:
-                            found[name].append(sides[name].measure(case, options.seconds))
+                        for _ in range(options.blocks):
+                            for name in order:
+                                found[name].append(sides[name].measure(case, options.seconds))
                         progress.advance(task)
     return runs
 
@@ -168,6 +169,13 @@ def main():
     parser.add_argument("--head", help="commit B (default: the files of this tree, committed or not)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each case on each side")
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=1,
+        help="how often each pair of processes measures a case, in turn: many short blocks find the "
+        "quiet moments of a busy machine (--blocks 25 --seconds 0.05)",
+    )
     parser.add_argument("--loops", default="asyncio,uvloop")
     parser.add_argument("--only", default="", help="only cases that have this text in their names")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
@@ -182,8 +190,8 @@ def main():
         figures = evaluate(compare(trees, mlp_onnx(folder / "mlp.onnx"), options))
     machine = describe_machine()
     print_table(
-        f"A: {options.base}, B: {options.head or 'this tree'}. Medians of {options.repeats} runs of "
-        f"{options.seconds} s in turn; {machine['cpu']}, {machine['cores']} cores",
+        f"A: {options.base}, B: {options.head or 'this tree'}. Medians of "
+        f"{options.repeats * options.blocks} runs of {options.seconds} s in turn; {machine['cpu']}, {machine['cores']} cores",
         figures,
     )
     save(options.json, __doc__, figures)
