@@ -189,9 +189,10 @@ def main():
             trees["B"] = unpack(options.head, folder / "b")
         figures = evaluate(compare(trees, mlp_onnx(folder / "mlp.onnx"), options))
     machine = describe_machine()
+    runs = options.repeats * options.blocks
     print_table(
-        f"A: {options.base}, B: {options.head or 'this tree'}. Medians of "
-        f"{options.repeats * options.blocks} runs of {options.seconds} s in turn; {machine['cpu']}, {machine['cores']} cores",
+        f"A: {options.base}, B: {options.head or 'this tree'}. Medians of {runs} runs of "
+        f"{options.seconds} s in turn; {machine['cpu']}, {machine['cores']} cores",
         figures,
     )
     save(options.json, __doc__, figures)
