@@ -158,7 +158,9 @@ class TensorRTOptions:
             )
         for path in self.plugins:
             if not Path(path).is_file():
-                raise OptionsError(f"plugins: there is no file {path!r}. Give the paths of shared libraries")
+                raise OptionsError(
+                    f"plugins: there is no file {path!r}. Give the path of each shared library"
+                )
         if self.temporary_directory is not None and not Path(self.temporary_directory).is_dir():
             raise OptionsError(
                 f"temporary_directory: there is no folder {str(self.temporary_directory)!r}. Create it first"
@@ -180,7 +182,7 @@ class TensorRTOptions:
         """
         if self.flavour not in (None, flavour):
             raise OptionsError(
-                f"flavour is {flavour!r}, and that of the TensorRT options is {self.flavour!r}. Leave one out"
+                f"the option flavour is {flavour!r}, but tensorrt has flavour={self.flavour!r}. Leave one out"
             )
         return dataclasses.replace(self, flavour=flavour)
 

@@ -63,7 +63,6 @@ class PooledContext:
         """Whether a batch can always be enqueued at once, by the event loop."""
         self.is_enqueueing = False
         """Whether a thread is putting a batch on the stream."""
-        self._may_block = model.enqueue_may_block
         self.stream = device.create_stream()
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
@@ -129,12 +128,11 @@ class PooledContext:
 
     def may_block(self, source: RowSource) -> bool:
         """Return whether :meth:`enqueue` may take so long that a thread has to do it."""
-        if not self._may_block or (source.inputs is source.slab and source.batch.rows_run in self._captured):
+        rows = source.batch.rows_run
+        if not self._model.enqueue_may_block or (source.inputs is source.slab and self.is_captured(rows)):
             return False
         binding = self.binding(source)
-        if not isinstance(binding, SlowBinding):
-            return True
-        return binding.may_block(source.batch.rows_run, profile=source.batch.profile)
+        return not isinstance(binding, SlowBinding) or binding.may_block(rows, profile=source.batch.profile)
 
     def enqueue(self, source: RowSource, events: BatchEvents) -> None:
         """Put a whole batch on the stream and return at once. This is the one order of things."""

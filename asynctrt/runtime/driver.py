@@ -16,6 +16,7 @@ from typing import Any, Final
 from asynctrt.alarm import create_alarm
 from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
+from asynctrt.devices.host import raise_on_loop
 from asynctrt.errors import (
     AsynctrtError,
     DeadlineError,
@@ -285,15 +286,18 @@ class Driver:
             for request, refused in flight.source.refused:
                 self._scheduler.fail_one(request)
                 self._answer_error(request, refused)
-        if not flight.context.is_direct and self._is_put_off(flight):
+        if not flight.context.is_direct and self._hand_over(flight):
             return
         self._enqueue(flight)
         self._await_end(flight)
         if flight.error is not None and not isinstance(flight.error, Exception):
             raise flight.error  # Ctrl-C in the middle.
 
-    def _is_put_off(self, flight: InFlight) -> bool:
-        """Return whether a thread puts a batch on its stream, now or when others have been put there."""
+    def _hand_over(self, flight: InFlight) -> bool:
+        """Let a thread put a batch on its stream, or let it wait for one that is doing so in its arena.
+
+        :returns: False if the batch needs neither, so that it can be put there at once.
+        """
         context = flight.context
         arena = context.arena
         if arena is not None and arena.is_given_up:
@@ -324,12 +328,12 @@ class Driver:
 
     def _go_on(self, flight: InFlight) -> None:
         """Put a batch on its stream that others in its arena held up."""
-        if flight.batch.number not in self._flights or self._is_put_off(flight):
+        if flight.batch.number not in self._flights or self._hand_over(flight):
             return
         self._enqueue(flight)
         self._await_end(flight)
         if flight.error is not None and not isinstance(flight.error, Exception):
-            self._loop.call_soon(_raise, flight.error)  # There may be more that wait.
+            raise_on_loop(flight.error)  # There may be more that wait.
 
     def _enqueue(self, flight: InFlight) -> None:
         """Put a batch on its stream, from the loop or from a thread; keep what that raises with the batch."""
@@ -581,10 +585,6 @@ class Driver:
 
 class _UntrackedError(DeviceLostError):
     """The end of a batch could not be marked on its stream, which may still run it."""
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _deadline_error(request: Request, now_ns: int) -> DeadlineError:

@@ -93,7 +93,7 @@ class Copiers(Jobs):
     def copy(
         self, copy: Callable[[], object], nbytes: int, then: Callable[[BaseException | None], object]
     ) -> None:
-        """Run ``copy``, which copies so many bytes. As :meth:`submit`."""
+        """Run ``copy``, which copies ``nbytes``, in a thread. The rest is as in :meth:`submit`."""
         self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS)
 
 

@@ -60,7 +60,7 @@ class SlotSlab:
         self._tell_if_unused()
 
     def _tell_if_unused(self) -> None:
-        if not self.users and not self.is_in_flight:
+        if self.is_unused:
             self._on_unused(self)
 
 

@@ -212,7 +212,7 @@ class Buckets:
         self.by_key[bucket.key] = bucket
 
     def pushed(self, bucket: BucketQueue, request: Request) -> None:
-        """Note that a request has joined a bucket which changes when it is that bucket's turn."""
+        """Note that a request has joined a bucket: needed when :meth:`BucketQueue.push` returned True."""
         if bucket.priority < 0:
             # What `_insert` does, without the call: this is done for every batch.
             bucket.priority = priority = request.priority

@@ -12,7 +12,7 @@ from asynctrt.backends.tensorrt import context as adapter
 from asynctrt.devices.arenas import Arenas
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.testing.tensorrt.context import IExecutionContext
-from tests.contract.devices import DEVICES, WAIT_S, Subject
+from tests.contract.devices import WAIT_S, Subject
 from tests.models import rows
 
 pytestmark = pytest.mark.anyio
@@ -24,13 +24,6 @@ WAITING = {
     ),
     "a plugin": ({"waits": True}, None),
 }
-
-
-@pytest.fixture(params=[name for name in ("host-threads", "host-separate-memory", "cuda") if name in DEVICES])
-def device(request):
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
 
 
 @pytest.fixture

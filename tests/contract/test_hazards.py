@@ -24,13 +24,6 @@ WAIT_S = 60
 MIB = 1 << 20
 
 
-@pytest.fixture(params=[name for name in ("host-threads", "host-separate-memory", "cuda") if name in DEVICES])
-def device(request):
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def subject(device):
     made = Subject(device)

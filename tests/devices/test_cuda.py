@@ -167,6 +167,20 @@ def device(driver):
     return CudaDevice(memory_nbytes=1 << 20)
 
 
+def held_frees(driver):
+    """Hold up the calls that free memory; returns an event of the first, one to let all go, and by whom."""
+    begun, go, freed_by = threading.Event(), threading.Event(), []
+
+    def wait_and_free(address):
+        begun.set()
+        freed_by.append(threading.get_ident())
+        assert go.wait(WAIT_S)
+        return ()
+
+    driver.do_cuMemFree = wait_and_free
+    return begun, go, freed_by
+
+
 class TestMissing:
     def test_the_driver(self, driver):
         driver.cuInit = lambda flags: exec("raise RuntimeError('libcuda.so.1: cannot open shared object')")
@@ -556,17 +570,7 @@ class TestMemory:
 
     def test_an_event_loop_frees_in_a_thread(self, device, driver):
         """To free waits for all work on the GPU, and the loop must not."""
-        freed = []
-        begun, go = threading.Event(), threading.Event()
-        free = driver.do_cuMemFree
-
-        def wait_and_free(address):
-            begun.set()
-            freed.append(threading.get_ident())
-            assert go.wait(WAIT_S)
-            return free(address)
-
-        driver.do_cuMemFree = wait_and_free
+        begun, go, freed_by = held_frees(driver)
         small, large = device.allocate(1000), device.allocate((1 << 20) - 1000)
 
         async def loop():
@@ -579,21 +583,13 @@ class TestMemory:
             return device.allocate(1 << 20)
 
         again = asyncio.run(loop())
-        assert freed[0] != threading.get_ident()
+        assert freed_by[0] != threading.get_ident()
         assert device.memory().held_nbytes == 1 << 20
         again.close()
-        assert freed[-1] == threading.get_ident(), "without a loop it is done at once"
+        assert freed_by[-1] == threading.get_ident(), "without a loop it is done at once"
 
     def test_what_waits_to_be_freed_when_work_hangs_is_put_off(self, device, driver):
-        begun, go = threading.Event(), threading.Event()
-        free = driver.do_cuMemFree
-
-        def wait_and_free(address):
-            begun.set()
-            assert go.wait(WAIT_S)
-            return free(address)
-
-        driver.do_cuMemFree = wait_and_free
+        begun, go, _ = held_frees(driver)
         buffers = [device.allocate(1000) for _ in range(3)]
         stream = device.create_stream()
 

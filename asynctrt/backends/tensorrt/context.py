@@ -202,7 +202,7 @@ class TensorRTContext:
         done = False
         try:
             self._loaded.device.activate()
-            self._prepare(binding, chosen, rows, stream, arena)
+            self._prepare(binding, chosen, rows, stream, arena, is_other_shape=is_change)
             for output in binding.unbound:
                 output.begin()
             self._call("execute_async_v3", stream.handle)
@@ -258,10 +258,10 @@ class TensorRTContext:
         rows: int,
         stream: Stream,
         arena: Buffer | None,
+        *,
+        is_other_shape: bool,
     ) -> None:
         """Set whatever has changed since the batch before."""
-        shapes = (binding.dims, rows)
-        is_other_shape = self._is_change(binding, profile, rows)
         if stream.is_capturing and binding.unbound:
             raise InternalError(
                 f"{self!r} cannot be captured: a graph does not report the shape of "
@@ -282,7 +282,7 @@ class TensorRTContext:
         if is_other_shape:
             self._is_warm = False
             self._set_shapes(binding, rows)
-            self._shapes = shapes
+            self._shapes = binding.dims, rows
         self._set_arena(profile, arena, is_other_shape=is_other_shape)
         if self._streams:
             # TensorRT promises to use them only for the next enqueue.

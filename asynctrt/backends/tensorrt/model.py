@@ -77,8 +77,9 @@ class TensorRTModel:
         self._contexts = 0
         self._loaded: Loaded | None = _load(read, found, device, options)
         try:
-            self._is_streaming = self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
-            self.signature, self._is_capturable = _examine(self.name, self._loaded)
+            self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
+            self.signature, is_capturable = _examine(self.name, self._loaded)
+            self._is_capturable = is_capturable and not self._loaded.is_streaming
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -125,7 +126,7 @@ class TensorRTModel:
 
         They cannot if TensorRT has to wait for an output's size. Streamed weights are excluded as untested.
         """
-        return self._is_capturable and not self._is_streaming and not self.signature.unbound
+        return self._is_capturable and not self.signature.unbound
 
     @property
     def occupies_device(self) -> bool:

@@ -14,7 +14,15 @@ Python's global lock (the GIL); docs/gil.md draws them:
 
 from asynctrt.devices.host.device import HostDevice, cores
 from asynctrt.devices.host.memory import HostBuffer
-from asynctrt.devices.host.streams import HostEvent, HostGraph, HostStream, InPlace, Unfinished, Work
+from asynctrt.devices.host.streams import (
+    HostEvent,
+    HostGraph,
+    HostStream,
+    InPlace,
+    Unfinished,
+    Work,
+    raise_on_loop,
+)
 
 __all__ = [
     "HostBuffer",
@@ -26,4 +34,5 @@ __all__ = [
     "Unfinished",
     "Work",
     "cores",
+    "raise_on_loop",
 ]

@@ -223,7 +223,8 @@ class HostStream:
         elif event._reached != event._recorded:
             raise _pending(event)
         else:
-            # What `begin` and `reach` do, as nobody can be waiting yet: the most frequent case by far.
+            # An idle stream gets there at once, so this is `begin` and `reach` in one: nobody can be waiting
+            # yet. Most events are recorded like this.
             event.error, self._error = self._error, None
             event._callback = None
             event._stream = self
@@ -328,7 +329,7 @@ class HostStream:
         except BaseException as error:
             self._error = self._error or error
             if in_place and isinstance(error, KeyboardInterrupt | SystemExit):
-                _raise_on_loop(error)
+                raise_on_loop(error)
         finally:
             self.is_computing = False
         if self._in_place == "auto":
@@ -423,7 +424,7 @@ def _foreign(event: Event) -> DeviceError:
     return DeviceError(f"{event!r} is not an event of the host device")
 
 
-def _raise_on_loop(error: KeyboardInterrupt | SystemExit) -> None:
+def raise_on_loop(error: BaseException) -> None:
     """Let the running loop raise ``error`` as soon as the code that launched the work has returned to it."""
     try:
         loop = asyncio.get_running_loop()
