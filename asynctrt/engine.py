@@ -307,6 +307,7 @@ class Engine:
             arena_nbytes_private=self._capacity.contexts * self._model.enqueue_nbytes,
             graphs=self._pool.captured.sizes,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
+            module_loading=self._device.module_loading,
             by_batch_rows={
                 rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
                 for rows, size in counters.by_rows.items()

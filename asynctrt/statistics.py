@@ -115,6 +115,9 @@ class Statistics:
     """The batch sizes that are captured as CUDA graphs."""
     memory_nbytes: int
     """Bytes of slabs, of their buffers on the device, and of arenas."""
+    module_loading: str | None
+    """When CUDA loads kernels: ``lazy``, or ``eager`` (``CUDA_MODULE_LOADING``), which takes more memory;
+    ``None`` on a device that is not a GPU."""
     by_batch_rows: Mapping[int, BatchStatistics]
     """Batches by their number of rows. Of this mapping, and of ``launched``, a frozen copy is kept."""
 

@@ -17,7 +17,14 @@ def snapshot(**changes):
     zeros = {item.name: 0 for item in dataclasses.fields(Statistics)}
     sizes = {1: BatchStatistics(2, 3, 4, 5), 8: BatchStatistics(1, 1, 1, 1)}
     return Statistics(
-        **{**zeros, "state": "open", "graphs": (1, 8), "launched": {"full": 3}, "by_batch_rows": sizes}
+        **{
+            **zeros,
+            "state": "open",
+            "module_loading": None,
+            "graphs": (1, 8),
+            "launched": {"full": 3},
+            "by_batch_rows": sizes,
+        }
         | changes
     )
 

@@ -193,8 +193,12 @@ class Device(Protocol):
         """Return the GPU's compute capability, ``(9, 0)``, or ``None`` on a device that is not a GPU."""
 
     @property
-    def l2_persisting_nbytes(self) -> int | None:
-        """Return how much of the L2 cache can be set aside for persisting data, or ``None`` if unknown."""
+    def is_integrated(self) -> bool:
+        """Return whether it is a GPU that has no memory but the host's, so that both draw on the same."""
+
+    @property
+    def module_loading(self) -> str | None:
+        """Return when CUDA loads kernels, ``lazy`` or ``eager``; ``None`` on a device that is not a GPU."""
 
     @property
     def unified(self) -> bool:
@@ -250,6 +254,15 @@ class Device(Protocol):
 
         :raises DeviceMemoryError: if it does not fit.
         """
+
+    def reserve_l2(self, nbytes: int) -> None:
+        """Set some of the L2 cache aside for data that persists there, beside what others have set aside.
+
+        :raises DeviceMemoryError: if all of the process together would exceed what the device sets aside.
+        """
+
+    def release_l2(self, nbytes: int) -> None:
+        """Give back what :meth:`reserve_l2` set aside."""
 
     def import_array(self, value: object) -> "DeviceArray | None":
         """Return any library's array on this device, without a copy, or ``None`` for any other value.

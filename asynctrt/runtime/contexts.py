@@ -366,9 +366,11 @@ class ContextPool:
     def _make_slabs(self) -> None:
         layout = self.layout(FIXED_SHAPE.shape)
         if not self._device.unified:
+            # Staging memory takes of the same memory if there is only one.
+            copies = 2 if self._device.is_integrated else 1
             check_room(
                 self._device,
-                layout.nbytes * len(self.contexts),
+                layout.nbytes * len(self.contexts) * copies,
                 f"the slabs of {len(self.contexts)} contexts, {mib(layout.nbytes)} for {self._rows_max} "
                 "rows,",
                 "Open the engine with fewer contexts or a smaller max_rows",
@@ -390,7 +392,7 @@ class ContextPool:
                 # Other engines may run in these arenas at any time, and nothing here is in order with them.
                 own = self._device.allocate(arenas.arenas[0].memory.nbytes)
             sizes = self._sizes_taken(sizes)
-            costs = [self._capture_one(context, rows, own) for context in self.contexts for rows in sizes]
+            costs = self._capture_all(sizes, own)
         except DeviceLostError:
             raise
         except Exception as error:
@@ -414,6 +416,24 @@ class ContextPool:
         finally:
             if own is not None:
                 own.close()
+
+    def _capture_all(self, sizes: Sequence[int], own: Buffer | None) -> list[CaptureCosts]:
+        """Capture one batch to see what that takes, and the others only if there is as much left for each."""
+        batches = [(context, rows) for context in self.contexts for rows in reversed(sizes)]
+        costs = []
+        for index, (context, rows) in enumerate(batches):
+            free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
+            costs.append(self._capture_one(context, rows, own))
+            if index == 0 and not self._device.unified:
+                each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
+                check_room(
+                    self._device,
+                    each_nbytes * (len(batches) - 1),
+                    f"{len(batches) - 1} more graphs of {self._model.name!r}, each with a context as large "
+                    f"as that of the first ({mib(each_nbytes)}),",
+                    "Name fewer sizes in graphs, or open the engine with fewer contexts",
+                )
+        return costs
 
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes that some profile takes: there may be gaps between profiles."""

@@ -49,6 +49,11 @@ class Server:
     def __init__(self, repository: Repository, settings: ServerSettings | None = None) -> None:
         self.repository = repository
         self.settings = settings or ServerSettings()
+        if self.settings.gpu_memory is not None:
+            # Not before it is needed: it loads CUDA's bindings.
+            from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
+
+            limit_memory(self.settings.gpu_memory)
         self.api = Api(repository, self.settings)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None

@@ -162,6 +162,12 @@ class ServerSettings:
         or no context of a model is left; then it says no, so that a supervisor restarts it.""",
     )
 
+    gpu_memory: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""Bytes that the models together may hold on each GPU: weights, what contexts keep, arenas and
+        slabs. A model that does not fit is not loaded. Default: what the GPU has.""",
+    )
     access_log: Path | None = setting(
         default=None,
         check=PATH.or_none,

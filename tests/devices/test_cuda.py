@@ -26,6 +26,7 @@ from asynctrt.devices.cuda import (
     bindings,
     context,
     find_cuda_device,
+    limit_memory,
     memory,
     streams,
 )
@@ -107,6 +108,9 @@ class Driver:
 
     def do_cuDeviceGetAttribute(self, attribute, device):
         return (9,)
+
+    def do_cuModuleGetLoadingMode(self):
+        return (REAL.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING,)
 
     def do_cuMemGetInfo(self):
         return FREE, TOTAL
@@ -491,6 +495,64 @@ class TestMemory:
         kept.close()
         assert device.memory().held_nbytes == 0
         assert driver.count("cuMemFree") == 2
+
+    def test_one_limit_for_all_devices_and_models_of_the_process(self, device, driver, monkeypatch):
+        monkeypatch.setattr(context, "_limit_nbytes", None)
+        other, elsewhere = CudaDevice(0), CudaDevice(1)
+        limit_memory(5000)
+        kept = device.allocate(3000)
+        assert (other.memory().room_nbytes, elsewhere.memory().room_nbytes) == (2000, 5000)
+        with pytest.raises(
+            DeviceMemoryError, match="holds 3000 of the 5000 bytes .* the limit of the process"
+        ):
+            other.allocate(2001)
+        other.allocate(2000).close()
+        elsewhere.allocate(5000).close()
+        # Of two limits the tighter one is told.
+        assert device.memory().budget_nbytes == 5000
+        limit_memory(2 << 20)
+        assert (device.memory().budget_nbytes, device.memory().held_nbytes) == (1 << 20, 3000)
+        kept.close()
+        driver.codes["cuMemAlloc"] = NO_MEMORY
+        with pytest.raises(DeviceMemoryError):
+            other.allocate(100)
+        assert other.memory().held_nbytes == 0
+        for wrong in (0, -1):
+            with pytest.raises(OptionsError, match="at least 1 byte"):
+                limit_memory(wrong)
+
+    def test_cache_is_set_aside_over_all_devices_of_the_process(self, device, driver):
+        limits = []
+        driver.do_cuCtxGetLimit = lambda limit: (limits[-1] if limits else 100,)
+        driver.do_cuCtxSetLimit = lambda limit, nbytes: limits.append(nbytes) or ()
+        driver.do_cuDeviceGetAttribute = lambda attribute, cuda_device: (1000,)
+        first, second = CudaDevice(0), CudaDevice(0)
+        first.reserve_l2(80)
+        assert limits == [], "there is as much already"
+        second.reserve_l2(500)
+        assert limits == [580]
+        with pytest.raises(
+            DeviceMemoryError, match="at most 1,000 bytes .* 580 bytes are taken .* 421 bytes"
+        ):
+            first.reserve_l2(421)
+        second.release_l2(500)
+        first.reserve_l2(421)
+        assert limits == [580], "what other libraries have set aside is not lowered"
+
+    @pytest.mark.parametrize("mode", ["lazy", "eager"])
+    def test_when_kernels_are_loaded(self, driver, caplog, mode):
+        modes = REAL.CUmoduleLoadingMode
+        driver.do_cuModuleGetLoadingMode = lambda: (
+            modes.CU_MODULE_LAZY_LOADING if mode == "lazy" else modes.CU_MODULE_EAGER_LOADING,
+        )
+        assert CudaDevice().module_loading == mode
+        assert ("CUDA_MODULE_LOADING" in caplog.text) == (mode == "eager")
+
+    def test_a_gpu_without_memory_of_its_own(self, driver):
+        integrated = REAL.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+        assert CudaDevice().is_integrated
+        driver.do_cuDeviceGetAttribute = lambda attribute, cuda_device: (int(attribute != integrated),)
+        assert not CudaDevice().is_integrated
 
     def test_it_is_zeroed_before_it_is_used(self, device, driver):
         device.allocate(1000)

@@ -440,6 +440,15 @@ class TestAdmission:
         )
         assert "fewer contexts or a smaller max_rows" in said
 
+    def test_slabs_of_a_gpu_without_memory_of_its_own(self):
+        """Staging memory and its counterpart are taken from the same."""
+
+        class Integrated(HostDevice):
+            is_integrated = True
+
+        with pytest.raises(DeviceMemoryError, match="the slabs of 2 contexts.* need 2,048 bytes"):
+            make_pool(device=Integrated(unified=False, memory_nbytes=2000))
+
     def test_slabs_beside_arenas(self):
         device = HostDevice(unified=False, memory_nbytes=2 * 4096 + 1000)
         arenas = Arenas(device, 2)

@@ -262,6 +262,35 @@ class TestAnEngine:
         assert said.endswith("no room for a graph")
         assert device.memory().held_nbytes == 0
 
+    @pytest.mark.parametrize(("room", "captured"), [(4, True), (3, False), (1, False)])
+    def test_graphs_that_will_not_all_fit_are_not_begun(self, caplog, room, captured):
+        """The first one shows what each takes. An engine without graphs needs none of it."""
+        device, model = HostDevice(unified=False, memory_nbytes=room * 10_000 + 6_000), double_model()
+        model.is_capturable = True
+        create, made = model.create_context, []
+
+        def create_large(device):
+            context = create(device)
+            if len(made) < 2:  # Those of the pool.
+                made.append(context)
+                return context
+            buffer = device.allocate(10_000)
+            context.close = buffer.close
+            made.append(context)
+            return context
+
+        model.create_context = create_large
+        pool = make_pool(model, device, contexts=2, graphs=(1, 4))
+        assert pool.captured.sizes == ((1, 4) if captured else ())
+        assert len(made) == 2 + (4 if captured else 1)
+        if not captured:
+            (said,) = [record.getMessage() for record in caplog.records]
+            assert said.startswith("'double' has no room for CUDA graphs")
+            assert "3 more graphs of 'double', each with a context as large as that of the first" in said
+            assert "Name fewer sizes in graphs" in said
+        pool.close(WAIT_S)
+        assert device.memory().held_nbytes == 0
+
     @pytest.mark.parametrize("error", [InputError("no profile takes it"), ExecutionError("it cannot tell")])
     def test_if_no_size_is_taken_nothing_is_captured(self, error):
         def profile_of(rows):

@@ -168,8 +168,8 @@ class TensorRTModel:
                 f"{self!r} has its weights on {self.device!r}, so its contexts cannot run on {device!r}. "
                 "Open the plan once for each device"
             )
+        device.reserve_l2(self.options.persistent_cache_limit or 0)
         with self._lock:
-            self._check_persistent_cache(self._contexts + 1)
             self._contexts += 1
         try:
             return TensorRTContext(loaded, self.signature, lambda: self._closed_context(loaded))
@@ -194,21 +194,12 @@ class TensorRTModel:
         return self._loaded
 
     def _closed_context(self, loaded: Loaded) -> None:
+        loaded.device.release_l2(self.options.persistent_cache_limit or 0)
         with self._lock:
             self._contexts -= 1
             is_last = self._loaded is None and not self._contexts
         if is_last:
             _release(self.name, loaded)
-
-    def _check_persistent_cache(self, contexts: int) -> None:
-        limit = self.options.persistent_cache_limit
-        available = self.device.l2_persisting_nbytes
-        if limit is not None and available is not None and contexts * limit > available:
-            raise OptionsError(
-                f"persistent_cache_limit is {limit} bytes of L2 cache per context, and {contexts} contexts "
-                f"of {self.name!r} would exceed the {available} bytes that {self.device.name} sets aside for "
-                "it. Lower persistent_cache_limit or contexts"
-            )
 
 
 def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions) -> Loaded:

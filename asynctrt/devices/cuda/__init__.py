@@ -6,7 +6,7 @@ the process has ended ("How TensorRT works", Cross-Context CUDA Error Isolation)
 tells that from then on, and all later work is refused with it.
 """
 
-from asynctrt.devices.cuda.context import STICKY
+from asynctrt.devices.cuda.context import STICKY, limit_memory
 from asynctrt.devices.cuda.device import DRIVER_MIN, CudaDevice, find_cuda_device
 
-__all__ = ["DRIVER_MIN", "STICKY", "CudaDevice", "find_cuda_device"]
+__all__ = ["DRIVER_MIN", "STICKY", "CudaDevice", "find_cuda_device", "limit_memory"]

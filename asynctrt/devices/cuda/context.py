@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, check_process
+from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, check_process, mib
 from asynctrt.devices.cuda.bindings import driver
-from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, copy_for
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for
 
 STICKY: Final = frozenset(
     getattr(driver.CUresult, name)
@@ -46,6 +46,7 @@ FREE_S: Final = 1.0
 """How long memory that is needed waits for other memory to be freed in a thread."""
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
+_L2_LIMIT: Final = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
 _LEGACY_STREAM: Final = 1
 """``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use unless they are told otherwise."""
 
@@ -62,6 +63,10 @@ class Gpu:
         """The streams whose work may run for ever."""
         self.put_off: list[Callable[[], None]] = []
         """What would have waited for that work: it is done when that has ended after all."""
+        self.held_nbytes = 0
+        """Bytes of memory that buffers of this process hold, over all its device objects."""
+        self.l2_nbytes = 0
+        """How much of its L2 cache is set aside for data that persists there."""
         # A thread that has it takes it again if the garbage that is collected meanwhile frees memory.
         self.lock = threading.RLock()
         self._to_free: deque[Callable[[], None]] = deque()
@@ -115,6 +120,21 @@ class Gpu:
 
 
 _gpus: defaultdict[int, Gpu] = defaultdict(Gpu)
+_limit_nbytes: int | None = None
+
+
+def limit_memory(nbytes: int | None) -> None:
+    """Let this process hold at most ``nbytes`` on each GPU, over all its models; ``None``: no limit.
+
+    What counts is weights and what contexts keep, arenas, and the buffers of slabs: all that engines allocate
+    there, but for outputs that stay on the GPU. What is held already stays.
+
+    :raises OptionsError: for anything but a positive number.
+    """
+    global _limit_nbytes  # noqa: PLW0603  (one for the process, as the memory is)
+    if nbytes is not None and nbytes < 1:
+        raise OptionsError(f"the limit of memory on each GPU must be at least 1 byte, not {nbytes!r}")
+    _limit_nbytes = nbytes
 
 
 class CudaContext:
@@ -159,7 +179,7 @@ class CudaContext:
         self.activate()
         code, free, total = driver.cuMemGetInfo()
         self.check(code, "asking for free memory")
-        return MemoryFigures(int(free), int(total), self._held_nbytes, self._memory_nbytes)
+        return MemoryFigures(int(free), int(total), *self._budget())
 
     @property
     def state(self) -> str:
@@ -205,16 +225,19 @@ class CudaContext:
             return self._take(nbytes, zeroed_on)
 
     def _take(self, nbytes: int, zeroed_on: int) -> int:
-        with self._lock:
-            budget = self._memory_nbytes
-            if budget is not None and self._held_nbytes + nbytes > budget:
+        with self._gpu.lock:
+            held, budget = self._budget()
+            if budget is not None and held + nbytes > budget:
+                whose = "memory_nbytes" if budget == self._memory_nbytes else "the limit of the process"
                 raise DeviceMemoryError(
-                    f"{self.name} holds {self._held_nbytes} of the {budget} bytes of its budget, and has no "
-                    f"room for {nbytes} more. Lower max_rows, contexts or arenas, or raise memory_nbytes"
+                    f"{self.name} holds {held} of the {budget} bytes of its budget, and has no "
+                    f"room for {nbytes} more. Lower max_rows, contexts or arenas, or raise {whose}"
                 )
-            code, address = driver.cuMemAlloc(max(nbytes, ALIGNMENT))
-            self.check(code, f"{nbytes} bytes of memory")
-            self._held_nbytes += nbytes
+            self._hold(nbytes)
+        code, address = driver.cuMemAlloc(max(nbytes, ALIGNMENT))
+        if code != _OK:
+            self._hold(-nbytes)
+            raise self.failed(code, f"{nbytes} bytes of memory")
         try:
             code = driver.cuMemsetD8Async(address, 0, max(nbytes, ALIGNMENT), zeroed_on)[0]
             self.check(code, "zeroing memory")
@@ -231,8 +254,21 @@ class CudaContext:
     def _give_back(self, address: int, nbytes: int) -> None:
         self.activate()
         self.check(driver.cuMemFree(address)[0], "freeing memory")
-        with self._lock:
-            self._held_nbytes -= nbytes
+        self._hold(-nbytes)
+
+    def _hold(self, nbytes: int) -> None:
+        with self._gpu.lock:
+            self._held_nbytes += nbytes
+            self._gpu.held_nbytes += nbytes
+
+    def _budget(self) -> tuple[int, int | None]:
+        """Return what is held and the most that may be: of this object, or of the process if it has less."""
+        own, limit = self._memory_nbytes, _limit_nbytes
+        with self._gpu.lock:
+            held, all_held = self._held_nbytes, self._gpu.held_nbytes
+        if limit is None or (own is not None and own - held <= limit - all_held):
+            return held, own
+        return all_held, limit
 
     def free_pinned(self, address: int) -> None:
         """Free a pinned block, as :meth:`give_back` does, from any thread and at any time."""
@@ -250,6 +286,35 @@ class CudaContext:
         driver.cuCtxPushCurrent(self._context)
         driver.cuMemFreeAsync(address, _LEGACY_STREAM)
         driver.cuCtxPopCurrent()
+
+    def set_l2_aside(self, nbytes: int, *, most_nbytes: int) -> None:
+        """Set some of the L2 cache aside for data that persists there, beside all that is already.
+
+        The limit of the context, which other libraries of the process share, is raised, and never lowered
+        (``CU_LIMIT_PERSISTING_L2_CACHE_SIZE``).
+
+        :param most_nbytes: what the GPU can set aside.
+        :raises DeviceMemoryError: if it cannot set aside as much.
+        """
+        self.activate()
+        with self._gpu.lock:
+            wanted = self._gpu.l2_nbytes + nbytes
+            if wanted > most_nbytes:
+                raise DeviceMemoryError(
+                    f"{self.name} sets at most {mib(most_nbytes)} of its L2 cache aside for data that "
+                    f"persists; {mib(self._gpu.l2_nbytes)} are taken by contexts of this process, and "
+                    f"{mib(nbytes)} more were asked for. Lower persistent_cache_limit, or open fewer contexts"
+                )
+            code, limit = driver.cuCtxGetLimit(_L2_LIMIT)
+            self.check(code, "asking for the limit of persisting L2 cache")
+            if wanted > int(limit):
+                self.check(driver.cuCtxSetLimit(_L2_LIMIT, wanted)[0], "raising the persisting L2 cache")
+            self._gpu.l2_nbytes = wanted
+
+    def give_l2_back(self, nbytes: int) -> None:
+        """Give back what :meth:`set_l2_aside` took."""
+        with self._gpu.lock:
+            self._gpu.l2_nbytes -= nbytes
 
     def check(self, code: Any, what: str) -> None:
         """Raise the error for a status that is not success."""
@@ -284,7 +349,7 @@ class CudaContext:
         code, free, total = driver.cuMemGetInfo()
         if code != _OK:
             return "how much is free is not known"
-        return str(MemoryFigures(int(free), int(total), self._held_nbytes, self._memory_nbytes))
+        return str(MemoryFigures(int(free), int(total), *self._budget()))
 
 
 def text_of(raw: Any) -> str:

@@ -1,5 +1,7 @@
 """A GPU as a device, and how to find one by its name."""
 
+import logging
+import os
 import re
 from typing import Any, Final
 
@@ -24,7 +26,10 @@ CONTEXTS: Final = 4
 CLOSE_S: Final = 0.1
 """How long to wait for the device's own stream when the device is closed."""
 
+logger = logging.getLogger("asynctrt")
+
 _OK: Final = driver.CUresult.CUDA_SUCCESS
+_LAZY: Final = driver.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING
 _DLPACK_CUDA: Final = 2
 """DLPack's number for CUDA memory (``kDLCUDA``)."""
 
@@ -50,16 +55,28 @@ class CudaDevice(CudaContext):
         super().__init__(cuda_device, ordinal, memory_nbytes)
         self._concurrency = concurrency
         self._model = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
-        major, minor, l2_nbytes = (
+        major, minor, l2_nbytes, is_integrated = (
             int(driver.cuDeviceGetAttribute(attribute, cuda_device)[1])
             for attribute in (
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
                 driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_PERSISTING_L2_CACHE_SIZE,
+                driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED,
             )
         )
         self._compute_capability = major, minor
-        self._l2_persisting_nbytes = l2_nbytes
+        self._l2_nbytes = l2_nbytes
+        self._is_integrated = bool(is_integrated)
+        code, mode = driver.cuModuleGetLoadingMode()
+        self.check(code, "asking how kernels are loaded")
+        self._module_loading = "lazy" if mode == _LAZY else "eager"
+        if self._module_loading == "eager":
+            logger.warning(
+                "%s: CUDA loads every kernel of every library at once (CUDA_MODULE_LOADING is %r), which "
+                "takes memory and time. Leave the variable out, or set it to LAZY",
+                self.name,
+                os.environ.get("CUDA_MODULE_LOADING", "not set"),
+            )
         # For work that does not wait for the streams of batches.
         self._own_stream = CudaStream(self)
 
@@ -75,8 +92,12 @@ class CudaDevice(CudaContext):
         return self._compute_capability
 
     @property
-    def l2_persisting_nbytes(self) -> int:
-        return self._l2_persisting_nbytes
+    def is_integrated(self) -> bool:
+        return self._is_integrated
+
+    @property
+    def module_loading(self) -> str:
+        return self._module_loading
 
     @property
     def unified(self) -> bool:
@@ -113,6 +134,12 @@ class CudaDevice(CudaContext):
 
     def allocate(self, nbytes: int) -> CudaBuffer:
         return CudaBuffer(self, nbytes, zeroed_on=self._own_stream.handle)
+
+    def reserve_l2(self, nbytes: int) -> None:
+        self.set_l2_aside(nbytes, most_nbytes=self._l2_nbytes)
+
+    def release_l2(self, nbytes: int) -> None:
+        self.give_l2_back(nbytes)
 
     def close(self) -> None:
         """End its own stream. The context stays, as other libraries of the process may use it."""

@@ -79,7 +79,11 @@ class HostDevice:
         return None
 
     @property
-    def l2_persisting_nbytes(self) -> int | None:
+    def is_integrated(self) -> bool:
+        return False
+
+    @property
+    def module_loading(self) -> str | None:
         return None
 
     @property
@@ -154,6 +158,12 @@ class HostDevice:
         except BaseException:
             self._gave_back(nbytes)
             raise
+
+    def reserve_l2(self, nbytes: int) -> None:
+        """Do nothing: caches of the CPU cannot be set aside."""
+
+    def release_l2(self, nbytes: int) -> None:
+        """Do nothing, as before."""
 
     def import_array(self, value: object) -> DeviceArray | None:
         return value if isinstance(value, DeviceArray) and value.device is self else None

@@ -16,7 +16,6 @@ from asynctrt.errors import (
     ExecutionError,
     InputError,
     InternalError,
-    OptionsError,
 )
 from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
 from asynctrt.testing.tensorrt.context import IExecutionContext
@@ -592,15 +591,28 @@ def test_auxiliary_streams(bench, spied, whose):
 
 def test_a_limit_for_the_l2_cache(bench, monkeypatch):
     made = bench(persistent_cache_limit=1000)
-    monkeypatch.setattr(type(made.device), "l2_persisting_nbytes", 2500)
+    aside = []
+
+    def reserve(nbytes):
+        if sum(aside) + nbytes > 2500:
+            raise DeviceMemoryError("no cache left")
+        aside.append(nbytes)
+
+    monkeypatch.setattr(made.device, "reserve_l2", reserve)
+    monkeypatch.setattr(made.device, "release_l2", aside.remove)
     contexts = [made.model.create_context(made.device) for _ in range(2)]
     assert contexts[0]._trt.persistent_cache_limit == 1000
-    with pytest.raises(OptionsError, match="2500"):
+    with pytest.raises(DeviceMemoryError, match="no cache left"):
         made.model.create_context(made.device)
+    made.trt.fail_next("context-memory")
     contexts.pop().close()
+    with pytest.raises(DeviceMemoryError, match="context-memory|memory"):
+        made.model.create_context(made.device)
+    assert aside == [1000], "a context that was not made keeps no cache"
     contexts.append(made.model.create_context(made.device))
     for context in contexts:
         context.close()
+    assert aside == []
 
 
 def test_what_profilers_are_told(bench):
