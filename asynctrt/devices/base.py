@@ -270,13 +270,16 @@ class Device(Protocol):
         :raises InputError: for an array that cannot be used: on another GPU, or not in C order.
         """
 
-    def allocate_output(self, nbytes: int, *, stream: Stream) -> Buffer:
-        """Allocate memory for outputs that stay on the device, in the order of ``stream``.
+    def allocate_ordered(self, nbytes: int, *, stream: int) -> Buffer:
+        """Allocate memory in the order of the stream with this handle, not zeroed. Never blocks.
 
-        It is not zeroed. Never blocks.
+        Closed, it is freed in the order of CUDA's default stream.
 
         :raises DeviceMemoryError: if it does not fit.
         """
+
+    def free_ordered(self, buffer: Buffer, *, stream: int) -> None:
+        """Free memory of :meth:`allocate_ordered` once this stream has done what it was given."""
 
     def abandon(self, stream: Stream) -> None:
         """Note that the work of a stream may run for ever: until :meth:`ended`, nothing waits for it."""

@@ -469,7 +469,7 @@ class DeviceSource(RowSource):
             source = computed + span.offset
             for request, arrays in zip(self.batch.requests, outputs, strict=True):
                 nbytes = request.rows * span.row_nbytes
-                buffer = self._device.allocate_output(nbytes, stream=self._stream)
+                buffer = self._device.allocate_ordered(nbytes, stream=self._stream.handle)
                 self._copies_out.append((buffer.address, source, nbytes))
                 shape = (request.rows, *span.dims)
                 arrays[span.name] = DeviceArray(self._device, buffer.address, span.dtype, shape, owner=buffer)

@@ -10,7 +10,7 @@ import pytest
 from asynctrt.backends.tensorrt import TensorRTOptions
 from asynctrt.backends.tensorrt import context as adapter
 from asynctrt.devices.arenas import Arenas
-from asynctrt.errors import DeviceError, DeviceLostError
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 from asynctrt.testing.tensorrt.context import IExecutionContext
 from tests.contract.devices import WAIT_S, Subject
 from tests.models import rows
@@ -229,4 +229,53 @@ async def test_what_was_not_warmed_up_in_the_same_memory_is_not_captured(subject
     async with subject.open(contexts=2, arenas=2, graphs=(1, 4)) as engine:
         assert engine.statistics().graphs == (1, 4)
         await subject.check(engine)
+    assert subject.double.violations() == ()
+
+
+async def test_temporary_storage_makes_no_enqueue_wait(subject_of):
+    """It is allocated and freed in the order of streams, so the loop enqueues such batches itself."""
+    subject = subject_of(temporary_nbytes=10_000)
+    by = Counter()
+    async with subject.open(contexts=3, arenas=3) as engine:
+        await subject.check(engine)
+        enqueue = IExecutionContext.execute_async_v3
+
+        def count(context, handle):
+            by[threading.get_ident()] += 1
+            return enqueue(context, handle)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(IExecutionContext, "execute_async_v3", count)
+            subject.double.fail_next("hang")
+            held = asyncio.create_task(engine.infer(rows(7)))
+            await hangs(subject)
+            for number in range(5):
+                await subject.check(engine, number)
+            assert not held.done()
+            subject.double.release_hangs()
+            await answers(held, subject, 7)
+        assert subject.model.memory_statistics().peak_nbytes >= 10_000
+    assert subject.double.violations() == ()
+    assert subject.model.memory_statistics().held_nbytes == subject.model.weights_nbytes
+
+
+async def test_temporary_storage_that_is_refused_fails_its_batch_alone(subject_of):
+    subject = subject_of(temporary_nbytes=10_000, options=TensorRTOptions(memory_budget=14_096))
+    async with subject.open(contexts=1, arenas=1) as engine:
+        await subject.check(engine)
+        memory = subject.model._loaded.memory
+        taken = memory.take(1)
+        with pytest.raises(DeviceMemoryError, match="Raise memory_budget"):
+            await engine.infer(rows(1))
+        memory.give_back(taken)
+        await subject.check(engine)
+    assert subject.double.violations() == ()
+
+
+async def test_batches_with_temporary_storage_are_captured(subject_of):
+    subject = subject_of(temporary_nbytes=10_000)
+    async with subject.open(contexts=2, arenas=2, graphs=(1, 4)) as engine:
+        assert engine.statistics().graphs == (1, 4)
+        for number in range(10):
+            await subject.check(engine, number)
     assert subject.double.violations() == ()

@@ -354,7 +354,10 @@ class TestStatuses:
             ("cuMemsetD8Async", lambda device: device.allocate(1)),
             ("cuStreamSynchronize", lambda device: device.allocate(1)),
             ("cuMemHostAlloc", lambda device: device.allocate_staging(1)),
-            ("cuMemAllocAsync", lambda device: device.allocate_output(1, stream=device.create_stream())),
+            (
+                "cuMemAllocAsync",
+                lambda device: device.allocate_ordered(1, stream=device.create_stream().handle),
+            ),
             ("cuEventCreate", lambda device: device.create_event()),
             ("cuStreamCreate", lambda device: device.create_stream()),
             ("cuEventRecord", lambda device: device.create_stream().record(device.create_event())),

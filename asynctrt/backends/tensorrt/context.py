@@ -62,6 +62,8 @@ class Loaded:
     log: LogSubscription
     recorder: ErrorRecorder
     allocator: Any
+    temporary_allocator: Any
+    """For what an enqueue needs only while its batch runs; ``None`` for a library that takes none."""
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
@@ -100,7 +102,7 @@ class Loaded:
         """Release the engine, then the runtimes that made it, then the allocator that they call back."""
         self.engine = None
         self.runtimes = ()
-        self.allocator = None
+        self.allocator = self.temporary_allocator = None
 
 
 class TensorRTContext:
@@ -133,7 +135,9 @@ class TensorRTContext:
         self._output_allocator = (
             make_output_allocator(loaded.flavour.module, self.unbound) if self.unbound else None
         )
-        keep_alive(self._trt, self._recorder, self._output_allocator, loaded.engine)
+        keep_alive(
+            self._trt, self._recorder, self._output_allocator, loaded.temporary_allocator, loaded.engine
+        )
         self._trt.error_recorder = self._recorder
         try:
             self._configure()
@@ -240,6 +244,8 @@ class TensorRTContext:
         """Set what is set only once, when the context is created."""
         loaded, options, trt = self._loaded, self._loaded.options, self._trt
         trt.name = self._signature.model
+        if loaded.temporary_allocator is not None:
+            trt.temporary_allocator = loaded.temporary_allocator
         if options.persistent_cache_limit is not None:
             trt.persistent_cache_limit = options.persistent_cache_limit
         if options.nvtx is not None:

@@ -104,15 +104,22 @@ class DeviceMemory:
             self._refusals.clear()
         return taken
 
-    def take(self, nbytes: int, alignment: int = ALIGNMENT) -> int | None:
-        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks do."""
+    def take(self, nbytes: int, alignment: int = ALIGNMENT, *, stream: int | None = None) -> int | None:
+        """Return the address of new memory, or ``None`` to refuse, as the allocator's callbacks do.
+
+        :param stream: the handle of the stream in whose order it is used; ``None``: it can be used at once.
+        """
         # Buffers are aligned as CUDA's own allocations are, and TensorRT asks for no more than that.
         spare = alignment if alignment > ALIGNMENT else 0
         try:
             with self._lock:
                 refusal = self._refusal(nbytes + spare)
                 if refusal is None:
-                    buffer = self._device.allocate(nbytes + spare)
+                    buffer = (
+                        self._device.allocate(nbytes + spare)
+                        if stream is None
+                        else self._device.allocate_ordered(nbytes + spare, stream=stream)
+                    )
                     address = -(-buffer.address // alignment) * alignment if spare else buffer.address
                     self._blocks[address] = buffer
                     self._held += buffer.nbytes
@@ -128,8 +135,11 @@ class DeviceMemory:
         logger.debug("TensorRT was given %s at %#x and now holds %s", mib(nbytes), address, mib(self._held))
         return address
 
-    def give_back(self, address: int) -> bool:
-        """Free the block at an address; return ``False`` if there is none, or if it cannot be freed."""
+    def give_back(self, address: int, *, stream: int | None = None) -> bool:
+        """Free the block at an address; return ``False`` if there is none, or if it cannot be freed.
+
+        :param stream: the handle of the stream in whose order it is freed, if it was taken in that of one.
+        """
         with self._lock:
             buffer = self._blocks.pop(address, None)
             if buffer is None:
@@ -137,7 +147,10 @@ class DeviceMemory:
             nbytes = buffer.nbytes
             self._held -= nbytes
         try:
-            buffer.close()
+            if stream is None:
+                buffer.close()
+            else:
+                self._device.free_ordered(buffer, stream=stream)
         except Exception as error:
             logger.warning("%s of TensorRT's memory could not be freed: %s", mib(nbytes), error)
             return False
@@ -210,3 +223,39 @@ def make_allocator(module: Any, source: DeviceMemory) -> Any:
             return not memory or source.give_back(memory)
 
     return Allocator()
+
+
+def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
+    """Create an ``IGpuAsyncAllocator`` for what an enqueue needs only while its batch runs.
+
+    Without one TensorRT takes that memory from the engine's allocator, where freeing it waits for all work on
+    the GPU (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
+    """
+    if not hasattr(module, "IGpuAsyncAllocator"):
+        return None
+
+    class TemporaryAllocator(module.IGpuAsyncAllocator):  # type: ignore[misc]  # Known only at run time.
+        def __init__(self) -> None:
+            module.IGpuAsyncAllocator.__init__(self)
+
+        def allocate(self, size: int, alignment: int, flags: int) -> int:
+            """Return the address of new memory that can be used at once, or 0 to refuse."""
+            return (source.take(size, alignment) or 0) if size else 0
+
+        def reallocate(self, address: int, alignment: int, new_size: int) -> int:
+            """Return 0: resizing is not implemented, and the block stays as it is."""
+            return 0
+
+        def deallocate(self, memory: int) -> bool:
+            """Free a block of :meth:`allocate`; the address 0 stands for no block."""
+            return not memory or source.give_back(memory)
+
+        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
+            """Return the address of new memory in the order of a stream, or 0 to refuse."""
+            return (source.take(size, alignment, stream=stream) or 0) if size else 0
+
+        def deallocate_async(self, memory: int, stream: int) -> bool:
+            """Free a block of :meth:`allocate_async` in the order of a stream."""
+            return not memory or source.give_back(memory, stream=stream)
+
+    return TemporaryAllocator()

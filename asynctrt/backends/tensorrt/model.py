@@ -9,7 +9,12 @@ from typing import Any
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.engine import Signature, read_signature
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
-from asynctrt.backends.tensorrt.memory import DeviceMemory, MemoryStatistics, make_allocator
+from asynctrt.backends.tensorrt.memory import (
+    DeviceMemory,
+    MemoryStatistics,
+    make_allocator,
+    make_temporary_allocator,
+)
 from asynctrt.backends.tensorrt.messages import (
     LogSubscription,
     TensorRTErrors,
@@ -239,7 +244,8 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         )
     if errors:
         logger.warning("%s was loaded by %s, but %s", plan.where, flavour.title, errors)
-    return Loaded(flavour, device, options, memory, log, recorder, allocator, runtimes, engine)
+    temporary = make_temporary_allocator(module, memory)
+    return Loaded(flavour, device, options, memory, log, recorder, allocator, temporary, runtimes, engine)
 
 
 def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:

@@ -45,10 +45,11 @@ STICKY: Final = frozenset(
 FREE_S: Final = 1.0
 """How long memory that is needed waits for other memory to be freed in a thread."""
 
+LEGACY_STREAM: Final = 1
+"""``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use unless they are told otherwise."""
+
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _L2_LIMIT: Final = driver.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE
-_LEGACY_STREAM: Final = 1
-"""``CU_STREAM_LEGACY``: the default stream, which PyTorch and others use unless they are told otherwise."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -279,12 +280,12 @@ class CudaContext:
         driver.cuMemFreeHost(address)
         driver.cuCtxPopCurrent()
 
-    def free_output(self, address: int) -> None:
-        """Free memory of outputs once the default stream has done the work it has been given until now."""
+    def free_in_order(self, address: int, stream: int) -> None:
+        """Free stream-ordered memory once a stream has done the work it has been given until now."""
         if self._gpu.lost is not None:
             return
         driver.cuCtxPushCurrent(self._context)
-        driver.cuMemFreeAsync(address, _LEGACY_STREAM)
+        driver.cuMemFreeAsync(address, stream)
         driver.cuCtxPopCurrent()
 
     def set_l2_aside(self, nbytes: int, *, most_nbytes: int) -> None:

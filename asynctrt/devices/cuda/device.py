@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.devices.base import DeviceArray, Stream
+from asynctrt.devices.base import Buffer, DeviceArray
 from asynctrt.devices.cuda.bindings import StridedMemoryView, driver
 from asynctrt.devices.cuda.context import CudaContext, text_of
-from asynctrt.devices.cuda.memory import CudaBuffer, OutputBuffer, PinnedBuffer
+from asynctrt.devices.cuda.memory import CudaBuffer, OrderedBuffer, PinnedBuffer
 from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
 from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError
 
@@ -175,8 +175,12 @@ class CudaDevice(CudaContext):
             )
         return DeviceArray(self, int(view.ptr), np.dtype(view.dtype), shape, owner=(view, value), ready=ready)
 
-    def allocate_output(self, nbytes: int, *, stream: Stream) -> OutputBuffer:
-        return OutputBuffer(self, nbytes, stream)
+    def allocate_ordered(self, nbytes: int, *, stream: int) -> OrderedBuffer:
+        return OrderedBuffer(self, nbytes, stream)
+
+    def free_ordered(self, buffer: Buffer, *, stream: int) -> None:
+        assert isinstance(buffer, OrderedBuffer)
+        buffer.close_on(stream)
 
 
 def find_cuda_device(name: str) -> CudaDevice:

@@ -4,9 +4,9 @@ from weakref import finalize
 
 import numpy as np
 
-from asynctrt.devices.base import ALIGNMENT, Stream, view_of
+from asynctrt.devices.base import ALIGNMENT, view_of
 from asynctrt.devices.cuda.bindings import driver
-from asynctrt.devices.cuda.context import CudaContext
+from asynctrt.devices.cuda.context import LEGACY_STREAM, CudaContext
 from asynctrt.errors import DeviceError
 
 
@@ -80,15 +80,19 @@ class _PinnedBlock:
         finalize(self, context.free_pinned, int(address)).atexit = False
 
 
-class OutputBuffer:
-    """Stream-ordered device memory: allocated on a batch's stream, freed on the default stream."""
+class OrderedBuffer:
+    """Stream-ordered device memory: allocated in the order of one stream, freed in that of any other.
 
-    def __init__(self, context: CudaContext, nbytes: int, stream: Stream) -> None:
+    :param stream: the handle of the stream.
+    """
+
+    def __init__(self, context: CudaContext, nbytes: int, stream: int) -> None:
+        self._context = context
         self.nbytes = nbytes
-        code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream.handle)
-        context.check(code, f"{nbytes} bytes for outputs")
+        code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream)
+        context.check(code, f"{nbytes} bytes in the order of a stream")
         self.address = int(address)
-        self._free = finalize(self, context.free_output, self.address)
+        self._free = finalize(self, context.free_in_order, self.address, LEGACY_STREAM)
         self._free.atexit = False
 
     @property
@@ -100,3 +104,8 @@ class OutputBuffer:
 
     def close(self) -> None:
         self._free()
+
+    def close_on(self, stream: int) -> None:
+        """Free it once the stream with this handle has done the work it has been given until now."""
+        if self._free.detach() is not None:
+            self._context.free_in_order(self.address, stream)

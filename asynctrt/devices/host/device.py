@@ -9,7 +9,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from asynctrt import clock
-from asynctrt.devices.base import DeviceArray, MemoryFigures, Stream
+from asynctrt.devices.base import Buffer, DeviceArray, MemoryFigures, Stream
 from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, HostStream, InPlace
 from asynctrt.devices.host.threads import StreamThreads
@@ -168,8 +168,11 @@ class HostDevice:
     def import_array(self, value: object) -> DeviceArray | None:
         return value if isinstance(value, DeviceArray) and value.device is self else None
 
-    def allocate_output(self, nbytes: int, *, stream: Stream) -> HostBuffer:
+    def allocate_ordered(self, nbytes: int, *, stream: int) -> HostBuffer:
         return self.allocate(nbytes)
+
+    def free_ordered(self, buffer: Buffer, *, stream: int) -> None:
+        self.stream_of(stream).launch(buffer.close, label="free")
 
     def abandon(self, stream: Stream) -> None:
         """Do nothing: freeing memory of the process waits for no work."""

@@ -25,6 +25,7 @@ from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
     IGpuAllocator,
+    IGpuAsyncAllocator,
     IOutputAllocator,
     ProfilingVerbosity,
     require_initialised,
@@ -182,12 +183,12 @@ class IExecutionContext(Reporter):
 
     @property
     def temporary_allocator(self) -> IGpuAllocator | None:
-        """The allocator of temporary storage, of which the double needs none."""
+        """The allocator of temporary storage; the engine's if it is ``None``."""
         return None if self._temporary_allocator is None else self._temporary_allocator()
 
     @temporary_allocator.setter
     def temporary_allocator(self, allocator: IGpuAllocator | None) -> None:
-        """Set the allocator, which is never called."""
+        """Allocate from there what an enqueue needs only while its batch runs."""
         if allocator is not None:
             require_initialised(allocator, IGpuAllocator)
         self._temporary_allocator = None if allocator is None else weakref.ref(allocator)
@@ -507,22 +508,62 @@ class IExecutionContext(Reporter):
         number = next(self._core.library.numbers)
         text = f"batch {number} of {self.name}"
         enqueued = dataclasses.replace(enqueued, number=number, generation=self._generation, text=text)
-        executor = self._core.executor
+        temporary = self._take_temporary(handle)
+        if temporary is None:
+            return False
         try:
-            ticket = executor.enqueue(enqueued, handle, self._aux_streams(handle))
-            self._tickets.add(ticket)
-            if self._consumed_event:
-                executor.record(self._consumed_event, handle)
-            if self._waits:
-                executor.wait(enqueued, ticket)
-            if self._spec.data_dependent:
-                self._notify(executor.longest(enqueued))
+            self._execute(enqueued, handle, temporary)
         except DeviceError as error:
             lost = self._core.monitor.lost
             text = lost or str(error)
             self._report(ErrorCodeTRT.UNSPECIFIED_ERROR, ENQUEUE, "Cuda Runtime", text)
             return False
+        finally:
+            temporary.close()
         return True
+
+    def _execute(self, enqueued: EnqueuedBatch, handle: int, temporary: Block) -> None:
+        """Put a batch on its stream, and wait for it if this engine does so."""
+        executor = self._core.executor
+        if temporary.address:
+            executor.touch(temporary.address, temporary.nbytes, handle)
+        ticket = executor.enqueue(enqueued, handle, self._aux_streams(handle))
+        self._tickets.add(ticket)
+        if temporary.address:
+            executor.touch(temporary.address, temporary.nbytes, handle)
+        if self._consumed_event:
+            executor.record(self._consumed_event, handle)
+        if self._waits or (temporary.address and not self._frees_in_order):
+            executor.wait(enqueued, ticket)
+        if self._spec.data_dependent:
+            self._notify(executor.longest(enqueued))
+
+    @property
+    def _frees_in_order(self) -> bool:
+        """Whether temporary storage is allocated and freed in the order of the batch's stream."""
+        return isinstance(self.temporary_allocator, IGpuAsyncAllocator)
+
+    def _take_temporary(self, handle: int) -> Block | None:
+        """Return temporary storage for one batch; ``None``, and report an error, if it is refused."""
+        nbytes = self._spec.temporary_nbytes
+        if not nbytes:
+            return Block(0, 0, lambda: None)
+        allocator = self.temporary_allocator
+        if allocator is None and self._temporary_allocator is not None:
+            raise self._violation("the allocator of temporary storage was destroyed while it was set")
+        if allocator is None:
+            block = self._core.allocate(nbytes)
+        elif self._frees_in_order:
+            address = int(allocator.allocate_async(nbytes, ALIGNMENT, 0, handle) or 0)
+            block = Block(address, nbytes, lambda: allocator.deallocate_async(address, handle))
+        else:
+            address = int(allocator.allocate(nbytes, ALIGNMENT, 0) or 0)
+            block = Block(address, nbytes, lambda: allocator.deallocate(address))
+        if block is None or not block.address:
+            text = f"Requested size was {nbytes} bytes."
+            self._report(ErrorCodeTRT.FAILED_ALLOCATION, ENQUEUE, "OutOfMemory", text)
+            return None
+        return block
 
     @property
     def _waits(self) -> bool:
@@ -544,6 +585,7 @@ class IExecutionContext(Reporter):
             return False
         # After a change the layers update what they hold, which cannot be part of a graph.
         can_be_captured = self._spec.capturable and not self._waits and not self._is_changed
+        can_be_captured &= not self._spec.temporary_nbytes or self._frees_in_order
         if not can_be_captured and self._core.executor.is_capturing(handle):
             text = "operation not permitted when stream is capturing"
             self._report(ErrorCodeTRT.UNSPECIFIED_ERROR, ENQUEUE, "Cuda Runtime", text)

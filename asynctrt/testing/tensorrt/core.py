@@ -46,10 +46,10 @@ class Setting(Generic[T]):
 class Block:
     """Device memory that an engine or a context holds."""
 
-    def __init__(self, address: int, nbytes: int, release: Callable[[], None]) -> None:
+    def __init__(self, address: int, nbytes: int, release: Callable[[], object]) -> None:
         self.address = address
         self.nbytes = nbytes
-        self._release: Callable[[], None] | None = release
+        self._release: Callable[[], object] | None = release
 
     def close(self) -> None:
         """Free it. Idempotent."""

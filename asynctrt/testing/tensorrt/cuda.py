@@ -223,6 +223,9 @@ class CudaExecutor:
         context.last = CudaTicket(enqueued.text, handle, self, context.slot, context.queued)
         return context.last
 
+    def touch(self, address: int, nbytes: int, handle: int) -> None:
+        self._device.check(driver.cuMemsetD8Async(address, 1, nbytes, handle)[0], "temporary storage")
+
     def mark(self, context: int, text: str, handle: int) -> Ticket:
         self._device.activate()
         known = self._context_of(context)

@@ -313,6 +313,9 @@ class HostExecutor:
     def memory_problem(self, address: int, nbytes: int) -> str | None:
         """Return ``None``: the memory of this process at an address is not known."""
 
+    def touch(self, address: int, nbytes: int, handle: int) -> None:
+        """Do nothing, for the same reason."""
+
     def mark(self, context: int, text: str, handle: int) -> Ticket:
         stream = self._device.stream_of(handle)
         ticket = HostTicket(text, handle, is_done=stream.is_capturing)

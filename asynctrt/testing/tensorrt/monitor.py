@@ -177,6 +177,9 @@ class Executor(Protocol):
     def memory_problem(self, address: int, nbytes: int) -> str | None:
         """Return why the device cannot reach that memory, or ``None`` if it can, or if that is not known."""
 
+    def touch(self, address: int, nbytes: int, handle: int) -> None:
+        """Write to memory in the order of a stream, where that is safe even if the memory is gone."""
+
     def mark(self, context: int, text: str, handle: int) -> Ticket:
         """Enqueue a piece of work on a stream that does nothing but take its turn."""
 

@@ -133,6 +133,8 @@ class EngineSpec:
     :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out. An enqueue then
         waits for its batch.
     :param persistent_nbytes: device memory that each context allocates.
+    :param temporary_nbytes: device memory that each enqueue takes from the allocator of temporary storage and
+        gives back. An enqueue waits for its batch unless that allocator works in the order of streams.
     :param fixed_rows: the size of the batch axis, if it is not dynamic.
     :param plugins: the names of the plugins that it uses; it cannot be deserialised without them.
     :param capturable: whether an enqueue can be captured into a graph. With ``data_dependent`` it never can.
@@ -160,6 +162,7 @@ class EngineSpec:
     stripped_weights_nbytes: int = 0
     streamable_weights_nbytes: int = 0
     persistent_nbytes: int = 0
+    temporary_nbytes: int = 0
     fixed_rows: int | None = None
     plugins: tuple[str, ...] = ()
     capturable: bool = True

@@ -1,18 +1,25 @@
 """The memory that TensorRT asks for: counted, bounded, and refused with the numbers."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
-from asynctrt.backends.tensorrt.memory import DeviceMemory, describe_refusals, make_allocator
+from asynctrt.backends.tensorrt.memory import (
+    DeviceMemory,
+    describe_refusals,
+    make_allocator,
+    make_temporary_allocator,
+)
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError
 from asynctrt.testing.tensorrt import StrictTensorRT
 
 MIB = 2**20
+WAIT_S = 20
 
 
 @pytest.fixture
@@ -151,3 +158,35 @@ def test_the_allocator_that_tensorrt_calls(device, name):
     assert allocator.deallocate_async(0, 7)
     assert not allocator.deallocate(plain)
     assert held.statistics().held_nbytes == 0
+
+
+@pytest.mark.parametrize("name", ["double", "tensorrt_lean", "tensorrt_rtx"])
+def test_the_allocator_of_temporary_storage_works_in_the_order_of_streams(name):
+    device = HostDevice(in_place="never")
+    modules = {"double": StrictTensorRT(device), "tensorrt_lean": tensorrt_lean, "tensorrt_rtx": tensorrt_rtx}
+    held = memory(device, budget=1000)
+    allocator = make_temporary_allocator(modules[name], held)
+    stream, go = device.create_stream(), threading.Event()
+    stream.launch(lambda: go.wait(WAIT_S), label="before")
+    address = allocator.allocate_async(500, 256, 0, stream.handle)
+    assert address % 256 == 0
+    plain = allocator.allocate(500, 256, 0)
+    assert allocator.allocate_async(1, 256, 0, stream.handle) == 0, "the budget holds for both"
+    assert allocator.deallocate_async(address, stream.handle)
+    assert held.statistics().held_nbytes == 500
+    assert device.memory().held_nbytes == 1000, "work before on the stream may still use it"
+    go.set()
+    assert stream.close(WAIT_S)
+    assert device.memory().held_nbytes == 500
+    assert allocator.deallocate(plain)
+    assert not allocator.deallocate(plain)
+    assert not allocator.deallocate_async(address, stream.handle)
+    assert allocator.reallocate(plain, 256, 100) == 0
+    assert (allocator.allocate(0, 256, 0), allocator.allocate_async(0, 256, 0, 1)) == (0, 0)
+    assert allocator.deallocate(0)
+    assert allocator.deallocate_async(0, 1)
+    assert device.memory().held_nbytes == 0
+
+
+def test_a_library_without_asynchronous_allocators(device):
+    assert make_temporary_allocator(SimpleNamespace(), memory(device)) is None
