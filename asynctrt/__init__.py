@@ -42,6 +42,7 @@ from asynctrt.errors import (
     UnsupportedError,
     UsageError,
 )
+from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
@@ -96,5 +97,6 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "batch",
+    "limit_gpu_memory",
     "open",
 ]

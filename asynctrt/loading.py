@@ -39,6 +39,21 @@ def find_device(device: str | Device) -> Device:
     )
 
 
+def limit_gpu_memory(nbytes: int | None) -> None:
+    """Let this process hold at most ``nbytes`` on each GPU, over all its engines; ``None``: no limit.
+
+    What counts is what engines allocate there: weights, what contexts keep, arenas, and the buffers of slabs.
+    Outputs that stay on the GPU do not. An engine that would exceed it is not opened, with the arithmetic; its
+    graphs are given up first.
+
+    :raises OptionsError: for anything but a positive number.
+    """
+    # Not before it is needed: it loads CUDA's bindings.
+    from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
+
+    limit_memory(nbytes)
+
+
 def load_model(
     model: str | os.PathLike[str] | Model,
     device: Device,

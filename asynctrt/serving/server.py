@@ -22,6 +22,7 @@ import anyio
 
 from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loading import limit_gpu_memory
 from asynctrt.serving.api import Api
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
@@ -50,10 +51,7 @@ class Server:
         self.repository = repository
         self.settings = settings or ServerSettings()
         if self.settings.gpu_memory is not None:
-            # Not before it is needed: it loads CUDA's bindings.
-            from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
-
-            limit_memory(self.settings.gpu_memory)
+            limit_gpu_memory(self.settings.gpu_memory)
         self.api = Api(repository, self.settings)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None

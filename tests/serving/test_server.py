@@ -357,3 +357,11 @@ class TestAsAProcess:
             assert call(url) == 6
         with pytest.raises(ConnectionLostError):
             call(url)
+
+
+def test_one_limit_of_gpu_memory_for_all_models(monkeypatch):
+    monkeypatch.setattr(context, "_limit_nbytes", None)
+    Server(Repository(), ServerSettings())
+    assert context._limit_nbytes is None
+    Server(Repository(), ServerSettings(gpu_memory=5000))
+    assert context._limit_nbytes == 5000
