@@ -42,9 +42,9 @@ def find_device(device: str | Device) -> Device:
 def limit_gpu_memory(nbytes: int | None) -> None:
     """Let this process hold at most ``nbytes`` on each GPU, over all its engines; ``None``: no limit.
 
-    What counts is what engines allocate there: weights, what contexts keep, arenas, and the buffers of slabs.
-    Outputs that stay on the GPU do not. An engine that would exceed it is not opened, with the arithmetic; its
-    graphs are given up first.
+    What counts is all that engines allocate there: weights and what contexts keep, arenas, the buffers of
+    slabs, and outputs that stay on the GPU. An engine that would exceed it is not opened, with the
+    arithmetic; it goes without graphs first.
 
     :raises OptionsError: for anything but a positive number.
     """

@@ -31,6 +31,9 @@ SYNONYMS: Final = {
 Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""
 
+ArenaSize = Literal["profile", "shapes"]
+"""What arenas are sized by."""
+
 
 class Settings(TypedDict, total=False):
     """The keywords of :func:`asynctrt.open` besides model and device: see :class:`Options`."""
@@ -43,6 +46,7 @@ class Settings(TypedDict, total=False):
     priorities: int
     contexts: int | None
     arenas: int | None
+    arena_size: ArenaSize
     graphs: str | Sequence[int]
     flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
@@ -141,6 +145,13 @@ class Options:
         check=count(1).or_none,
         doc="""Blocks of enqueue memory that the contexts share. Default: one per context. A model that brings
         its own working memory, as ONNX Runtime does, needs none and gets none.""",
+    )
+    arena_size: ArenaSize = setting(
+        default="profile",
+        check=choice(*get_args(ArenaSize)),
+        doc="""How large arenas are. ``profile``: as the largest batch of any profile needs them, from the
+        start, so that none fails later for want of memory. ``shapes``: as the batches so far needed them;
+        they grow when a larger one comes. For TensorRT plans with wide profiles.""",
     )
     graphs: str | Sequence[int] = setting(
         default="auto",

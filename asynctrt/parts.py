@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 
-from asynctrt.backends.base import Model, ProfiledModel
+from asynctrt.backends.base import Model, ProfiledModel, ReservingModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
@@ -172,7 +172,13 @@ def build_on(
         loaded = load_model(model, found, options.flavour, tensorrt)
         capacity = Capacity.of(loaded, found, options, shared)
         if capacity.arenas:
-            arenas = shared or Arenas(found, capacity.arenas)
+            by_shapes = options.arena_size == "shapes"
+            arenas = shared or Arenas(found, capacity.arenas, by_shapes=by_shapes)
+            if arenas.by_shapes and not (isinstance(loaded, ReservingModel) and loaded.reserves_arenas):
+                raise OptionsError(
+                    f"arenas can be sized by shapes for TensorRT plans, and {loaded.name!r} is none: it does "
+                    "not say what a batch of a shape needs. Leave arena_size out"
+                )
         shapes = Shapes(
             rows_max=capacity.rows_max,
             rows_fixed=loaded.rows_fixed,

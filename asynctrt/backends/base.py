@@ -151,6 +151,15 @@ class ProfiledModel(Model, Protocol):
         """
 
 
+@runtime_checkable
+class ReservingModel(Model, Protocol):
+    """A model whose batches can reserve what they need in arenas that are sized by shapes."""
+
+    @property
+    def reserves_arenas(self) -> bool:
+        """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch."""
+
+
 MODEL_MEMBERS: Final = tuple(name for name in vars(Model) if not name.startswith("_"))
 """The members of :class:`Model`, in the order in which it declares them."""
 

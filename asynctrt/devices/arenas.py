@@ -12,8 +12,75 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from asynctrt.devices.base import Buffer, Device, Event, aligned, check_room
-from asynctrt.errors import OptionsError, UsageError
+import numpy as np
+
+from asynctrt.devices.base import Buffer, Device, Event, Stream, aligned, check_room
+from asynctrt.errors import InternalError, OptionsError, UsageError
+
+
+class GrowingBuffer:
+    """Enqueue memory that is as large as the batches in it needed so far. Its address changes as it grows.
+
+    It grows in the order of the stream of the batch that needs more, which has waited for the batch before:
+    neither does the CPU wait, nor does memory go that is in use.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._buffer: Buffer | None = None
+        self._is_kept = False
+        self._outgrown: list[Buffer] = []
+
+    def __repr__(self) -> str:
+        return f"<GrowingBuffer {self._device.name} nbytes={self.nbytes}>"
+
+    @property
+    def address(self) -> int:
+        return 0 if self._buffer is None else self._buffer.address
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """Return the bytes that it holds, with those that it outgrew and keeps."""
+        return self.nbytes + sum(buffer.nbytes for buffer in self._outgrown)
+
+    @property
+    def is_host_visible(self) -> bool:
+        return self._buffer is not None and self._buffer.is_host_visible
+
+    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
+        assert self._buffer is not None, "there is nothing in it yet"
+        return self._buffer.array(dtype, shape, offset)
+
+    def reserve(self, nbytes: int, *, stream: Stream) -> None:
+        """Make it at least ``nbytes`` large for work on ``stream``, which is in order with all work before.
+
+        :raises DeviceMemoryError: if that does not fit; it stays as it is.
+        """
+        if nbytes <= self.nbytes:
+            return
+        if stream.is_capturing:
+            raise InternalError(f"{self!r} cannot grow to {nbytes} bytes while {stream!r} captures")
+        grown = self._device.allocate_ordered(aligned(nbytes), stream=stream.handle)
+        outgrown, self._buffer = self._buffer, grown
+        if outgrown is not None and self._is_kept:
+            self._outgrown.append(outgrown)
+        elif outgrown is not None:
+            self._device.free_ordered(outgrown, stream=stream.handle)
+
+    def keep(self) -> None:
+        """Keep what it outgrows from now on, because captured graphs work in it."""
+        self._is_kept = True
+
+    def close(self) -> None:
+        """Free it, and all that it kept. Idempotent."""
+        for buffer in (*self._outgrown, *([] if self._buffer is None else [self._buffer])):
+            buffer.close()
+        self._outgrown.clear()
+        self._buffer = None
 
 
 class Arena:
@@ -64,15 +131,24 @@ class Arenas:
     :param device: the device object that the engines are opened on.
     :param count: how many batches may compute side by side.
     :param nbytes: the initial size of each.
+    :param by_shapes: let each be as large as the batches in it needed so far, and grow with them, rather than
+        as large as the largest batch of any profile. Engines in such arenas capture no graphs.
     :raises OptionsError: if ``count`` is less than 1, or ``nbytes`` negative.
     :raises DeviceMemoryError: if they do not fit.
     """
 
-    def __init__(self, device: Device, count: int, *, nbytes: int = 0) -> None:
+    def __init__(self, device: Device, count: int, *, nbytes: int = 0, by_shapes: bool = False) -> None:
         if count < 1 or nbytes < 0:
             raise OptionsError(f"count must be at least 1 and nbytes at least 0, not {count} and {nbytes}")
+        if by_shapes and nbytes:
+            raise OptionsError(f"arenas that are sized by shapes begin empty, so leave out nbytes={nbytes}")
         self.device = device
+        self.by_shapes = by_shapes
+        """Whether each is as large as the batches in it needed."""
         self.arenas = [Arena() for _ in range(count)]
+        if by_shapes:
+            for arena in self.arenas:
+                arena.buffer = GrowingBuffer(device)
         self.users = [0] * count
         """Batches in flight in each, of all engines."""
         self.engines = 0
@@ -88,7 +164,8 @@ class Arenas:
             self.reserve(nbytes)
 
     def __repr__(self) -> str:
-        return f"<Arenas {self.device.name} count={len(self.arenas)} nbytes={self._nbytes} of each>"
+        size = "by shapes" if self.by_shapes else f"nbytes={self._nbytes} of each"
+        return f"<Arenas {self.device.name} count={len(self.arenas)} {size}>"
 
     def __len__(self) -> int:
         return len(self.arenas)
@@ -107,7 +184,10 @@ class Arenas:
     @property
     def nbytes(self) -> int:
         """Return how many bytes they hold together."""
-        return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired)
+        grown = sum(
+            arena.buffer.held_nbytes for arena in self.arenas if isinstance(arena.buffer, GrowingBuffer)
+        )
+        return len(self.arenas) * self._nbytes + sum(buffer.nbytes for buffer in self._retired) + grown
 
     def claim(self, thread: int) -> None:
         """Let engines use them whose loop runs in the thread with this number.
@@ -142,7 +222,7 @@ class Arenas:
             self._grow(aligned(nbytes))
 
     def _grow(self, nbytes: int) -> None:
-        if nbytes <= self._nbytes:
+        if nbytes <= self._nbytes or self.by_shapes:
             return
         check_room(
             self.device,
@@ -174,7 +254,8 @@ class Arenas:
         for arena in self.arenas:
             if arena.buffer is not None:
                 arena.buffer.close()
-                arena.buffer = None
+                # One that grows may be used again, from nothing.
+                arena.buffer = arena.buffer if self.by_shapes else None
             arena.last_use = None
         for buffer in self._retired:
             buffer.close()

@@ -259,7 +259,7 @@ class ContextPool:
             if all(spec.is_fixed for spec in model.inputs):
                 # Rows of one shape only: what a batch needs is known, and is refused here if at all.
                 self._make_slabs()
-                if graphs and model.is_capturable:
+                if graphs and model.is_capturable and self._may_capture:
                     self._capture(graphs)
         except BaseException:
             self.close(UNDO_S)
@@ -416,6 +416,18 @@ class ContextPool:
         finally:
             if own is not None:
                 own.close()
+
+    @property
+    def _may_capture(self) -> bool:
+        """Whether the arenas stay where they are, as graphs need it."""
+        arenas = self._arenas
+        if arenas is None or not (arenas.by_shapes and arenas.is_shared):
+            return True
+        logger.warning(
+            "%r captures no CUDA graphs, since other engines may let its arenas grow at any time",
+            self._model.name,
+        )
+        return False
 
     def _capture_all(self, sizes: Sequence[int], own: Buffer | None) -> list[CaptureCosts]:
         """Capture one batch to see what that takes, and the others only if there is as much left for each."""

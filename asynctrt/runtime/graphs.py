@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from asynctrt import clock
 from asynctrt.backends.base import Binding, ExecutionContext, Model
-from asynctrt.devices.arenas import Arena
+from asynctrt.devices.arenas import Arena, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Event, Graph, Stream
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.runtime.staging import Slab
@@ -71,6 +71,8 @@ def capture(
             direct_ns = clock.now_ns() - start_ns
             _wait(stream, end, f"a batch of {rows} rows")
         memory = None if arena is None else arena.memory
+        if isinstance(memory, GrowingBuffer):
+            memory.keep()
         graph = _captured(binding, rows, profile=profile, stream=stream, arena=memory)
     except BaseException:
         context.close()

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from asynctrt.client import connect
+from asynctrt.devices.cuda import context
 from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
 from asynctrt.serving import Repository, Server, ServerSettings
 from asynctrt.testing import LatchDevice

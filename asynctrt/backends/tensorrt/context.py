@@ -25,6 +25,7 @@ from asynctrt.backends.tensorrt.messages import (
     make_recorder,
 )
 from asynctrt.backends.tensorrt.outputs import UnboundOutput, make_output_allocator
+from asynctrt.devices.arenas import GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.errors import (
     DeviceError,
@@ -289,7 +290,7 @@ class TensorRTContext:
             self._is_warm = False
             self._set_shapes(binding, rows)
             self._shapes = binding.dims, rows
-        self._set_arena(profile, arena, is_other_shape=is_other_shape)
+        self._set_arena(profile, arena, stream, is_other_shape=is_other_shape)
         if self._streams:
             # TensorRT promises to use them only for the next enqueue.
             self._trt.set_aux_streams([aux.handle for aux in self._streams])
@@ -322,7 +323,9 @@ class TensorRTContext:
                     "opened"
                 )
 
-    def _set_arena(self, profile: Profile, arena: Buffer | None, *, is_other_shape: bool) -> None:
+    def _set_arena(
+        self, profile: Profile, arena: Buffer | None, stream: Stream, *, is_other_shape: bool
+    ) -> None:
         """Give TensorRT the enqueue memory of this batch, unless it has it already."""
         if arena is None:
             if profile.enqueue_nbytes:
@@ -332,6 +335,9 @@ class TensorRTContext:
         if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != self._memory):
             # Not enough for every batch of the profile, so TensorRT computes what this one needs.
             needed = int(self._trt.update_device_memory_size_for_shapes())
+            if isinstance(arena, GrowingBuffer):
+                arena.reserve(needed, stream=stream)
+                memory = arena.address, arena.nbytes
             if not 0 < needed <= arena.nbytes:
                 raise InternalError(
                     f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {needed}"

@@ -121,6 +121,11 @@ class TensorRTModel:
         return self.signature.enqueue_nbytes
 
     @property
+    def reserves_arenas(self) -> bool:
+        """True: TensorRT says what a batch needs (``update_device_memory_size_for_shapes``)."""
+        return True
+
+    @property
     def weights_nbytes(self) -> int:
         """Bytes of weights on the device; with weight streaming, the most that may be there."""
         return self._weights_nbytes

@@ -127,8 +127,8 @@ _limit_nbytes: int | None = None
 def limit_memory(nbytes: int | None) -> None:
     """Let this process hold at most ``nbytes`` on each GPU, over all its models; ``None``: no limit.
 
-    What counts is weights and what contexts keep, arenas, and the buffers of slabs: all that engines allocate
-    there, but for outputs that stay on the GPU. What is held already stays.
+    What counts is all that engines allocate there: weights and what contexts keep, arenas, the buffers of
+    slabs, and outputs that stay on the GPU. What is held already stays.
 
     :raises OptionsError: for anything but a positive number.
     """
@@ -226,18 +226,10 @@ class CudaContext:
             return self._take(nbytes, zeroed_on)
 
     def _take(self, nbytes: int, zeroed_on: int) -> int:
-        with self._gpu.lock:
-            held, budget = self._budget()
-            if budget is not None and held + nbytes > budget:
-                whose = "memory_nbytes" if budget == self._memory_nbytes else "the limit of the process"
-                raise DeviceMemoryError(
-                    f"{self.name} holds {held} of the {budget} bytes of its budget, and has no "
-                    f"room for {nbytes} more. Lower max_rows, contexts or arenas, or raise {whose}"
-                )
-            self._hold(nbytes)
+        self._hold(nbytes)
         code, address = driver.cuMemAlloc(max(nbytes, ALIGNMENT))
         if code != _OK:
-            self._hold(-nbytes)
+            self._let_go(nbytes)
             raise self.failed(code, f"{nbytes} bytes of memory")
         try:
             code = driver.cuMemsetD8Async(address, 0, max(nbytes, ALIGNMENT), zeroed_on)[0]
@@ -255,12 +247,40 @@ class CudaContext:
     def _give_back(self, address: int, nbytes: int) -> None:
         self.activate()
         self.check(driver.cuMemFree(address)[0], "freeing memory")
-        self._hold(-nbytes)
+        self._let_go(nbytes)
+
+    def take_in_order(self, nbytes: int, stream: int) -> int:
+        """Allocate memory in the order of a stream, and return its address.
+
+        :raises DeviceMemoryError: if it exceeds the budget, or the GPU has no room.
+        """
+        self._hold(nbytes)
+        code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream)
+        if code != _OK:
+            self._let_go(nbytes)
+            raise self.failed(code, f"{nbytes} bytes in the order of a stream")
+        return int(address)
 
     def _hold(self, nbytes: int) -> None:
+        """Count memory that is about to be allocated.
+
+        :raises DeviceMemoryError: if that exceeds the budget.
+        """
         with self._gpu.lock:
+            held, budget = self._budget()
+            if budget is not None and held + nbytes > budget:
+                whose = "memory_nbytes" if budget == self._memory_nbytes else "the limit of the process"
+                raise DeviceMemoryError(
+                    f"{self.name} holds {held} of the {budget} bytes of its budget, and has no "
+                    f"room for {nbytes} more. Lower max_rows, contexts or arenas, or raise {whose}"
+                )
             self._held_nbytes += nbytes
             self._gpu.held_nbytes += nbytes
+
+    def _let_go(self, nbytes: int) -> None:
+        with self._gpu.lock:
+            self._held_nbytes -= nbytes
+            self._gpu.held_nbytes -= nbytes
 
     def _budget(self) -> tuple[int, int | None]:
         """Return what is held and the most that may be: of this object, or of the process if it has less."""
@@ -280,13 +300,14 @@ class CudaContext:
         driver.cuMemFreeHost(address)
         driver.cuCtxPopCurrent()
 
-    def free_in_order(self, address: int, stream: int) -> None:
+    def free_in_order(self, address: int, nbytes: int, stream: int) -> None:
         """Free stream-ordered memory once a stream has done the work it has been given until now."""
         if self._gpu.lost is not None:
             return
         driver.cuCtxPushCurrent(self._context)
         driver.cuMemFreeAsync(address, stream)
         driver.cuCtxPopCurrent()
+        self._let_go(nbytes)
 
     def set_l2_aside(self, nbytes: int, *, most_nbytes: int) -> None:
         """Set some of the L2 cache aside for data that persists there, beside all that is already.

@@ -89,10 +89,8 @@ class OrderedBuffer:
     def __init__(self, context: CudaContext, nbytes: int, stream: int) -> None:
         self._context = context
         self.nbytes = nbytes
-        code, address = driver.cuMemAllocAsync(max(nbytes, ALIGNMENT), stream)
-        context.check(code, f"{nbytes} bytes in the order of a stream")
-        self.address = int(address)
-        self._free = finalize(self, context.free_in_order, self.address, LEGACY_STREAM)
+        self.address = context.take_in_order(nbytes, stream)
+        self._free = finalize(self, context.free_in_order, self.address, nbytes, LEGACY_STREAM)
         self._free.atexit = False
 
     @property
@@ -108,4 +106,4 @@ class OrderedBuffer:
     def close_on(self, stream: int) -> None:
         """Free it once the stream with this handle has done the work it has been given until now."""
         if self._free.detach() is not None:
-            self._context.free_in_order(self.address, stream)
+            self._context.free_in_order(self.address, self.nbytes, stream)
