@@ -48,7 +48,14 @@ logger = logging.getLogger("asynctrt")
 class Engine:
     """A model behind ``await``. Made by :func:`open`; belongs to the event loop that it was opened on."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, parts: EngineParts, options: Options) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        parts: EngineParts,
+        options: Options,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
         device, model, pool, capacity = parts.device, parts.model, parts.pool, parts.capacity
         self._loop = loop
         # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
@@ -115,6 +122,11 @@ class Engine:
             limit=self._scheduler.limit,
             waiting_rows_max=options.max_queue_rows,
         )
+        self._urgent: Engine | None = None
+        if parts.urgent is not None:
+            self._urgent = Engine(loop, parts.urgent, options, is_urgent=True)
+        # Another engine opens and closes it.
+        self._is_urgent = is_urgent
         self._state = "open"
         self._closing: asyncio.Task[None] | None = None
         self._opened_at = _caller()
@@ -127,7 +139,7 @@ class Engine:
         )
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "closed") != "closed":
+        if getattr(self, "_state", "closed") != "closed" and not self._is_urgent:
             warnings.warn(
                 f"{self!r}, opened at {self._opened_at}, was never closed. Use 'async with', or "
                 "await engine.aclose()",
@@ -149,8 +161,11 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any more."""
-        is_lost = self._driver.lost is not None or self._device.lost is not None
+        """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any more.
+
+        With ``urgent_share`` it is lost if nothing can run on one of the two parts any more.
+        """
+        is_lost = self._device.lost is not None or any(lane._driver.lost for lane in self._lanes)
         return "lost" if self._state == "open" and is_lost else self._state
 
     @property
@@ -182,6 +197,11 @@ class Engine:
     def max_rows(self) -> int:
         """Rows that one batch holds at the most."""
         return self._rows_max
+
+    @property
+    def urgent(self) -> "Engine | None":
+        """With ``urgent_share``, the engine of the highest priority: ask it for its statistics."""
+        return self._urgent
 
     @property
     def options(self) -> Options:
@@ -220,6 +240,8 @@ class Engine:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
+            if self._urgent is not None and priority == self._options.priorities - 1:
+                return await self._urgent.infer(inputs, timeout=timeout, priority=priority, outputs=outputs)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             return await self._infer_split(self._split(arrays, rows, key), key, timeout_ns, priority)
         request = self._driver.submit(arrays, rows, key, priority, timeout_ns)
@@ -246,6 +268,8 @@ class Engine:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
+            if self._urgent is not None and priority == self._options.priorities - 1:
+                return self._urgent.submit(inputs, timeout=timeout, priority=priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             return self._loop.create_task(self._infer_split(parts, key, timeout_ns, priority))
@@ -274,6 +298,10 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """A snapshot of what the engine has done and is doing."""
+        own = self._own_statistics()
+        return own if self._urgent is None else own.joined(self._urgent.statistics())
+
+    def _own_statistics(self) -> Statistics:
         snapshot = self._scheduler.snapshot()
         counters = snapshot.counters
         return Statistics(
@@ -344,23 +372,33 @@ class Engine:
                 )
             )
 
-        self._driver.observe = observe
-        self._scheduler.times_all = timed or self._device.timing_is_free
+        lanes = self._lanes
+        for lane in lanes:
+            lane._driver.observe = observe
+            lane._scheduler.times_all = timed or self._device.timing_is_free
         try:
             yield trace
         finally:
-            self._driver.observe = None
-            self._scheduler.times_all = self._device.timing_is_free
+            for lane in lanes:
+                lane._driver.observe = None
+                lane._scheduler.times_all = self._device.timing_is_free
+
+    @property
+    def _lanes(self) -> "tuple[Engine, ...]":
+        """It, and the one for urgent requests if there is one."""
+        return (self,) if self._urgent is None else (self, self._urgent)
 
     async def drain(self) -> None:
         """Refuse new requests from now on, and return when all that were taken have been answered."""
         self._check_loop()
         if self._state == "open":
-            self._state = "draining"
-            self._driver.refuse(
-                EngineClosedError(f"{self._model.name!r} is draining: send to another engine")
-            )
-        await self._driver.wait_idle()
+            for lane in self._lanes:
+                lane._state = "draining"
+                lane._driver.refuse(
+                    EngineClosedError(f"{self._model.name!r} is draining: send to another engine")
+                )
+        for lane in self._lanes:
+            await lane._driver.wait_idle()
 
     async def aclose(self) -> None:
         """Fail what is queued, let what is in flight finish, and give everything back. Idempotent.
@@ -379,19 +417,26 @@ class Engine:
 
     async def _close(self) -> None:
         """Close, and see it through although a loop that ends cancels every task, this one included."""
-        self._state = "closing"
         why = f"{self._model.name!r} is closed"
-        self._slots.refuse(why)
-        self._driver.fail_queued(EngineClosedError(why))
-        await wait_shielded(self._driver.next_idle(), self._options.close_timeout)
-        self._driver.close()
+        lanes = self._lanes
+        for lane in lanes:
+            lane._state = "closing"
+            lane._slots.refuse(why)
+            lane._driver.fail_queued(EngineClosedError(why))
+        until_ns = self._now_ns() + timeout_ns_of(self._options.close_timeout)
+        for lane in lanes:
+            left_s = max(until_ns - self._now_ns(), 0) / 1e9
+            await wait_shielded(lane._driver.next_idle(), left_s)
+            lane._driver.close()
         given_back, _ = await see_through_in_thread(self._give_back)
-        self._state = "closed"
+        for lane in lanes:
+            lane._state = "closed"
         given_back.result()
 
     def _give_back(self) -> None:
         """Blocks: joins threads, frees memory, unloads the model."""
-        self._driver.end_threads(STREAM_END_S)
+        for lane in self._lanes:
+            lane._driver.end_threads(STREAM_END_S)
         abandoned = self._parts.close(STREAM_END_S, self._slots.close)
         if abandoned:
             logger.error("%r: %d contexts were abandoned while they ran", self, abandoned)

@@ -44,6 +44,7 @@ class Settings(TypedDict, total=False):
     max_in_flight: int | None
     timeout: float | None
     priorities: int
+    urgent_share: float | None
     contexts: int | None
     arenas: int | None
     arena_size: ArenaSize
@@ -88,6 +89,14 @@ def _value_of(text: str) -> Any:
         return text.strip()
 
 
+def _share(given: Any) -> float:
+    share = float(given)
+    if not 0 < share < 1:
+        raise ValueError
+    return share
+
+
+SHARE: Final = Check("a number above 0 and below 1", _share)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
     _tensorrt_options,
@@ -133,6 +142,13 @@ class Options:
         check=count(1),
         doc="""Priority levels. A request's ``priority`` goes from 0, the default, to ``priorities - 1``, the
         most urgent. A more urgent request is always launched first.""",
+    )
+    urgent_share: float | None = setting(
+        default=None,
+        check=SHARE.or_none,
+        doc="""Share of the device that requests of the highest priority have to themselves, such as 0.25: a
+        queue, contexts and arenas of their own, on multiprocessors (a GPU's, by green contexts) or threads
+        where nothing else of this engine runs. All others get the rest. Slots are with the others.""",
     )
     contexts: int | None = setting(
         default=None,
@@ -211,6 +227,11 @@ class Options:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "
                 "could ever fill"
+            )
+        if self.urgent_share is not None and self.priorities < 2:
+            raise OptionsError(
+                f"urgent_share gives the highest priority a share of its own, and priorities is "
+                f"{self.priorities}: there is no other. Open the engine with priorities=2 or more"
             )
         if self.deterministic:
             for name in ("contexts", "arenas", "max_in_flight"):

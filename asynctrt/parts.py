@@ -1,10 +1,12 @@
 """What an engine stands on: the numbers it is built by, and its parts, made together and closed together."""
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from asynctrt.backends.base import Model, ProfiledModel, ReservingModel
 from asynctrt.devices.arenas import Arenas
@@ -12,7 +14,7 @@ from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
 from asynctrt.loading import find_device, load_model
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
-from asynctrt.runtime.contexts import ContextPool
+from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensorrt_options import TensorRTOptions
@@ -101,6 +103,13 @@ class Capacity:
         return sizes
 
 
+class Closable(Protocol):
+    """What is given back by closing it."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """All that an engine stands on. Whoever made a part closes it."""
@@ -111,9 +120,10 @@ class EngineParts:
     arenas: Arenas | None
     shapes: Shapes
     capacity: Capacity
-    owns_device: bool
-    owns_model: bool
-    owns_arenas: bool
+    owned: tuple[Closable, ...] = ()
+    """What is closed with it: its own arenas, then the model and the device if they were made for it."""
+    urgent: "EngineParts | None" = None
+    """What urgent requests have to themselves."""
 
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
         """Give back what is ours; returns how many contexts had to be abandoned. Blocks.
@@ -121,17 +131,15 @@ class EngineParts:
         May be called again: what was abandoned is given back once it has ended.
         """
         abandoned = self.pool.close(timeout_s)
+        if self.urgent is not None:
+            abandoned += self.urgent.close(timeout_s)
         if abandoned:
             # What runs still uses the weights and the memory, so they stay too.
             return abandoned
         if slots is not None:
             slots()
-        if self.owns_arenas and self.arenas is not None:
-            self.arenas.close()
-        if self.owns_model:
-            self.model.close()
-        if self.owns_device:
-            self.device.close()
+        for part in self.owned:
+            part.close()
         return 0
 
 
@@ -165,44 +173,15 @@ def build_on(
     """
     found = find_device(device)
     loaded: Model | None = None
-    arenas: Arenas | None = None
     try:
         tensorrt = options.tensorrt
         assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
         loaded = load_model(model, found, options.flavour, tensorrt)
-        capacity = Capacity.of(loaded, found, options, shared)
-        if capacity.arenas:
-            by_shapes = options.arena_size == "shapes"
-            arenas = shared or Arenas(found, capacity.arenas, by_shapes=by_shapes)
-            if arenas.by_shapes and not (isinstance(loaded, ReservingModel) and loaded.reserves_arenas):
-                raise OptionsError(
-                    f"arenas can be sized by shapes for TensorRT plans, and {loaded.name!r} is none: it does "
-                    "not say what a batch of a shape needs. Leave arena_size out"
-                )
-        shapes = Shapes(
-            rows_max=capacity.rows_max,
-            rows_fixed=loaded.rows_fixed,
-            profiles=ModelProfiles(loaded) if isinstance(loaded, ProfiledModel) else None,
-            fills_batches=options.deterministic,
-        )
-        if options.deterministic and loaded.platform == "tensorrt_plan":
-            logger.warning(
-                "%r is deterministic but for layers that TensorRT leaves random: IFillLayer, and "
-                "IScatterLayer with indices that occur twice. Whether the plan has any cannot be told",
-                loaded.name,
-            )
-        pool = ContextPool(
-            found,
-            loaded,
-            contexts=capacity.contexts,
-            arenas=arenas,
-            rows_max=capacity.rows_max,
-            graphs=capacity.graphs,
-            profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
-        )
+        if options.urgent_share is None:
+            parts = _make(loaded, found, options, shared)
+        else:
+            parts = _make_divided(loaded, found, options, options.urgent_share, shared)
     except BaseException as error:
-        if arenas is not None and arenas is not shared:
-            arenas.close()
         if loaded is not None and loaded is not model:
             loaded.close()
         if found is not device:
@@ -212,14 +191,73 @@ def build_on(
         raise ModelError(
             f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
         ) from error
-    return EngineParts(
-        found,
-        loaded,
-        pool,
-        arenas,
-        shapes,
-        capacity,
-        owns_device=found is not device,
-        owns_model=isinstance(model, str | os.PathLike),
-        owns_arenas=arenas is not shared,
-    )
+    owned: list[Closable] = [loaded] if isinstance(model, str | os.PathLike) else []
+    if found is not device:
+        owned.append(found)
+    return dataclasses.replace(parts, owned=(*parts.owned, *owned))
+
+
+def _make_divided(
+    model: Model, device: Device, options: Options, share: float, shared: Arenas | None
+) -> EngineParts:
+    """Make what batches need on two parts of a device."""
+    if shared is not None:
+        raise OptionsError(
+            "urgent_share keeps urgent batches apart from all others, and in shared_arenas they would wait "
+            "for each other. Leave one of them out"
+        )
+    urgent, rest = device.partition(share)
+    made: EngineParts | None = None
+    try:
+        made = _make(model, urgent, dataclasses.replace(options, urgent_share=None), None)
+        parts = _make(model, rest, options, None)
+    except BaseException:
+        if made is not None:
+            made.close(UNDO_S)
+        urgent.close()
+        rest.close()
+        raise
+    made = dataclasses.replace(made, owned=(*made.owned, urgent))
+    return dataclasses.replace(parts, owned=(*parts.owned, rest), urgent=made)
+
+
+def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
+    """Make what batches of a model need on a device."""
+    capacity = Capacity.of(model, device, options, shared)
+    arenas: Arenas | None = None
+    try:
+        if capacity.arenas:
+            by_shapes = options.arena_size == "shapes"
+            arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
+            if arenas.by_shapes and not (isinstance(model, ReservingModel) and model.reserves_arenas):
+                raise OptionsError(
+                    f"arenas can be sized by shapes for TensorRT plans, and {model.name!r} is none: it does "
+                    "not say what a batch of a shape needs. Leave arena_size out"
+                )
+        shapes = Shapes(
+            rows_max=capacity.rows_max,
+            rows_fixed=model.rows_fixed,
+            profiles=ModelProfiles(model) if isinstance(model, ProfiledModel) else None,
+            fills_batches=options.deterministic,
+        )
+        if options.deterministic and model.platform == "tensorrt_plan":
+            logger.warning(
+                "%r is deterministic but for layers that TensorRT leaves random: IFillLayer, and "
+                "IScatterLayer with indices that occur twice. Whether the plan has any cannot be told",
+                model.name,
+            )
+        pool = ContextPool(
+            device,
+            model,
+            contexts=capacity.contexts,
+            arenas=arenas,
+            rows_max=capacity.rows_max,
+            graphs=capacity.graphs,
+            profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
+        )
+    except BaseException:
+        if arenas is not None and arenas is not shared:
+            arenas.close()
+        raise
+    own = () if arenas is None or arenas is shared else (arenas,)
+    return EngineParts(device, model, pool, arenas, shapes, capacity, owned=own)

@@ -4,7 +4,7 @@ They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``datacl
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 K = TypeVar("K")
@@ -35,6 +35,15 @@ class BatchStatistics:
     copy_in_ns: int
     compute_ns: int
     copy_out_ns: int
+
+    def joined(self, other: "BatchStatistics") -> "BatchStatistics":
+        """Return the sums of two."""
+        return BatchStatistics(
+            self.count + other.count,
+            self.copy_in_ns + other.copy_in_ns,
+            self.compute_ns + other.compute_ns,
+            self.copy_out_ns + other.copy_out_ns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,30 @@ class Statistics:
     def __post_init__(self) -> None:
         for name in ("launched", "by_batch_rows"):
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
+
+    def joined(self, other: "Statistics") -> "Statistics":
+        """Return the sum of two snapshots, of engines that share a model. What has no sum is this one's."""
+        arenas = self.arenas + other.arenas
+        busy = self.arena_busy_share * self.arenas + other.arena_busy_share * other.arenas
+        sums = {
+            item.name: getattr(self, item.name) + getattr(other, item.name)
+            for item in fields(self)
+            if item.type in (int, "int")
+        }
+        launched = {
+            reason: self.launched.get(reason, 0) + other.launched.get(reason, 0)
+            for reason in {**self.launched, **other.launched}
+        }
+        sizes = dict(self.by_batch_rows)
+        for rows, size in other.by_batch_rows.items():
+            sizes[rows] = sizes[rows].joined(size) if rows in sizes else size
+        return replace(
+            self,
+            **sums,
+            arena_busy_share=busy / arenas if arenas else 0.0,
+            launched=launched,
+            by_batch_rows=dict(sorted(sizes.items())),
+        )
 
     @property
     def mean_batch_rows(self) -> float:

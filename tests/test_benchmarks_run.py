@@ -36,6 +36,7 @@ LEAST_ON_GPU = {
     "saturation": ["--seconds", "0.05", "--repeats", "1", "--kernels", "300"],
     "overlap": ["--seconds", "0.05", "--repeats", "1", "--mib", "0.25"],
     "sharing": ["--seconds", "0.05", "--repeats", "1", "--mib", "1"],
+    "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
     "million": ["--batches", "2000"],
 }

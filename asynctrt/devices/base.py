@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, OptionsError, UsageError
 
 ALIGNMENT: Final = 256
 """Alignment in bytes of every buffer and of every tensor within one, as ``set_device_memory`` demands."""
@@ -228,6 +228,20 @@ class Device(Protocol):
     def lost(self) -> DeviceLostError | None:
         """Return why this process can no longer use the device, or ``None`` while it can."""
 
+    @property
+    def whole(self) -> "Device":
+        """Return the device that it is a part of, or itself."""
+
+    def partition(self, share: float) -> "tuple[Device, Device]":
+        """Return two parts that never compute in each other's place: ``share`` of it, and the rest.
+
+        They have its memory. Close both after what runs on them, and before the whole.
+
+        :param share: above 0 and below 1. What comes out is the nearest that the device can do.
+        :raises OptionsError: for any other share, or for a part of a device.
+        :raises DeviceUnavailableError: if the device cannot be divided.
+        """
+
     def activate(self) -> None:
         """Make it the calling thread's current device, as libraries expect."""
 
@@ -397,6 +411,17 @@ class DeviceArray:
         array = staging.array(self.dtype, self.shape, 0)
         staging.close()
         return array
+
+
+def check_share(device: Device, share: float) -> None:
+    """Check that a device may be divided.
+
+    :raises OptionsError: if it is a part already, or for a share that is not above 0 and below 1.
+    """
+    if device.whole is not device:
+        raise OptionsError(f"{device!r} is a part of a device, which is not divided again")
+    if not 0 < share < 1:
+        raise OptionsError(f"a share of {device.name} must be above 0 and below 1, not {share}")
 
 
 def check_room(device: Device, nbytes: int, what: str, fix: str) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import ref
 
 import numpy as np
@@ -482,6 +483,72 @@ class TestEvents:
         for use in (stream.record, stream.wait, device.create_event().elapsed_ns):
             with pytest.raises(DeviceError, match="not an event of a CUDA device"):
                 use(other)
+
+
+class TestParts:
+    """Green contexts. That they keep work apart is for a real GPU to show."""
+
+    @pytest.fixture
+    def divisible(self, driver):
+        def resource(count):
+            return SimpleNamespace(sm=SimpleNamespace(smCount=count))
+
+        def split(groups, whole, flags, least):
+            count = -(-least // 8) * 8
+            return [resource(count)], groups, resource(whole.sm.smCount - count)
+
+        driver.do_cuDeviceGetDevResource = lambda cuda_device, kind: (resource(132),)
+        driver.do_cuDevSmResourceSplitByCount = split
+        driver.do_cuDevResourceGenerateDesc = lambda resources, count: (resources[0].sm.smCount,)
+        driver.do_cuGreenCtxCreate = lambda description, cuda_device, flags: (f"green {description}",)
+        driver.do_cuGreenCtxStreamCreate = lambda green, flags, priority: (next(driver.handles),)
+        return driver
+
+    def test_they_have_multiprocessors_of_their_own_and_one_memory(self, divisible, device):
+        some, rest = device.partition(0.25)
+        assert "multiprocessors=40" in repr(some)
+        assert "multiprocessors=92" in repr(rest)
+        assert some.whole is rest.whole is device
+        buffer = some.allocate(1 << 19)
+        assert rest.memory().room_nbytes == device.memory().room_nbytes == 1 << 19
+        before = divisible.count("cuStreamCreate")
+        some.create_stream(), rest.create_stream()
+        assert divisible.count("cuGreenCtxStreamCreate") == 2
+        assert divisible.count("cuStreamCreate") == before
+        buffer.close()
+        for part in (some, rest):
+            part.close()
+            part.close()
+            with pytest.raises(UsageError, match="Divide the device again"):
+                part.create_stream()
+        assert divisible.count("cuGreenCtxDestroy") == 2
+
+    def test_a_loss_is_known_to_all(self, divisible, device):
+        some, _ = device.partition(0.25)
+        some.failed(ILLEGAL, "work on a stream")
+        assert device.lost is not None
+        some.close()
+        assert divisible.count("cuGreenCtxDestroy") == 0
+
+    @pytest.mark.parametrize("function", ["cuDeviceGetDevResource", "cuDevSmResourceSplitByCount"])
+    def test_a_gpu_that_cannot_be_divided(self, divisible, device, function):
+        divisible.codes[function] = REFUSED
+        with pytest.raises(
+            DeviceUnavailableError, match="divided into 25% .* CUDA_ERROR_INVALID_VALUE.* 12.4"
+        ):
+            device.partition(0.25)
+
+    def test_nothing_is_left_for_the_rest(self, divisible, device):
+        divisible.do_cuDeviceGetDevResource = lambda *_: (SimpleNamespace(sm=SimpleNamespace(smCount=8)),)
+        with pytest.raises(DeviceUnavailableError, match="try another share"):
+            device.partition(0.99)
+
+    def test_what_was_made_is_given_back(self, divisible, device):
+        made = iter(["one"])
+        divisible.do_cuGreenCtxCreate = lambda *_: (next(made),)
+        with pytest.raises(StopIteration):
+            device.partition(0.25)
+        assert divisible.count("cuGreenCtxDestroy") == 1
 
 
 class TestMemory:

@@ -111,11 +111,15 @@ class TensorRTContext:
 
     :param loaded: the engine, which this keeps alive with everything that it needs.
     :param signature: the engine's inputs, outputs and profiles.
+    :param device: what it runs on: the engine's device, or a part of it.
     :param on_close: called once, when the context has been closed.
     """
 
-    def __init__(self, loaded: Loaded, signature: Signature, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, loaded: Loaded, signature: Signature, device: Device, on_close: Callable[[], None]
+    ) -> None:
         self._loaded = loaded
+        self._device = device
         self._signature = signature
         self._on_close: Callable[[], None] | None = on_close
         self._guard = threading.Lock()
@@ -253,7 +257,7 @@ class TensorRTContext:
             trt.nvtx_verbosity = getattr(loaded.flavour.module.ProfilingVerbosity, NVTX[options.nvtx])
         if options.aux_streams == "ours":
             for _ in range(int(loaded.engine.num_aux_streams)):
-                self._streams.append(loaded.device.create_stream())
+                self._streams.append(self._device.create_stream())
         errors = self._recorder.take()
         if errors:
             raise loaded.failed(f"configuring a context of {self._signature.model!r}", errors)

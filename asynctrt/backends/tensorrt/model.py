@@ -173,16 +173,21 @@ class TensorRTModel:
 
     def create_context(self, device: Device) -> TensorRTContext:
         loaded = self._open()
-        if device is not self.device:
+        if device.whole is not self.device.whole:
             raise UsageError(
                 f"{self!r} has its weights on {self.device!r}, so its contexts cannot run on {device!r}. "
                 "Open the plan once for each device"
+            )
+        if device.whole is not device and self.options.aux_streams == "library":
+            raise OptionsError(
+                f"{self.name!r} is to run on {device!r}, but the streams that TensorRT makes itself are not "
+                "confined to a part of a GPU. Leave aux_streams='library' out"
             )
         device.reserve_l2(self.options.persistent_cache_limit or 0)
         with self._lock:
             self._contexts += 1
         try:
-            return TensorRTContext(loaded, self.signature, lambda: self._closed_context(loaded))
+            return TensorRTContext(loaded, self.signature, device, lambda: self._closed_context(loaded))
         except BaseException:
             self._closed_context(loaded)
             raise

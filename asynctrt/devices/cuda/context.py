@@ -138,6 +138,14 @@ def limit_memory(nbytes: int | None) -> None:
     _limit_nbytes = nbytes
 
 
+class Account:
+    """The memory that one device object holds, with its parts, and the most that it may."""
+
+    def __init__(self, budget_nbytes: int | None) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.held_nbytes = 0
+
+
 class CudaContext:
     """The primary context of a GPU, which other CUDA libraries of the process share.
 
@@ -149,13 +157,12 @@ class CudaContext:
 
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
-        self._memory_nbytes = memory_nbytes
+        self._account = Account(memory_nbytes)
         self._pid = os.getpid()
         self._gpu = _gpus[ordinal]
         # Guards what engines on several threads may change at once. A thread that has it takes it again if
         # the garbage that is collected meanwhile frees memory here.
         self._lock = threading.RLock()
-        self._held_nbytes = 0
         if self._gpu.lost is not None:
             raise copy_for(self._gpu.lost)
         code, self._context = driver.cuDevicePrimaryCtxRetain(cuda_device)
@@ -269,24 +276,26 @@ class CudaContext:
         with self._gpu.lock:
             held, budget = self._budget()
             if budget is not None and held + nbytes > budget:
-                whose = "memory_nbytes" if budget == self._memory_nbytes else "the limit of the process"
+                whose = (
+                    "memory_nbytes" if budget == self._account.budget_nbytes else "the limit of the process"
+                )
                 raise DeviceMemoryError(
                     f"{self.name} holds {held} of the {budget} bytes of its budget, and has no "
                     f"room for {nbytes} more. Lower max_rows, contexts or arenas, or raise {whose}"
                 )
-            self._held_nbytes += nbytes
+            self._account.held_nbytes += nbytes
             self._gpu.held_nbytes += nbytes
 
     def _let_go(self, nbytes: int) -> None:
         with self._gpu.lock:
-            self._held_nbytes -= nbytes
+            self._account.held_nbytes -= nbytes
             self._gpu.held_nbytes -= nbytes
 
     def _budget(self) -> tuple[int, int | None]:
         """Return what is held and the most that may be: of this object, or of the process if it has less."""
-        own, limit = self._memory_nbytes, _limit_nbytes
+        own, limit = self._account.budget_nbytes, _limit_nbytes
         with self._gpu.lock:
-            held, all_held = self._held_nbytes, self._gpu.held_nbytes
+            held, all_held = self._account.held_nbytes, self._gpu.held_nbytes
         if limit is None or (own is not None and own - held <= limit - all_held):
             return held, own
         return all_held, limit

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.devices.base import Buffer, DeviceArray
+from asynctrt.devices.base import Buffer, DeviceArray, check_share
 from asynctrt.devices.cuda.bindings import StridedMemoryView, driver
 from asynctrt.devices.cuda.context import CudaContext, text_of
 from asynctrt.devices.cuda.memory import CudaBuffer, OrderedBuffer, PinnedBuffer
 from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
-from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError
+from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError, UsageError
 
 DRIVER_MIN: Final = 12_000
 """The oldest supported driver, as ``cuDriverGetVersion`` counts: graph upload needs it."""
@@ -53,6 +53,7 @@ class CudaDevice(CudaContext):
             raise OptionsError(f"concurrency must be at least 1, not {concurrency}")
         cuda_device = _initialise(ordinal)
         super().__init__(cuda_device, ordinal, memory_nbytes)
+        self._cuda_device = cuda_device
         self._concurrency = concurrency
         self._model = text_of(driver.cuDeviceGetName(128, cuda_device)[1])
         major, minor, l2_nbytes, is_integrated = (
@@ -81,7 +82,7 @@ class CudaDevice(CudaContext):
         self._own_stream = CudaStream(self)
 
     def __repr__(self) -> str:
-        return f"<CudaDevice {self.name} {self._model!r} {self.state} held={self._held_nbytes}>"
+        return f"<CudaDevice {self.name} {self._model!r} {self.state} held={self._account.held_nbytes}>"
 
     @property
     def gpu(self) -> str:
@@ -122,6 +123,46 @@ class CudaDevice(CudaContext):
     @property
     def contexts_default(self) -> int:
         return CONTEXTS
+
+    @property
+    def whole(self) -> "CudaDevice":
+        return self
+
+    def partition(self, share: float) -> "tuple[CudaDevice, CudaDevice]":
+        """Divide its multiprocessors (CUDA's green contexts); stream priorities do not keep work apart."""
+        check_share(self, share)
+        some, rest = self._divided(share)
+        first = CudaPart(self, some)
+        try:
+            return first, CudaPart(self, rest)
+        except BaseException:
+            first.close()
+            raise
+
+    def _divided(self, share: float) -> tuple[Any, Any]:
+        """Return two sets of multiprocessors as CUDA's resources.
+
+        :raises DeviceUnavailableError: if this GPU, its driver or CUDA's bindings cannot divide them.
+        """
+        if not hasattr(driver, "cuGreenCtxCreate"):
+            raise DeviceUnavailableError(
+                f"{self.name} cannot be divided by this version of cuda-python. Update it: pip install -U "
+                "cuda-python"
+            )
+        self.activate()
+        kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        code, whole = driver.cuDeviceGetDevResource(self._cuda_device, kind)
+        if code == _OK:
+            # Groups have at least so many; CUDA rounds up to what its granularity allows.
+            wanted = max(1, round(whole.sm.smCount * share))
+            code, groups, _, rest = driver.cuDevSmResourceSplitByCount(1, whole, 0, wanted)
+        if code != _OK or not rest.sm.smCount:
+            raise DeviceUnavailableError(
+                f"{self.name} ({self._model}) cannot be divided into {share:.0%} and the rest: "
+                f"{text_of(driver.cuGetErrorName(code)[1])}. Green contexts need a driver for CUDA 12.4 or "
+                "later and a GPU with enough multiprocessors; try another share"
+            )
+        return groups[0], rest
 
     def create_stream(self) -> CudaStream:
         return CudaStream(self)
@@ -181,6 +222,45 @@ class CudaDevice(CudaContext):
     def free_ordered(self, buffer: Buffer, *, stream: int) -> None:
         assert isinstance(buffer, OrderedBuffer)
         buffer.close_on(stream)
+
+
+class CudaPart(CudaDevice):
+    """Some of the multiprocessors of a GPU: what is put on its streams runs there and nowhere else.
+
+    Graphs that are captured on its streams run there, too. Everything else is the whole's, memory included.
+
+    :param resource: CUDA's resource of those multiprocessors.
+    """
+
+    def __init__(self, whole: CudaDevice, resource: Any) -> None:
+        self.__dict__.update(whole.__dict__)
+        self._whole = whole
+        self._multiprocessors = int(resource.sm.smCount)
+        code, description = driver.cuDevResourceGenerateDesc([resource], 1)
+        self.check(code, "describing a part")
+        flags = driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        code, self._green = driver.cuGreenCtxCreate(description, self._cuda_device, flags)
+        self.check(code, "making a green context")
+
+    def __repr__(self) -> str:
+        return (
+            f"<CudaPart {self.name} {self._model!r} {self.state} multiprocessors={self._multiprocessors} "
+            f"held={self._account.held_nbytes}>"
+        )
+
+    @property
+    def whole(self) -> CudaDevice:
+        return self._whole
+
+    def create_stream(self) -> CudaStream:
+        if self._green is None:
+            raise UsageError(f"{self!r} is closed. Divide the device again")
+        return CudaStream(self, green=self._green)
+
+    def close(self) -> None:
+        green, self._green = self._green, None
+        if green is not None and self.lost is None:
+            self.check(driver.cuGreenCtxDestroy(green)[0], "destroying a green context")
 
 
 def find_cuda_device(name: str) -> CudaDevice:

@@ -116,12 +116,19 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own, which does not wait for the default stream."""
+    """A CUDA stream of its own, which does not wait for the default stream.
 
-    def __init__(self, context: CudaContext) -> None:
+    :param green: the green context whose multiprocessors its work runs on; ``None``: all of the GPU.
+    """
+
+    def __init__(self, context: CudaContext, green: Any = None) -> None:
         self._context = context
         context.activate()
-        code, self._cuda = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+        flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if green is None:
+            code, self._cuda = driver.cuStreamCreate(flags)
+        else:
+            code, self._cuda = driver.cuGreenCtxStreamCreate(green, flags, 0)
         context.check(code, "a stream")
         self.handle = int(self._cuda)
         self.is_capturing = False

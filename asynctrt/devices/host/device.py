@@ -9,7 +9,7 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from asynctrt import clock
-from asynctrt.devices.base import Buffer, DeviceArray, MemoryFigures, Stream
+from asynctrt.devices.base import Buffer, DeviceArray, MemoryFigures, Stream, check_share
 from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, HostStream, InPlace
 from asynctrt.devices.host.threads import StreamThreads
@@ -55,6 +55,7 @@ class HostDevice:
         self._in_place: InPlace = in_place
         self._unified = unified
         self._now_ns = now_ns
+        self._thread_name = name
         self._stream_threads = StreamThreads(self._threads, name, now_ns)
         self._memory_nbytes = memory_nbytes
         # Guards what engines on several threads may change at once.
@@ -112,6 +113,16 @@ class HostDevice:
         # context has a slab, and on a machine with many cores those would take a lot of memory.
         return min(2 * self._threads, CONTEXTS_MAX)
 
+    @property
+    def whole(self) -> "HostDevice":
+        return self
+
+    def partition(self, share: float) -> "tuple[HostDevice, HostDevice]":
+        """Divide its threads; each part has one at least."""
+        check_share(self, share)
+        threads = max(1, round(self._threads * share))
+        return HostPart(self, threads), HostPart(self, max(1, self._threads - threads))
+
     def activate(self) -> None:
         """Do nothing: there is no other host device."""
 
@@ -166,7 +177,7 @@ class HostDevice:
         """Do nothing, as before."""
 
     def import_array(self, value: object) -> DeviceArray | None:
-        return value if isinstance(value, DeviceArray) and value.device is self else None
+        return value if isinstance(value, DeviceArray) and value.device.whole is self.whole else None
 
     def allocate_ordered(self, nbytes: int, *, stream: int) -> HostBuffer:
         return self.allocate(nbytes)
@@ -186,6 +197,27 @@ class HostDevice:
 
     def close(self) -> None:
         """Do nothing: its threads end with its last stream, and buffers are closed by their owners."""
+
+
+class HostPart(HostDevice):
+    """Some of the threads of a host device. Everything else is the whole's."""
+
+    def __init__(self, whole: HostDevice, threads: int) -> None:
+        # Streams, too: a library finds them by their handles.
+        self.__dict__.update(whole.__dict__)
+        self._whole = whole
+        self._threads = threads
+        self._stream_threads = StreamThreads(threads, f"{self._thread_name}-part", self._now_ns)
+
+    @property
+    def whole(self) -> HostDevice:
+        return self._whole
+
+    def memory(self) -> MemoryFigures:
+        return self._whole.memory()
+
+    def allocate(self, nbytes: int) -> HostBuffer:
+        return self._whole.allocate(nbytes)
 
 
 def cores() -> int:

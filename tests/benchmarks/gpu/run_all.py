@@ -18,6 +18,7 @@ QUICK = {
     "saturation": ["--seconds", "0.2"],
     "overlap": ["--seconds", "0.25"],
     "sharing": ["--seconds", "0.4"],
+    "urgent": ["--seconds", "1"],
     "resnet": ["--seconds", "0.4", "--load-seconds", "2.5"],
     "million": ["--seconds", "170"],
 }
@@ -26,6 +27,7 @@ FULL = {
     "saturation": ["--seconds", "1"],
     "overlap": ["--seconds", "1"],
     "sharing": ["--seconds", "2", "--repeats", "5"],
+    "urgent": ["--seconds", "5"],
     "resnet": ["--seconds", "1", "--repeats", "5", "--load-seconds", "10"],
     "million": [],
 }
@@ -34,6 +36,7 @@ QUICK_LIMIT_S = {
     "saturation": 90,
     "overlap": 45,
     "sharing": 70,
+    "urgent": 60,
     "resnet": 150,
     "million": 190,
 }

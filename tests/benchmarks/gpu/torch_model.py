@@ -11,6 +11,7 @@ from asynctrt.tensors import TensorSpec
 
 IMAGE = (3, 224, 224)
 CLASSES = 1000
+CLOSE_S = 5
 
 
 class Memory:
@@ -54,7 +55,7 @@ class ResNet50(ModelBase):
         return model
 
     def create_context(self, device):
-        return Context(self)
+        return Context(self, device)
 
     def forward(self, images):
         """Run the network on images as they lie in the slab."""
@@ -76,16 +77,19 @@ class ResNet50(ModelBase):
 class Context:
     """A context whose graphs share one memory pool, since it runs one batch at a time."""
 
-    def __init__(self, model):
+    def __init__(self, model, device):
         self.model = model
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(model.device)
+        # A graph runs where it was captured: on all of the GPU, or on the part that the context is for.
+        self._captures_on = device.create_stream()
+        self.stream = torch.cuda.ExternalStream(self._captures_on.handle, device=model.device)
 
     def bind(self, inputs, outputs):
         return Binding(self, inputs[0], outputs[0])
 
     def close(self):
         torch.cuda.synchronize(self.model.device)
+        self._captures_on.close(CLOSE_S)
 
 
 class Binding:
