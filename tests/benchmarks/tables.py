@@ -186,6 +186,20 @@ def gpu_sharing():
         yield arenas, f"{case['rows_per_s']:,.0f}", f"{case['p99_us'] / 1e3:.1f}", memory
 
 
+def gpu_urgent():
+    yield "", "p50 ms", "p99 ms", "others, images/s"
+    cases = figures("gpu-urgent")["cases"]
+    for name, said in (
+        ("alone", "nothing else runs"),
+        ("priority", "beside a flood, `priority=2`"),
+        ("a share of 0.12", "the same, `urgent_share=0.12`"),
+        ("a share of 0.25", "the same, `urgent_share=0.25`"),
+    ):
+        case = cases[name]
+        flood = thousands(case["flood_per_s"]) if case["flood_per_s"] else "none"
+        yield said, f"{case['p50_us'] / 1e3:.1f}", f"{case['p99_us'] / 1e3:.1f}", flood
+
+
 def gpu_resnet():
     """Yield the images/s of ResNet-50."""
     yield (
@@ -210,6 +224,7 @@ TABLES = {
     "gpu-completion": gpu_completion,
     "gpu-saturation": gpu_saturation,
     "gpu-sharing": gpu_sharing,
+    "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
 }
 
