@@ -31,6 +31,20 @@ def anyio_backend(request):
     return ("asyncio", {"use_uvloop": request.param})
 
 
+def pytest_addoption(parser):
+    """Add `--ran`."""
+    parser.addoption("--ran", type=Path, metavar="FILE", help="note there what passed on this machine")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Note what ran, if that was asked for."""
+    if config.getoption("--ran"):
+        # Not before it is needed: it looks for a GPU.
+        from tests.ran import note
+
+        note(config.getoption("--ran"), terminalreporter.stats)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark what belongs to the second tier, before pytest selects by markers."""

@@ -6,6 +6,7 @@ It is here that a batch is put on a stream, and in what order: copy in, wait for
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Final
 
 from asynctrt.backends.base import Binding, Model, SlowBinding
@@ -105,6 +106,11 @@ class PooledContext:
         elif len(self._slabs) > 1:
             self._slabs.move_to_end(shape)
         return slab
+
+    def missing_nbytes(self, layout: Layout) -> int:
+        """Return the size of the memory to allocate for a layout; 0 if there is enough."""
+        held = 0 if self._buffers is None else self._buffers.staging.nbytes
+        return layout.nbytes if held < layout.nbytes else 0
 
     def is_captured(self, rows: int) -> bool:
         """Return whether batches of ``rows`` were captured."""
@@ -250,13 +256,15 @@ class ContextPool:
         self.contexts: list[PooledContext] = []
         """By their numbers, until it is closed."""
         self._closed = False
+        self.may_grow = not all(spec.is_fixed for spec in model.inputs)
+        """Whether slabs are made, and grow, while batches run."""
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
         if arenas is not None:
             arenas.join(model.enqueue_nbytes)
         try:
             self._make_contexts(contexts)
-            if all(spec.is_fixed for spec in model.inputs):
+            if not self.may_grow:
                 # Rows of one shape only: what a batch needs is known, and is refused here if at all.
                 self._make_slabs()
                 if graphs and model.is_capturable and self._may_capture:
@@ -295,6 +303,15 @@ class ContextPool:
             if len(self._layouts) > SLABS_MAX:
                 self._layouts.popitem(last=False)
         return layout
+
+    def missing_nbytes(self, batch: Batch) -> int:
+        """Return the size of the memory to allocate for the slab of a batch; 0 if there is enough."""
+        return self.contexts[batch.context].missing_nbytes(self.layout(batch.key.shape))
+
+    def growth(self, batch: Batch) -> Callable[[], object]:
+        """Return what allocates it, in any thread."""
+        layout = self.layout(batch.key.shape)
+        return partial(self.contexts[batch.context].slab, batch.key.shape, lambda _: layout)
 
     def source(self, batch: Batch) -> RowSource:
         """Return where the rows of a batch come from, in the slab of its context.

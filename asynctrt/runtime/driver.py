@@ -37,6 +37,9 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.tensors import Array, BatchRecord, InferResult
 
+GROW_ON_LOOP_NBYTES_MAX: Final = 256 << 10
+"""A slab up to this size is allocated by the event loop. Pinned memory takes 0.3 to 0.5 ms a MiB."""
+
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out: larger copies would hold the loop
 for longer than the hand-over to a thread and back (``tests/benchmarks/copies.py``)."""
@@ -78,6 +81,8 @@ class Driver:
         self._in_pump = False
         self._pumped_ns = 0
         self._flights: dict[int, InFlight] = {}
+        # Batches for which a thread allocates memory.
+        self._growing: dict[int, Batch] = {}
         # Batches that were given up: what they use may still be read and written.
         self._given_up: dict[int, InFlight] = {}
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
@@ -173,6 +178,9 @@ class Driver:
         for forget in self._forget_arenas:
             forget()
         self._forget_arenas.clear()
+        for batch in tuple(self._growing.values()):
+            del self._growing[batch.number]
+            self._fail(batch, EngineClosedError(f"{self._name} is closed"))
         for flight in self._flights.values():
             # First of all: what is freed from now on must not wait for them.
             self._device.abandon(flight.context.stream)
@@ -253,6 +261,8 @@ class Driver:
     def _start(self, batch: Batch) -> None:
         """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
         try:
+            if self._pool.may_grow and self._grow(batch):
+                return
             source = self._pool.source(batch)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
@@ -268,6 +278,24 @@ class Driver:
             # Ctrl-C in the middle is the application's, once the batch has ended.
             self._fail(batch, error)
             raise
+
+    def _grow(self, batch: Batch) -> bool:
+        """Allocate memory for a slab in a thread, if it is so much that the loop would stand still."""
+        nbytes = self._pool.missing_nbytes(batch)
+        if nbytes <= GROW_ON_LOOP_NBYTES_MAX:
+            return False
+        self._growing[batch.number] = batch
+        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, batch))
+        return True
+
+    def _grown(self, batch: Batch, error: BaseException | None) -> None:
+        """Go on with a batch for which there is a slab now."""
+        if self._growing.pop(batch.number, None) is None:
+            return
+        if error is not None:
+            self._fail(batch, error)
+        else:
+            self._start(batch)
 
     def _staged_off_loop(self, flight: InFlight, error: BaseException | None) -> None:
         """Go on with a batch whose rows were copied by another thread."""

@@ -8,6 +8,8 @@ import re
 import statistics
 from pathlib import Path
 
+from tests.ran import KINDS
+
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -186,6 +188,29 @@ def gpu_sharing():
         yield arenas, f"{case['rows_per_s']:,.0f}", f"{case['p99_us'] / 1e3:.1f}", memory
 
 
+def ran():
+    """Yield how many tests of each kind passed on each machine."""
+    machines = {
+        "host": "no GPU (CI)",
+        "h200": "one H200",
+        "two-h200": "two H200",
+    }
+    yield "", *machines.values()
+    found = {machine: results(f"ran-{machine}") for machine in machines}
+    for kind, _ in KINDS:
+        for on in ("host", "cuda"):
+            passed = [
+                sum(number for of, where, number in found[machine]["passed"] if (of, where) == (kind, on))
+                for machine in machines
+            ]
+            if any(passed):
+                yield (
+                    kind + (" (on CUDA)" if on == "cuda" else ""),
+                    *(f"{number:,}" if number else "" for number in passed),
+                )
+    yield "a plan of the full `tensorrt`, whose library is not on PyPI", *["" for _ in machines]
+
+
 def gpu_urgent():
     yield "", "p50 ms", "p99 ms", "others, images/s"
     cases = figures("gpu-urgent")["cases"]
@@ -221,6 +246,7 @@ TABLES = {
     "serving": serving,
     "lateness": lateness,
     "agreement": agreement,
+    "ran": ran,
     "gpu-completion": gpu_completion,
     "gpu-saturation": gpu_saturation,
     "gpu-sharing": gpu_sharing,

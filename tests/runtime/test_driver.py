@@ -1,7 +1,9 @@
 """The driver on an event loop: what becomes of requests whose model, deadline or caller goes away."""
 
 import asyncio
+import dataclasses
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -9,7 +11,9 @@ import pytest
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
-from asynctrt.errors import DeadlineError, EngineClosedError, ExecutionError, InputError
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import DeadlineError, DeviceMemoryError, EngineClosedError, ExecutionError, InputError
+from asynctrt.runtime.driver import GROW_ON_LOOP_NBYTES_MAX
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -236,3 +240,97 @@ class TestInputsAreLetGo:
             await first
             del tasks, outcomes
             assert await self.kept(seen) == 0
+
+
+class TestSlabsThatGrow:
+    """A large slab is allocated in a thread: pinned memory takes milliseconds."""
+
+    @staticmethod
+    def opened(allocate=None, **kw):
+        class Device(HostDevice):
+            def allocate_staging(self, nbytes):
+                return super().allocate_staging(nbytes) if allocate is None else allocate(super(), nbytes)
+
+        model = FunctionModel(
+            lambda arrays: {"output": arrays["input"] * 2},
+            inputs=TensorSpec("input", "float32", ("length",)),
+            outputs=TensorSpec("output", "float32", ("length",)),
+            name="sized",
+        )
+        return asynctrt.open(model, device=Device(**kw), contexts=2, max_rows=64)
+
+    async def test_the_loop_goes_on_meanwhile(self):
+        go, by = threading.Event(), []
+
+        def allocate(device, nbytes):
+            by.append(threading.get_ident())
+            if nbytes > GROW_ON_LOOP_NBYTES_MAX:
+                assert go.wait(WAIT_S)
+            return device.allocate_staging(nbytes)
+
+        async with self.opened(allocate) as engine:
+            large = asyncio.create_task(engine.infer(np.ones((3, 5000), np.float32)))
+            async with asyncio.timeout(WAIT_S):
+                while not by:
+                    await asyncio.sleep(0)
+                for length in (3, 7, 5):
+                    result = await engine.infer(np.ones((2, length), np.float32))
+                    assert result["output"].tolist() == [[2.0] * length] * 2
+            assert not large.done()
+            assert engine.statistics().in_flight_batches == 1
+            go.set()
+            async with asyncio.timeout(WAIT_S):
+                assert (await large)["output"].shape == (3, 5000)
+            # On the second context as well, and no more than once on each.
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.gather(*[engine.infer(np.ones((1, 5000 - n), np.float32)) for n in range(20)])
+        here = threading.get_ident()
+        assert here not in by[:1]
+        assert sum(thread != here for thread in by) <= 2
+
+    async def test_what_does_not_fit_fails_its_batch_alone(self):
+        async with self.opened(memory_nbytes=3_000_000) as engine:
+            for _ in range(2):
+                with pytest.raises(DeviceMemoryError, match="has no room for"):
+                    await engine.infer(np.ones((1, 50_000), np.float32))
+                assert (await engine.infer(np.ones((2, 2000), np.float32)))["output"].shape == (2, 2000)
+
+    async def test_closing_does_not_wait_for_it_beyond_the_timeout(self):
+        go, begun = threading.Event(), threading.Event()
+
+        def allocate(device, nbytes):
+            begun.set()
+            assert go.wait(WAIT_S)
+            return device.allocate_staging(nbytes)
+
+        engine = await self.opened(allocate)
+        engine._options = dataclasses.replace(engine._options, close_timeout=0.05)
+        large = asyncio.create_task(engine.infer(np.ones((3, 5000), np.float32)))
+        async with asyncio.timeout(WAIT_S):
+            while not begun.is_set():
+                await asyncio.sleep(0)
+            closing = asyncio.create_task(engine.aclose())
+            with pytest.raises(EngineClosedError):
+                await large
+            go.set()
+            await closing
+        assert engine._device.memory().held_nbytes == 0
+
+    async def test_a_caller_who_goes_away_meanwhile(self):
+        go, begun = threading.Event(), threading.Event()
+
+        def allocate(device, nbytes):
+            begun.set()
+            assert go.wait(WAIT_S)
+            return device.allocate_staging(nbytes)
+
+        async with self.opened(allocate) as engine:
+            large = asyncio.create_task(engine.infer(np.ones((3, 5000), np.float32)))
+            async with asyncio.timeout(WAIT_S):
+                while not begun.is_set():
+                    await asyncio.sleep(0)
+            large.cancel()
+            go.set()
+            async with asyncio.timeout(WAIT_S):
+                assert (await engine.infer(np.ones((3, 5000), np.float32)))["output"].shape == (3, 5000)
+            assert engine.statistics().cancelled == 1
