@@ -38,8 +38,8 @@ from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.tensors import Array, BatchRecord, InferResult
 
 GROW_ON_LOOP_NBYTES_MAX: Final = 256 << 10
-"""A slab up to this size is allocated by the event loop, unless it is pinned memory, which takes 0.6 ms at the
-least, and 29 ms for 64 MiB (H200)."""
+"""A slab up to this size is allocated by the event loop, unless it is pinned memory, which takes 0.6 ms at
+the least, and 29 ms for 64 MiB (H200)."""
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out: larger copies would hold the loop
@@ -276,7 +276,7 @@ class Driver:
         except Exception as error:
             self._fail(batch, error)
         except BaseException as error:
-            # Ctrl-C in the middle is the application's, once the batch has ended.
+            # Ctrl-C before it was put on its stream.
             self._fail(batch, error)
             raise
 
@@ -320,7 +320,8 @@ class Driver:
         self._enqueue(flight)
         self._await_end(flight)
         if flight.error is not None and not isinstance(flight.error, Exception):
-            raise flight.error  # Ctrl-C in the middle.
+            # Ctrl-C in the middle is the application's, but what is on the stream runs on.
+            raise_on_loop(flight.error)
 
     def _hand_over(self, flight: InFlight) -> bool:
         """Let a thread put a batch on its stream, or let it wait for one that is doing so in its arena.

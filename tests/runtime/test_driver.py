@@ -334,3 +334,55 @@ class TestSlabsThatGrow:
             async with asyncio.timeout(WAIT_S):
                 assert (await engine.infer(np.ones((3, 5000), np.float32)))["output"].shape == (3, 5000)
             assert engine.statistics().cancelled == 1
+
+
+def test_ctrl_c_in_an_enqueue_frees_its_context_once_what_it_had_put_there_has_run():
+    go, begun, order = threading.Event(), threading.Event(), []
+
+    class Interrupted:
+        """Puts half of the first batch on the stream, and is interrupted."""
+
+        def __init__(self, binding):
+            self._binding = binding
+
+        def enqueue(self, rows, *, profile, stream, arena):
+            if not order:
+                order.append("half a batch")
+                stream.launch(lambda: (begun.set(), go.wait(WAIT_S), order.append("its end")), label="half")
+                raise KeyboardInterrupt
+            stream.launch(lambda: order.append("the next batch"), label="next")
+            self._binding.enqueue(rows, profile=profile, stream=stream, arena=arena)
+
+        def unbound_outputs(self, rows):
+            return {}
+
+    model = double_model()
+    create = model.create_context
+
+    def create_context(device):
+        context = create(device)
+        bind = context.bind
+        context.bind = lambda inputs, outputs: Interrupted(bind(inputs, outputs))
+        return context
+
+    model.create_context = create_context
+    loop = asyncio.new_event_loop()
+    device = HostDevice(in_place="never", threads=2)
+    engine = loop.run_until_complete(asynctrt.open(model, device=device, contexts=1, max_rows=1)._open())
+    first = loop.create_task(engine.infer(rows(1)))
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(until(lambda: False))
+    assert begun.wait(WAIT_S)
+    second = loop.create_task(engine.infer(rows(2)))
+    for _ in range(20):
+        loop.run_until_complete(asyncio.sleep(0))
+    assert (engine.statistics().in_flight_batches, engine.statistics().queued_requests) == (1, 1)
+    assert order == ["half a batch"], "its context was given to the next batch while the GPU worked for it"
+    go.set()
+    result = loop.run_until_complete(asyncio.wait_for(second, WAIT_S))
+    np.testing.assert_array_equal(result["output"], 2 * rows(2))
+    with pytest.raises(ExecutionError, match="KeyboardInterrupt"):
+        loop.run_until_complete(first)
+    assert order == ["half a batch", "its end", "the next batch"]
+    loop.run_until_complete(engine.aclose())
+    loop.close()
