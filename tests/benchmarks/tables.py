@@ -246,7 +246,6 @@ TABLES = {
     "serving": serving,
     "lateness": lateness,
     "agreement": agreement,
-    "ran": ran,
     "gpu-completion": gpu_completion,
     "gpu-saturation": gpu_saturation,
     "gpu-sharing": gpu_sharing,
