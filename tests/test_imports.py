@@ -25,7 +25,7 @@ OPTIONAL = {
     "pynvml": {"loadtest/machine.py"},
     "scipy": {"loadtest/statistics.py"},
     "yarl": {"loadtest/http_target.py"},  # aiohttp depends on it.
-    "httptools": {"serving/http.py"},
+    "httptools": {"serving/http_reader.py"},
     "opentelemetry": {"serving/telemetry.py"},
     "orjson": {"kserve/json_codec.py"},
     "prometheus_client": {"serving/metrics.py"},

@@ -8,7 +8,8 @@ from typing import Any
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
 from asynctrt.serving.api import ModelRoute, error_answer
-from asynctrt.serving.http import HttpConnection, HttpRequest, Hub
+from asynctrt.serving.http import HttpConnection, Hub
+from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.websocket import GOING_AWAY, SUBPROTOCOL, Message, WebSocketSession, authorize_route
 
 try:

@@ -1,4 +1,4 @@
-"""Speak HTTP/1.1 on an event loop: sockets, limits, timeouts. The only importer of ``httptools``, the parser.
+"""Speak HTTP/1.1 on an event loop: sockets, answers, timeouts. Requests are read by ``http_reader.py``.
 
 An inference takes a short path: its body is decoded in the callback that delivers its last byte, and its
 answer is written in the callback of its batch, with no task in between. Every other request is a task that
@@ -6,7 +6,6 @@ awaits :meth:`Api.respond`.
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -14,7 +13,13 @@ from http import HTTPStatus
 from typing import Any, Final, Protocol
 
 from asynctrt import clock
-from asynctrt.errors import AsynctrtError, MissingExtraError, OverloadError, RequestError, TooLargeError
+from asynctrt.errors import (
+    AsynctrtError,
+    OverloadError,
+    RequestError,
+    TooLargeError,
+    UnauthorizedError,
+)
 from asynctrt.serving.api import (
     COMPRESS_NBYTES_MIN,
     Answer,
@@ -25,12 +30,8 @@ from asynctrt.serving.api import (
     encoded_answer,
     error_answer,
 )
+from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
-
-try:
-    import httptools
-except ImportError as error:
-    raise MissingExtraError("serving needs httptools: pip install 'asynctrt[serve]'") from error
 
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
@@ -42,10 +43,8 @@ PIPELINE_MAX: Final = 64
 PIPELINE_NBYTES_MAX: Final = 1 << 20
 """Requests, and bytes, that a client may send ahead of its answers before its connection is paused."""
 
-PIECES_MAX: Final = 1024
-"""Pieces of a body that are kept separate until the body is complete."""
-
-PATH_NBYTES_MAX: Final = 8 << 10
+ERRORS: Final = {401: UnauthorizedError, 413: TooLargeError, 431: TooLargeError, 503: OverloadError}
+"""The error of a refusal with a status; :class:`RequestError` of any other."""
 
 REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -53,7 +52,6 @@ BINARY_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
     b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n"
 )
-logger = logging.getLogger("asynctrt.serving")
 
 
 class Connection(Protocol):
@@ -156,45 +154,21 @@ def _end_of_head() -> bytes:
     return f"Date: {formatdate(usegmt=True)}\r\nServer: asynctrt\r\n\r\n".encode()
 
 
-class HttpRequest:
-    """One complete request."""
-
-    __slots__ = ("began_ns", "body", "headers", "is_broken", "keep_alive", "method", "path", "version")
-
-    def __init__(
-        self, method: bytes, path: bytes, version: str, headers: dict[bytes, bytes], *, keep_alive: bool
-    ) -> None:
-        self.method = method
-        self.path = path
-        self.version = version
-        self.headers = headers
-        self.body = b""
-        self.keep_alive = keep_alive
-        self.began_ns = 0
-        self.is_broken = False
-        """Whether it was refused before its end was read."""
-
-
 class HttpConnection(asyncio.Protocol):
     """One connection. Its requests are answered in order, one at a time."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._api = hub.api
-        self._max_body = hub.settings.max_body
-        self._max_headers = hub.settings.max_headers
         self._transport: Any = None
-        self._parser: Any = httptools.HttpRequestParser(self)
-        # The request that is being read.
-        self._url = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._head_nbytes = 0
-        self._unread_nbytes = 0
-        self._head_is_done = False
-        self._body: list[bytes | bytearray] = []
-        self._body_nbytes = 0
-        self._began: int | None = None
-        self._version = "1.1"
+        # ``None`` once nothing more is read: the two refer to each other, which would keep what was read in
+        # memory after the connection.
+        self._reader: RequestReader | None = RequestReader(
+            self,
+            max_headers=hub.settings.max_headers,
+            max_body=hub.settings.max_body,
+            has_websockets=hub.upgrade is not None,
+        )
         # Complete requests: one is being answered, the others wait behind it.
         self._current: HttpRequest | None = None
         self._waiting: deque[HttpRequest] = deque()
@@ -202,7 +176,6 @@ class HttpConnection(asyncio.Protocol):
         self._is_throttled = False
         self._inference: Inference | None = None
         self._task: asyncio.Task[None] | None = None
-        self._upgrade: HttpRequest | None = None
         self._is_ending = False
         self._writing_since: int | None = None
         self._touched = hub.tick
@@ -223,7 +196,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         # The client has gone away, so its requests are cancelled.
-        self._is_ending = True
+        self._end()
         self._hub.discard(self)
         self._waiting.clear()
         if self._inference is not None:
@@ -232,22 +205,11 @@ class HttpConnection(asyncio.Protocol):
             self._task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_ending:
-            return
-        self._touched = self._hub.tick
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._switch(data[upgrade.args[0] :])
-        except httptools.HttpParserError as error:
-            self._broken(error)
-        else:
-            if self._began is not None and not self._head_is_done:
-                # Complete headers are counted in on_header; this one may never be complete. How much of its
-                # first piece belongs to earlier requests is unknown.
-                self._unread_nbytes += len(data) if self._unread_nbytes >= 0 else 1
-                if self._unread_nbytes > self._max_headers:
-                    self._refuse(431, f"the headers exceed {self._max_headers} bytes")
+        reader = self._reader
+        if reader is not None:
+            reader.feed(data, self._hub.tick)
+            if reader.began is not None:
+                self._touched = self._hub.tick
 
     def eof_received(self) -> bool:
         return False
@@ -261,108 +223,70 @@ class HttpConnection(asyncio.Protocol):
         if self._current is None:
             self._next()
 
-    # ---- the parser's callbacks
+    # ---- the reader's calls
 
-    def on_message_begin(self) -> None:
-        """Begin a request."""
-        self._began = self._touched
-        self._unread_nbytes = -1
-        self._url = b""
-        self._headers = {}
-        self._head_nbytes = 0
-        self._head_is_done = False
-        self._body = []
-        self._body_nbytes = 0
+    def admit(self, request: HttpRequest) -> None:
+        """Refuse a request without a token before its body; tell a client that waits for it to go on."""
+        try:
+            self._api.authorize(request.path, request.headers)
+        except UnauthorizedError as error:
+            self.refuse(request, error.http_status, str(error))
+            return
+        expected = request.headers.get(b"expect")
+        if expected is None:
+            return
+        if expected.lower() != b"100-continue":
+            self.refuse(request, 417, "Expect must be 100-continue or absent")
+        elif self._current is None and not self._waiting:
+            self._transport.write(CONTINUE)
 
-    def on_url(self, url: bytes) -> None:
-        """Take a piece of the request's target."""
-        self._url += url
-        if len(self._url) > PATH_NBYTES_MAX:
-            self._refuse(414, f"the request's target exceeds {PATH_NBYTES_MAX} bytes")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header. Trailers, which follow a chunked body, are ignored."""
-        if self._head_is_done:
-            return
-        self._headers[name.lower()] = value
-        self._head_nbytes += len(name) + len(value)
-
-    def on_headers_complete(self) -> None:
-        """Check the head, and refuse the request before its body if it cannot be accepted."""
-        self._head_is_done = True
-        if self._is_ending:
-            return
-        if self._head_nbytes > self._max_headers:
-            self._refuse(431, f"the headers exceed {self._max_headers} bytes")
-            return
-        self._version = self._parser.get_http_version()
-        if self._version != "1.1":
-            if self._version != "1.0":
-                self._refuse(505, f"this server speaks HTTP/1.1, not HTTP/{self._version}")
-                return
-        elif b"host" not in self._headers:
-            self._refuse(400, "an HTTP/1.1 request must have a Host header")
-            return
-        length = self._headers.get(b"content-length", b"0")
-        if len(length) > 1 and int(length) > self._max_body:
-            self._refuse(
-                413, f"the body has {int(length)} bytes; this server accepts at most {self._max_body}"
-            )
-        elif b"expect" in self._headers and self._current is None:
-            if self._headers[b"expect"].lower() == b"100-continue":
-                self._transport.write(CONTINUE)
-            else:
-                self._refuse(417, "Expect must be 100-continue or absent")
-
-    def on_body(self, piece: bytes) -> None:
-        """Take a piece of the body."""
-        if self._is_ending:
-            return
-        pieces = self._body
-        if len(pieces) == PIECES_MAX:
-            # Chunks of one byte each would take many times the memory of their content.
-            self._body = pieces = [bytearray(b"".join(pieces))]
-        if pieces and type(pieces[0]) is bytearray:
-            pieces[0] += piece
-        else:
-            pieces.append(piece)
-        self._body_nbytes += len(piece)
-        if self._body_nbytes > self._max_body:
-            self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
-
-    def on_message_complete(self) -> None:
-        """Answer the complete request, or queue it behind the one being answered."""
-        self._began = None
-        if self._is_ending:
-            return
-        parser = self._parser
-        request = HttpRequest(
-            parser.get_method(),
-            self._url,
-            self._version,
-            self._headers,
-            keep_alive=parser.should_keep_alive(),
-        )
-        body = self._body
-        request.body = body[0] if len(body) == 1 and type(body[0]) is bytes else b"".join(body)
-        if parser.should_upgrade() and self._hub.upgrade is not None and is_websocket(request):
-            self._upgrade = request
-        elif self._current is None and self._writing_since is None:
+    def take(self, request: HttpRequest) -> None:
+        """Answer a complete request, or queue it behind the one being answered."""
+        if self._current is None and not self._waiting and self._writing_since is None:
             self._start(request)
         else:
             self._waiting.append(request)
             self._waiting_nbytes += len(request.body)
             self._throttle()
 
+    def switch(self, request: HttpRequest, rest: bytes) -> None:
+        """Become a websocket, given the bytes that were read after its request."""
+        if self._current is not None or self._waiting:
+            self.refuse(
+                request, 400, "a websocket cannot be opened while an earlier request is being answered"
+            )
+            return
+        assert self._hub.upgrade is not None
+        self._hub.upgrade(self, self._hub, request, rest)
+
+    def refuse(self, request: HttpRequest, status: int, why: str) -> None:
+        """Refuse a request before its end is read, and read no more: where the next one begins is unknown."""
+        self._stop_reading()
+        if self._is_ending:
+            return
+        last = self._waiting[-1] if self._waiting else self._current
+        if last is not None:
+            # Earlier requests are still being answered: those answers are the last.
+            last.keep_alive = False
+            last.is_broken = True
+            return
+        answer = error_answer(ERRORS.get(status, RequestError)(why))._replace(status=status)
+        request.keep_alive = False
+        request.is_broken = True
+        self._current = request
+        self._send(answer)
+
+    def _stop_reading(self) -> None:
+        """Release what was read of an unfinished request; drop what the client still sends."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
     # ---- answering
 
     def _start(self, request: HttpRequest) -> None:
         self._current = request
         path = request.path
-        if b"?" in path:
-            path = request.path = path.partition(b"?")[0]
-        if not path.startswith(b"/"):
-            path = request.path = _path_of(path)
         if self._hub.log is not None:
             request.began_ns = clock.now_ns()
         if request.method == b"POST" and b"content-encoding" not in request.headers:
@@ -465,7 +389,7 @@ class HttpConnection(asyncio.Protocol):
         if request.is_broken and self._transport.can_write_eof():
             # The client may still be sending. Closing now would discard the answer, so input is read and
             # dropped until the client closes or the sweep's timeout passes.
-            self._is_ending = True
+            self._end()
             self._transport.write_eof()
         elif not request.keep_alive:
             self._close()
@@ -490,31 +414,7 @@ class HttpConnection(asyncio.Protocol):
             else:
                 self._transport.resume_reading()
 
-    # ---- what goes wrong
-
-    def _broken(self, error: Exception) -> None:
-        if self._is_ending:
-            return
-        if isinstance(error, httptools.HttpParserCallbackError):
-            logger.error("failed to parse a request", exc_info=error)
-            self._refuse(500, "internal error; see the server's log")
-        else:
-            self._refuse(400, f"not a valid HTTP request: {error}")
-
-    def _refuse(self, status: int, why: str) -> None:
-        """Refuse a request before its end is read, and close: where the next one begins is unknown."""
-        if self._is_ending:
-            return
-        if self._current is None:
-            kinds = {413: TooLargeError, 431: TooLargeError, 503: OverloadError}
-            answer = error_answer(kinds.get(status, RequestError)(why))._replace(status=status)
-            self._current = HttpRequest(b"", self._url, "1.1", self._headers, keep_alive=False)
-            self._current.is_broken = True
-            self._send(answer)
-        # An earlier request is still being answered: that answer is the last.
-        elif self._current is not None:
-            self._current.keep_alive = False
-            self._waiting.clear()
+    # ---- ending
 
     def check_times(self, tick: int) -> None:
         """Close the connection if a timeout has passed."""
@@ -525,42 +425,34 @@ class HttpConnection(asyncio.Protocol):
         if since is not None:
             if tick - since > hub.write_ticks:
                 self.abort()
-        elif self._began is not None:
-            if tick - self._began > hub.request_ticks:
+        elif self._reader is not None and self._reader.began is not None:
+            if tick - self._reader.began > hub.request_ticks:
                 self._refuse(408, f"the request did not arrive within {hub.settings.request_timeout:g} s")
         elif self._current is None and tick - self._touched > hub.idle_ticks:
             self._close()
 
     def drain(self) -> None:
         """Close the connection once its complete requests are answered."""
-        if self._current is None and self._began is None:
+        is_reading = self._reader is not None and self._reader.began is not None
+        if self._current is None and not is_reading:
             self._close()
 
     def abort(self) -> None:
         """Close the connection at once."""
-        self._is_ending = True
+        self._end()
         self._transport.abort()
 
     def _close(self) -> None:
-        self._is_ending = True
+        self._end()
         self._transport.close()
 
-    def _switch(self, rest: bytes) -> None:
-        """Switch to a websocket if the client asks for one; ignore its wish for any other protocol."""
-        request, self._upgrade = self._upgrade, None
-        if request is None:
-            if self._is_ending:
-                return
-            self._parser = httptools.HttpRequestParser(self)
-            if rest:
-                self.data_received(rest)
-            return
-        if self._current is not None:
-            self._refuse(400, "a websocket cannot be opened while an earlier request is being answered")
-            return
-        assert self._hub.upgrade is not None
-        request.path = request.path.partition(b"?")[0]
-        self._hub.upgrade(self, self._hub, request, rest)
+    def _end(self) -> None:
+        self._is_ending = True
+        self._stop_reading()
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Refuse what the client may have begun to send."""
+        self.refuse(HttpRequest(b"", b"", "1.1", {}, keep_alive=False), status, why)
 
     def answer(self, request: HttpRequest, answer: Answer) -> None:
         """Answer a request whose websocket was refused."""
@@ -570,22 +462,9 @@ class HttpConnection(asyncio.Protocol):
 
     def hand_over(self) -> Any:
         """Give up the transport to another protocol, and return it."""
-        self._is_ending = True
+        self._end()
         self._hub.discard(self)
         return self._transport
-
-
-def is_websocket(request: HttpRequest) -> bool:
-    """Return whether a request asks for a websocket."""
-    return request.method == b"GET" and request.headers.get(b"upgrade", b"").lower() == b"websocket"
-
-
-def _path_of(url: bytes) -> bytes:
-    """Return the path of an absolute target, which a client sends through a proxy."""
-    try:
-        return httptools.parse_url(url).path or b"/"
-    except httptools.HttpParserError:
-        return url
 
 
 def _answerable(error: BaseException) -> BaseException:

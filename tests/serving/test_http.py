@@ -1,10 +1,13 @@
 """HTTP by hand: framing, limits, times, hang-ups. Real sockets, no client library between."""
 
 import asyncio
+import gc
 import gzip
 import json
 import socket
 import struct
+import tracemalloc
+import weakref
 import zlib
 
 import numpy as np
@@ -19,6 +22,7 @@ from tests.serving.support import WAIT_S, address, ask, connected, engine_of, re
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
+MIB = 1 << 20
 
 
 def json_body(*values, **extra):
@@ -160,6 +164,19 @@ class TestFraming:
             assert (await raw.answer())[0] == 200
             assert (await raw.answer())[0] == 200
 
+    @pytest.mark.parametrize("protocol", ["h2c", "websocket", "anything"])
+    async def test_the_body_of_a_request_with_another_wish_is_its_body(self, protocol):
+        """The trap: the parser gives back what follows the head, and it is read as the next request."""
+        body, length = binary_body(3)
+        smuggled = request("/v2/models/smuggled")
+        wish = {"Connection": "Upgrade", "Upgrade": protocol}
+        async with serving() as server, connected(server) as raw:
+            raw.send(request(INFER, body, Inference_Header_Content_Length=length, **wish))
+            assert outputs(await raw.answer()) == [6]
+            raw.send(request("/v2/repository/index", smuggled, **wish) + request("/v2/health/live"))
+            assert [(await raw.answer())[0] for _ in range(2)] == [400, 200]
+            assert engine_of(server).statistics().submitted == 1
+
     async def test_answers_have_a_date_and_say_who(self):
         async with serving() as server, connected(server) as raw:
             raw.send(infer(1) + request("/v2"))
@@ -253,6 +270,40 @@ class TestLimits:
         async with serving() as server, connected(server) as raw:
             raw.send(request("/" + "x" * 20_000))
             assert (await raw.answer())[0] == 414
+
+    @pytest.mark.parametrize(
+        ("start", "piece"),
+        [
+            (
+                b"POST / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"1000\r\n%s\r\n" % bytes(4096),
+            ),
+            (b"GET / HTTP/1.1\r\nHost: t\r\nX: ", b"a" * 4096),
+            (b"GET / HTTP/1.1\r\nHost: t\r\n", b"x: y\r\n" * 700),
+            (b"GET /", b"a" * 4096),
+        ],
+        ids=["body", "header", "headers", "target"],
+    )
+    async def test_they_hold_behind_a_request_in_flight(self, start, piece):
+        device = LatchDevice()
+        settings = {"max_body": 20_000, "max_headers": 20_000, "engine": {"device": device}}
+        async with serving(**settings) as server, connected(server) as raw:
+            raw.send(infer(1) + infer(2))
+            await until(lambda: device.held == 1)
+            (connection,) = server._hub.connections
+            raw.send(start)
+            for _ in range(1000):
+                raw.send(piece)
+                await asyncio.sleep(0)
+                if connection._reader is None:
+                    break
+            await until(lambda: connection._reader is None)
+            device.open()
+            status, headers, _ = await raw.answer()
+            assert (status, "connection" in headers) == (200, False)
+            status, headers, _ = await raw.answer()
+            assert (status, headers["connection"]) == (200, "close")
+            assert await raw.ended() == b""
 
     async def test_connections(self):
         async with serving(max_connections=2) as server, connected(server) as one, connected(server) as two:
@@ -489,20 +540,63 @@ class TestTokens:
                 assert (status, headers["www-authenticate"]) == (401, "Bearer")
             for path in ("/v2/health/live", "/v2/health/ready", "/"):
                 assert (await ask(server, path))[0] == 200
-            async with connected(server) as raw:
-                for given in (None, "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret", "s3cret"):
+            for given in (None, "Bearer", "Bearer wrong", "Bearer s3cret2", "Basic s3cret", "s3cret"):
+                async with connected(server) as raw:
                     raw.send(infer(1) if given is None else infer(1, Authorization=given))
                     assert (await raw.answer())[0] == 401
+                    assert await raw.ended() == b""
+            async with connected(server) as raw:
                 for given in ("Bearer s3cret", "bearer other"):
                     raw.send(infer(1, Authorization=given))
                     assert outputs(await raw.answer()) == [2]
             assert engine_of(server).statistics().submitted == 2
+
+    async def test_a_body_without_a_token_is_not_read(self):
+        async with serving(tokens=("s3cret",)) as server, connected(server) as raw:
+            raw.send(request(INFER, method="POST", Content_Length=60 << 20, Expect="100-continue"))
+            status, headers, _ = await raw.answer()
+            assert (status, headers["www-authenticate"], headers["connection"]) == (401, "Bearer", "close")
+            assert await raw.ended() == b""
 
     async def test_a_token_in_a_trailer_is_none(self):
         async with serving(tokens=("s3cret",)) as server, connected(server) as raw:
             raw.send(b"POST /v2/repository/index HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
             raw.send(b"2\r\n{}\r\n0\r\nAuthorization: Bearer s3cret\r\n\r\n")
             assert (await raw.answer())[0] == 401
+
+
+class TestMemory:
+    """It is given back by reference counts: the cycle collector counts objects, not their bytes."""
+
+    @pytest.fixture(autouse=True)
+    def traced(self):
+        gc.disable()
+        tracemalloc.start()
+        yield
+        tracemalloc.stop()
+        gc.enable()
+
+    @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
+    async def test_of_an_upload_that_is_broken_off(self, tokens):
+        async with serving(tokens=tokens) as server, connected(server) as raw:
+            head = request(INFER, method="POST", Content_Length=32 * MIB, Authorization="Bearer s3cret")
+            raw.send(head + bytes(16 * MIB))
+            await until(lambda: server._hub.connections)
+            (gone,) = [weakref.ref(one) for one in server._hub.connections]
+            await until(lambda: gone()._reader._body_nbytes == 16 * MIB)
+            raw.close()
+            await until(lambda: not server._hub.connections and gone() is None)
+            assert tracemalloc.get_traced_memory()[0] < 4 * MIB
+
+    @pytest.mark.parametrize(
+        ("path", "status"), [(INFER, 400), ("/nothing", 404), ("/v2/repository/index", 413)]
+    )
+    async def test_of_a_connection_that_was_answered(self, path, status):
+        async with serving(max_json=1000) as server, connected(server) as raw:
+            raw.send(request(path, bytes(16 * MIB), Inference_Header_Content_Length=2))
+            assert (await raw.answer())[0] == status
+            await until(lambda: tracemalloc.get_traced_memory()[0] < 4 * MIB)
+            assert len(server._hub.connections) == 1
 
 
 async def test_nothing_is_left_of_many_connections():

@@ -1,0 +1,309 @@
+"""Read HTTP/1.1 requests from bytes, without sockets: framing and its limits. The only importer of httptools.
+
+Where a request ends is certain, or the request is refused: a proxy and a server that disagree about it let
+one client's bytes pass for another's request. Nothing is read after what was refused, and nothing of it kept.
+"""
+
+import logging
+from typing import Any, Final, Protocol
+
+from asynctrt.errors import MissingExtraError
+
+try:
+    import httptools
+except ImportError as error:
+    raise MissingExtraError("serving needs httptools: pip install 'asynctrt[serve]'") from error
+
+PIECES_MAX: Final = 1024
+"""Pieces of a body that are kept separate until the body is complete."""
+
+PATH_NBYTES_MAX: Final = 8 << 10
+
+SINGLE: Final = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"inference-header-content-length",
+        b"origin",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+"""Headers that a request may have once: of two, a proxy may have checked the one that is not obeyed."""
+
+logger = logging.getLogger("asynctrt.serving")
+
+
+class HttpRequest:
+    """One complete request."""
+
+    __slots__ = ("began_ns", "body", "headers", "is_broken", "keep_alive", "method", "path", "version")
+
+    def __init__(
+        self, method: bytes, path: bytes, version: str, headers: dict[bytes, bytes], *, keep_alive: bool
+    ) -> None:
+        self.method = method
+        self.path = path
+        """The target's path: without a query, and without the host that a proxy's client sends."""
+        self.version = version
+        self.headers = headers
+        self.body = b""
+        self.keep_alive = keep_alive
+        self.began_ns = 0
+        self.is_broken = False
+        """Whether it, or what came behind it, was refused before its end was read."""
+
+    @property
+    def is_websocket(self) -> bool:
+        """Whether it asks for a websocket."""
+        return self.method == b"GET" and self.headers.get(b"upgrade", b"").lower() == b"websocket"
+
+
+class RequestSink(Protocol):
+    """What a reader needs of the connection that it reads for."""
+
+    def admit(self, request: HttpRequest) -> None:
+        """Refuse a request before its body if it is refused in any case."""
+
+    def take(self, request: HttpRequest) -> None:
+        """Answer a complete request, or queue it."""
+
+    def switch(self, request: HttpRequest, rest: bytes) -> None:
+        """Open the websocket that a request asks for, given the bytes that were read after it."""
+
+    def refuse(self, request: HttpRequest, status: int, why: str) -> None:
+        """Refuse a request of which a part was read."""
+
+
+class RequestReader:
+    """Cut a connection's bytes into requests.
+
+    :param sink: takes the requests. It and its reader refer to each other until :meth:`close`.
+    :param max_headers: bytes of a head, of trailers, or of a chunk's extensions.
+    :param max_body: bytes of a body.
+    :param has_websockets: whether the sink opens websockets.
+    """
+
+    def __init__(self, sink: RequestSink, *, max_headers: int, max_body: int, has_websockets: bool) -> None:
+        self._sink = sink
+        self._max_headers = max_headers
+        self._max_body = max_body
+        self._has_websockets = has_websockets
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self._tick = 0
+        self.began: int | None = None
+        """The tick in which the first byte of an unfinished request was read."""
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._head_nbytes = 0
+        self._unread_nbytes = 0
+        self._request: HttpRequest | None = None
+        self._has_body = False
+        self._is_resuming = False
+        self._body: list[bytes | bytearray] = []
+        self._body_nbytes = 0
+        self._websocket: HttpRequest | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._parser is None else "idle" if self.began is None else "reading"
+        return f"<RequestReader {state} body={self._body_nbytes}>"
+
+    def feed(self, data: bytes, tick: int) -> None:
+        """Read bytes, and give each request that they complete to the sink."""
+        self._tick = tick
+        rest: bytes | memoryview = data
+        # What follows a request with the header Upgrade is given back by the parser, to be read anew.
+        while self._parser is not None and len(rest):
+            fed = rest
+            rest = b""
+            try:
+                self._parser.feed_data(fed)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = self._after_upgrade(memoryview(fed)[upgrade.args[0] :])
+            except httptools.HttpParserCallbackError:
+                logger.exception("failed to parse a request")
+                self._refuse(500, "internal error; see the server's log")
+            except httptools.HttpParserError as error:
+                self._refuse(400, f"not a valid HTTP request: {error}")
+            else:
+                self._count(len(fed))
+
+    def close(self) -> None:
+        """Read no more, and release what was read."""
+        self._parser = None
+        self.began = None
+        self._body = []
+        self._headers = {}
+        self._request = self._websocket = None
+
+    def _count(self, nbytes: int) -> None:
+        """Count bytes that completed nothing: of a header, a trailer or a chunk's extension without end."""
+        if self.began is None:
+            return
+        # It is -1 after a piece in which the request began or its body grew: how much of that piece belongs
+        # to what follows is unknown.
+        self._unread_nbytes += nbytes if self._unread_nbytes >= 0 else 1
+        if self._unread_nbytes > self._max_headers:
+            self._refuse_headers()
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"the headers exceed {self._max_headers} bytes")
+
+    def _refuse(self, status: int, why: str) -> None:
+        if self._parser is not None:
+            request = self._request or HttpRequest(b"", self._url, "1.1", {}, keep_alive=False)
+            self.close()
+            self._sink.refuse(request, status, why)
+
+    def _after_upgrade(self, rest: memoryview) -> bytes | memoryview:
+        """Go on after a request with the header ``Upgrade``; return the bytes that are still to be read."""
+        if self._parser is None:
+            return b""
+        request, self._websocket = self._websocket, None
+        if request is not None:
+            self._sink.switch(request, bytes(rest))
+            return b""
+        self._parser = httptools.HttpRequestParser(self)
+        if self._request is not None:
+            # The parser takes the body, too, for another protocol. It would then be read as the next request,
+            # which is how requests are smuggled: a new parser is told how long the body is, and reads it.
+            self._is_resuming = True
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % self._framing())
+            self._is_resuming = False
+        return rest
+
+    def _framing(self) -> bytes:
+        if b"transfer-encoding" in self._headers:
+            return b"Transfer-Encoding: chunked\r\n"
+        return b"Content-Length: %s\r\n" % self._headers[b"content-length"]
+
+    # ---- the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        if self._is_resuming or self._parser is None:
+            return
+        self.began = self._tick
+        self._unread_nbytes = -1
+        self._url = b""
+        self._headers = {}
+        self._head_nbytes = 0
+        self._request = None
+        self._body = []
+        self._body_nbytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take a piece of the request's target."""
+        if self._is_resuming or self._parser is None:
+            return
+        self._url += url
+        if len(self._url) > PATH_NBYTES_MAX:
+            self._refuse(414, f"the request's target exceeds {PATH_NBYTES_MAX} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header. Trailers, which follow a chunked body, are ignored."""
+        if self._request is not None or self._parser is None:
+            return
+        name = name.lower()
+        headers = self._headers
+        if name in headers:
+            if name in SINGLE:
+                self._refuse(400, f"a request has one header {name.decode('latin-1')}, not two")
+                return
+            value = headers[name] + b", " + value
+        headers[name] = value
+        self._head_nbytes += len(name) + len(value)
+
+    def on_headers_complete(self) -> None:
+        """Check the head, and refuse the request before its body if it cannot be accepted."""
+        if self._request is not None or self._parser is None:
+            return
+        if self._head_nbytes > self._max_headers:
+            self._refuse_headers()
+            return
+        parser, headers = self._parser, self._headers
+        version = parser.get_http_version()
+        method = parser.get_method()
+        refusal = self._refusal(method, version)
+        if refusal is not None:
+            self._refuse(*refusal)
+            return
+        length = headers.get(b"content-length", b"0")
+        self._has_body = length.strip(b"0") != b"" or b"transfer-encoding" in headers
+        request = HttpRequest(
+            method, _path_of(self._url), version, headers, keep_alive=parser.should_keep_alive()
+        )
+        self._request = request
+        if len(length) > 1 and int(length) > self._max_body:
+            self._refuse(
+                413, f"the body has {int(length)} bytes; this server accepts at most {self._max_body}"
+            )
+        elif self._has_body:
+            self._sink.admit(request)
+
+    def _refusal(self, method: bytes, version: str) -> tuple[int, str] | None:
+        """Return why the head that was read cannot be accepted."""
+        headers = self._headers
+        if version != "1.1" and version != "1.0":
+            return 505, f"this server speaks HTTP/1.1, not HTTP/{version}"
+        if version == "1.1" and b"host" not in headers:
+            return 400, "an HTTP/1.1 request must have a Host header"
+        if method == b"CONNECT":
+            return 501, "this server is no proxy"
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None:
+            if version == "1.0":
+                return 400, "an HTTP/1.0 request has a Content-Length, not a Transfer-Encoding"
+            if coding.lower() != b"chunked":
+                return 501, f"unknown Transfer-Encoding {coding!r:.40}; supported: chunked"
+        return None
+
+    def on_body(self, piece: bytes) -> None:
+        """Take a piece of the body."""
+        if self._parser is None:
+            return
+        self._unread_nbytes = -1
+        pieces = self._body
+        if len(pieces) == PIECES_MAX:
+            # Chunks of one byte each would take many times the memory of their content.
+            self._body = pieces = [bytearray(b"".join(pieces))]
+        if pieces and type(pieces[0]) is bytearray:
+            pieces[0] += piece
+        else:
+            pieces.append(piece)
+        self._body_nbytes += len(piece)
+        if self._body_nbytes > self._max_body:
+            self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
+
+    def on_message_complete(self) -> None:
+        """Give the complete request to the sink."""
+        request = self._request
+        if self._parser is None or request is None:
+            return
+        if self._parser.should_upgrade():
+            if self._has_body:
+                return  # It has only been skipped so far.
+            if self._has_websockets and request.is_websocket:
+                self._websocket = request
+                return
+        body, self._body = self._body, []
+        request.body = body[0] if len(body) == 1 and type(body[0]) is bytes else b"".join(body)
+        self._request = None
+        self._headers = {}
+        self.began = None
+        self._sink.take(request)
+
+
+def _path_of(url: bytes) -> bytes:
+    """Return the path of a target, without its query and, if a proxy's client sent it, its host."""
+    path = url.partition(b"?")[0]
+    if path.startswith(b"/"):
+        return path
+    try:
+        return httptools.parse_url(url).path or b"/"
+    except httptools.HttpParserError:
+        return path
