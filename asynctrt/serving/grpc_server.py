@@ -172,7 +172,7 @@ class GrpcServer:
         }
         methods = {name: self._unary(name, answer) for name, answer in answers.items()}
         methods |= {name: self._unsupported(name) for name in UNSUPPORTED}
-        methods["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
+        methods["ModelInfer"] = _reporting(self._infer)
         methods["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         return methods
 
@@ -180,23 +180,19 @@ class GrpcServer:
         """Return a handler that parses the request, awaits ``answer``, and reports any error."""
         kind, answer_kind = self._kinds[name + "Request"], self._kinds[name + "Response"]
 
-        async def handle(body: bytes, context: Any) -> bytes:
-            try:
-                if name not in OPEN:
-                    self._authorize(name, context)
-                fields = await answer(parse(kind, body))
-                return bytes(answer_kind(**fields).SerializeToString())
-            except Exception as error:
-                failure = error
-            return await _abort(context, failure)
+        async def work(body: bytes, context: Any) -> bytes:
+            if name not in OPEN:
+                self._authorize(name, context)
+            fields = await answer(parse(kind, body))
+            return bytes(answer_kind(**fields).SerializeToString())
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        return _reporting(work)
 
     def _unsupported(self, name: str) -> Any:
-        async def handle(_: bytes, context: Any) -> bytes:
-            await _abort(context, UnsupportedError(f"this server does not implement {name}"))
+        async def work(_body: bytes, _context: Any) -> bytes:
+            raise UnsupportedError(f"this server does not implement {name}")
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        return _reporting(work)
 
     def _authorize(self, name: str, context: Any) -> None:
         if self._has_tokens:
@@ -255,23 +251,19 @@ class GrpcServer:
     # ---- inference
 
     async def _infer(self, body: bytes, context: Any) -> bytes:
-        try:
-            headers = self._inference_headers("ModelInfer", context)
-            log = self._api.log
-            then = None if log is None else partial(log, "grpc", context.peer())
-            inference = self._begin(parse(self._request, body), headers, then)
-            # Cancelling this task cancels the future that it awaits, and so the request.
-            result = await inference.future
-            return self._codec(inference.served).encode(inference.request, result)
-        except Exception as error:
-            failure = error
-        return await _abort(context, failure)
+        headers = self._inference_headers("ModelInfer", context)
+        log = self._api.log
+        then = None if log is None else partial(log, "grpc", context.peer())
+        inference = self._begin(parse(self._request, body), headers, then)
+        # Cancelling this task cancels the future that it awaits, and so the request.
+        result = await inference.future
+        return self._codec(inference.served).encode(inference.request, result)
 
     async def _stream(self, _: Any, context: Any) -> None:
         try:
             stream = _Stream(self, context, self._inference_headers("ModelStreamInfer", context))
         except AsynctrtError as error:
-            failure = error
+            failure = _explained(error)
         else:
             self._streams.add(stream)
             try:
@@ -280,8 +272,8 @@ class GrpcServer:
                 self._streams.discard(stream)
             if not self._is_stopping:
                 return
-            failure = _stopping()
-        await _abort(context, failure)
+            failure = _explained(_stopping())
+        await _abort(context, *failure)
 
     def _inference_headers(self, name: str, context: Any) -> Headers:
         """Check a client's token, and return its headers if tokens or tracing need them."""
@@ -327,7 +319,7 @@ class GrpcServer:
 
     def _health_methods(self) -> dict[str, Any]:
         return {
-            "Check": grpc.unary_unary_rpc_method_handler(self._check_health),
+            "Check": _reporting(self._check_health),
             "Watch": grpc.unary_stream_rpc_method_handler(self._watch_health),
         }
 
@@ -341,25 +333,21 @@ class GrpcServer:
             return "SERVICE_UNKNOWN"
         return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
 
-    async def _check_health(self, body: bytes, context: Any) -> bytes:
-        try:
-            service = parse(self._kinds["HealthCheckRequest"], body).service
-            status = self._health(service)
-            if status == "SERVICE_UNKNOWN":
-                raise UnknownModelError(f"unknown model {service!r:.200}")
-            return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
-        except Exception as error:
-            failure = error
-        return await _abort(context, failure)
+    async def _check_health(self, body: bytes, _context: Any) -> bytes:
+        service = parse(self._kinds["HealthCheckRequest"], body).service
+        status = self._health(service)
+        if status == "SERVICE_UNKNOWN":
+            raise UnknownModelError(f"unknown model {service!r:.200}")
+        return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
 
     async def _watch_health(self, body: bytes, context: Any) -> None:
         try:
             service = parse(self._kinds["HealthCheckRequest"], body).service
             await self._tell_health(service, context.write)
-            failure: Exception = _stopping()
+            failure = _explained(_stopping())
         except AsynctrtError as error:
-            failure = error
-        await _abort(context, failure)
+            failure = _explained(error)
+        await _abort(context, *failure)
 
     async def _tell_health(self, service: str, tell: Callable[[bytes], Awaitable[None]]) -> None:
         """Send a status, and each change of it, until the server stops."""
@@ -486,8 +474,26 @@ def _stopping() -> EngineClosedError:
     return EngineClosedError("this server is stopping: use another one")
 
 
-async def _abort(context: Any, error: BaseException) -> NoReturn:
-    code, details = _explained(error)
+def _reporting(work: Callable[[bytes, Any], Awaitable[bytes]]) -> Any:
+    """Return the handler of a unary method that answers with ``work``, or with its error."""
+
+    async def handle(body: bytes, context: Any) -> bytes:
+        # The context keeps the exception that aborts a call, and its traceback this frame, which refers to
+        # the context: a cycle. So nothing here may refer to the message by then, nor to an error, whose
+        # traceback does.
+        working = work(body, context)
+        del body
+        try:
+            return await working
+        except Exception as error:
+            failure = _explained(error)
+        del working
+        return await _abort(context, *failure)
+
+    return grpc.unary_unary_rpc_method_handler(handle)
+
+
+async def _abort(context: Any, code: str, details: str) -> NoReturn:
     await context.abort(grpc.StatusCode[code], details)
     raise AssertionError("abort raises")
 

@@ -1,8 +1,10 @@
 """gRPC as its clients use it: Triton's client, plain stubs, and messages that are wrong."""
 
 import asyncio
+import gc
 import logging
 import threading
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import grpc
@@ -434,6 +436,24 @@ class TestErrors:
         message.outputs.add(name="output")
         async with serving(max_tensors=1) as served:
             assert (await fails(served.ask("ModelInfer", message)))[0] == "RESOURCE_EXHAUSTED"
+
+
+class TestMemory:
+    @pytest.mark.parametrize("name", ["ModelInfer", "ModelMetadata", "TraceSetting"])
+    async def test_a_call_that_is_refused_keeps_nothing(self, name):
+        """The cycle collector counts objects, not their bytes: 10 calls of 60 MiB took 2 GB."""
+        body = b"\xfa\x7f\x80\x80\x80\x08" + bytes(16 << 20)  # A field that no message has.
+        async with serving() as served:
+            gc.disable()
+            tracemalloc.start()
+            try:
+                for _ in range(4):
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await served.unary(name)(body)
+                await until(lambda: tracemalloc.get_traced_memory()[0] < 4 << 20)
+            finally:
+                tracemalloc.stop()
+                gc.enable()
 
 
 class TestGoingAway:
