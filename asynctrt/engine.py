@@ -33,7 +33,7 @@ from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
-from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec
+from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
 from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
 
 STREAM_END_S: Final = 0.1
@@ -450,10 +450,7 @@ class Engine:
         :raises InputError: for more rows than the queue can ever hold.
         """
         if rows > self._options.max_queue_rows:
-            raise InputError(
-                f"{rows} rows are more than the queue can ever hold ({self._options.max_queue_rows}). "
-                "Send them in several calls, or open the engine with a larger max_queue_rows"
-            )
+            raise too_many_rows(rows, self._options.max_queue_rows)
         part = self._scheduler.limit(key)
         return [
             (tuple(array[start : start + part] for array in arrays), min(part, rows - start))

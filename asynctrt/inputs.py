@@ -14,7 +14,7 @@ from numpy import ndarray
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec, convert, shape_text
+from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, convert
 from asynctrt.validation import show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -147,15 +147,7 @@ class InputCheck:
                 f"input {spec.name!r} is {spec.dtype.name}, given {array.dtype}. Convert it yourself, "
                 f"array.astype({spec.dtype.name!r}), so that no precision is lost silently"
             )
-        if array.ndim != 1 + len(spec.dims) or any(
-            given != dim
-            for dim, given in zip(spec.dims, array.shape[1:], strict=True)
-            if not isinstance(dim, str)
-        ):
-            raise InputError(
-                f"input {spec.name!r} takes shape {shape_text(spec)}, given {array.shape}. "
-                + _shape_fix(spec, array)
-            )
+        check_shape(spec, array.shape)
         if self._check_finite and isinstance(array, DeviceArray):
             raise InputError(
                 f"input {spec.name!r} lies on the device, and this engine was opened with check_finite=True, "
@@ -233,9 +225,3 @@ def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
 def _has_masked(array: "np.ma.MaskedArray[Any, Any]") -> bool:
     mask = np.ma.getmask(array)
     return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask is one of booleans too.
-
-
-def _shape_fix(spec: TensorSpec, array: Array) -> str:
-    if array.ndim == len(spec.dims):
-        return "For a single row, add the batch axis: array[None]"
-    return "The model fixes the size of every axis but the first and those with a name"

@@ -245,3 +245,28 @@ def _size(dim: Any) -> int:
 def shape_text(spec: TensorSpec) -> str:
     """Return the shape that an array of this spec has, as a message gives it: ``(rows, 3, length)``."""
     return f"({', '.join(['rows', *map(str, spec.dims)])})"
+
+
+def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
+    """Check the shape of an array for an input: its number of axes, and the sizes that the model fixes.
+
+    :raises InputError: if the model cannot take it.
+    """
+    dims = spec.dims
+    if len(shape) == 1 + len(dims) and all(
+        given == dim for dim, given in zip(dims, shape[1:], strict=True) if not isinstance(dim, str)
+    ):
+        return
+    if len(shape) == len(dims):
+        fix = "For a single row, add the batch axis: array[None]"
+    else:
+        fix = "The model fixes the size of every axis but the first and those with a name"
+    raise InputError(f"input {spec.name!r} takes shape {shape_text(spec)}, given {tuple(shape)}. {fix}")
+
+
+def too_many_rows(rows: int, rows_max: int) -> InputError:
+    """Return the error for a request of more rows than an engine's queue can ever hold."""
+    return InputError(
+        f"{rows} rows are more than the queue can ever hold ({rows_max}). "
+        "Send them in several calls, or open the engine with a larger max_queue_rows"
+    )

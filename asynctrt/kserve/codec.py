@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.datatypes import DIMS_MAX, Buffer, brief, datatype_of, read_tensor, size_of
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array, TensorSpec, check_shape, too_many_rows
 
 LAYOUTS_MAX: Final = 256
 """How many layouts are remembered for each model."""
@@ -19,6 +19,9 @@ LAYOUT_NBYTES_MAX: Final = 4096
 
 SIZE_MAX: Final = 2**40
 """The largest number of elements of a tensor: more than any body can hold, and too few for overflows."""
+
+STRINGS_MAX: Final = 1 << 18
+"""The largest number of elements of a BYTES tensor: reading more would hold the event loop too long."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -87,6 +90,7 @@ class ModelCodec:
 
     :param name: the model's name and ``version``, as answers state them.
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
+    :param rows_max: the largest number of rows that the engine takes in a request.
     :raises ModelError: if KServe has no datatype for a tensor.
     """
 
@@ -98,10 +102,12 @@ class ModelCodec:
         outputs: Sequence[TensorSpec],
         *,
         tensors_max: int = 64,
+        rows_max: int | None = None,
     ) -> None:
         self.name = name
         self.version = version
         self.tensors_max = tensors_max
+        self.rows_max = rows_max
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[bytes, RequestLayout] = {}
@@ -110,6 +116,24 @@ class ModelCodec:
         """Refuse a request that names too many inputs or outputs."""
         if count > self.tensors_max:
             raise TooLargeError(f"the request names {count} {side}; at most {self.tensors_max} are accepted")
+
+    def _shape(self, spec: TensorSpec, given: Any) -> tuple[int, ...]:
+        """Return the shape of an input, checked before its values are read, which may take far longer.
+
+        :raises RequestError: if it cannot be a shape.
+        :raises InputError: if the model or its engine cannot take it.
+        :raises TooLargeError: for more byte strings than are accepted.
+        """
+        shape = read_shape(spec.name, given)
+        check_shape(spec, shape)
+        if self.rows_max is not None and shape[0] > self.rows_max:
+            raise too_many_rows(shape[0], self.rows_max)
+        if spec.dtype.kind == "S" and size_of(shape) > STRINGS_MAX:
+            raise TooLargeError(
+                f"input {spec.name!r} has {size_of(shape)} elements of BYTES; at most {STRINGS_MAX} are "
+                "accepted"
+            )
+        return shape
 
     @staticmethod
     def _named(name: str, side: str, specs: Specs, found: Mapping[str, object]) -> tuple[TensorSpec, str]:

@@ -18,7 +18,6 @@ from asynctrt.kserve.codec import (
     RequestLayout,
     Specs,
     read_scheduling,
-    read_shape,
     read_tensors,
     refuse_shared_memory,
     remember,
@@ -60,9 +59,10 @@ class JsonCodec(ModelCodec):
         outputs: Sequence[TensorSpec],
         *,
         tensors_max: int = 64,
+        rows_max: int | None = None,
         json_max: int = JSON_NBYTES_MAX,
     ) -> None:
-        super().__init__(name, version, inputs, outputs, tensors_max=tensors_max)
+        super().__init__(name, version, inputs, outputs, tensors_max=tensors_max, rows_max=rows_max)
         self.json_max = json_max
 
     def decode(self, body: bytes, head_nbytes: int) -> DecodedRequest:
@@ -201,13 +201,12 @@ class JsonCodec(ModelCodec):
             found[name] = spec, datatype, item, parameters
         return list(found.values())
 
-    @staticmethod
     def _input(
-        spec: TensorSpec, datatype: str, item: dict[str, Any], parameters: dict[str, Any]
+        self, spec: TensorSpec, datatype: str, item: dict[str, Any], parameters: dict[str, Any]
     ) -> PlacedTensor:
         if item.get("datatype") != datatype:
             raise InputError(f"input {spec.name!r} is {datatype}, not {brief(item.get('datatype'))}")
-        shape = read_shape(spec.name, item.get("shape"))
+        shape = self._shape(spec, item.get("shape"))
         nbytes = parameters.get("binary_data_size")
         if nbytes is None:
             if "data" not in item:

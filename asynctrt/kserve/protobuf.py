@@ -26,7 +26,6 @@ from asynctrt.kserve.codec import (
     RequestLayout,
     Specs,
     read_scheduling,
-    read_shape,
     refuse_shared_memory,
     remember,
 )
@@ -195,11 +194,10 @@ class ProtobufCodec(ModelCodec):
             found[item.name] = spec, datatype, item
         return list(found.values())
 
-    @staticmethod
-    def _input(spec: TensorSpec, datatype: str, item: Any, *, is_raw: bool) -> PlacedTensor:
+    def _input(self, spec: TensorSpec, datatype: str, item: Any, *, is_raw: bool) -> PlacedTensor:
         if item.datatype != datatype:
             raise InputError(f"input {spec.name!r} is {datatype}, not {item.datatype!r:.40}")
-        shape = read_shape(spec.name, list(item.shape))
+        shape = self._shape(spec, list(item.shape))
         given = [field.name for field, _ in item.contents.ListFields()]
         if not is_raw:
             return spec, shape, 0, _typed(spec, datatype, shape, given, item.contents)

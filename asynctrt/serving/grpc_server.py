@@ -308,6 +308,7 @@ class GrpcServer:
                 engine.inputs,
                 engine.outputs,
                 tensors_max=self._settings.max_tensors,
+                rows_max=engine.options.max_queue_rows,
             )
         return codec
 

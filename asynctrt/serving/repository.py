@@ -54,7 +54,13 @@ class ServedModel:
         self.version = version
         self.engine = engine
         self.codec = JsonCodec(
-            name, version, engine.inputs, engine.outputs, tensors_max=tensors_max, json_max=json_max
+            name,
+            version,
+            engine.inputs,
+            engine.outputs,
+            tensors_max=tensors_max,
+            rows_max=engine.options.max_queue_rows,
+            json_max=json_max,
         )
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)

@@ -75,9 +75,9 @@ def wire_of(array):
 
 def good_message(request_id="good"):
     """Return a valid message for `make_codec()`, and the length of its header."""
-    tensors = wire_of(np.array([b"ab", b"", b"\0b"], "S8")) + struct.pack("<2q", 1, -1)
+    tensors = wire_of(np.array([b"ab", b"", b"\0b", b""], "S8")) + struct.pack("<2q", 1, -1)
     inputs = [
-        {"name": "in13", "datatype": "BYTES", "shape": [3], "parameters": {"binary_data_size": 16}},
+        {"name": "in13", "datatype": "BYTES", "shape": [2, 2], "parameters": {"binary_data_size": 20}},
         {"name": "in8", "datatype": "INT64", "shape": [2], "parameters": {"binary_data_size": 16}},
     ]
     head = json.dumps({"id": request_id, "inputs": inputs}, separators=(",", ":")).encode()

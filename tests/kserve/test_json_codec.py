@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
-from asynctrt.kserve.codec import LAYOUTS_MAX
+from asynctrt.kserve.codec import LAYOUTS_MAX, STRINGS_MAX
 from asynctrt.kserve.json_codec import JsonCodec, split_id
 from asynctrt.tensors import BatchRecord, InferResult, TensorSpec
 
@@ -152,7 +152,8 @@ def item(**changes):
         ([item(shape=[1] * 40)], {}, RequestError, "1 to 32"),
         ([item(shape=[])], {}, RequestError, "1 to 32"),
         ([item(shape=[2**40, 2**40])], {}, RequestError, "more elements"),
-        ([item(shape=[1, 3])], {}, InputError, "takes 12 bytes, but 8 are given"),
+        ([item(shape=[2, 2])], {}, InputError, "takes 16 bytes, but 8 are given"),
+        ([item(shape=[1, 3])], {}, InputError, "takes shape \\(rows, 2\\)"),
         ([item(parameters={"binary_data_size": -8})], {}, RequestError, "number of bytes"),
         ([item(parameters={"binary_data_size": 8.0})], {}, RequestError, "number of bytes"),
         ([item(parameters=[])], {}, RequestError, "must be an object"),
@@ -196,6 +197,25 @@ def test_lengths_that_lie(codec):
     ):
         with pytest.raises(RequestError, match=says):
             codec.decode(changed, given)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "error", "says"),
+    [
+        ((2,), [5, 2], InputError, "5 rows are more than the queue can ever hold"),
+        ((2,), [4, 3], InputError, "takes shape"),
+        (("n",), [1, STRINGS_MAX + 1], TooLargeError, "elements of BYTES"),
+    ],
+)
+@pytest.mark.parametrize("data", [None, [1]])
+def test_a_shape_is_checked_before_values_are_read(dims, shape, error, says, data):
+    """The trap: byte strings are read one by one, for seconds, and then their number is too large."""
+    codec = JsonCodec("m", "1", [TensorSpec("s", "S8", dims)], [Y], rows_max=4)
+    raw = b"\xff" * 4 * shape[0] * shape[1]  # No string has such a length: to read the first one would fail.
+    tensor = {"name": "s", "datatype": "BYTES", "shape": shape}
+    tensor |= {"parameters": {"binary_data_size": len(raw)}} if data is None else {"data": data}
+    with pytest.raises(error, match=says):
+        codec.decode(*build([tensor], raw if data is None else b""))
 
 
 class TestRaw:

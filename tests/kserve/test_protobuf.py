@@ -422,7 +422,19 @@ BAD = {
     "bytes of a huge shape": (
         InputError,
         "too few for shape",
-        request((2**20, 2**19), "BYTES", raw=bytes(8)),
+        request((2**16, 2), "BYTES", raw=bytes(8)),
+        BYTES,
+    ),
+    "more byte strings than are accepted": (
+        TooLargeError,
+        "elements of BYTES",
+        request((2**20, 2), "BYTES", raw=b"\xff" * 8),
+        BYTES,
+    ),
+    "another shape than the model's": (
+        InputError,
+        "takes shape",
+        request((1, 3), "BYTES", raw=b"\xff" * 12),
         BYTES,
     ),
     "unknown output": (InputError, "unknown output 'y'", changed(output("y"))),
@@ -466,6 +478,12 @@ def test_a_bad_request_is_named(name):
     )
     if good is not None and spec != [HALF]:
         decode(machine, good)
+
+
+def test_too_many_rows_are_refused_before_their_values_are_read():
+    message = request((5, 2), "BYTES", raw=b"\xff" * 40)
+    with pytest.raises(InputError, match="5 rows are more than the queue can ever hold"):
+        decode(codec(BYTES, rows_max=4), message)
 
 
 def test_too_many_tensors():

@@ -456,7 +456,7 @@ def _head(content, tensors=b""):
 
 
 def _one(shape, **more):
-    return {"inputs": [{"name": "in9", "datatype": "FP16", "shape": shape} | more]}
+    return {"inputs": [{"name": "in10", "datatype": "FP32", "shape": shape} | more]}
 
 
 FINDINGS = {
@@ -465,9 +465,13 @@ FINDINGS = {
         _one([0, 2**62], parameters={"binary_data_size": 0})
     ),
     "a dimension too large for C, of no elements": _head(_one([0, 2**64 - 1], data=[])),
-    "lists so deep that nobody may walk through them": _head(_one([1], data=nested(1000, core=b"1"))),
+    "lists so deep that nobody may walk through them": _head(_one([1, 1], data=nested(1000, core=b"1"))),
     "text of lists as deep, of byte strings": _head(
-        {"inputs": [{"name": "in13", "datatype": "BYTES", "shape": [1], "data": nested(1000, core=b'"a"')}]}
+        {
+            "inputs": [
+                {"name": "in13", "datatype": "BYTES", "shape": [1, 2], "data": nested(1000, core=b'"a"')}
+            ]
+        }
     ),
     "an id so deep that it has no repr": _head({"id": nested(1000), "inputs": []}),
     "a priority so deep": _head({"inputs": [], "parameters": {"priority": nested(1000)}}),
@@ -475,7 +479,7 @@ FINDINGS = {
     "a shape so deep": _head(_one(nested(1000))),
     "a name that is said in full": _head({"inputs": [{"name": "x" * 100_000}]}),
     "text that takes the room of the longest in each element": _head(
-        _one([10_001], data=["x" * 1_000_000] + [0] * 10_000)
+        _one([1, 10_001], data=["x" * 1_000_000] + [0] * 10_000)
     ),
     "a number beyond bfloat16's": _head(
         {"inputs": [{"name": "in12", "datatype": "BF16", "shape": [1], "data": [3.4e38]}]}
