@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import InputError, MissingExtraError, RequestError, UnsupportedError
+from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import (
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
@@ -63,6 +63,15 @@ CONTENTS: Final = {
 ID_TAG: Final = 3 << 3 | 2
 RAW_TAG: Final = 6 << 3 | 2
 STREAMED_TAG: Final = 2 << 3 | 2
+RAW_INPUT_TAG: Final = 7 << 3 | 2
+VARINT_TYPE: Final = 0
+LENGTH_TYPE: Final = 2
+FIXED_NBYTES: Final = {1: 8, 5: 4}
+"""Wire types of fixed sizes."""
+VARINT_BITS_MAX: Final = 70
+
+SMALL_NBYTES: Final = 64 << 10
+"""A message up to this size is parsed as it is: whatever is in it takes little."""
 
 
 @cache
@@ -85,6 +94,45 @@ def parse(kind: Any, body: bytes) -> Any:
         return kind.FromString(body)
     except DecodeError as error:
         raise RequestError(f"the message is not a {kind.DESCRIPTOR.name}: {error}") from error
+
+
+def check_size(body: bytes, *, fields_max: int, nbytes_max: int) -> None:
+    """Check how large a ``ModelInferRequest`` is besides its raw tensors, before it is parsed.
+
+    A field of 2 bytes becomes an object of a hundred, so a message could take many times its size in memory,
+    and hold the event loop for seconds.
+
+    :param fields_max: the largest number of its fields, and ``nbytes_max`` the bytes of all but raw tensors.
+    :raises TooLargeError: if it has more.
+    :raises RequestError: if it cannot be such a message. Most that cannot are left to :func:`parse`.
+    """
+    if len(body) <= SMALL_NBYTES:
+        return
+    position, raw_nbytes, fields, end = 0, 0, 0, len(body)
+    while position < end:
+        fields += 1
+        if fields > fields_max:
+            raise TooLargeError(
+                f"the request has more than {fields_max} inputs, outputs, raw tensors and parameters"
+            )
+        tag, position = _varint(body, position)
+        kind = tag & 7
+        if kind == LENGTH_TYPE:
+            length, position = _varint(body, position)
+            position += length
+            if tag == RAW_INPUT_TAG:
+                raw_nbytes += length
+        elif kind in FIXED_NBYTES:
+            position += FIXED_NBYTES[kind]
+        elif kind == VARINT_TYPE:
+            _, position = _varint(body, position)
+        else:
+            raise RequestError("the message is not a ModelInferRequest: it has a group")
+    if end - raw_nbytes > nbytes_max:
+        raise TooLargeError(
+            f"the request has {end - raw_nbytes} bytes besides raw_input_contents; at most {nbytes_max} are "
+            "accepted: send tensors in raw_input_contents"
+        )
 
 
 def streamed(answer: bytes) -> bytes:
@@ -240,6 +288,19 @@ def _final() -> bytes:
     response = message_classes()["ModelInferResponse"]()
     response.parameters["triton_final_response"].bool_param = True
     return bytes(response.SerializeToString())
+
+
+def _varint(body: bytes, position: int) -> tuple[int, int]:
+    """Return the varint at a position, and the position after it: the body's end if it is malformed."""
+    value = shift = 0
+    while position < len(body) and shift < VARINT_BITS_MAX:
+        byte = body[position]
+        position += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, position
+        shift += 7
+    return 0, len(body)
 
 
 def _head(tag: int, nbytes: int) -> bytes:

@@ -21,11 +21,19 @@ from asynctrt.errors import (
     EngineClosedError,
     MissingExtraError,
     OptionsError,
+    TooLargeError,
     UnknownModelError,
     UnsupportedError,
     UsageError,
 )
-from asynctrt.kserve.protobuf import ProtobufCodec, message_classes, parse, streamed, streamed_error
+from asynctrt.kserve.protobuf import (
+    ProtobufCodec,
+    check_size,
+    message_classes,
+    parse,
+    streamed,
+    streamed_error,
+)
 from asynctrt.serving.api import Api, Headers, Inference, Then
 from asynctrt.serving.repository import ServedModel
 from asynctrt.serving.settings import ServerSettings
@@ -59,6 +67,9 @@ NBYTES_MAX: Final = 2**31 - 1
 """gRPC's own limit for a message."""
 DETAILS_LENGTH_MAX: Final = 2000
 """Characters of an error message that are sent; clients refuse trailers over 8 KiB."""
+
+FIELDS_MAX: Final = 64
+"""Fields of a large request besides its tensors."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -183,10 +194,18 @@ class GrpcServer:
         async def work(body: bytes, context: Any) -> bytes:
             if name not in OPEN:
                 self._authorize(name, context)
-            fields = await answer(parse(kind, body))
+            fields = await answer(self._read(kind, body))
             return bytes(answer_kind(**fields).SerializeToString())
 
         return _reporting(work)
+
+    def _read(self, kind: Any, body: bytes) -> Any:
+        """Parse a message that has no tensors."""
+        if len(body) > self._settings.max_json:
+            raise TooLargeError(
+                f"the request has {len(body)} bytes; at most {self._settings.max_json} are accepted"
+            )
+        return parse(kind, body)
 
     def _unsupported(self, name: str) -> Any:
         async def work(_body: bytes, _context: Any) -> bytes:
@@ -254,7 +273,7 @@ class GrpcServer:
         headers = self._inference_headers("ModelInfer", context)
         log = self._api.log
         then = None if log is None else partial(log, "grpc", context.peer())
-        inference = self._begin(parse(self._request, body), headers, then)
+        inference = self._begin(self._parsed(body), headers, then)
         # Cancelling this task cancels the future that it awaits, and so the request.
         result = await inference.future
         return self._codec(inference.served).encode(inference.request, result)
@@ -283,6 +302,14 @@ class GrpcServer:
         if self._has_tokens:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         return headers
+
+    def _parsed(self, body: bytes) -> Any:
+        """Parse an inference request, if it is not too large for that."""
+        settings = self._settings
+        # Three fields for each tensor: input, raw contents, output. The others are names and parameters.
+        fields_max = 3 * settings.max_tensors + FIELDS_MAX
+        check_size(body, fields_max=fields_max, nbytes_max=settings.max_json)
+        return parse(self._request, body)
 
     def _begin(self, request: Any, headers: Headers, then: Then | None = None) -> Inference:
         """Decode a request and submit it to its engine.
@@ -335,7 +362,7 @@ class GrpcServer:
         return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
 
     async def _check_health(self, body: bytes, _context: Any) -> bytes:
-        service = parse(self._kinds["HealthCheckRequest"], body).service
+        service = self._read(self._kinds["HealthCheckRequest"], body).service
         status = self._health(service)
         if status == "SERVICE_UNKNOWN":
             raise UnknownModelError(f"unknown model {service!r:.200}")
@@ -343,7 +370,7 @@ class GrpcServer:
 
     async def _watch_health(self, body: bytes, context: Any) -> None:
         try:
-            service = parse(self._kinds["HealthCheckRequest"], body).service
+            service = self._read(self._kinds["HealthCheckRequest"], body).service
             await self._tell_health(service, context.write)
             failure = _explained(_stopping())
         except AsynctrtError as error:
@@ -417,7 +444,7 @@ class _Stream:
     def _begin(self, body: bytes) -> None:
         server, request_id = self._server, ""
         try:
-            request = parse(server._request, body)
+            request = server._parsed(body)
             request_id = request.id
             self._in_flight.add(server._begin(request, self._headers, self._ended))
         except Exception as error:

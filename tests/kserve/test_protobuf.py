@@ -14,6 +14,7 @@ from asynctrt.errors import InputError, RequestError, TooLargeError, Unsupported
 from asynctrt.kserve.protobuf import (
     DESCRIPTORS,
     ProtobufCodec,
+    check_size,
     message_classes,
     parse,
     streamed,
@@ -484,6 +485,43 @@ def test_too_many_rows_are_refused_before_their_values_are_read():
     message = request((5, 2), "BYTES", raw=b"\xff" * 40)
     with pytest.raises(InputError, match="5 rows are more than the queue can ever hold"):
         decode(codec(BYTES, rows_max=4), message)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "says"),
+    [
+        (b"\x2a\x00" * 200_000, TooLargeError, "more than 99 inputs"),
+        (b"\x3a\x00" * 200_000, TooLargeError, "more than 99 inputs"),
+        (b"\xa0\x06\x01" * 200_000, TooLargeError, "more than 99 inputs"),
+        (b"\x25abcd" * 200_000, TooLargeError, "more than 99 inputs"),
+        (
+            b"\xba\x80\x00\x00" * 200_000,
+            TooLargeError,
+            "more than 99 inputs",
+        ),  # A tag that is longer than needed.
+        (b"\x2a\xc0\x84\x3d" + b"\x18\x01" * 500_000, TooLargeError, "bytes besides raw_input_contents"),
+        (b"\x3b\x3c" + b"\x2a\x00" * 200_000, RequestError, "has a group"),
+    ],
+    ids=["inputs", "raw", "unknown", "fixed", "tags", "dims", "group"],
+)
+def test_a_message_that_would_grow_is_refused_before_it_is_parsed(body, error, says):
+    with pytest.raises(error, match=says):
+        check_size(body, fields_max=99, nbytes_max=300_000)
+
+
+def test_raw_tensors_are_not_counted():
+    message = request((1000, 2), raw=bytes(8000))
+    for _ in range(50):
+        message.raw_input_contents.append(bytes(100_000))
+    check_size(message.SerializeToString(), fields_max=99, nbytes_max=1000)
+
+
+@pytest.mark.parametrize("end", [b"\x2a", b"\x2a\xff", b"\x2a\xff\xff\xff\xff\x0f", b"\xff" * 20, b"\x21"])
+def test_a_message_that_is_cut_off_is_left_to_the_parser(end):
+    body = request((1000, 2), raw=bytes(100_000)).SerializeToString() + end
+    check_size(body, fields_max=99, nbytes_max=1000)
+    with pytest.raises(RequestError):
+        parse(message_classes()["ModelInferRequest"], body)
 
 
 def test_too_many_tensors():

@@ -437,6 +437,16 @@ class TestErrors:
         async with serving(max_tensors=1) as served:
             assert (await fails(served.ask("ModelInfer", message)))[0] == "RESOURCE_EXHAUSTED"
 
+    @pytest.mark.parametrize(
+        "name", ["ModelMetadata", "ModelStatistics", "RepositoryModelLoad", "ModelInfer"]
+    )
+    async def test_a_message_that_is_large_but_has_no_tensors(self, name):
+        body = b"\x0a\x80\x80\x40" + b"x" * (1 << 20)
+        async with serving(max_json=100_000) as served:
+            with pytest.raises(grpc.aio.AioRpcError, match="at most 100000 are accepted"):
+                await served.unary(name)(body)
+            assert len(values(await served.ask("ModelInfer", request()))) > 0
+
 
 class TestMemory:
     @pytest.mark.parametrize("name", ["ModelInfer", "ModelMetadata", "TraceSetting"])
