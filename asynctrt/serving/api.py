@@ -6,13 +6,14 @@ Every other request goes to :meth:`Api.respond`.
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import asynctrt
 from asynctrt import clock
@@ -115,7 +116,7 @@ class Api:
 
     ``pages`` are further pages by path, such as the dashboard's. ``observe`` is called after each inference,
     for tracing. ``log`` is called with protocol, peer and inference after each one that did not come over
-    HTTP: HTTP requests are logged by their connections.
+    HTTP: HTTP requests are logged by their connections. ``checks_names`` is for a server that has no tokens.
     """
 
     repository: Repository
@@ -124,6 +125,7 @@ class Api:
     observe: Callable[[Inference], None] | None = None
     log: Callable[[str, Any, Inference], None] | None = None
     in_flight: int = 0
+    checks_names: bool = False
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()
 
@@ -221,11 +223,15 @@ class Api:
             return error_answer(error)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
-        """Check a request's bearer token.
+        """Check a request's bearer token, and the origin of a page that sends it.
 
-        :raises UnauthorizedError: if it needs one and has none, or a wrong one.
+        :raises UnauthorizedError: if it needs a token and has none, or a wrong one; if its origin is refused.
         """
-        if not self._tokens or path.startswith(b"/v2/health/"):
+        if path.startswith(b"/v2/health/"):
+            return
+        if b"origin" in headers:
+            self._check_origin(headers)
+        if not self._tokens:
             return
         page = self.pages.get(path.decode("latin-1"))
         if page is not None and page.is_open:
@@ -237,6 +243,27 @@ class Api:
         if kind.lower() != b"bearer" or not any(matches):
             what = "the bearer token is wrong" if given else "this server requires a bearer token"
             raise UnauthorizedError(f"{what}: send the header Authorization: Bearer TOKEN")
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Refuse what pages of other origins send: browsers let any page send requests to any server.
+
+        With ``checks_names``, the server's own name must be an address too. A name can be made to lead here
+        after its page was loaded (DNS rebinding), and the page then has the server's own origin.
+        """
+        allowed = self.settings.allow_origins
+        text = headers[b"origin"].decode("latin-1")
+        if "*" in allowed or text in allowed:
+            return
+        host = _host_of(text)
+        if not host or host.encode("latin-1") != headers.get(b"host"):
+            raise UnauthorizedError(
+                f"pages of {text:.200} may not use this server: allow them with --allow-origins"
+            )
+        if self.checks_names and not _is_address(host):
+            raise UnauthorizedError(
+                f"pages of {text:.200} may not use this server, as any name can be made to lead to it: allow "
+                "them with --allow-origins, or require a token with --tokens"
+            )
 
     async def _respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
         text = path.decode("latin-1")
@@ -416,6 +443,26 @@ class _MethodError(RequestError):
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(message)
         self.allowed = allowed
+
+
+def _host_of(origin: str) -> str:
+    """Return an origin's host and port, or nothing if it is not a URL."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host, with or without a port, is an address or this machine's own name."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _allow(method: str, allowed: str) -> None:

@@ -52,7 +52,7 @@ class Server:
         self.settings = settings or ServerSettings()
         if self.settings.gpu_memory is not None:
             limit_gpu_memory(self.settings.gpu_memory)
-        self.api = Api(repository, self.settings)
+        self.api = Api(repository, self.settings, checks_names=not self.settings.tokens)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None
         self._listeners: list[asyncio.Server] = []

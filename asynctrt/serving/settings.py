@@ -76,7 +76,8 @@ class ServerSettings:
     allow_origins: tuple[str, ...] = setting(
         default=(),
         check=WORDS,
-        doc="Origins whose pages may open websockets, besides the server's own. ``*``: all origins.",
+        doc="""Origins whose pages may send requests and open websockets, besides the server's own; without
+        ``tokens``, that only if it is an address or ``localhost``. ``*``: all origins.""",
     )
     model_control: bool = setting(
         default=False,

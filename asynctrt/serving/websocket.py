@@ -22,14 +22,12 @@ with status 503, and the connection is closed with code 1001 once all others are
 
 from collections.abc import Callable, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from asynctrt import clock
 from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,
     RequestError,
-    UnauthorizedError,
     UnknownModelError,
 )
 from asynctrt.kserve.codec import remember
@@ -261,30 +259,11 @@ def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | Non
     return route
 
 
-def _host_of(origin: str) -> bytes:
-    """Return an origin's host and port, or nothing if it is not a URL."""
-    try:
-        return urlsplit(origin).netloc.encode("latin-1")
-    except ValueError:
-        return b""
-
-
 def authorize(api: Api, path: bytes, headers: Headers) -> None:
     """Check the origin and the token of a client that opens a websocket.
 
-    Browsers let any page connect to any server, and send its origin. Other clients send none.
-
     :raises UnauthorizedError: if either is refused.
     """
-    allowed = api.settings.allow_origins
-    origin = headers.get(b"origin")
-    if origin is not None and "*" not in allowed:
-        text = origin.decode("latin-1")
-        host = _host_of(text)
-        if text not in allowed and (not host or host != headers.get(b"host")):
-            raise UnauthorizedError(
-                f"pages of {text:.200} may not open websockets here: allow them with --allow-origins"
-            )
     if b"authorization" not in headers:
         for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):
             if offered.strip().startswith(BEARER):

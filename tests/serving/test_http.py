@@ -565,6 +565,46 @@ class TestTokens:
             assert (await raw.answer())[0] == 401
 
 
+class TestOrigins:
+    """Browsers let any page send a POST to any server, and send its origin with it."""
+
+    FOREIGN = "https://evil.example"
+    REBOUND = "http://evil.example:8000"
+
+    @pytest.mark.parametrize("path", [INFER, "/v2/repository/models/double/unload", "/v2/repository/index"])
+    async def test_a_foreign_page_can_do_nothing(self, path):
+        async with serving(model_control=True) as server:
+            body = json_body(1) if path == INFER else b"{}"
+            for origin in (self.FOREIGN, "null", ""):
+                status, _, answer = await ask(server, path, body, Origin=origin, Content_Type="text/plain")
+                assert (status, "--allow-origins" in json.loads(answer)["error"]) == (401, True)
+            assert server.repository.is_ready
+            assert engine_of(server).statistics().submitted == 0
+
+    @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
+    async def test_the_own_origin_counts_only_if_no_other_name_can_lead_to_it(self, tokens):
+        async with serving(tokens=tokens) as server:
+            for host in (
+                "127.0.0.1:8000",
+                "[::1]:8000",
+                "localhost",
+                "evil.example:8000",
+                "127.evil.example",
+            ):
+                async with connected(server) as raw:
+                    whole = infer(1, Origin=f"http://{host}", Authorization="Bearer s3cret")
+                    raw.send(whole.replace(b"Host: test", f"Host: {host}".encode()))
+                    is_refused = not tokens and "evil" in host
+                    assert (await raw.answer())[0] == (401 if is_refused else 200), host
+
+    async def test_an_origin_that_is_allowed(self):
+        async with serving(allow_origins=(self.FOREIGN,)) as server:
+            assert (await ask(server, INFER, json_body(1), Origin=self.FOREIGN))[0] == 200
+            assert (await ask(server, INFER, json_body(1), Origin=self.REBOUND))[0] == 401
+        async with serving(allow_origins=("*",)) as server:
+            assert (await ask(server, INFER, json_body(1), Origin=self.REBOUND))[0] == 200
+
+
 class TestMemory:
     """It is given back by reference counts: the cycle collector counts objects, not their bytes."""
 
