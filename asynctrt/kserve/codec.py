@@ -39,6 +39,7 @@ class RequestLayout:
     __slots__ = (
         "answer",
         "answer_key",
+        "answer_nbytes",
         "binary_nbytes",
         "http_head",
         "inputs",
@@ -59,6 +60,8 @@ class RequestLayout:
         """Raw bytes of all inputs."""
         self.outputs = outputs
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
+        self.answer_nbytes = _answer_nbytes(inputs, outputs)
+        """Raw bytes of the wanted outputs, as far as the inputs' shapes tell."""
         self.priority = priority
         """As on the wire: 1 is the most urgent, 0 means the model's default."""
         self.timeout = timeout
@@ -155,6 +158,20 @@ def read_tensors(placed: Sequence[PlacedTensor], body: Buffer, start: int) -> di
         arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes) if array is None else array
         start += nbytes
     return arrays
+
+
+def _answer_nbytes(inputs: Sequence[PlacedTensor], outputs: Sequence[tuple[TensorSpec, bool]]) -> int:
+    rows = 0
+    symbols: dict[str, int] = {}
+    for spec, shape, _, _ in inputs:
+        rows = max(rows, shape[0])
+        symbols |= {dim: size for dim, size in zip(spec.dims, shape[1:], strict=True) if isinstance(dim, str)}
+    nbytes = 0
+    for spec, _ in outputs:
+        dims = spec.resolve(symbols)
+        if dims is not None:
+            nbytes += rows * size_of(dims) * spec.dtype.itemsize
+    return nbytes
 
 
 def remember(known: dict[K, V], key: K, value: V) -> None:

@@ -407,6 +407,9 @@ class _Stream:
         self._taken_max = server._settings.max_requests_per_connection
         self._taken = 0
         """Requests that were read and whose answers are not written yet."""
+        self._answer_nbytes_max = server._settings.max_body
+        self._answer_nbytes = 0
+        """Raw bytes of the answers to requests that are taken."""
         self._in_flight: set[Inference] = set()
         self._answers: deque[Inference | bytes] = deque()
         self._may_read = asyncio.Event()
@@ -432,7 +435,7 @@ class _Stream:
 
     async def _read(self) -> None:
         while True:
-            while self._taken >= self._taken_max:
+            while self._taken >= self._taken_max or self._answer_nbytes >= self._answer_nbytes_max:
                 self._may_read.clear()
                 await self._may_read.wait()
             body = await self._context.read()
@@ -446,7 +449,9 @@ class _Stream:
         try:
             request = server._parsed(body)
             request_id = request.id
-            self._in_flight.add(server._begin(request, self._headers, self._ended))
+            inference = server._begin(request, self._headers, self._ended)
+            self._in_flight.add(inference)
+            self._answer_nbytes += inference.request.layout.answer_nbytes
         except Exception as error:
             self._answers.append(streamed_error(request_id, _explained(error)[1]))
             self._may_write.set()
@@ -461,11 +466,13 @@ class _Stream:
     async def _write(self) -> None:
         while True:
             while self._answers:
-                answer = self._answers.popleft()
+                answer, nbytes = self._answers.popleft(), 0
                 if isinstance(answer, Inference):
+                    nbytes = answer.request.layout.answer_nbytes
                     answer = self._encoded(answer)
                 await self._context.write(answer)
                 self._taken -= 1
+                self._answer_nbytes -= nbytes
                 self._may_read.set()
             if self._reader.done() and not self._taken:
                 return

@@ -120,7 +120,7 @@ class ServerSettings:
         default=256,
         check=count(1),
         doc="""Requests in flight on one websocket or gRPC stream; the server stops reading while there are
-        more.""",
+        more, or while their answers have more than ``max_body`` bytes.""",
     )
 
     request_timeout: float = setting(

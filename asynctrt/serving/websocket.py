@@ -77,6 +77,8 @@ class WebSocketSession:
         self._route = route
         self._headers = headers or {}
         self._in_flight_max = api.settings.max_requests_per_connection
+        self._answer_nbytes_max = api.settings.max_body
+        self._answer_nbytes = 0
         self._flights: dict[str | int, Inference] = {}
         self._number = 0
         # The model of each header seen before, without its id: headers repeat.
@@ -93,8 +95,8 @@ class WebSocketSession:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many requests are in flight that the connection should not be read."""
-        return len(self._flights) >= self._in_flight_max
+        """Whether so many requests, or so large answers, are in flight that no more should be read."""
+        return len(self._flights) >= self._in_flight_max or self._answer_nbytes >= self._answer_nbytes_max
 
     def receive(self, message: Message) -> None:
         """Handle one message."""
@@ -153,6 +155,7 @@ class WebSocketSession:
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
+        self._answer_nbytes += request.layout.answer_nbytes
         if request.id:
             self._flights[request.id] = inference
         else:
@@ -169,6 +172,7 @@ class WebSocketSession:
         request = inference.request
         was_full = self.is_full
         del self._flights[request.id or inference.key]
+        self._answer_nbytes -= request.layout.answer_nbytes
         if self._api.log is not None:
             self._api.log("websocket", self._peer, inference)
         future = inference.future

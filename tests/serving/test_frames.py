@@ -1,6 +1,7 @@
 """Websockets over real sockets, with the clients that people use: ``websockets``, and frames by hand."""
 
 import asyncio
+import json
 import os
 import socket as sockets
 import ssl
@@ -10,6 +11,8 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from asynctrt.backends.function import FunctionModel
+from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.serving.support import WAIT_S, address, connected, engine_of, request, serving
@@ -276,3 +279,33 @@ async def test_a_clean_close_while_draining():
         assert caught.value.rcvd.code == 1001
         async with asyncio.timeout(WAIT_S):
             await stopping
+
+
+async def test_answers_that_nobody_reads_are_bounded_in_bytes():
+    """The trap: 256 requests of 100 bytes, whose answers have 4 MiB each."""
+
+    def large(inputs, outputs):
+        outputs["output"][...] = 1
+
+    model = FunctionModel(
+        large,
+        inputs=TensorSpec("input", "float32", (4,)),
+        outputs=TensorSpec("output", "float32", (1 << 18,)),
+    )
+    head = {"parameters": {"binary_data_output": True}, "model_name": "large"}
+    tensor = {"name": "input", "datatype": "FP32", "shape": [1, 4], "parameters": {"binary_data_size": 16}}
+    raw = json.dumps(head | {"inputs": [tensor]}).encode()
+    message = len(raw).to_bytes(4, "little") + raw + bytes(16)
+    async with (
+        serving({"large": model}, max_body=4 << 20) as server,
+        opened(server, max_size=None, max_queue=1) as socket,
+    ):
+        for _ in range(64):
+            await socket.send(message)
+        await until(lambda: engine_of(server, "large").statistics().submitted >= 4)
+        (connection,) = server._hub.connections
+        await until(lambda: connection._writing_since is not None and not connection._session.in_flight)
+        assert engine_of(server, "large").statistics().submitted <= 24
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(64):
+                assert len(await socket.recv()) > 1 << 20

@@ -563,6 +563,28 @@ class TestStreams:
             assert [body async for body in stream] == []
             assert (await stream.code()).name == "OK"
 
+    async def test_answers_that_nobody_reads_are_bounded_in_bytes(self):
+        def large(inputs, outputs):
+            outputs["output"][...] = 1
+
+        model = FunctionModel(
+            large,
+            inputs=TensorSpec("input", "float32", (4,)),
+            outputs=TensorSpec("output", "float32", (1 << 18,)),
+        )
+        message = request(name="large").SerializeToString()
+        async with serving({"large": model}, max_body=4 << 20) as served:
+            call = served.stream()
+            for _ in range(64):
+                await call.write(message)
+            await until(lambda: served.server._streams)
+            (stream,) = served.server._streams
+            await until(lambda: stream._answer_nbytes >= 4 << 20 and not stream._in_flight)
+            assert served.engine.statistics().submitted <= 24
+            await call.done_writing()
+            async with asyncio.timeout(WAIT_S):
+                assert len([answer async for answer in call]) == 64
+
 
 class TestHealth:
     async def test_check(self):
