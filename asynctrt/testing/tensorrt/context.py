@@ -26,6 +26,7 @@ from asynctrt.testing.tensorrt.names import (
     ExecutionContextAllocationStrategy,
     IGpuAllocator,
     IGpuAsyncAllocator,
+    ILogger,
     IOutputAllocator,
     ProfilingVerbosity,
     require_initialised,
@@ -33,6 +34,9 @@ from asynctrt.testing.tensorrt.names import (
 from asynctrt.testing.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
 
 ENQUEUE: Final = "IExecutionContext::enqueueV3"
+
+PERSISTING_NBYTES: Final = 32 << 20
+"""The L2 cache that can be set aside on a device that does not tell: about that of an H100."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,6 +102,7 @@ class IExecutionContext(Reporter):
         self._aux: tuple[int, ...] | None = None
         self._consumed_event = 0
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._batches: weakref.WeakSet[Ticket] = weakref.WeakSet()
         self._switch: Ticket | None = None
         self._generation = 0
         self._enqueued: EnqueuedBatch | None = None
@@ -163,7 +168,22 @@ class IExecutionContext(Reporter):
 
     @persistent_cache_limit.setter
     def persistent_cache_limit(self, limit: int) -> None:
-        """Set the limit, which has no effect: the double caches nothing."""
+        """Set the limit; report an error, and change nothing, if the GPU has less. The double caches nothing.
+
+        :raises TypeError: for a negative number.
+        """
+        if limit < 0:
+            raise TypeError("(): incompatible function arguments: a size is not negative")
+        there = self._core.device.l2_persisting_nbytes
+        most = PERSISTING_NBYTES if there is None else there
+        if limit > most:
+            self._report_usage(
+                "IExecutionContext::setPersistentCacheLimit",
+                "condition: size <= static_cast<size_t>(mContext.getMaxPersistentL2CacheSize()). The set "
+                f"persistent cache limit size({limit} bytes) is larger than "
+                f"cudaDeviceProp.persistingL2CacheMaxSize({most} bytes).",
+            )
+            return
         self._persistent_cache_limit = int(limit)
 
     @property
@@ -310,7 +330,15 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
-        """Switch the profile on a stream; a violation while a batch is in flight on another stream."""
+        """Switch the profile on a stream, and return ``True``; a violation while its batch is in flight.
+
+        :raises RuntimeError: where the other methods return ``False``, after a report: the bindings do.
+        """
+        if not self._switch_profile(profile_index, stream_handle):
+            raise RuntimeError("Error in set optimization profile async.")
+        return True
+
+    def _switch_profile(self, profile_index: int, stream_handle: int) -> bool:
         where = "IExecutionContext::setOptimizationProfileAsync"
         if not self._engine._has_profile(profile_index, where):
             return False
@@ -320,6 +348,14 @@ class IExecutionContext(Reporter):
             return False
         if profile_index == self._profile:
             return True
+        self._core.say(
+            ILogger.INFO,
+            f"Switching optimization profile from: {self._profile} to {profile_index}. Please ensure there "
+            "are no enqueued operations pending in this context prior to switching profiles",
+        )
+        for ticket in self._batches:
+            if not ticket.is_done:
+                raise self._violation(f"its profile is switched while {ticket.text} is pending")
         if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
             block = self._core.allocate(self._engine.get_device_memory_size_for_profile_v2(profile_index))
             if block is None:
@@ -529,6 +565,7 @@ class IExecutionContext(Reporter):
             executor.touch(temporary.address, temporary.nbytes, handle)
         ticket = executor.enqueue(enqueued, handle, self._aux_streams(handle))
         self._tickets.add(ticket)
+        self._batches.add(ticket)
         if temporary.address:
             executor.touch(temporary.address, temporary.nbytes, handle)
         if self._consumed_event:
@@ -611,8 +648,7 @@ class IExecutionContext(Reporter):
             raise self._violation("executes without enqueue memory: set_device_memory was not called")
         if size < needed:
             raise self._violation(f"executes with {size} bytes of enqueue memory, but needs {needed}")
-        used = self._spec.enqueue_nbytes(self._shapes)
-        self._check_memory((address, used))
+        self._check_memory((address, size))
         if self._is_changed and self._spec.change_ns:
             self._changing.wait(self._spec.change_ns / 1e9)
         self._is_changed = False
@@ -628,7 +664,6 @@ class IExecutionContext(Reporter):
             inputs=tuple(self._addresses[io.name] for io in self._spec.inputs),
             outputs=tuple(self._addresses.get(io.name, 0) for io in self._spec.outputs),
             arena=address,
-            arena_nbytes=used,
             arena_size=size,
             weights=weights.address,
         )

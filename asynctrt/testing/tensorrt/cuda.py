@@ -325,13 +325,14 @@ class CudaExecutor:
         """Return the batch as its kernels see it. It is computed again only after a change."""
         batch = context.batch
         batch.number = enqueued.number & ANY
-        key = (enqueued.shapes, enqueued.inputs, enqueued.outputs, enqueued.arena, enqueued.weights, lanes)
+        arena = (enqueued.arena, enqueued.arena_size)
+        key = (enqueued.shapes, enqueued.inputs, enqueued.outputs, arena, enqueued.weights, lanes)
         if key == context.key:
             return batch
         context.key = key
         spec = enqueued.spec
         batch.control, batch.pinned = self._control.address, self._staging.address
-        batch.guards[0], batch.guards[1] = enqueued.arena, enqueued.arena + enqueued.arena_nbytes - ALIGNMENT
+        batch.guards[0], batch.guards[1] = enqueued.arena, enqueued.arena_end
         batch.weights, batch.slot = enqueued.weights, context.slot
         batch.rows = enqueued.shapes[0][0]
         batch.row_length = int(np.prod(enqueued.shapes[0][1:], dtype=np.int64))

@@ -83,15 +83,15 @@ class ArenaUse:
 
 
 def overlap(one: EnqueuedBatch, other: EnqueuedBatch) -> bool:
-    """Return whether two batches use the same enqueue memory."""
-    return one.arena < other.arena + other.arena_nbytes and other.arena < one.arena + one.arena_nbytes
+    """Return whether two batches were given the same enqueue memory, of which each may use all."""
+    return one.arena < other.arena + other.arena_size and other.arena < one.arena + one.arena_size
 
 
 def _pair(enqueued: EnqueuedBatch, other: EnqueuedBatch) -> str:
     return (
         f"two enqueues in one arena without an order between them: {enqueued.text} starts to execute in "
-        f"[{enqueued.arena:#x}, +{enqueued.arena_nbytes}), which overlaps [{other.arena:#x}, "
-        f"+{other.arena_nbytes})"
+        f"[{enqueued.arena:#x}, +{enqueued.arena_size}), which overlaps [{other.arena:#x}, "
+        f"+{other.arena_size})"
     )
 
 
@@ -151,7 +151,7 @@ class _Batch:
         self._coefficients = memory_at(enqueued.weights, np.int64, 2 * enqueued.spec.steps).reshape(-1, 2)
         self._guards = [
             memory_at(enqueued.arena, np.uint64, 1),
-            memory_at(enqueued.arena + enqueued.arena_nbytes - ALIGNMENT, np.uint64, 1),
+            memory_at(enqueued.arena_end, np.uint64, 1),
         ]
 
     def _lay_out(self) -> list[list[Array]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from asynctrt.devices.base import ALIGNMENT
 from asynctrt.errors import OptionsError
 from asynctrt.tensors import Dims
 from asynctrt.testing.tensorrt.spec import EngineSpec
@@ -155,11 +156,14 @@ class EnqueuedBatch:
     outputs: tuple[int, ...]
     """Addresses, in the order of the engine's tensors; a packed output comes last."""
     arena: int
-    arena_nbytes: int
-    """Bytes of the arena that this batch uses."""
     arena_size: int
-    """Bytes of the whole arena."""
+    """Bytes of the whole arena, of which TensorRT may use any."""
     weights: int
+
+    @property
+    def arena_end(self) -> int:
+        """The last aligned address of the arena, where its guard is."""
+        return self.arena + (self.arena_size // ALIGNMENT - 1) * ALIGNMENT
 
 
 class Executor(Protocol):

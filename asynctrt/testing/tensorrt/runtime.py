@@ -94,17 +94,16 @@ class Runtime(Reporter):
         """The application's logger."""
         return self._core.logger
 
-    @property
-    def gpu_allocator(self) -> IGpuAllocator | None:
-        """The allocator of device memory; the device itself if it is ``None``."""
-        return self._core.allocator
-
-    @gpu_allocator.setter
-    def gpu_allocator(self, allocator: IGpuAllocator | None) -> None:
-        """Allocate device memory from there from now on."""
+    def _set_gpu_allocator(self, allocator: IGpuAllocator | None) -> None:
         if allocator is not None:
             require_initialised(allocator, IGpuAllocator)
         self._core.allocator = allocator
+
+    gpu_allocator = property(
+        None,
+        _set_gpu_allocator,
+        doc="The allocator of device memory from now on, or ``None``. As in the real one, it cannot be read.",
+    )
 
     @property
     def engine_host_code_allowed(self) -> bool:

@@ -589,6 +589,12 @@ def test_auxiliary_streams(bench, spied, whose):
     context.close()
 
 
+def test_a_limit_for_the_l2_cache_that_tensorrt_refuses(bench):
+    made = bench(persistent_cache_limit=1 << 30)
+    with pytest.raises(ExecutionError, match=r"configuring .* larger than .*persistingL2CacheMaxSize"):
+        made.model.create_context(made.device)
+
+
 def test_a_limit_for_the_l2_cache(bench, monkeypatch):
     made = bench(persistent_cache_limit=1000)
     aside = []

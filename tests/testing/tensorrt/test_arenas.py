@@ -120,7 +120,25 @@ def test_arenas_that_only_overlap_are_one():
     bench.close()
 
 
-def test_a_write_into_enqueue_memory_that_is_in_use():
+def test_arenas_overlap_by_what_was_given_not_by_what_a_batch_needs():
+    device = LatchDevice()
+    bench = Bench(device=device)
+    needed = bench.engine.device_memory_size_v2
+    arena = device.allocate(3 * needed)
+    users = [bench.user(arena=arena).give(rows(1, 16, seed=seed)) for seed in (1, 2)]
+    for user, offset in zip(users, (0, needed), strict=True):
+        user.context.set_device_memory(arena.address + offset, 2 * needed)
+    streams = [bench.stream() for _ in users]
+    for user, stream in zip(users, streams, strict=True):
+        assert user.context.execute_async_v3(stream.handle)
+    device.release(last=True)
+    assert f"+{2 * needed})" in bench.trt.violations()[0]
+    device.open()
+    bench.close()
+
+
+@pytest.mark.parametrize("at", [0, -256])
+def test_a_write_into_enqueue_memory_that_is_in_use(at):
     device = LatchDevice()
     bench, (user, _), (stream, _) = two_users(device)
     launch, launched = stream.launch, []
@@ -128,7 +146,8 @@ def test_a_write_into_enqueue_memory_that_is_in_use():
     def launch_and_scribble(work, *, label):
         launched.append(label)
         if len(launched) == 4:
-            launch(lambda: user.arena.array(np.dtype("u1"), (256,), 0).fill(7), label="scribble")
+            offset = at % user.arena.nbytes
+            launch(lambda: user.arena.array(np.dtype("u1"), (256,), offset).fill(7), label="scribble")
         launch(work, label=label)
 
     stream.launch = launch_and_scribble

@@ -10,7 +10,15 @@ import pytest
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
 from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
-from tests.testing.tensorrt.support import WAIT_S, Bench, make_output_allocator, rows, same, wait
+from tests.testing.tensorrt.support import (
+    WAIT_S,
+    Bench,
+    make_output_allocator,
+    rows,
+    same,
+    two_profiles,
+    wait,
+)
 
 TWO_PROFILES = (
     {"input": ((1, 16), (2, 16), (4, 16))},
@@ -132,9 +140,32 @@ def test_profiles_are_switched_on_a_stream(bench):
     user.check()
     assert context.set_optimization_profile_async(1, stream.handle)
     assert context.infer_shapes() == []
-    assert not context.set_optimization_profile_async(2, stream.handle)
-    assert "profileIndex < 2" in made.recorder.last()[1]
+    for unknown in (2, -1):
+        with pytest.raises(RuntimeError, match="Error in set optimization profile async"):
+            context.set_optimization_profile_async(unknown, stream.handle)
+        assert f"profileIndex < 2. Given: {unknown}" in made.recorder.last()[1]
+    assert context.active_optimization_profile == 1
+    switched = [text for _, text in made.logger.said if "Switching optimization profile" in text]
+    assert len(switched) == 1
     assert made.trt.violations() == ()
+
+
+def test_a_profile_is_not_switched_while_a_batch_is_pending(bench):
+    """Not on the batch's own stream either: the library asks for it, and looks at nothing."""
+    made = bench(two_profiles(), device=LatchDevice())
+    user, stream = made.user().give(rows(4, 16)), made.stream()
+    assert user.context.execute_async_v3(stream.handle)
+    assert user.context.set_optimization_profile_async(0, stream.handle), "which it has already"
+    with violated(made, "its profile is switched while batch .* is pending"):
+        user.context.set_optimization_profile_async(1, stream.handle)
+    made.device.open()
+    assert wait(made.device, stream) is None
+    assert user.context.set_optimization_profile_async(1, stream.handle)
+    # A switch that is pending is in order with the next one on its stream.
+    made.device.shut()
+    for index in (0, 1):
+        assert user.context.set_optimization_profile_async(index, stream.handle)
+    made.device.open()
 
 
 def test_a_smaller_profile_needs_less_enqueue_memory(bench):
@@ -183,7 +214,8 @@ def test_memory_for_another_profile_can_be_refused(bench):
     made = bench(EngineSpec(profiles=TWO_PROFILES))
     user, stream = made.user(strategy="ON_PROFILE_CHANGE"), made.stream()
     made.allocator.refuse = True
-    assert not user.context.set_optimization_profile_async(1, stream.handle)
+    with pytest.raises(RuntimeError, match="Error in set optimization profile async"):
+        user.context.set_optimization_profile_async(1, stream.handle)
     assert made.recorder.last()[0] == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
     user.give(rows(3, 16)).run(stream)
     user.check()
@@ -285,6 +317,23 @@ def test_settings_without_effect_are_kept(bench):
     assert "NvtxVerbosity" in made.recorder.last()[1]
     assert context.set_input_consumed_event(0)
     assert context.get_input_consumed_event() == 0
+
+
+@pytest.mark.parametrize("there", [None, 1 << 20])
+def test_a_limit_for_the_l2_cache_beyond_what_there_is(bench, monkeypatch, there):
+    made = bench()
+    context = made.user().context
+    monkeypatch.setattr(type(made.device), "l2_persisting_nbytes", there)
+    most = there or 32 << 20
+    context.persistent_cache_limit = most
+    context.persistent_cache_limit = most + 1
+    assert context.persistent_cache_limit == most
+    code, said = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
+    assert said.startswith("IExecutionContext::setPersistentCacheLimit: Error Code 3: API Usage Error ")
+    assert f"size({most + 1} bytes) is larger than cudaDeviceProp.persistingL2CacheMaxSize({most} b" in said
+    with pytest.raises(TypeError):
+        context.persistent_cache_limit = -1
 
 
 def test_addresses_are_kept_and_unset(bench):
@@ -391,9 +440,10 @@ def test_memory_that_overlaps(bench):
     user.context.set_tensor_address("output", address)
     with violated(made, "overlap in memory"):
         user.context.execute_async_v3(made.stream().handle)
-    user.context.set_tensor_address("output", user.arena.address + 256)
-    with violated(made, "the enqueue memory and 'output' overlap"):
-        user.context.execute_async_v3(made.stream().handle)
+    for offset in (256, user.arena.nbytes - 256):  # All of the memory that was given, however few rows.
+        user.context.set_tensor_address("output", user.arena.address + offset)
+        with violated(made, "the enqueue memory and 'output' overlap"):
+            user.context.execute_async_v3(made.stream().handle)
 
 
 def test_two_inputs_may_be_the_same_memory(bench):

@@ -76,7 +76,8 @@ def test_an_illegal_address_is_the_end_of_the_device(bench):
     )
     assert bench.engine.create_execution_context() is None
     assert bench.load(EngineSpec()) is None
-    assert not users[1].context.set_optimization_profile_async(0, stream.handle)
+    with pytest.raises(RuntimeError, match="Error in set optimization profile async"):
+        users[1].context.set_optimization_profile_async(0, stream.handle)
 
 
 def test_what_was_queued_behind_it_fails_too(bench):

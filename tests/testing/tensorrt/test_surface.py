@@ -149,6 +149,10 @@ def can_be_set(value):
     return is_property(value) and getattr(value, "fset", True) is not None
 
 
+def can_be_read(value):
+    return is_property(value) and getattr(value, "fget", True) is not None
+
+
 def real_arguments(function):
     """The arguments of every overload, from the signatures that the bindings write into their docstrings."""
     name = function.__name__
@@ -190,12 +194,13 @@ def test_arguments_have_the_names_of_the_real_ones(name, method, flavour):
 
 @pytest.mark.parametrize("flavour", REAL)
 @pytest.mark.parametrize("name", CLASSES)
-def test_properties_are_properties_and_can_be_set_where_the_real_ones_can(name, flavour):
+def test_properties_are_properties_and_can_be_read_and_set_where_the_real_ones_can(name, flavour):
     real, own = getattr(REAL[flavour], name), getattr(TRT, name)
     for attribute in public(real) & public(own):
         ours, theirs = (inspect.getattr_static(kind, attribute) for kind in (own, real))
         assert is_property(ours) == is_property(theirs), attribute
         assert can_be_set(ours) == can_be_set(theirs), attribute
+        assert can_be_read(ours) == can_be_read(theirs), attribute
 
 
 @pytest.mark.parametrize("flavour", REAL)
@@ -217,6 +222,10 @@ def test_severities_are_those_of_the_real_logger_and_can_be_compared(flavour):
 @pytest.mark.parametrize("module", [*REAL.values(), TRT], ids=[*REAL, "double"])
 class TestHabits:
     """Common mistakes, tried on the real bindings and on the double alike."""
+
+    def test_an_allocator_cannot_be_asked_for(self, module):
+        assert module.Runtime.gpu_allocator.fget is None
+        assert module.IExecutionContext.device_memory.fget is None
 
     def test_a_shape_is_no_tuple_and_does_not_compare_with_another(self, module):
         dims = module.Dims((2, 3))
