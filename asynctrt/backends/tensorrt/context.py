@@ -338,11 +338,16 @@ class TensorRTContext:
         memory = arena.address, arena.nbytes
         if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != self._memory):
             # Not enough for every batch of the profile, so TensorRT computes what this one needs.
+            before = self._recorder.num_errors()
             needed = int(self._trt.update_device_memory_size_for_shapes())
+            # 0 is an error, or all that these shapes need.
+            if self._recorder.num_errors() > before:
+                raise self._failed("update_device_memory_size_for_shapes()")
             if isinstance(arena, GrowingBuffer):
-                arena.reserve(needed, stream=stream)
+                # TensorRT takes no empty memory, even where it needs none.
+                arena.reserve(max(needed, 1), stream=stream)
                 memory = arena.address, arena.nbytes
-            if not 0 < needed <= arena.nbytes:
+            if needed > arena.nbytes:
                 raise InternalError(
                     f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {needed}"
                 )

@@ -138,17 +138,17 @@ def make_output_allocator(module: Any, outputs: dict[str, UnboundOutput]) -> Any
         def __init__(self) -> None:
             module.IOutputAllocator.__init__(self)
 
-        def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int | None:
-            """Return the address of memory for an output, or ``None`` to refuse."""
+        def reallocate_output(self, tensor_name: str, memory: int, size: int, alignment: int) -> int:
+            """Return the address of memory for an output, or 0 to refuse: of None the bindings complain."""
             try:
-                return outputs[tensor_name].reserve(size)
+                return outputs[tensor_name].reserve(size) or 0
             except Exception:  # TensorRT calls this, and an exception would pass through its code.
                 logger.warning("no memory for output %r", tensor_name, exc_info=True)
-                return None
+                return 0
 
         def reallocate_output_async(
             self, tensor_name: str, memory: int, size: int, alignment: int, stream: int
-        ) -> int | None:
+        ) -> int:
             """Do the same: memory that can be used at once can be used in the order of any stream."""
             return self.reallocate_output(tensor_name, memory, size, alignment)
 

@@ -24,12 +24,13 @@ violation.
 
 **Raised at the call**, as :class:`ViolationError`, because the real library leaves it undefined:
 
-- a context used by two threads at once; an enqueue or a switch of profiles while a batch of the same
-  context is pending on another stream;
+- a context used by two threads at once; an enqueue while a batch of the same context is pending on another
+  stream; a switch of profiles while one is pending at all;
 - an enqueue with missing shapes, after a refused shape, or without an address or enqueue memory; enqueue
   memory that is too small; addresses that are not aligned to 256 bytes; overlapping memory;
 - an unknown stream; auxiliary streams that are not all different;
-- a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed.
+- a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed;
+- an output allocator that raises or returns ``None``, of which only the standard error stream would hear.
 
 **Noted**, because it is found while a batch executes or an object is destroyed: two batches in one arena at
 once or out of order; a write to enqueue memory that is in use; a context that is destroyed while its batch is
@@ -39,8 +40,17 @@ batch fails if it can, the next call into the double raises the violation, and
 :meth:`StrictTensorRT.violations` lists it.
 
 **Refused** as by the real library, with ``False`` or ``None`` and a report to the error recorder or, without
-one, to the logger: plans that are damaged, of another version or for another GPU, shapes outside the profile,
-unknown names, memory that the allocator refuses.
+one, to the logger: plans that are damaged, of another version or for another GPU, shapes outside the profile
+or that do not fit together, unknown names, memory that an allocator refuses. ``infer_shapes`` and
+``set_optimization_profile_async`` raise ``RuntimeError`` instead, as the bindings do.
+
+**The memory of an output whose size depends on the data** is asked for twice: before the batch is enqueued, with
+a guess, and in the middle of it, once the size is known, unless the guess was enough.
+
+**Python's global lock (the GIL)** is released by the real bindings in ``execute_async_v3``, ``infer_shapes``,
+``create_execution_context``, ``deserialize_cuda_engine`` and ``get_engine_stat``. They hold it, however long that
+takes, in everything else: in ``Runtime()``, ``load_runtime``, ``set_optimization_profile_async``, all other
+setters, and while objects are destroyed. The double releases it where it waits: in ``execute_async_v3`` alone.
 
 :meth:`StrictTensorRT.fail_next` injects failures that cannot be provoked otherwise.
 """

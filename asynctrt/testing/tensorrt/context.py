@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import numpy as np
 
-from asynctrt.devices.base import ALIGNMENT, aligned
+from asynctrt.devices.base import ALIGNMENT
 from asynctrt.errors import DeviceError
 from asynctrt.testing.tensorrt.core import Block, Reporter, Setting
 from asynctrt.testing.tensorrt.description import EngineDescription
@@ -107,7 +107,7 @@ class IExecutionContext(Reporter):
         self._generation = 0
         self._enqueued: EnqueuedBatch | None = None
         self._is_changed = True
-        self._computed: dict[tuple[tuple[int, ...], ...], dict[str, tuple[int, ...]]] = {}
+        self._computed: dict[tuple[tuple[int, ...], ...], dict[str, tuple[int, ...]] | str] = {}
         self._changing = threading.Event()
         self._number = next(engine._core.library.numbers)
         self.name = f"{self._spec.name} context {self._number}"
@@ -267,34 +267,54 @@ class IExecutionContext(Reporter):
         if io.name in self._engine._inputs:
             return self._shapes.get(io.name, io.dims)
         if self._spec.function is not None:
-            return self._computed_shapes().get(io.name, io.dims)
+            computed = {} if self._unspecified() else self._computed_shapes()
+            return io.dims if isinstance(computed, str) else computed.get(io.name, io.dims)
         names = [other.name for other in self._spec.outputs]
         index = names.index(io.name)
         if index < len(self._spec.inputs):
             return self._shapes.get(self._spec.inputs[index].name, io.dims)
         return (*self._shapes.get(self._spec.inputs[0].name, io.dims)[:1], -1)
 
-    def _computed_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of what the engine's function makes of inputs of the current shapes."""
-        if self._unspecified():
-            return {}
+    def _computed_shapes(self) -> dict[str, tuple[int, ...]] | str:
+        """Return the shapes of what the engine's function makes of the inputs, or why it makes nothing."""
         shapes = tuple(self._shapes[io.name] for io in self._spec.inputs)
         if shapes not in self._computed:
-            if any(-1 in io.dims[1:] for io in self._spec.outputs):
-                zeros = {
-                    io.name: np.zeros(shape, io.dtype)
-                    for io, shape in zip(self._spec.inputs, shapes, strict=True)
-                }
-                found = {name: array.shape for name, array in self._spec.compute(zeros).items()}
-            else:
-                found = {io.name: (shapes[0][0], *io.dims[1:]) for io in self._spec.outputs}
-            self._computed[shapes] = found
+            try:
+                self._computed[shapes] = self._spec.output_shapes(shapes)
+            except Exception as error:  # Of the application's function.
+                self._computed[shapes] = f"{self._spec.name}: {error}"
         return self._computed[shapes]
+
+    def _shapes_problem(self) -> str | None:
+        """Return why inputs of the current shapes, each of which is accepted, do not fit together."""
+        rows = {io.name: self._shapes[io.name][0] for io in self._spec.inputs if self._shapes[io.name]}
+        (first, count), *others = rows.items() or [("", 0)]
+        for name, other in others:
+            if other != count:
+                return (
+                    f"{first} and {name}: the first dimensions must be equal. Condition '==' violated: "
+                    f"{count} != {other}. Instruction: CHECK_EQUAL {count} {other}."
+                )
+        computed = self._computed_shapes() if self._spec.function is not None else {}
+        return computed if isinstance(computed, str) else None
+
+    def _fits_together(self, where: str) -> bool:
+        """Return whether the shapes of the inputs fit together; report an error if not."""
+        problem = self._shapes_problem()
+        if problem is not None:
+            self._report(ErrorCodeTRT.FAILED_EXECUTION, where, "Internal Error", problem)
+        return problem is None
 
     @exclusive
     def infer_shapes(self) -> list[str]:
-        """Return the inputs whose shapes are missing."""
-        return self._unspecified()
+        """Return the inputs whose shapes are missing.
+
+        :raises RuntimeError: if the shapes of the inputs do not fit together, after a report.
+        """
+        missing = self._unspecified()
+        if not missing and not self._fits_together("IExecutionContext::inferShapes"):
+            raise RuntimeError("infer_shapes error code: -1")
+        return missing
 
     @exclusive
     def get_tensor_shape(self, name: str) -> Dims:
@@ -317,7 +337,7 @@ class IExecutionContext(Reporter):
     def get_max_output_size(self, name: str) -> int:
         """Return the most bytes that an output needs for the current shapes; -1 if unknown."""
         io = self._engine._tensors.get(name)
-        if io is None or name in self._engine._inputs or self._unspecified():
+        if io is None or name in self._engine._inputs or self._unspecified() or self._shapes_problem():
             return -1
         return self._nbytes_of(io)
 
@@ -464,11 +484,24 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def update_device_memory_size_for_shapes(self) -> int:
-        """Return the bytes that a batch of the current shapes needs, which suffice until a shape changes."""
+        """Return the bytes that a batch of the current shapes needs, which suffice until a shape changes.
+
+        They may be none. 0 is returned after an error, too, which is reported.
+        """
+        where = "IExecutionContext::updateDeviceMemorySizeForShapes"
+        if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
+            self._report_usage(
+                where,
+                "The context needs to be created with ExecutionContextAllocationStrategy::kUSER_MANAGED for "
+                "runtime allocation size to work.",
+            )
+            return 0
         missing = self._unspecified()
         if missing:
-            text = f"condition: all input shapes are specified. Missing: {', '.join(missing)}"
-            self._report_usage("IExecutionContext::updateDeviceMemorySizeForShapes", text)
+            text = "Not all input tensors' dimensions or shape bindings are specified."
+            self._report_usage(where, f"{text} Missing: {', '.join(missing)}")
+            return 0
+        if not self._fits_together(where):
             return 0
         if not self._sized_for_shapes:
             # The real library then lays out its enqueue memory again.
@@ -538,9 +571,10 @@ class IExecutionContext(Reporter):
         if self._core.monitor.take("enqueue-hang"):
             self._core.monitor.hang()
         self._enqueued = self._enqueued or self._prepared()
-        enqueued = self._with_outputs(self._enqueued, handle)
-        if enqueued is None:
+        asked = self._with_outputs(self._enqueued, handle)
+        if asked is None:
             return False
+        enqueued, packed_nbytes = asked
         number = next(self._core.library.numbers)
         text = f"batch {number} of {self.name}"
         enqueued = dataclasses.replace(enqueued, number=number, generation=self._generation, text=text)
@@ -548,7 +582,7 @@ class IExecutionContext(Reporter):
         if temporary is None:
             return False
         try:
-            self._execute(enqueued, handle, temporary)
+            return self._execute(enqueued, handle, temporary, packed_nbytes)
         except DeviceError as error:
             lost = self._core.monitor.lost
             text = lost or str(error)
@@ -556,24 +590,43 @@ class IExecutionContext(Reporter):
             return False
         finally:
             temporary.close()
-        return True
 
-    def _execute(self, enqueued: EnqueuedBatch, handle: int, temporary: Block) -> None:
-        """Put a batch on its stream, and wait for it if this engine does so."""
+    def _pack(self, enqueued: EnqueuedBatch, ticket: Ticket, asked: int) -> bool:
+        """Wait until it is known how large the packed output is, and enqueue what writes it.
+
+        Return ``False``, and report an error, if its allocator refuses the memory; the batch then ends too.
+        """
+        executor, io = self._core.executor, self._spec.outputs[-1]
+        rows, address = enqueued.shapes[0][0], 0
+        try:
+            longest = executor.longest(enqueued, ticket)
+            nbytes = rows * longest * io.itemsize
+            address = enqueued.outputs[-1] if nbytes <= asked else self._ask(io.name, nbytes, ticket.handle)
+            if address:
+                self._tell(io.name, (rows, longest))
+        finally:
+            outputs = (*enqueued.outputs[:-1], address)
+            executor.finish(dataclasses.replace(enqueued, outputs=outputs), ticket.handle)
+        return address != 0
+
+    def _execute(
+        self, enqueued: EnqueuedBatch, handle: int, temporary: Block, packed_nbytes: int
+    ) -> bool:
+        """Put a batch on its stream, and wait for it if this engine does so. As :meth:`_pack`."""
         executor = self._core.executor
         if temporary.address:
             executor.touch(temporary.address, temporary.nbytes, handle)
         ticket = executor.enqueue(enqueued, handle, self._aux_streams(handle))
         self._tickets.add(ticket)
         self._batches.add(ticket)
+        is_complete = not self._spec.data_dependent or self._pack(enqueued, ticket, packed_nbytes)
         if temporary.address:
             executor.touch(temporary.address, temporary.nbytes, handle)
         if self._consumed_event:
             executor.record(self._consumed_event, handle)
         if self._waits or (temporary.address and not self._frees_in_order):
             executor.wait(enqueued, ticket)
-        if self._spec.data_dependent:
-            self._notify(executor.longest(enqueued))
+        return is_complete
 
     @property
     def _frees_in_order(self) -> bool:
@@ -605,11 +658,12 @@ class IExecutionContext(Reporter):
     @property
     def _waits(self) -> bool:
         """Whether an enqueue returns only once its batch has ended."""
-        streams_weights = self._engine.weight_streaming_scratch_memory_size > 0
-        return self._spec.data_dependent or self._spec.waits or streams_weights
+        return self._spec.waits or self._engine.weight_streaming_scratch_memory_size > 0
 
     def _can_run(self, handle: int) -> bool:
         """Return whether the engine can run, as the real library would decide; report an error if not."""
+        if not self._unspecified() and not self._fits_together(ENQUEUE):
+            return False
         computed = DESCRIBED if self._spec.function is not None else COMPUTED
         unsupported = [io for io in self._spec.inputs if io.on_host or io.dtype not in computed]
         if unsupported:
@@ -621,7 +675,8 @@ class IExecutionContext(Reporter):
             )
             return False
         # After a change the layers update what they hold, which cannot be part of a graph.
-        can_be_captured = self._spec.capturable and not self._waits and not self._is_changed
+        waits = self._waits or self._spec.data_dependent
+        can_be_captured = self._spec.capturable and not waits and not self._is_changed
         can_be_captured &= not self._spec.temporary_nbytes or self._frees_in_order
         if not can_be_captured and self._core.executor.is_capturing(handle):
             text = "operation not permitted when stream is capturing"
@@ -643,12 +698,12 @@ class IExecutionContext(Reporter):
             if not self._addresses.get(io.name) and io.name not in self._allocators:
                 raise self._violation(f"executes without an address of {io.name!r}")
         needed = self._arena_needed()
-        address, size = self._arena
-        if not address:
+        address, size = self._arena if needed else (0, 0)
+        if needed and not address:
             raise self._violation("executes without enqueue memory: set_device_memory was not called")
         if size < needed:
             raise self._violation(f"executes with {size} bytes of enqueue memory, but needs {needed}")
-        self._check_memory((address, size))
+        self._check_memory(address, size)
         if self._is_changed and self._spec.change_ns:
             self._changing.wait(self._spec.change_ns / 1e9)
         self._is_changed = False
@@ -668,9 +723,9 @@ class IExecutionContext(Reporter):
             weights=weights.address,
         )
 
-    def _check_memory(self, arena: tuple[int, int]) -> None:
+    def _check_memory(self, arena: int, nbytes: int) -> None:
         """Check that all memory is the device's, and that outputs and enqueue memory overlap with nothing."""
-        spans = [(*arena, "the enqueue memory", False)]
+        spans = [(arena, nbytes, "the enqueue memory", False)] if nbytes else []
         spans.extend(
             (self._addresses[io.name], self._nbytes_of(io), repr(io.name), io.name in self._engine._inputs)
             for io in (*self._spec.inputs, *self._spec.outputs)
@@ -685,10 +740,15 @@ class IExecutionContext(Reporter):
             if next_start < start + nbytes and not (is_input and is_other):
                 raise self._violation(f"{one} and {other} overlap in memory")
 
-    def _with_outputs(self, enqueued: EnqueuedBatch, handle: int) -> EnqueuedBatch | None:
-        """Ask the output allocators for memory; return ``None``, and report an error, if one refuses."""
+    def _with_outputs(self, enqueued: EnqueuedBatch, handle: int) -> tuple[EnqueuedBatch, int] | None:
+        """Ask the output allocators for memory; return ``None``, and report an error, if one refuses.
+
+        Of an output whose size depends on the data that is a first guess, one value for each row, of which
+        the bytes are returned too. More is asked for in the middle of the enqueue.
+        """
+        guess = 0
         if not self._allocators and not self._spec.data_dependent:
-            return enqueued
+            return enqueued, guess
         outputs = list(enqueued.outputs)
         for index, io in enumerate(self._spec.outputs):
             allocator = self._living_allocator(io.name)
@@ -698,20 +758,17 @@ class IExecutionContext(Reporter):
                         f"executes without an output allocator for {io.name!r}, whose shape depends on data"
                     )
                 continue
-            nbytes = self._nbytes_of(io)
-            given = self._ask(allocator, io.name, outputs[index], aligned(nbytes), handle)
-            if not given:
-                text = f"Requested size was {nbytes} bytes for {io.name}."
-                self._report(ErrorCodeTRT.FAILED_ALLOCATION, ENQUEUE, "OutOfMemory", text)
+            shape = self._shape_of(io)
+            if -1 in shape:
+                nbytes = guess = shape[0] * io.itemsize
+            else:
+                nbytes = self._nbytes_of(io)
+            outputs[index] = self._ask(io.name, nbytes, handle)
+            if not outputs[index]:
                 return None
-            if given % ALIGNMENT:
-                raise self._violation(
-                    f"the output allocator returned {given:#x}, which is not aligned to {ALIGNMENT} bytes"
-                )
-            outputs[index] = given
-            if -1 not in self._shape_of(io):
-                self._tell(allocator, io.name, self._shape_of(io))
-        return dataclasses.replace(enqueued, outputs=tuple(outputs))
+            if -1 not in shape:
+                self._tell(io.name, shape)
+        return dataclasses.replace(enqueued, outputs=tuple(outputs)), guess
 
     def _living_allocator(self, name: str) -> IOutputAllocator | None:
         held = self._allocators.get(name)
@@ -722,20 +779,44 @@ class IExecutionContext(Reporter):
             raise self._violation(f"the output allocator of {name!r} was destroyed while it was set")
         return allocator
 
-    def _ask(self, allocator: Any, name: str, memory: int, nbytes: int, handle: int) -> int:
-        """Call the asynchronous method if there is one, as the real library does, otherwise the older one."""
-        if hasattr(allocator, "reallocate_output_async"):
-            return int(allocator.reallocate_output_async(name, memory, nbytes, ALIGNMENT, handle) or 0)
-        return int(allocator.reallocate_output(name, memory, nbytes, ALIGNMENT) or 0)
+    def _ask(self, name: str, nbytes: int, handle: int) -> int:
+        """Return memory of an output's allocator, or 0, after a report, if it refuses.
 
-    def _tell(self, allocator: Any, name: str, shape: tuple[int, ...]) -> None:
-        allocator.notify_shape(name, Dims(shape))
+        The asynchronous method is called if there is one, as by the real library, otherwise the older one.
+        The size is positive even for an empty output, and the memory before is that of
+        ``set_tensor_address``.
 
-    def _notify(self, longest: int) -> None:
-        io = self._spec.outputs[-1]
-        allocator = self._living_allocator(io.name)
-        assert allocator is not None
-        self._tell(allocator, io.name, (self._shape_of(io)[0], longest))
+        :raises ViolationError: for what the bindings tell nobody but the standard error stream.
+        """
+        allocator: Any = self._living_allocator(name)
+        memory, size = self._addresses.get(name, 0), max(1, nbytes)
+        try:
+            if hasattr(allocator, "reallocate_output_async"):
+                given = allocator.reallocate_output_async(name, memory, size, ALIGNMENT, handle)
+            else:
+                given = allocator.reallocate_output(name, memory, size, ALIGNMENT)
+        except Exception as error:
+            raise self._violation(f"the output allocator of {name!r} raised {error!r}") from error
+        if given is None:
+            raise self._violation(
+                f"the output allocator of {name!r} returned None, of which the bindings complain on the "
+                "standard error stream: refuse memory with 0"
+            )
+        if given % ALIGNMENT:
+            raise self._violation(
+                f"the output allocator returned {given:#x}, which is not aligned to {ALIGNMENT} bytes"
+            )
+        if not given:
+            text = f"IOutputAllocator returned nullptr for allocation request of {size} bytes."
+            self._report(ErrorCodeTRT.FAILED_ALLOCATION, ENQUEUE, "OutOfMemory", text)
+        return int(given)
+
+    def _tell(self, name: str, shape: tuple[int, ...]) -> None:
+        allocator: Any = self._living_allocator(name)
+        try:
+            allocator.notify_shape(name, Dims(shape))
+        except Exception as error:
+            raise self._violation(f"notify_shape of {name!r} raised {error!r}") from error
 
     def _aux_streams(self, handle: int) -> tuple[int, ...]:
         """Return the auxiliary streams that were set; the main one takes the place of missing ones."""

@@ -180,6 +180,8 @@ class Core:
         :returns: ``None`` if the memory was refused.
         :raises ViolationError: if the allocator returns ``None``, or an address that is not aligned.
         """
+        if not nbytes:
+            return Block(0, 0, lambda: None)
         allocator = self.allocator
         if allocator is None:
             try:

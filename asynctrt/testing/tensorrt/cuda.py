@@ -208,10 +208,10 @@ class CudaExecutor:
             kernel("begin", 1, 1024 if batch.work_ns else 1, handle)
         self._steps(enqueued, context, kernel, (handle, *aux))
         if enqueued.spec.data_dependent:
-            blocks = -(-batch.rows // THREADS)
-            kernel("count", blocks, THREADS, handle)
-            kernel("pack", blocks, THREADS, handle)
-        kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
+            kernel("count", -(-batch.rows // THREADS), THREADS, handle)
+            kernel("tell", 1, 1, handle)
+        else:
+            kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
         if captured:
             self.pinned.states[context.slot] = batch.state
             if context.captured is None:
@@ -241,8 +241,18 @@ class CudaExecutor:
     def wait(self, enqueued: EnqueuedBatch, ticket: Ticket) -> None:
         self._check(driver.cuStreamSynchronize(ticket.handle)[0], f"waiting for {enqueued.text}")
 
-    def longest(self, enqueued: EnqueuedBatch) -> int:
+    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
+        self.wait(enqueued, ticket)
         return int(self.pinned.longest[self._contexts[enqueued.context].slot])
+
+    def finish(self, enqueued: EnqueuedBatch, handle: int) -> None:
+        self._device.activate()
+        batch = self._context_of(enqueued.context).batch
+        kernel = self._launcher(batch)
+        if enqueued.outputs[-1]:
+            batch.packed = enqueued.outputs[-1]
+            kernel("pack", -(-batch.rows // THREADS), THREADS, handle)
+        kernel("finish", self._blocks(enqueued, 1), THREADS, handle)
 
     def record(self, event: int, handle: int) -> None:
         self._check(driver.cuEventRecord(event, handle)[0], "recording the event for consumed inputs")
@@ -325,6 +335,8 @@ class CudaExecutor:
         """Return the batch as its kernels see it. It is computed again only after a change."""
         batch = context.batch
         batch.number = enqueued.number & ANY
+        # Not an address yet, which is known in the middle of the enqueue: something is to be counted.
+        batch.packed = ALIGNMENT if enqueued.spec.data_dependent else 0
         arena = (enqueued.arena, enqueued.arena_size)
         key = (enqueued.shapes, enqueued.inputs, enqueued.outputs, arena, enqueued.weights, lanes)
         if key == context.key:
@@ -347,7 +359,6 @@ class CudaExecutor:
             )
             at += spec.steps * stride
         batch.counts = at
-        batch.packed = enqueued.outputs[-1] if spec.data_dependent else 0
         return batch
 
     def _place(self, enqueued: EnqueuedBatch, batch: _Batch, *, counted: bool) -> None:
@@ -432,7 +443,7 @@ def _compiled(device: CudaDevice) -> dict[str, Any]:
     code, module = driver.cuModuleLoadData(cubin)
     device.check(code, "loading the double's kernels")
     kernels = {}
-    for name in ("begin", "step", "count", "pack", "finish", "mark"):
+    for name in ("begin", "step", "count", "tell", "pack", "finish", "mark"):
         code, kernels[name] = driver.cuModuleGetFunction(module, name.encode())
         device.check(code, f"finding the double's kernel {name}")
     return kernels

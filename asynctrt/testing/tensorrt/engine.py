@@ -107,9 +107,7 @@ class ICudaEngine(EngineDescription):
             wanted.append(self.get_device_memory_size_for_profile_v2(0))
         blocks: list[Block] = []
         for nbytes in wanted:
-            block = (
-                None if fails else Block(0, 0, lambda: None) if not nbytes else self._core.allocate(nbytes)
-            )
+            block = None if fails else self._core.allocate(nbytes)
             if block is None:
                 for taken in blocks:
                     taken.close()

@@ -133,6 +133,7 @@ class _Batch:
         self.enqueued = enqueued
         self.ticket = ticket
         self.longest = 0
+        self.packed_at = 0
         self._executor = executor
         self._monitor = executor.monitor
         self._lanes = lanes
@@ -143,16 +144,14 @@ class _Batch:
         rows = enqueued.shapes[0][0] if enqueued.shapes[0] else 0
         self._work_ns = enqueued.spec.work_ns + rows * enqueued.spec.work_ns_per_row
         self._counts = [int(np.prod(shape, dtype=np.int64)) for shape in enqueued.shapes]
-        self._states = self._lay_out()
+        self._states = self._lay_out() if enqueued.arena else []
         self._inputs = [
             memory_at(address, _storage(io), count)
             for io, address, count in zip(enqueued.spec.inputs, enqueued.inputs, self._counts, strict=True)
         ]
         self._coefficients = memory_at(enqueued.weights, np.int64, 2 * enqueued.spec.steps).reshape(-1, 2)
-        self._guards = [
-            memory_at(enqueued.arena, np.uint64, 1),
-            memory_at(enqueued.arena_end, np.uint64, 1),
-        ]
+        ends = (enqueued.arena, enqueued.arena_end) if enqueued.arena else ()
+        self._guards = [memory_at(end, np.uint64, 1) for end in ends]
 
     def _lay_out(self) -> list[list[Array]]:
         """Return each state of each input in the arena: between the guards, one after the other."""
@@ -182,7 +181,7 @@ class _Batch:
 
     def step(self, number: int, lane: int) -> None:
         """Compute a state from the one before, or the first state from the inputs."""
-        if self._failed:
+        if self._failed or not self._states:
             return
         a, b = (int(value) for value in self._coefficients[number - 1])
         for index, io in enumerate(self.enqueued.spec.inputs):
@@ -193,6 +192,14 @@ class _Batch:
             else:
                 source = self._states[index][number - 2][part]
             self._states[index][number - 1][part] = advance(source, a, b)
+
+    def count(self) -> None:
+        """Find out how large the packed output is."""
+        if not self._failed:
+            self.longest = self._packed().shape[1]
+
+    def _packed(self) -> Array:
+        return pack_positives(self._states[0][-1].reshape(self.enqueued.shapes[0][0], -1))
 
     def finish(self) -> None:
         """Write the outputs, overwrite the states, and leave the arena. The last launch."""
@@ -213,13 +220,9 @@ class _Batch:
             if spec.is_sensitive:
                 state = _rounded(state, self.enqueued.shapes[index][0])
             target[:] = write_state(io, state)
-        if spec.data_dependent:
-            rows = self.enqueued.shapes[0][0]
-            packed = write_state(spec.inputs[0], pack_positives(self._states[0][-1].reshape(rows, -1)))
-            self.longest = packed.shape[1]
-            memory_at(self.enqueued.outputs[-1], _storage(spec.inputs[0]), packed.size)[:] = packed.reshape(
-                -1
-            )
+        if self.packed_at:
+            packed = write_state(spec.inputs[0], self._packed())
+            memory_at(self.packed_at, _storage(spec.inputs[0]), packed.size)[:] = packed.reshape(-1)
         intact = all(guard[0] == self._guard for guard in self._guards)
         for state in itertools.chain(*self._states):
             state[:] = np.nan if state.dtype.kind == "f" else np.iinfo(state.dtype).max
@@ -307,7 +310,10 @@ class HostExecutor:
                 ended = self._device.create_event()
                 other.record(ended)
                 stream.wait(ended)
-        stream.launch(batch.finish, label=(*label, "finish"))
+        if enqueued.spec.data_dependent:
+            stream.launch(batch.count, label=(*label, "count"))
+        else:
+            stream.launch(batch.finish, label=(*label, "finish"))
         return ticket
 
     def memory_problem(self, address: int, nbytes: int) -> str | None:
@@ -332,8 +338,15 @@ class HostExecutor:
         if event.error is not None:
             raise event.error
 
-    def longest(self, enqueued: EnqueuedBatch) -> int:
-        return self._batches.pop(enqueued.number).longest
+    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
+        self.wait(enqueued, ticket)
+        return self._batches[enqueued.number].longest
+
+    def finish(self, enqueued: EnqueuedBatch, handle: int) -> None:
+        batch = self._batches.pop(enqueued.number)
+        batch.packed_at = enqueued.outputs[-1]
+        label = (enqueued.spec.name, enqueued.shapes[0][:1], "finish")
+        self._device.stream_of(handle).launch(batch.finish, label=label)
 
     def record(self, event: int, handle: int) -> None:
         raise self.monitor.found(f"{event} is not the handle of an event: host events have no handles")

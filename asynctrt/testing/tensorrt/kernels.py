@@ -1,9 +1,9 @@
 """The double's kernels, in CUDA C++ that is compiled at run time.
 
-A batch is ``begin``, one ``step`` for each step, ``count`` and ``pack`` for a data-dependent output, and
-``finish``. Floating-point arithmetic is rounded after every operation (``--fmad=false``), so the results
-equal NumPy's bit by bit. ``cuda`` repeats the layout of ``struct Batch`` and ``struct Pinned`` field by
-field; their sizes are compared when this is compiled.
+A batch is ``begin``, one ``step`` for each step, ``count``, ``tell`` and ``pack`` for a data-dependent
+output, and ``finish``. Floating-point arithmetic is rounded after every operation (``--fmad=false``), so the
+results equal NumPy's bit by bit. ``cuda`` repeats the layout of ``struct Batch`` and ``struct Pinned`` field
+by field; their sizes are compared when this is compiled.
 """
 
 from typing import Final
@@ -161,7 +161,7 @@ __device__ void leave(const Batch& b) {
         report(b, WRITTEN_TO, b.cell[0]);
     *(volatile u64*)b.guards[0] = 0;
     *(volatile u64*)b.guards[1] = 0;
-    if (b.packed) b.pinned->longest[b.slot] = atomicExch(&b.counts[b.rows], 0x7fffffffu);
+    if (b.packed) b.counts[b.rows] = 0x7fffffffu;
     __threadfence();
     atomicSub(&control->busy[b.cell[0]], 1u);
     if (b.expected[0] != ANY) atomicAdd(&control->done[b.cell[0]], 1u);
@@ -210,6 +210,11 @@ extern "C" __global__ void count(const Batch b) {
     for (u64 i = 0; i < b.row_length; i++) positive += is_positive(b.input[0], last, row * b.row_length + i);
     b.counts[row] = positive;
     atomicMax(&b.counts[b.rows], positive);
+}
+
+extern "C" __global__ void tell(const Batch b) {
+    b.pinned->longest[b.slot] = b.counts[b.rows];
+    __threadfence_system();
 }
 
 extern "C" __global__ void pack(const Batch b) {

@@ -176,7 +176,10 @@ class Executor(Protocol):
         """Return whether that stream is capturing its work into a graph."""
 
     def enqueue(self, enqueued: EnqueuedBatch, handle: int, aux: Sequence[int]) -> Ticket:
-        """Enqueue a batch on a stream; return before it has run."""
+        """Enqueue a batch on a stream; return before it has run.
+
+        A batch with a packed output goes as far as to find out how large that is, and :meth:`finish` goes on.
+        """
 
     def memory_problem(self, address: int, nbytes: int) -> str | None:
         """Return why the device cannot reach that memory, or ``None`` if it can, or if that is not known."""
@@ -190,8 +193,11 @@ class Executor(Protocol):
     def wait(self, enqueued: EnqueuedBatch, ticket: Ticket) -> None:
         """Wait for a batch, without the GIL."""
 
-    def longest(self, enqueued: EnqueuedBatch) -> int:
-        """Return the length of the longest row of the packed output of a batch that has ended."""
+    def longest(self, enqueued: EnqueuedBatch, ticket: Ticket) -> int:
+        """Wait, without the GIL, for the length of the longest row of a batch's packed output."""
+
+    def finish(self, enqueued: EnqueuedBatch, handle: int) -> None:
+        """Enqueue the rest of a batch with a packed output, which is left out if its address is 0."""
 
     def record(self, event: int, handle: int) -> None:
         """Record an event of the application, given by its handle."""

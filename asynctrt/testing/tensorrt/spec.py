@@ -119,8 +119,9 @@ class EngineSpec:
     :param function: computes the outputs with NumPy, in place of the steps, from a mapping of arrays by the
         names of the inputs: an array, a tuple or a mapping by name. On the host device only; a plan with a
         function can be loaded in the process that made it.
-    :param function_outputs: the outputs of ``function``. Sizes of -1 beyond the first are those of what it
-        returns for zeros.
+    :param function_outputs: the outputs of ``function``. A first size of -1 is the number of rows. With sizes
+        of -1 beyond the first all of them are those of what it returns for zeros.
+    :param rows_without_memory: the largest batch that needs no enqueue memory. Only with a function.
     :param is_sensitive: whether answers in float32 are rounded in another way in another slot, batch size or
         company, as those of real kernels may be; ``expected`` is then not exact. On the host device only.
     :param waits: whether an enqueue waits for its batch to end, as the code of a plugin may.
@@ -153,6 +154,7 @@ class EngineSpec:
     fills_gpu: bool = True
     function: Callable[[dict[str, Array]], Any] | None = None
     function_outputs: tuple[TensorIO, ...] = ()
+    rows_without_memory: int = 0
     is_sensitive: bool = False
     waits: bool = False
     change_ns: int = 0
@@ -206,6 +208,15 @@ class EngineSpec:
             raise OptionsError(f"steps must be 1 to {STEPS_MAX}, not {self.steps}")
         if not 0 <= self.aux_streams <= AUX_STREAMS_MAX:
             raise OptionsError(f"aux_streams must be 0 to {AUX_STREAMS_MAX}, not {self.aux_streams}")
+        self._check_function(names)
+        least = self.coefficients.nbytes + self.streamable_weights_nbytes
+        if self.weights_nbytes < least:
+            raise OptionsError(
+                f"weights_nbytes must be at least {least} for the coefficients of {self.steps} steps and the "
+                f"streamable weights, not {self.weights_nbytes}"
+            )
+
+    def _check_function(self, names: list[str]) -> None:
         outputs = [io.name for io in self.function_outputs]
         if (self.function is None) != (not outputs) or len({*names, *outputs}) < len(names) + len(outputs):
             raise OptionsError(
@@ -213,12 +224,8 @@ class EngineSpec:
             )
         if self.function is not None and (self.data_dependent or self.is_sensitive):
             raise OptionsError("an engine with a function is neither data_dependent nor is_sensitive")
-        least = self.coefficients.nbytes + self.streamable_weights_nbytes
-        if self.weights_nbytes < least:
-            raise OptionsError(
-                f"weights_nbytes must be at least {least} for the coefficients of {self.steps} steps and the "
-                f"streamable weights, not {self.weights_nbytes}"
-            )
+        if self.function is None and self.rows_without_memory:
+            raise OptionsError("rows_without_memory is for an engine with a function: steps need memory")
 
     @property
     def outputs(self) -> tuple[TensorIO, ...]:
@@ -302,11 +309,10 @@ class EngineSpec:
         else:
             several = given if isinstance(given, tuple | list) else (given,)
             found = {io.name: array for io, array in zip(self._outputs, several, strict=False)}
-        rows = len(inputs[self.inputs[0].name])
         answers = {}
         for io in self._outputs:
             array = np.asarray(found.get(io.name))
-            expected = (rows, *io.dims[1:])
+            expected = self._known_dims(io, len(inputs[self.inputs[0].name]))
             if len(array.shape) != len(expected) or any(
                 dim not in (-1, size) for dim, size in zip(expected, array.shape, strict=True)
             ):
@@ -317,8 +323,25 @@ class EngineSpec:
             answers[io.name] = array if array.dtype.name == io.dtype else array.astype(io.dtype)
         return answers
 
+    def _known_dims(self, io: TensorIO, rows: int) -> Dims:
+        """Return the dimensions of an output of the function, with -1 for those that only it knows."""
+        return io.dims if -1 in io.dims[1:] or io.dims[0] >= 0 else (rows, *io.dims[1:])
+
+    def output_shapes(self, shapes: tuple[Dims, ...]) -> dict[str, Dims]:
+        """Return the shapes of what ``function`` makes of inputs of these shapes; call it only if needed.
+
+        :raises Exception: what the function raises.
+        """
+        known = {io.name: self._known_dims(io, shapes[0][0]) for io in self._outputs}
+        if not any(-1 in dims for dims in known.values()):
+            return known
+        zeros = {io.name: np.zeros(shape, io.dtype) for io, shape in zip(self.inputs, shapes, strict=True)}
+        return {name: array.shape for name, array in self.compute(zeros).items()}
+
     def enqueue_nbytes(self, shapes: Mapping[str, Dims]) -> int:
         """Return the bytes of enqueue memory for a batch: all states, and a guard at each end."""
+        if shapes[self.inputs[0].name][0] <= self.rows_without_memory:
+            return 0
         total = 2 * ALIGNMENT
         for io in self.inputs:
             count = int(np.prod(shapes[io.name], dtype=np.int64))
@@ -430,9 +453,10 @@ def double_plan(
     bytes 24 to 27. Only the double can read the rest.
     """
     # A function may be any object, which is not to be copied.
-    plain = asdict(replace(spec, function=None, function_outputs=()))
+    plain = asdict(replace(spec, function=None, function_outputs=(), rows_without_memory=0))
     fields: dict[str, Any] = {name: value for name, value in plain.items() if name != "_outputs"}
     fields["function_outputs"] = [asdict(io) for io in spec.function_outputs]
+    fields["rows_without_memory"] = spec.rows_without_memory
     if spec.function is not None:
         fields["function"] = id(spec.function)
         _functions[id(spec.function)] = spec.function

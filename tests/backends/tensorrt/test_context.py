@@ -455,8 +455,8 @@ def test_a_reported_shape_that_cannot_be_the_batchs(bench, monkeypatch, wrong):
     made.run(binding, 8, arena)
     tell = IExecutionContext._tell
 
-    def tell_wrong(self, allocator, name, shape):
-        tell(self, allocator, name, WRONG_SHAPES[wrong](*shape) if name == "positives" else shape)
+    def tell_wrong(self, name, shape):
+        tell(self, name, WRONG_SHAPES[wrong](*shape) if name == "positives" else shape)
 
     with monkeypatch.context() as patch:
         patch.setattr(IExecutionContext, "_tell", tell_wrong)
@@ -467,6 +467,55 @@ def test_a_reported_shape_that_cannot_be_the_batchs(bench, monkeypatch, wrong):
         binding.unbound_outputs(4)
     made.run(binding, 4, arena)
     context.close()
+
+
+def test_memory_for_an_output_that_is_refused_in_the_middle_of_an_enqueue(bench):
+    """The batch is on its stream all the same, and the next one on the context is right."""
+    made = bench(DATA)
+    context = made.model.create_context(made.device)
+    binding, arena = made.bind(context, input_1=32), made.arena()
+    made.run(binding, 1, arena)
+    held = made.model.memory_statistics().held_nbytes
+    made.model._loaded.memory._budget = held + 1024
+    made.fill(binding, seed=3)
+    with pytest.raises(DeviceMemoryError, match=r"execute_async_v3.*exceed the budget"):
+        binding.enqueue(64, profile=None, stream=made.stream, arena=arena)
+    with pytest.raises(ExecutionError, match="no batch was enqueued for it"):
+        binding.unbound_outputs(64)
+    assert made.finish() is None
+    made.run(binding, 2, arena)
+    context.close()
+
+
+def test_a_batch_that_needs_no_enqueue_memory_in_an_arena_too_small_for_others(bench):
+    """TensorRT answers 0 both for that and after an error, which it reports."""
+    spec = EngineSpec(
+        function=lambda inputs: 3 * inputs["input"],
+        function_outputs=(TensorIO("output"),),
+        rows_without_memory=8,
+    )
+    made = bench(spec)
+    context, arena = made.model.create_context(made.device), made.arena(256)
+    binding = made.bind(context)
+    made.run(binding, 8, arena)
+    made.run(binding, 1, arena)
+    with pytest.raises(InternalError, match="was given an arena of 256 bytes, but needs"):
+        binding.enqueue(9, profile=None, stream=made.stream, arena=arena)
+    made.run(binding, 3, arena)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IExecutionContext, "_fits_together", refused)
+        with pytest.raises(ExecutionError, match="update_device_memory_size_for_shapes"):
+            binding.enqueue(4, profile=None, stream=made.stream, arena=arena)
+    made.run(binding, 4, arena)
+    context.close()
+
+
+def refused(context, where):
+    """Report an error to whoever asks for the size of enqueue memory."""
+    is_asked = "updateDeviceMemorySizeForShapes" in where
+    if is_asked:
+        context._report_usage(where, "refused on demand")
+    return not is_asked
 
 
 def test_outputs_whose_shape_depends_on_the_data_are_not_captured(bench):

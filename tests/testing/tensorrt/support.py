@@ -52,7 +52,7 @@ class User:
             bench.trt.ExecutionContextAllocationStrategy[strategy]
         )
         self.arena = arena or bench.device.allocate(self.engine.device_memory_size_v2)
-        if strategy == "USER_MANAGED":
+        if strategy == "USER_MANAGED" and self.arena.nbytes:
             self.context.set_device_memory(self.arena.address, self.arena.nbytes)
         self.outputs = {}
         self.allocators = {}

@@ -197,12 +197,41 @@ def test_without_shapes_nothing_can_be_sized(bench):
     assert "Missing: input" in made.recorder.last()[1]
 
 
+TWO_INPUTS = EngineSpec(inputs=(TensorIO("a"), TensorIO("b", dims=(-1, 4))))
+
+
+def test_inputs_with_different_numbers_of_rows_do_not_fit_together(bench):
+    made = bench(TWO_INPUTS)
+    user, stream = made.user().give({"a": rows(4, 16), "b": rows(4, 4)}), made.stream()
+    context = user.context
+    assert context.set_input_shape("b", (5, 4)), "each for itself is within the profile"
+    with pytest.raises(RuntimeError, match="infer_shapes error code: -1"):
+        context.infer_shapes()
+    code, said = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.FAILED_EXECUTION
+    assert said.startswith("IExecutionContext::inferShapes: Error Code 7: Internal Error (a and b: ")
+    assert "Condition '==' violated: 4 != 5" in said
+    reported = len(made.recorder.errors)
+    assert context.update_device_memory_size_for_shapes() == 0
+    assert not context.execute_async_v3(stream.handle)
+    assert [text.split(":: ")[0] for _, text in made.recorder.errors[reported:]] == [
+        text.split(":: ")[0] for _, text in made.recorder.errors[reported:] if "CHECK_EQUAL 4 5" in text
+    ]
+    assert len(made.recorder.errors) == reported + 2
+    assert context.get_max_output_size("output_a") == -1
+    user.give({"a": rows(5, 16), "b": rows(5, 4)}).run(stream)
+    user.check()
+    assert made.trt.violations() == ()
+
+
 @pytest.mark.parametrize("strategy", ["STATIC", "ON_PROFILE_CHANGE"])
 def test_a_context_can_have_enqueue_memory_of_its_own(bench, strategy):
     made = bench(EngineSpec(profiles=TWO_PROFILES))
     user, stream = made.user(strategy=strategy), made.stream()
     user.give(rows(3, 16)).run(stream)
     user.check()
+    assert user.context.update_device_memory_size_for_shapes() == 0
+    assert "needs to be created with ExecutionContextAllocationStrategy::kU" in made.recorder.last()[1]
     assert user.context.set_optimization_profile_async(1, stream.handle)
     user.give(rows(60, 16)).run(stream)
     user.check()
@@ -240,11 +269,87 @@ def test_a_data_dependent_output_goes_through_its_allocator(bench):
     for count in (2, 40, 5):
         user.give(rows(count, 16, seed=count))
         assert tuple(user.context.get_tensor_shape("positives")) == (count, -1)
-        same(user.run(stream), made.spec.expected(user.arrays))
-        name, _, size, alignment, handle = user.allocators["positives"].asked[-1]
-        # The upper bound: nobody knows yet how long the longest row will be.
-        assert size >= user.context.get_max_output_size("positives") == count * 64
-        assert (name, alignment, handle) == ("positives", 256, stream.handle)
+        expected = made.spec.expected(user.arrays)
+        same(user.run(stream), expected)
+        # First a guess, and then, in the middle of the enqueue, what it takes.
+        assert user.allocators["positives"].asked == [
+            ("positives", 0, count * 4, 256, stream.handle),
+            ("positives", 0, expected["positives"].nbytes, 256, stream.handle),
+        ]
+        assert expected["positives"].nbytes < user.context.get_max_output_size("positives") == count * 64
+
+
+@pytest.mark.parametrize(("positive", "asked"), [(0, 1), (1, 1), (2, 2), (16, 2)])
+def test_more_memory_is_asked_for_only_if_the_guess_was_too_small(bench, positive, asked):
+    made = bench(EngineSpec(data_dependent=True, steps=1))
+    x = np.full((3, 16), -5, np.float32)
+    x[1, :positive] = 7
+    user = made.user().give(x)
+    same(user.run(), made.spec.expected(x))
+    sizes = [size for _, _, size, _, _ in user.allocators["positives"].asked]
+    assert sizes == [12, 12 * positive][:asked]
+
+
+def test_what_an_allocator_returned_first_may_be_freed_when_it_is_asked_for_more(bench):
+    made = bench(EngineSpec(data_dependent=True))
+    user, stream = made.user(), made.stream()
+    kept = []
+
+    def elsewhere(self, tensor_name, memory, size, alignment, stream):
+        for buffer in kept:
+            buffer.array(np.dtype("u1"), (buffer.nbytes,), 0)[:] = 0xEE  # Somebody else has it now.
+        self.buffer = made.device.allocate_staging(size)
+        kept.append(self.buffer)
+        return self.buffer.address
+
+    user.give(rows(8, 16))
+    type(user.allocators["positives"]).reallocate_output_async = elsewhere
+    same(user.run(stream), made.spec.expected(user.arrays))
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["the guess", "in the middle"])
+def test_memory_for_an_output_that_is_refused(bench, which):
+    """In the middle of the enqueue, the rest of its batch is on the stream, and the device goes on."""
+    made = bench(EngineSpec(data_dependent=True, work_ns=10_000_000))
+    user, stream = made.user().give(rows(4, 16)), made.stream()
+    kind = type(user.allocators["positives"])
+    ask, asked = kind.reallocate_output_async, []
+
+    def refuse(self, *args):
+        asked.append(args)
+        return 0 if len(asked) == which else ask(self, *args)
+
+    kind.reallocate_output_async = refuse
+    assert not user.context.execute_async_v3(stream.handle)
+    code, said = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
+    size = asked[-1][2]
+    assert f"IOutputAllocator returned nullptr for allocation request of {size} bytes." in said
+    assert wait(made.device, stream) is None
+    if which == 2:
+        (output,) = (user.outputs[name].array(np.dtype("f4"), (4, 16), 0) for name in user.outputs)
+        same({"output": output}, {"output": made.spec.expected(user.arrays)["output"]})
+    same(user.run(stream), made.spec.expected(user.arrays))
+    assert made.trt.violations() == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "said"),
+    [
+        ("reallocate_output_async", lambda *_: None, "returned None, of which the bindings complain"),
+        ("reallocate_output_async", lambda *_: 128, "which is not aligned to 256"),
+        ("reallocate_output_async", lambda: 0, "of 'positives' raised TypeError"),
+        ("notify_shape", lambda: 0, "notify_shape of 'positives' raised TypeError"),
+    ],
+)
+def test_an_output_allocator_of_which_nobody_hears(bench, method, does, said):
+    made = bench(EngineSpec(data_dependent=True))
+    user, stream = made.user().give(rows(4, 16)), made.stream()
+    setattr(type(user.allocators["positives"]), method, does)
+    with violated(made, said):
+        user.context.execute_async_v3(stream.handle)
+    assert wait(made.device, stream) is None
 
 
 def test_an_older_output_allocator_is_asked_too(bench):
@@ -285,16 +390,6 @@ def test_any_output_can_have_an_allocator(bench):
     assert not user.context.set_output_allocator("input", allocator)
     assert user.context.set_output_allocator("output", None)
     assert user.context.get_output_allocator("output") is None
-
-
-def test_an_output_allocator_that_has_no_memory_makes_the_enqueue_fail(bench):
-    made = bench(EngineSpec(data_dependent=True))
-    user = made.user().give(rows(4, 16))
-    type(user.allocators["positives"]).reallocate_output_async = lambda *_: None
-    assert not user.context.execute_async_v3(made.stream().handle)
-    code, said = made.recorder.last()
-    assert code == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
-    assert "enqueueV3: Error Code 5: OutOfMemory (Requested size was 256 bytes for positives.)" in said
 
 
 def test_settings_without_effect_are_kept(bench):
@@ -532,6 +627,7 @@ def test_a_context_that_two_threads_use_at_once(bench):
         leave.set()
         thread.join(WAIT_S)
     assert answers == [True]
+    assert wait(made.device, stream) is None
     same(user.answers(), made.spec.expected(user.arrays))
     # One after the other they may.
     user.run(stream)

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnxruntime as ort
@@ -10,10 +11,13 @@ import pytest
 
 import asynctrt
 from asynctrt.backends.tensorrt import TensorRTModel
+from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, ModelError, OptionsError
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
 from tests.models import double_onnx, sequence_onnx
+from tests.testing.tensorrt.support import Bench as Strict
+from tests.testing.tensorrt.support import wait
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -97,6 +101,111 @@ async def test_sizes_that_the_function_keeps():
     bench.close()
 
 
+TWO = (TensorIO("a", dims=(-1, -1)), TensorIO("b", dims=(-1, -1)))
+
+
+def matched(inputs):
+    """One output of the length of the second input, one of half that of the first, rounded up."""
+    a, b = inputs["a"], inputs["b"]
+    return {"like_b": b + a.sum(axis=1, keepdims=True), "half": a[:, ::2]}
+
+
+async def test_outputs_that_follow_another_input_or_are_derived_from_one():
+    outputs = (TensorIO("like_b", dims=(-1, -1)), TensorIO("half", dims=(-1, -1)))
+    spec = EngineSpec(inputs=TWO, function=matched, function_outputs=outputs)
+    bench = Bench(spec)
+    assert [str(one) for one in bench.model.outputs] == [
+        "like_b: float32[rows, b.1]",
+        "half: float32[rows, half.1]",
+    ]
+    async with bench.open() as engine, asyncio.timeout(WAIT_S):
+        for length, other in ((1, 4), (5, 32), (32, 1)):
+            sent = {
+                "a": np.arange(2 * length, dtype=np.float32).reshape(2, -1),
+                "b": np.ones((2, other), np.float32),
+            }
+            result = await engine.infer(sent)
+            for name, expected in spec.expected(sent).items():
+                np.testing.assert_array_equal(result[name], expected)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "dims"),
+    [
+        (lambda inputs: inputs["a"].sum(axis=0, keepdims=True)[:, :1], (1, 1)),
+        (lambda inputs: np.repeat(inputs["a"], 3, axis=0), (-1, -1)),
+        (lambda inputs: inputs["a"].T, (-1, -1)),
+    ],
+    ids=["one for all rows", "three for each row", "turned"],
+)
+def test_an_output_whose_first_axis_does_not_count_rows_is_refused(function, dims):
+    spec = EngineSpec(inputs=TWO[:1], function=function, function_outputs=(TensorIO("y", dims=dims),))
+    with pytest.raises(ModelError, match="first axis"):
+        Bench(spec)
+
+
+async def test_inputs_that_do_not_fit_together_fail_alone():
+    """Each is within the profile, and TensorRT infers the shapes of all of them together."""
+    add = EngineSpec(
+        inputs=TWO,
+        function=lambda inputs: inputs["a"] + inputs["b"],
+        function_outputs=(TensorIO("sum", dims=(-1, -1)),),
+    )
+    bench = Bench(add)
+    fits = {"a": np.ones((1, 5), np.float32), "b": np.ones((1, 5), np.float32)}
+    async with bench.open(contexts=1) as engine, asyncio.timeout(WAIT_S):
+        for _ in range(3):
+            with pytest.raises(ExecutionError, match=r"infer_shapes for 1 rows .* could not be broadcast"):
+                await engine.infer({"a": fits["a"], "b": np.ones((1, 4), np.float32)})
+            np.testing.assert_array_equal((await engine.infer(fits))["sum"], fits["a"] + fits["b"])
+    bench.close()
+
+
+SMALL, LARGE = (((1, 4, 4, 3), (rows // 2, 4, 4, 3), (rows, 4, 4, 3)) for rows in (8, 64))
+
+
+@pytest.mark.parametrize("rows_without_memory", [64, 8], ids=["no batch", "only large ones"])
+@pytest.mark.parametrize("shares", [False, True])
+async def test_batches_that_need_no_enqueue_memory(rows_without_memory, shares):
+    spec = replace(
+        CLASSIFIER,
+        rows_without_memory=rows_without_memory,
+        profiles=({"image": SMALL}, {"image": LARGE}),
+    )
+    bench = Bench(spec)
+    needs = rows_without_memory < 64
+    engine = bench.model._loaded.engine
+    assert engine.get_device_memory_size_for_profile_v2(0) == 0
+    assert bool(engine.device_memory_size_v2) == needs == bool(bench.model.enqueue_nbytes)
+    with Arenas(bench.device, 1, nbytes=1024) as arenas:
+        kw = {"contexts": 2, "graphs": (1, 4, 32), "max_rows": 64}
+        kw |= {"shared_arenas": arenas} if shares else {}
+        async with bench.open(**kw) as opened, asyncio.timeout(WAIT_S):
+            sent = [images(number, 1 + 7 * (number % 9)) for number in range(30)]
+            results = await asyncio.gather(*[opened.infer(one) for one in sent])
+            assert bool(opened.statistics().arena_nbytes) == needs
+    for given, result in zip(sent, results, strict=True):
+        np.testing.assert_array_equal(result["logits"], spec.expected(given)["logits"])
+    bench.close()
+
+
+def test_memory_that_no_batch_needs():
+    user = Strict(replace(CLASSIFIER, rows_without_memory=64)).user()
+    context, trt = user.context, user.bench.trt
+    assert user.engine.device_memory_size_v2 == 0
+    assert user.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.STATIC)
+    user.give(images(1, 3))
+    assert context.update_device_memory_size_for_shapes() == 0
+    assert user.bench.recorder.errors == []
+    stream = user.bench.stream()
+    assert context.execute_async_v3(stream.handle)
+    assert wait(user.bench.device, stream) is None
+    logits = user.outputs["logits"].array(np.dtype("f4"), (3, 10), 0)
+    np.testing.assert_array_equal(logits, CLASSIFIER.expected(images(1, 3))["logits"])
+    user.bench.close()
+
+
 @pytest.mark.parametrize("make", [double_onnx, sequence_onnx])
 async def test_an_onnx_file(tmp_path, make):
     path = make(tmp_path / "model.onnx")
@@ -138,6 +247,7 @@ async def test_what_the_function_must_give(function, said):
         {"function": classify, "function_outputs": (IMAGE,)},
         {"function": classify, "function_outputs": (LOGITS, LOGITS)},
         {"function": classify, "function_outputs": (LOGITS,), "data_dependent": True},
+        {"rows_without_memory": 1},
     ],
 )
 def test_what_contradicts_a_function(wrong):
