@@ -44,13 +44,16 @@ one, to the logger: plans that are damaged, of another version or for another GP
 or that do not fit together, unknown names, memory that an allocator refuses. ``infer_shapes`` and
 ``set_optimization_profile_async`` raise ``RuntimeError`` instead, as the bindings do.
 
-**The memory of an output whose size depends on the data** is asked for twice: before the batch is enqueued, with
-a guess, and in the middle of it, once the size is known, unless the guess was enough.
+**The memory of an output whose size depends on the data** is asked for twice: before the batch is enqueued,
+with a guess, and in the middle of it, once the size is known, unless the guess was enough.
 
 **Python's global lock (the GIL)** is released by the real bindings in ``execute_async_v3``, ``infer_shapes``,
-``create_execution_context``, ``deserialize_cuda_engine`` and ``get_engine_stat``. They hold it, however long that
-takes, in everything else: in ``Runtime()``, ``load_runtime``, ``set_optimization_profile_async``, all other
-setters, and while objects are destroyed. The double releases it where it waits: in ``execute_async_v3`` alone.
+``create_execution_context``, ``deserialize_cuda_engine`` and ``get_engine_stat``. They hold it, however long
+that takes, in everything else: in ``Runtime()``, ``load_runtime``, ``set_optimization_profile_async``, all
+other setters, and while objects are destroyed. The double releases it where it waits: in ``execute_async_v3``
+alone.
+
+**On a lost device** every call fails, and destroying an engine or a context reports an error, too.
 
 :meth:`StrictTensorRT.fail_next` injects failures that cannot be provoked otherwise.
 """

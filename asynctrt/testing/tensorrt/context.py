@@ -124,6 +124,7 @@ class IExecutionContext(Reporter):
         pending = [ticket for ticket in tickets if not ticket.is_done]
         if pending and self._core.monitor.lost is None:
             self._core.monitor.note(f"{self.name} was destroyed while {pending[0].text} was in flight")
+        self._report_destroyed_late("IExecutionContext::~IExecutionContext")
         self._core.executor.retire(self._number)
         self._persistent.close()
         if self._own_arena is not None:

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from asynctrt.devices.base import ALIGNMENT, Buffer, Device
 from asynctrt.errors import DeviceMemoryError
-from asynctrt.testing.tensorrt.monitor import Executor, ViolationMonitor
+from asynctrt.testing.tensorrt.monitor import Executor, ViolationError, ViolationMonitor
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
@@ -217,7 +217,8 @@ class Core:
                 f"the GPU allocator was destroyed before the memory at {address:#x} was returned to it"
             )
             return
-        living.deallocate(address)
+        if not living.deallocate(address):
+            self.say(ILogger.ERROR, f"the GPU allocator did not free the memory at {address:#x}")
 
 
 class Reporter:
@@ -259,6 +260,14 @@ class Reporter:
         self._report(
             ErrorCodeTRT.INVALID_ARGUMENT, where, "API Usage Error", f"Parameter check failed, {text}"
         )
+
+    def _report_destroyed_late(self, where: str) -> None:
+        """Report that what it holds on a lost device cannot be freed. For destructors: never raises."""
+        try:
+            self._report_loss(where)
+        except ViolationError as error:
+            # Nobody would hear of what a destructor raises.
+            self._core.monitor.note(str(error))
 
     def _report_loss(self, where: str) -> bool:
         """Return whether the device is lost; report it if so."""

@@ -29,6 +29,7 @@ class ICudaEngine(EngineDescription):
     def __del__(self) -> None:
         weights = getattr(self, "_weights", None)
         if weights is not None:
+            self._report_destroyed_late("ICudaEngine::~ICudaEngine")
             weights.close()
 
     def __repr__(self) -> str:

@@ -94,9 +94,40 @@ def test_what_was_queued_behind_it_fails_too(bench):
     bench.trt.release_hangs()
     assert events[-1].synchronize(WAIT_S)
     assert [type(event.error) for event in events] == [DeviceLostError, DeviceLostError]
-    # A context that goes with a device that is lost does no harm.
+    # A context that goes with a device that is lost does no harm, but says so.
     user.context = None
     gc.collect()
+    lost = "Error Code 1: Cuda Runtime (an illegal memory access was encountered)"
+    assert bench.recorder.last()[1] == f"IExecutionContext::~IExecutionContext: {lost}"
+    bench.engine.error_recorder = None
+    user.engine = bench.engine = None
+    gc.collect()
+    assert bench.logger.errors() == [f"ICudaEngine::~ICudaEngine: {lost}"]
+
+
+def test_what_outlives_its_recorder_on_a_lost_device():
+    bench = Bench()
+    user, stream = bench.user().give(rows(4, 16)), bench.stream()
+    bench.trt.fail_next("illegal-address")
+    assert user.context.execute_async_v3(stream.handle)
+    assert isinstance(wait(bench.device, stream), DeviceLostError)
+    bench.recorder = None
+    gc.collect()
+    user.context = None
+    gc.collect()
+    assert any("the error recorder was destroyed before" in one for one in bench.trt.violations())
+    bench.close()
+
+
+def test_memory_that_its_allocator_does_not_free(bench):
+    context = bench.load(EngineSpec(persistent_nbytes=1024)).create_execution_context()
+    type(bench.allocator).deallocate = lambda self, memory: False
+    assert context is not None
+    del context
+    gc.collect()
+    said = bench.logger.errors()
+    assert said
+    assert all("the GPU allocator did not free the memory at 0x" in one for one in said)
 
 
 def test_an_enqueue_that_waits_for_its_batch_learns_of_the_loss():
