@@ -4,8 +4,10 @@ import pytest
 
 from tests.contract.devices import DEVICES
 
+NAMES = ("host-threads", "host-separate-memory", "host-frees-wait", "cuda")
 
-@pytest.fixture(params=[name for name in ("host-threads", "host-separate-memory", "cuda") if name in DEVICES])
+
+@pytest.fixture(params=[name for name in NAMES if name in DEVICES])
 def device(request):
     made = DEVICES[request.param]()
     yield made

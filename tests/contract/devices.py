@@ -9,6 +9,7 @@ from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.testing import LatchDevice
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, double_plan
+from tests.contract.waiting import WaitingDevice
 from tests.gpu.support import gpu_is_here
 from tests.models import rows
 
@@ -27,6 +28,7 @@ DEVICES = {
     "host-threads": lambda: HostDevice(in_place="never"),
     "host-one-thread": lambda: HostDevice(in_place="never", threads=1),
     "host-separate-memory": lambda: HostDevice(in_place="never", unified=False),
+    "host-frees-wait": WaitingDevice,
     "latch": open_latch,
     "latch-separate-memory": lambda: open_latch(unified=False),
 }
