@@ -193,6 +193,10 @@ class Device(Protocol):
         """Return the GPU's compute capability, ``(9, 0)``, or ``None`` on a device that is not a GPU."""
 
     @property
+    def l2_persisting_nbytes(self) -> int | None:
+        """Return how much of the L2 cache can be set aside for persisting data, or ``None`` if unknown."""
+
+    @property
     def is_integrated(self) -> bool:
         """Return whether it is a GPU that has no memory but the host's, so that both draw on the same."""
 

@@ -73,6 +73,7 @@ class PooledContext:
             self.stream.close(0.0)
             raise
         self._buffers: StagingBuffers | None = None
+        self._grown: StagingBuffers | None = None
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
         # Models are captured whose rows all have one shape, so there is one slab then, which is never
@@ -95,8 +96,8 @@ class PooledContext:
         slab = self._slabs.get(shape)
         if slab is None:
             layout = layout_of(shape)
-            if self._buffers is None or self._buffers.staging.nbytes < layout.nbytes:
-                grown = StagingBuffers(self._device, layout.nbytes)
+            if self.missing_nbytes(layout):
+                grown, self._grown = self._grown or StagingBuffers(self._device, layout.nbytes), None
                 self._forget()
                 self._buffers = grown
             slab = self._slabs[shape] = Slab(layout, self._buffers)
@@ -111,6 +112,13 @@ class PooledContext:
         """Return the size of the memory to allocate for a layout; 0 if there is enough."""
         held = 0 if self._buffers is None else self._buffers.staging.nbytes
         return layout.nbytes if held < layout.nbytes else 0
+
+    def grow(self, layout: Layout) -> None:
+        """Allocate memory for a slab of this layout, in any thread; :meth:`slab` then frees what it replaces.
+
+        To free it here would be to wait for all work on the device, if this thread runs no event loop.
+        """
+        self._grown = StagingBuffers(self._device, layout.nbytes)
 
     def is_captured(self, rows: int) -> bool:
         """Return whether batches of ``rows`` were captured."""
@@ -222,9 +230,10 @@ class PooledContext:
         self.forget_captured()
         self._slabs.clear()
         self._slot_bindings.clear()
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
+        for buffers in (self._buffers, self._grown):
+            if buffers is not None:
+                buffers.close()
+        self._buffers = self._grown = None
 
 
 class ContextPool:
@@ -310,8 +319,7 @@ class ContextPool:
 
     def growth(self, batch: Batch) -> Callable[[], object]:
         """Return what allocates it, in any thread."""
-        layout = self.layout(batch.key.shape)
-        return partial(self.contexts[batch.context].slab, batch.key.shape, lambda _: layout)
+        return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape))
 
     def source(self, batch: Batch) -> RowSource:
         """Return where the rows of a batch come from, in the slab of its context.

@@ -259,10 +259,10 @@ class Driver:
         for request in rejected.requests:
             self._answer_error(request, self._typed(rejected.requests, rejected.error))
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: Batch, *, has_grown: bool = False) -> None:
         """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
         try:
-            if self._pool.may_grow and self._grow(batch):
+            if self._pool.may_grow and not has_grown and self._grow(batch):
                 return
             source = self._pool.source(batch)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
@@ -296,7 +296,7 @@ class Driver:
         if error is not None:
             self._fail(batch, error)
         else:
-            self._start(batch)
+            self._start(batch, has_grown=True)
 
     def _staged_off_loop(self, flight: InFlight, error: BaseException | None) -> None:
         """Go on with a batch whose rows were copied by another thread."""

@@ -57,7 +57,7 @@ class WaitingDevice(HostDevice):
     def allocate_staging(self, nbytes):
         return WaitingBuffer(self, self._allocate(nbytes), is_staging=True)
 
-    def allocate_output(self, nbytes, *, stream):
+    def allocate_ordered(self, nbytes, *, stream):
         return self._allocate(nbytes)  # Freed in the order of a stream, which waits for nothing.
 
     def _allocate(self, nbytes):

@@ -93,6 +93,10 @@ class CudaDevice(CudaContext):
         return self._compute_capability
 
     @property
+    def l2_persisting_nbytes(self) -> int:
+        return self._l2_nbytes
+
+    @property
     def is_integrated(self) -> bool:
         return self._is_integrated
 

@@ -80,6 +80,10 @@ class HostDevice:
         return None
 
     @property
+    def l2_persisting_nbytes(self) -> int | None:
+        return None
+
+    @property
     def is_integrated(self) -> bool:
         return False
 

@@ -610,9 +610,7 @@ class IExecutionContext(Reporter):
             executor.finish(dataclasses.replace(enqueued, outputs=outputs), ticket.handle)
         return address != 0
 
-    def _execute(
-        self, enqueued: EnqueuedBatch, handle: int, temporary: Block, packed_nbytes: int
-    ) -> bool:
+    def _execute(self, enqueued: EnqueuedBatch, handle: int, temporary: Block, packed_nbytes: int) -> bool:
         """Put a batch on its stream, and wait for it if this engine does so. As :meth:`_pack`."""
         executor = self._core.executor
         if temporary.address:
