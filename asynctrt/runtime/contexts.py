@@ -96,7 +96,7 @@ class PooledContext:
         slab = self._slabs.get(shape)
         if slab is None:
             layout = layout_of(shape)
-            if self.missing_nbytes(layout):
+            if self._buffers is None or self.missing_nbytes(layout):
                 grown, self._grown = self._grown or StagingBuffers(self._device, layout.nbytes), None
                 self._forget()
                 self._buffers = grown
