@@ -15,6 +15,7 @@ FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_r
 
 AuxStreams = Literal["ours", "library"]
 Nvtx = Literal["none", "names", "detailed"]
+KernelSpecialization = Literal["lazy", "eager", "none"]
 
 
 def _watermark(value: Any) -> float | int:
@@ -77,6 +78,15 @@ class TensorRTOptions:
         doc="""The shared library of the lean runtime that a version-compatible plan without one was built for
         (``Runtime.load_runtime``). It is loaded into this process: name only a library that you trust as you
         trust a program.""",
+    )
+
+    refit_from: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The ONNX file to take all weights from, for a plan that was built without them
+        (``BuilderFlag.STRIP_PLAN``) or to be refitted. With the packages that have an ONNX parser:
+        ``tensorrt`` and ``tensorrt_rtx``. Weights go by their names: give the file that the plan was built
+        from, or one trained on since.""",
     )
 
     memory_budget: int | None = setting(
@@ -149,6 +159,32 @@ class TensorRTOptions:
         doc="How much contexts tell a profiler about their layers. Not more than the plan was built with.",
     )
 
+    runtime_cache: str | os.PathLike[str] | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""The file in which TensorRT for RTX keeps the kernels that it compiles when a plan is used
+        (``IRuntimeCache``), so that the next process need not compile them. It is read when the plan is
+        loaded, and replaced when the model is closed, if there is more in it; of several processes that
+        share it, the last to close wins. What cannot be used is a warning. The kernels run on the GPU: trust
+        the file, and whoever can write it, as you trust the plan.""",
+    )
+
+    kernel_specialization: KernelSpecialization | None = setting(
+        default=None,
+        check=choice(*get_args(KernelSpecialization)).or_none,
+        doc="""When TensorRT for RTX compiles kernels for the shapes that it meets: ``lazy``, beside the
+        batches, which run with general kernels until then; ``eager``, before the first batch of a shape;
+        ``none``, never. A CUDA graph goes on with the kernels that it was captured with, so ``eager`` is what
+        goes with graphs. Default: TensorRT's own, ``lazy``.""",
+    )
+
+    suspendable: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""Whether ``Engine.suspend`` can take the weights off the GPU, and ``Engine.resume`` put them
+        back (TensorRT for RTX: ``Runtime.defer_weights_loading``). The plan stays in the host's memory.""",
+    )
+
     def __post_init__(self) -> None:
         validate(self)
         if self.lean_runtime is not None and not Path(self.lean_runtime).is_file():
@@ -156,6 +192,18 @@ class TensorRTOptions:
                 f"lean_runtime: there is no file {str(self.lean_runtime)!r}. Give the path of the "
                 "libnvinfer_lean of the version that the plan was built with"
             )
+        if self.refit_from is not None and not Path(self.refit_from).is_file():
+            raise OptionsError(
+                f"refit_from: there is no file {str(self.refit_from)!r}. Give the path of the ONNX file that "
+                "the plan was built from"
+            )
+        if self.suspendable and (self.refit_from is not None or self.weight_streaming_budget is not None):
+            other = "refit_from" if self.refit_from is not None else "weight_streaming_budget"
+            raise OptionsError(
+                f"suspendable: TensorRT does not load weights later that are refitted or streamed. Leave out "
+                f"suspendable or {other}"
+            )
+        self._check_cache()
         for path in self.plugins:
             if not Path(path).is_file():
                 raise OptionsError(
@@ -164,6 +212,16 @@ class TensorRTOptions:
         if self.temporary_directory is not None and not Path(self.temporary_directory).is_dir():
             raise OptionsError(
                 f"temporary_directory: there is no folder {str(self.temporary_directory)!r}. Create it first"
+            )
+
+    def _check_cache(self) -> None:
+        if self.runtime_cache is None:
+            return
+        path = Path(self.runtime_cache)
+        if path.is_dir() or not path.parent.is_dir():
+            raise OptionsError(
+                f"runtime_cache: {str(path)!r} is not the path of a file in a folder that is there. Give the "
+                "path of a file, which need not be there yet"
             )
 
     @classmethod

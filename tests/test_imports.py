@@ -85,7 +85,7 @@ def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
 
 @pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
 def test_devices_and_backends_never_see_scheduling_or_runtime(path):
-    leaves = {"clock", "errors", "options", "pace", "tensorrt_options", "tensors", "validation"}
+    leaves = {"clock", "errors", "files", "options", "pace", "tensorrt_options", "tensors", "validation"}
     assert own(imports(path)) <= leaves | {"backends", "devices"}
 
 
@@ -127,6 +127,7 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
 def test_loadtest_sees_the_engine_the_client_and_the_protocol(path):
     seen = {"alarm", "bench", "client", "clock", "demo", "engine", "errors", "kserve", "loading", "loadtest"}
     assert own(imports(path)) <= seen | {
+        "files",
         "opening",
         "options",
         "process",

@@ -4,7 +4,7 @@ A model is loaded once per device and holds its weights once. Its contexts run b
 one batch at a time, and several contexts run side by side.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -158,6 +158,32 @@ class ReservingModel(Model, Protocol):
     @property
     def reserves_arenas(self) -> bool:
         """Whether a binding calls :meth:`GrowingBuffer.reserve` of its arena before it enqueues a batch."""
+
+
+@runtime_checkable
+class SuspendableModel(Model, Protocol):
+    """A model that can be taken off its device for a while, and keep its contexts."""
+
+    def check_suspendable(self) -> None:
+        """Check that it can.
+
+        :raises UsageError: if it cannot, as it was opened; the message says how it could.
+        """
+
+    def suspend(self, idle: Sequence[ExecutionContext]) -> None:
+        """Give back what it can load again: its weights. Blocks. Idempotent.
+
+        Graphs that were captured before are not launched again.
+
+        :param idle: the contexts of the caller, none of which runs a batch. If there are others, it refuses.
+        :raises UsageError: if it cannot; nothing has changed then.
+        """
+
+    def resume(self) -> None:
+        """Load what :meth:`suspend` gave back, so that the contexts can be used again. Blocks. Idempotent.
+
+        :raises DeviceMemoryError: if there is no room for it any more; it stays suspended then.
+        """
 
 
 MODEL_MEMBERS: Final = tuple(name for name in vars(Model) if not name.startswith("_"))

@@ -12,11 +12,12 @@ from typing import Any, Final
 
 from asynctrt import demo
 from asynctrt.errors import AsynctrtError, OptionsError, UsageError
+from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import Criterion, failures
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
 from asynctrt.loadtest.page import render
 from asynctrt.loadtest.plots import as_png, figures
-from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures, write_whole
+from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec

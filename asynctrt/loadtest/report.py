@@ -7,8 +7,6 @@ batches of a server that does not tell, the GPU of a machine without one.
 import dataclasses
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +14,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.errors import UsageError
+from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import FIGURES
 
 FORMAT: Final = 1
@@ -283,34 +281,6 @@ def _saved_figure(run: Mapping[str, Any], name: str) -> float | None:
     if name in ("throughput", "goodput"):
         return run.get(name)
     return run.get("error_share") if name == "errors" else run.get("latency", {}).get(name)
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all. A pipe or a device such as ``/dev/stdout`` is written directly.
-
-    :raises UsageError: if the disk is full, the folder is missing, and so on.
-    """
-    # The text of an error may contain half of a surrogate pair, which UTF-8 cannot encode.
-    raw = content.encode(errors="replace") if isinstance(content, str) else content
-    temporary = None
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(raw)
-            return
-        target = Path(os.path.realpath(path))  # A link stays a link.
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{path.name}.", delete=False) as file:
-            temporary = file.name
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-        temporary = None
-    except OSError as error:
-        raise UsageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

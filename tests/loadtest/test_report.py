@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asynctrt.errors import UsageError
+from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import FIGURES
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.report import (
@@ -27,7 +28,6 @@ from asynctrt.loadtest.report import (
     Run,
     SearchResult,
     mean_figures,
-    write_whole,
 )
 
 INF, NAN = float("inf"), float("nan")

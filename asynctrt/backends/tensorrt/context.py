@@ -16,6 +16,7 @@ from asynctrt import clock
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt.jit import KernelCache, attach_cache, create_config
 from asynctrt.backends.tensorrt.memory import DeviceMemory, describe_refusals
 from asynctrt.backends.tensorrt.messages import (
     ErrorRecorder,
@@ -68,6 +69,10 @@ class Loaded:
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
+    plan: bytes | None = None
+    """The whole plan, if its weights can be taken off the device and loaded again."""
+    cache: KernelCache | None = None
+    """Where TensorRT for RTX keeps what it compiles."""
     is_streaming: bool = False
     """Whether some of its weights are streamed from the host for each batch."""
     paces: tuple[Pace, Pace] = field(default_factory=lambda: (Pace(ENQUEUE_NS), Pace(ENQUEUE_NS)))
@@ -101,6 +106,7 @@ class Loaded:
 
     def close(self) -> None:
         """Release the engine, then the runtimes that made it, then the allocator that they call back."""
+        self.cache = None
         self.engine = None
         self.runtimes = ()
         self.allocator = self.temporary_allocator = None
@@ -440,7 +446,12 @@ def create_trt_context(loaded: Loaded) -> Any:
         raise UsageError("the model is closed. Open the plan again")
     loaded.device.activate()
     strategy = loaded.flavour.module.ExecutionContextAllocationStrategy.USER_MANAGED
-    trt = loaded.engine.create_execution_context(strategy)
+    config = create_config(loaded.engine, loaded.flavour, loaded.options, strategy)
+    if config is not None and loaded.cache is not None:
+        attach_cache(config, loaded.cache)
+    trt = loaded.engine.create_execution_context(strategy if config is None else config)
     if trt is None:
         raise loaded.failed("creating an execution context", loaded.recorder.take())
+    if config is not None:
+        keep_alive(trt, config, loaded.cache)
     return trt

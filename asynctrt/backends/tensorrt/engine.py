@@ -314,3 +314,10 @@ def _shape_text(shape: tuple[int | str, ...]) -> str:
 
 def _range_text(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}..{high}"
+
+
+def engine_stat(module: Any, engine: Any, name: str) -> int | None:
+    """Return one of the engine's figures, or ``None`` from a library that does not tell: before 10.14."""
+    stats = getattr(module, "EngineStat", None)
+    stat = getattr(stats, name, None)
+    return None if stat is None else int(engine.get_engine_stat(stat))

@@ -4,11 +4,14 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
+from asynctrt.backends.base import ExecutionContext
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
-from asynctrt.backends.tensorrt.engine import Signature, read_signature
+from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
+from asynctrt.backends.tensorrt.jit import KernelCache, check_options
 from asynctrt.backends.tensorrt.memory import (
     DeviceMemory,
     MemoryStatistics,
@@ -24,8 +27,9 @@ from asynctrt.backends.tensorrt.messages import (
 )
 from asynctrt.backends.tensorrt.plan import Plan, read_plan
 from asynctrt.backends.tensorrt.probe import OutputProbe
+from asynctrt.backends.tensorrt.refit import refit
 from asynctrt.backends.tensorrt.refusals import Refused
-from asynctrt.devices.base import Device, mib
+from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError, UsageError
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims, TensorSpec
@@ -52,6 +56,7 @@ class TensorRTModel:
     :raises MissingExtraError: if no package that runs it is installed.
     :raises DeviceUnavailableError: if the package or CUDA cannot be used here.
     :raises DeviceMemoryError: if its weights do not fit on the device.
+    :raises OptionsError: for an option that the package or the plan does not have.
     """
 
     def __init__(
@@ -80,8 +85,13 @@ class TensorRTModel:
         # Guards the number of contexts, which are created and closed on several threads.
         self._lock = threading.Lock()
         self._contexts = 0
+        check_options(found, options)
         self._loaded: Loaded | None = _load(read, found, device, options)
         try:
+            refit(read, self._loaded)
+            if self._loaded.plan is not None:
+                _load_weights(self.name, self._loaded)
+            self._loaded.cache = _create_cache(self._loaded)
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
             self.signature, is_capturable = _examine(self.name, self._loaded)
             self._is_capturable = is_capturable and not self._loaded.is_streaming
@@ -171,6 +181,53 @@ class TensorRTModel:
         """
         return self._open().memory.statistics()
 
+    def check_suspendable(self) -> None:
+        """Check that the weights can be taken off the device.
+
+        :raises UsageError: if the plan was not opened for that, or is closed.
+        """
+        if self._open().plan is None:
+            raise UsageError(
+                f"{self!r} cannot be suspended: its plan was not opened for that. Open it with "
+                "tensorrt={'suspendable': True} (TensorRTOptions), which TensorRT for RTX alone can"
+            )
+
+    def suspend(self, idle: Sequence[ExecutionContext]) -> None:
+        """Take the weights off the device, until :meth:`resume`. Blocks. Idempotent.
+
+        Graphs that were captured before must not be launched again, even after :meth:`resume`.
+
+        :param idle: all contexts there are, none of which runs a batch.
+        :raises UsageError: if the plan was not opened for that, or has other contexts, which may run.
+        :raises DeviceLostError, ExecutionError: if TensorRT cannot.
+        """
+        self.check_suspendable()
+        with self._lock:
+            loaded = self._open()
+            others = self._contexts - len(idle)
+            if others:
+                raise UsageError(
+                    f"{self!r} cannot be suspended: {others} of its contexts belong to somebody else, and "
+                    "may run. Open the plan once for each engine"
+                )
+            if not loaded.engine.weights_loaded:
+                return
+            loaded.device.activate()
+            if not loaded.engine.unload_weights() or loaded.engine.weights_loaded:
+                raise loaded.failed(f"unloading the weights of {self.name!r}", loaded.recorder.take())
+
+    def resume(self) -> None:
+        """Load the weights again after :meth:`suspend`. Blocks. Idempotent.
+
+        :raises DeviceMemoryError: if they do not fit any more; nothing has changed then.
+        :raises DeviceLostError, ExecutionError: if TensorRT cannot.
+        """
+        self.check_suspendable()
+        with self._lock:
+            loaded = self._open()
+            if not loaded.engine.weights_loaded:
+                _load_weights(self.name, loaded)
+
     def create_context(self, device: Device) -> TensorRTContext:
         loaded = self._open()
         if device.whole is not self.device.whole:
@@ -193,6 +250,7 @@ class TensorRTModel:
             raise
 
     def close(self) -> None:
+        """Release the weights; blocks, also to write a runtime cache. Idempotent."""
         with self._lock:
             loaded, self._loaded = self._loaded, None
             contexts = self._contexts
@@ -239,23 +297,48 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         keep_alive(lean, runtimes[0])
         _configure_runtime(lean, recorder, allocator, options)
         runtimes = (*runtimes, lean)
+    if options.suspendable:
+        # The one way to have weights that can be unloaded: to load them after the engine.
+        runtimes[-1].defer_weights_loading = True
     engine = runtimes[-1].deserialize_cuda_engine(plan.content)
     errors = recorder.take()
     if engine is None:
         errors = errors.joined(log.take())
         raise Refused(plan, flavour, device, errors, memory.take_refusals(), runtimes[-1]).error()
     keep_alive(engine, allocator, recorder, runtimes)
-    stripped = _engine_stat(module, engine, "STRIPPED_WEIGHTS_SIZE") or 0
-    if stripped > 0:
-        raise ModelError(
-            f"{plan.where} was built without {mib(stripped)} of its weights (BuilderFlag.STRIP_PLAN), and "
-            "would give wrong answers. Refit it from its ONNX file with trt.Refitter and serialise it again, "
-            "or build it with its weights"
-        )
     if errors:
         logger.warning("%s was loaded by %s, but %s", plan.where, flavour.title, errors)
-    temporary = make_temporary_allocator(module, memory)
-    return Loaded(flavour, device, options, memory, log, recorder, allocator, temporary, runtimes, engine)
+    return Loaded(
+        flavour,
+        device,
+        options,
+        memory,
+        log,
+        recorder,
+        allocator,
+        make_temporary_allocator(module, memory),
+        runtimes,
+        engine,
+        plan=plan.content if options.suspendable else None,
+    )
+
+
+def _load_weights(name: str, loaded: Loaded) -> None:
+    """Load the weights of an engine that has none yet, or none any more."""
+    loaded.device.activate()
+    if not loaded.engine.load_weights(loaded.plan) or not loaded.engine.weights_loaded:
+        raise loaded.failed(f"loading the weights of {name!r}", loaded.recorder.take())
+
+
+def _create_cache(loaded: Loaded) -> KernelCache | None:
+    """Return the runtime cache that the options name, filled from its file."""
+    path = loaded.options.runtime_cache
+    if path is None:
+        return None
+    cache = KernelCache(path, loaded.engine.create_runtime_config())
+    if cache.trt is not None:
+        keep_alive(cache.trt, loaded.engine)
+    return cache
 
 
 def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> Any:
@@ -364,16 +447,9 @@ def _examine(name: str, loaded: Loaded) -> tuple[Signature, bool]:
     return signature.with_outputs(probe.outputs()), is_capturable
 
 
-def _engine_stat(module: Any, engine: Any, name: str) -> int | None:
-    """Return one of the engine's figures, or ``None`` from a library that does not tell: before 10.14."""
-    stats = getattr(module, "EngineStat", None)
-    stat = getattr(stats, name, None)
-    return None if stat is None else int(engine.get_engine_stat(stat))
-
-
 def _weights_nbytes(loaded: Loaded) -> int:
     engine = loaded.engine
-    total = _engine_stat(loaded.flavour.module, engine, "TOTAL_WEIGHTS_SIZE")
+    total = engine_stat(loaded.flavour.module, engine, "TOTAL_WEIGHTS_SIZE")
     if total is None:
         # What it holds before it has a context is its weights.
         return loaded.memory.statistics().held_nbytes
@@ -387,6 +463,8 @@ def _weights_nbytes(loaded: Loaded) -> int:
 def _release(name: str, loaded: Loaded) -> None:
     """Drop the engine and its runtime, and warn if TensorRT has not freed all memory."""
     loaded.activate_to_close()
+    if loaded.cache is not None and loaded.device.lost is None:
+        loaded.cache.save()
     loaded.close()
     held = loaded.memory.statistics()
     if held.blocks and loaded.device.lost is None:

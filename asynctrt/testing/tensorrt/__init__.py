@@ -29,13 +29,14 @@ violation.
 - an enqueue with missing shapes, after a refused shape, or without an address or enqueue memory; enqueue
   memory that is too small; addresses that are not aligned to 256 bytes; overlapping memory;
 - an unknown stream; auxiliary streams that are not all different;
+- weights that are unloaded or refitted while a batch is in flight; a refit with weights that were freed;
 - a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed;
 - an output allocator that raises or returns ``None``, of which only the standard error stream would hear.
 
 **Noted**, because it is found while a batch executes or an object is destroyed: two batches in one arena at
 once or out of order; a write to enqueue memory that is in use; a context that is destroyed while its batch is
 in flight; a graph that executes after the context it was captured from was destroyed or modified, that is,
-given another shape, address, profile, output allocator or enqueue memory, even if the change was undone. The
+given another shape, address, profile, output allocator, enqueue memory or weights, even if it was undone. The
 batch fails if it can, the next call into the double raises the violation, and
 :meth:`StrictTensorRT.violations` lists it.
 
@@ -60,6 +61,7 @@ alone.
 
 from asynctrt.testing.tensorrt.double import StrictTensorRT
 from asynctrt.testing.tensorrt.monitor import ViolationError
+from asynctrt.testing.tensorrt.refit import double_weights
 from asynctrt.testing.tensorrt.runtime import double_lean_runtime, double_plugin_library
 from asynctrt.testing.tensorrt.spec import EngineSpec, TensorIO, double_plan
 
@@ -71,4 +73,5 @@ __all__ = [
     "double_lean_runtime",
     "double_plan",
     "double_plugin_library",
+    "double_weights",
 ]

@@ -19,6 +19,7 @@ from asynctrt.testing.tensorrt.names import (
     ILogger,
     require_initialised,
 )
+from asynctrt.testing.tensorrt.spec import Flavour
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,11 +100,14 @@ class Library:
     executor: Executor
     version: str
     compute_capability: tuple[int, int]
+    flavour: Flavour = "tensorrt"
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Numbers for contexts and batches."""
     log: GlobalLogger = field(default_factory=GlobalLogger)
     plugins: set[str] = field(default_factory=set)
     """The names of the plugins that are registered."""
+    compiled: list[str] = field(default_factory=list)
+    """What TensorRT for RTX has compiled, in order."""
 
 
 class Core:

@@ -23,11 +23,15 @@ class EngineDescription(Reporter):
     """The read-only part of an engine, which is all that its contexts need."""
 
     def __init__(
-        self, core: Core, recorder: "weakref.ref[IErrorRecorder] | None", plan: PlanContent, weights: Block
+        self,
+        core: Core,
+        recorder: "weakref.ref[IErrorRecorder] | None",
+        plan: PlanContent,
+        weights: Block | None,
     ) -> None:
         super().__init__(core, recorder)
         self._spec = plan.spec
-        self._weights: Block | None = weights
+        self._weights = weights
         self._tensors: Mapping[str, TensorIO] = {
             io.name: io for io in (*plan.spec.inputs, *plan.spec.outputs)
         }
@@ -67,8 +71,8 @@ class EngineDescription(Reporter):
 
     @property
     def refittable(self) -> bool:
-        """Whether its weights can be replaced: never."""
-        return False
+        """Whether its weights can be replaced: if it was built for that, or without them."""
+        return self._spec.refittable or self._spec.stripped_weights_nbytes > 0
 
     @property
     def engine_capability(self) -> EngineCapability:

@@ -13,12 +13,33 @@ from asynctrt.testing.tensorrt.core import Library
 from asynctrt.testing.tensorrt.engine import ICudaEngine as Engine
 from asynctrt.testing.tensorrt.host import HostExecutor
 from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
+from asynctrt.testing.tensorrt.refit import OnnxParserRefitter, ParserError, Refitter
+from asynctrt.testing.tensorrt.rtx import (
+    IHostMemory,
+    IRuntimeCache,
+    RtxCudaEngine,
+    RtxExecutionContext,
+    RtxRuntime,
+    RtxRuntimeConfig,
+)
 from asynctrt.testing.tensorrt.runtime import PluginRegistry, initialise_plugins
 from asynctrt.testing.tensorrt.runtime import Runtime as PlainRuntime
-from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, VERSION
+from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, Flavour, version_for
 
 SINCE: Final = {"EngineStat": (10, 14)}
 """The version of TensorRT that brought a name; an older one lacks it."""
+
+RTX: Final = ("tensorrt_rtx",)
+WITH_PARSER: Final = ("tensorrt", "tensorrt_rtx")
+ONLY: Final = {
+    "init_libnvinfer_plugins": WITH_PARSER,
+    "OnnxParserRefitter": WITH_PARSER,
+    "ParserError": WITH_PARSER,
+    "IRuntimeCache": RTX,
+    "CudaGraphStrategy": RTX,
+    "DynamicShapesKernelSpecializationStrategy": RTX,
+}
+"""The flavours that have a name, where not all do."""
 
 
 class StrictTensorRT:
@@ -27,8 +48,9 @@ class StrictTensorRT:
     Use it wherever the module ``tensorrt`` is expected. :func:`double_plan` makes its plans.
 
     :param device: the host device or CUDA device on which the engines compute.
-    :param version: the version of TensorRT to imitate.
+    :param version: the version of TensorRT to imitate; ``None`` for the newest that is known.
     :param compute_capability: the compute capability that plans have to be built for.
+    :param flavour: the package to imitate, which runs plans that :func:`double_plan` made for it.
     :raises DeviceUnavailableError: for any other kind of device.
     """
 
@@ -39,9 +61,11 @@ class StrictTensorRT:
     IGpuAllocator = names.IGpuAllocator
     IGpuAsyncAllocator = names.IGpuAsyncAllocator
     IOutputAllocator = names.IOutputAllocator
-    IRuntimeConfig = Config
-    ICudaEngine = Engine
-    IExecutionContext = Context
+    IHostMemory = IHostMemory
+    IRuntimeCache = IRuntimeCache
+    Refitter = Refitter
+    OnnxParserRefitter = OnnxParserRefitter
+    ParserError = ParserError
     DataType = names.DataType
     TensorIOMode = names.TensorIOMode
     TensorLocation = names.TensorLocation
@@ -51,6 +75,8 @@ class StrictTensorRT:
     EngineStat = names.EngineStat
     EngineCapability = names.EngineCapability
     ProfilingVerbosity = names.ProfilingVerbosity
+    CudaGraphStrategy = names.CudaGraphStrategy
+    DynamicShapesKernelSpecializationStrategy = names.DynamicShapesKernelSpecializationStrategy
     TempfileControlFlag = names.TempfileControlFlag
     AllocatorFlag = names.AllocatorFlag
     APILanguage = names.APILanguage
@@ -70,32 +96,48 @@ class StrictTensorRT:
         self,
         device: Device,
         *,
-        version: str = VERSION,
+        version: str | None = None,
         compute_capability: tuple[int, int] = COMPUTE_CAPABILITY,
+        flavour: Flavour = "tensorrt",
     ) -> None:
+        version = version_for(flavour) if version is None else version
         names.version_of(version)
-        self.__name__ = "tensorrt"
+        self.__name__ = flavour
         self.__version__ = version
         self.device = device
         self.compute_capability = compute_capability
         self.monitor = ViolationMonitor()
         self.executor: Executor = _executor(device, self.monitor)
-        library = Library(device, self.monitor, self.executor, version, compute_capability)
+        library = Library(device, self.monitor, self.executor, version, compute_capability, flavour)
         self._library = library
         self.init_libnvinfer_plugins = partial(initialise_plugins, library)
+        is_rtx = flavour in RTX
+        self.IRuntimeConfig: type[Config] = RtxRuntimeConfig if is_rtx else Config
+        self.ICudaEngine: type[Engine] = RtxCudaEngine if is_rtx else Engine
+        self.IExecutionContext: type[Context] = RtxExecutionContext if is_rtx else Context
+        plain = RtxRuntime if is_rtx else PlainRuntime
         # Each double has its own class, since a Runtime is created without naming its library.
-        self.Runtime = type(
-            "Runtime", (PlainRuntime,), {"_library": library, "__doc__": PlainRuntime.__doc__}
-        )
+        self.Runtime = type("Runtime", (plain,), {"_library": library, "__doc__": plain.__doc__})
 
     def __getattribute__(self, name: str) -> Any:
-        since = SINCE.get(name)
-        if since is not None and names.version_of(self.__version__)[:2] < since:
-            raise AttributeError(f"module 'tensorrt' has no attribute {name!r} before {since[0]}.{since[1]}")
+        since, flavours = SINCE.get(name), ONLY.get(name)
+        if since is not None or flavours is not None:
+            flavour, version = self.__name__, names.version_of(self.__version__)[:2]
+            if flavours is not None and flavour not in flavours:
+                raise AttributeError(f"module {flavour!r} has no attribute {name!r}")
+            if since is not None and flavour not in RTX and version < since:
+                raise AttributeError(
+                    f"module {flavour!r} has no attribute {name!r} before {since[0]}.{since[1]}"
+                )
         return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
-        return f"<StrictTensorRT {self.__version__} on {self.device!r}>"
+        return f"<StrictTensorRT {self.__name__} {self.__version__} on {self.device!r}>"
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """What TensorRT for RTX would have compiled so far: what no runtime cache had."""
+        return tuple(self._library.compiled)
 
     def get_plugin_registry(self) -> PluginRegistry:
         """Return the registry of plugins, which all runtimes share."""

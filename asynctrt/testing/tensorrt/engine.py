@@ -3,6 +3,8 @@
 import threading
 import weakref
 
+import numpy as np
+
 from asynctrt.devices.base import aligned
 from asynctrt.testing.tensorrt.context import IExecutionContext
 from asynctrt.testing.tensorrt.core import Block, Core, IRuntimeConfig, checked
@@ -19,25 +21,40 @@ class ICudaEngine(EngineDescription):
     """A deserialised engine. Reading it is thread-safe, and so is creating contexts."""
 
     def __init__(
-        self, core: Core, recorder: "weakref.ref[IErrorRecorder] | None", plan: PlanContent, weights: Block
+        self,
+        core: Core,
+        recorder: "weakref.ref[IErrorRecorder] | None",
+        plan: PlanContent,
+        weights: Block | None,
     ) -> None:
         super().__init__(core, recorder, plan, weights)
         self._contexts: weakref.WeakSet[IExecutionContext] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._write_weights()
+        # What was stripped is zero, and so are the answers.
+        stripped = plan.spec.stripped_weights_nbytes > 0
+        self._coefficients = np.zeros_like(plan.spec.coefficients) if stripped else plan.spec.coefficients
+        self._refit_scratch: Block | None = None
+        if weights is not None:
+            self._write_weights()
 
     def __del__(self) -> None:
-        weights = getattr(self, "_weights", None)
-        if weights is not None:
+        if getattr(self, "_weights", None) is not None:
             self._report_destroyed_late("ICudaEngine::~ICudaEngine")
-            weights.close()
+        for name in ("_weights", "_refit_scratch"):
+            block = getattr(self, name, None)
+            if block is not None:
+                block.close()
 
     def __repr__(self) -> str:
         return f"<ICudaEngine {self.name!r} of the double>"
 
     def _write_weights(self) -> None:
         assert self._weights is not None
-        self._core.executor.write(self._weights.address, self._spec.coefficients.tobytes())
+        self._core.executor.write(self._weights.address, self._coefficients.tobytes())
+
+    def _is_busy(self) -> bool:
+        """Return whether a batch of one of its contexts is in flight."""
+        return any(not ticket.is_done for context in list(self._contexts) for ticket in context._tickets)
 
     def get_weight_streaming_automatic_budget(self) -> int:
         """Return all streamable weights if the device has room, otherwise half of what is free."""
@@ -95,7 +112,7 @@ class ICudaEngine(EngineDescription):
         where = "ICudaEngine::createExecutionContext"
         if self._report_loss(where):
             return None
-        if self._weights is None:
+        if self._weights is None and not self._can_lack_weights:
             self._report(
                 ErrorCodeTRT.INVALID_STATE, where, "Internal Error", "the engine's weights are missing"
             )
@@ -116,7 +133,22 @@ class ICudaEngine(EngineDescription):
                 self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", text)
                 return None
             blocks.append(block)
-        context = IExecutionContext(self, strategy, blocks[0], blocks[1] if len(blocks) > 1 else None)
+        own_arena = blocks[1] if len(blocks) > 1 else None
+        context = self._new_context(strategy, blocks[0], own_arena, runtime_config)
         with self._lock:
             self._contexts.add(context)
         return context
+
+    @property
+    def _can_lack_weights(self) -> bool:
+        """Whether contexts can be created while the weights are not on the device."""
+        return False
+
+    def _new_context(
+        self,
+        strategy: ExecutionContextAllocationStrategy,
+        persistent: Block,
+        own_arena: Block | None,
+        config: IRuntimeConfig | None,
+    ) -> IExecutionContext:
+        return IExecutionContext(self, strategy, persistent, own_arena)

@@ -122,6 +122,21 @@ class ProfilingVerbosity(_Enum):
     DETAILED = 2
 
 
+class CudaGraphStrategy(_Enum):
+    """Whether TensorRT for RTX captures batches by itself."""
+
+    DISABLED = 0
+    WHOLE_GRAPH_CAPTURE = 1
+
+
+class DynamicShapesKernelSpecializationStrategy(_Enum):
+    """When TensorRT for RTX compiles kernels for the shapes that it meets."""
+
+    LAZY = 0
+    EAGER = 1
+    NONE = 2
+
+
 class TempfileControlFlag(_Enum):
     """Where a runtime may store executable code."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
-from asynctrt.testing.tensorrt.core import Core, Library, Reporter, Setting, checked
+from asynctrt.testing.tensorrt.core import Block, Core, Library, Reporter, Setting, checked
 from asynctrt.testing.tensorrt.engine import ICudaEngine
 from asynctrt.testing.tensorrt.monitor import ViolationMonitor
 from asynctrt.testing.tensorrt.names import (
@@ -170,7 +170,7 @@ class Runtime(Reporter):
         if self._report_loss(where):
             return None
         try:
-            plan = read_plan(bytes(serialized_engine))
+            plan = read_plan(bytes(serialized_engine), self._core.library.flavour)
         except PlanError as error:
             self._core.say(ILogger.VERBOSE, "the plan cannot be read")
             self._report_raw(where, ErrorCodeTRT.UNSPECIFIED_ERROR, str(error))
@@ -192,6 +192,11 @@ class Runtime(Reporter):
                 "corresponding IPluginCreator not found in Plugin Registry)",
             )
             return None
+        return self._new_engine(plan, bytes(serialized_engine))
+
+    def _new_engine(self, plan: PlanContent, content: bytes) -> "ICudaEngine | None":
+        """Return the engine with its weights on the device; ``None``, and an error, if they do not fit."""
+        where = "IRuntime::deserializeCudaEngine"
         fails = self._core.monitor.take("deserialize-memory")
         weights = None if fails else self._core.allocate(aligned(plan.spec.weights_nbytes))
         if weights is None:
@@ -202,6 +207,9 @@ class Runtime(Reporter):
                 f"Requested size was {aligned(plan.spec.weights_nbytes)} bytes.",
             )
             return None
+        return self._made(plan, weights, content)
+
+    def _made(self, plan: PlanContent, weights: Block | None, content: bytes) -> ICudaEngine:
         return ICudaEngine(self._core, self._recorder, plan, weights)
 
     def _report_raw(self, where: str, code: ErrorCodeTRT, text: str) -> None:

@@ -28,13 +28,19 @@ from asynctrt.testing.tensorrt.names import DataType, version_of
 Shapes = tuple[Dims, Dims, Dims]
 """The smallest, the optimal and the largest shape that a profile accepts for a tensor."""
 
+Flavour = Literal["tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx"]
+"""The packages that the double imitates."""
+
 VERSION: Final = "11.4.0.106"
+RTX_VERSION: Final = "1.7.1.116"
 COMPUTE_CAPABILITY: Final = (9, 0)
 
 TAG: Final = b"ftrt"
+RTX_TAG: Final = b"vtrt"
+RTX_GPUS: Final = 0x3F
 HEADER: Final = struct.Struct("<4sIQQ4B4sI28x")
 """As in real plans: tag, 0, 2, size of the plan, version in four bytes, the inner tag and the version of
-the serialisation, zeros up to 64 bytes."""
+the serialisation (for RTX a bit for each kind of GPU that it runs on), zeros up to 64 bytes."""
 
 ROWS: Final = (1, 8, 64)
 LENGTHS: Final = (1, 8, 32)
@@ -130,7 +136,9 @@ class EngineSpec:
         each row of the first output in their order, padded with zeros to the length of the longest.
     :param aux_streams: the number of auxiliary streams; the elements are divided among all streams.
     :param weights_nbytes: device memory that is allocated when it is deserialised.
-    :param stripped_weights_nbytes: how much of its weights the plan lacks, until it is refitted.
+    :param stripped_weights_nbytes: how much of its weights the plan lacks. Its answers are wrong until it is
+        refitted with :func:`double_weights`.
+    :param refittable: whether its weights can be replaced. A plan that lacks some always can.
     :param streamable_weights_nbytes: how much of it a weight streaming budget may leave out. An enqueue then
         waits for its batch.
     :param persistent_nbytes: device memory that each context allocates.
@@ -162,6 +170,7 @@ class EngineSpec:
     aux_streams: int = 0
     weights_nbytes: int = 4096
     stripped_weights_nbytes: int = 0
+    refittable: bool = False
     streamable_weights_nbytes: int = 0
     persistent_nbytes: int = 0
     temporary_nbytes: int = 0
@@ -222,8 +231,14 @@ class EngineSpec:
             raise OptionsError(
                 f"a function and function_outputs go together, with names of their own, not {outputs}"
             )
-        if self.function is not None and (self.data_dependent or self.is_sensitive):
-            raise OptionsError("an engine with a function is neither data_dependent nor is_sensitive")
+        computes_steps = (
+            self.data_dependent or self.is_sensitive or self.refittable or self.stripped_weights_nbytes > 0
+        )
+        if self.function is not None and computes_steps:
+            raise OptionsError(
+                "an engine with a function is neither data_dependent nor is_sensitive, and has no weights to "
+                "strip or to refit"
+            )
         if self.function is None and self.rows_without_memory:
             raise OptionsError("rows_without_memory is for an engine with a function: steps need memory")
 
@@ -242,6 +257,11 @@ class EngineSpec:
         a = [2 if step == 1 else -1 if step % 4 == 2 else 1 for step in range(1, self.steps + 1)]
         b = [step * (1 + self.bias) for step in range(1, self.steps + 1)]
         return np.stack([np.asarray(a, np.int64), np.asarray(b, np.int64)], axis=1)
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The names of its weights, one for each row of ``coefficients``."""
+        return tuple(f"step{step}" for step in range(1, self.steps + 1))
 
     def expected(self, inputs: Mapping[str, Array] | Array) -> dict[str, Array]:
         """Return the engine's outputs, computed with NumPy; the engine's are equal bit by bit.
@@ -444,14 +464,18 @@ _functions: dict[int, Callable[[dict[str, Array]], Any]] = {}
 def double_plan(
     spec: EngineSpec,
     *,
-    version: str = VERSION,
+    version: str | None = None,
     compute_capability: tuple[int, int] = COMPUTE_CAPABILITY,
+    flavour: Flavour = "tensorrt",
 ) -> bytes:
     """Return the plan of an engine, as if that version of TensorRT had built it on that kind of GPU.
 
-    Its header is that of a real plan: the tag ``ftrt``, the size of the whole plan at byte 16, the version in
-    bytes 24 to 27. Only the double can read the rest.
+    Its header is that of a real plan: the tag ``ftrt``, or ``vtrt`` for the flavour ``tensorrt_rtx``, the
+    size of the whole plan at byte 16, the version in bytes 24 to 27. Only the double can read the rest.
+
+    :param version: ``None`` for the one that the double of the flavour imitates.
     """
+    version = version_for(flavour) if version is None else version
     # A function may be any object, which is not to be copied.
     plain = asdict(replace(spec, function=None, function_outputs=(), rows_without_memory=0))
     fields: dict[str, Any] = {name: value for name, value in plain.items() if name != "_outputs"}
@@ -464,15 +488,27 @@ def double_plan(
     body = struct.pack("<I", zlib.crc32(body)) + body
     numbers = version_of(version)
     size = HEADER.size + len(body)
-    return HEADER.pack(TAG, 0, 2, size, *numbers, TAG, serialization_version(version)) + body
+    tag = tag_of(flavour)
+    last = RTX_GPUS if tag == RTX_TAG else serialization_version(version)
+    return HEADER.pack(tag, 0, 2, size, *numbers, tag, last) + body
 
 
-def read_plan(plan: bytes) -> PlanContent:
+def tag_of(flavour: Flavour) -> bytes:
+    """Return the first bytes of the plans of a flavour."""
+    return RTX_TAG if flavour == "tensorrt_rtx" else TAG
+
+
+def version_for(flavour: Flavour) -> str:
+    """Return the version of a flavour that the double imitates unless told otherwise."""
+    return RTX_VERSION if flavour == "tensorrt_rtx" else VERSION
+
+
+def read_plan(plan: bytes, flavour: Flavour = "tensorrt") -> PlanContent:
     """Return the content of a plan of :func:`double_plan`.
 
-    :raises PlanError: if it is not a plan, or is damaged or truncated.
+    :raises PlanError: if it is not a plan of the flavour, or is damaged or truncated.
     """
-    if len(plan) < HEADER.size or plan[:4] != TAG:
+    if len(plan) < HEADER.size or plan[:4] != tag_of(flavour):
         raise PlanError(
             "Serialization (Serialization assertion header.magicTag == kMAGIC_TAG failed."
             "Magic tag does not match)"

@@ -120,7 +120,7 @@ def test_versions_that_lack_something(bench, version, has_stats):
 def test_a_plan_without_its_weights_is_refused(bench):
     made = bench(EngineSpec(stripped_weights_nbytes=3 << 20), model=False)
     with pytest.raises(
-        ModelError, match=r"without 3.0 MiB of its weights \(BuilderFlag.STRIP_PLAN\).*Refit it"
+        ModelError, match=r"without 3.0 MiB of its weights \(BuilderFlag.STRIP_PLAN\).*refit_from=path"
     ):
         made.open()
 

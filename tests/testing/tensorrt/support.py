@@ -27,7 +27,8 @@ class Bench:
         self.streams = []
 
     def load(self, spec, **kwargs):
-        return self.runtime.deserialize_cuda_engine(double_plan(spec, **kwargs))
+        plan = double_plan(spec, flavour=self.trt.__name__, **kwargs)
+        return self.runtime.deserialize_cuda_engine(plan)
 
     def stream(self):
         self.streams.append(self.device.create_stream())

@@ -1,0 +1,135 @@
+"""How TensorRT for RTX compiles kernels when a plan is used, and the file that keeps them.
+
+The other packages compile when a plan is built, and have none of this.
+"""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.errors import ExecutionError, OptionsError
+from asynctrt.files import write_whole
+from asynctrt.tensorrt_options import TensorRTOptions
+
+SPECIALIZATION: Final = "dynamic_shapes_kernel_specialization_strategy"
+
+logger = logging.getLogger("asynctrt.tensorrt")
+
+
+def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
+    """Check that a package has what the options ask for.
+
+    :raises OptionsError: if it does not; the message names the packages that do.
+    """
+    module = flavour.module
+    config = getattr(module, "IRuntimeConfig", None)
+    has = {
+        "refit_from": hasattr(module, "OnnxParserRefitter"),
+        "runtime_cache": hasattr(config, "create_runtime_cache"),
+        "kernel_specialization": hasattr(config, SPECIALIZATION),
+        "suspendable": hasattr(module.ICudaEngine, "unload_weights"),
+    }
+    for name, is_there in has.items():
+        if getattr(options, name) and not is_there:
+            packages = "tensorrt and tensorrt_rtx" if name == "refit_from" else "tensorrt_rtx"
+            raise OptionsError(
+                f"{name} is {getattr(options, name)!r}, and {flavour.title} does not have what it takes. "
+                f"Leave the option out, or use a package that has it: {packages}"
+            )
+
+
+class KernelCache:
+    """A runtime cache, which contexts share, and its file. It outlives them.
+
+    :param path: the file, which need not be there.
+    :param config: a runtime config of the engine.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config: Any) -> None:
+        self._path = Path(path)
+        self._kept: bytes | None = None
+        self.trt = config.create_runtime_cache()
+        content = self._read()
+        if content is None or self.trt is None:
+            return
+        try:
+            is_taken = bool(content) and bool(self.trt.deserialize(content))
+        except Exception as error:
+            # Whatever is in the file, the model can do without it.
+            logger.debug("the runtime cache %r was refused: %s", str(self._path), error)
+            is_taken = False
+        if is_taken:
+            self._kept = _digest(content)
+            return
+        logger.warning(
+            "%r is not used as a runtime cache: it is damaged, or was written by another version of TensorRT "
+            "for RTX or for another GPU or driver. Kernels are compiled, and the file is replaced when the "
+            "model is closed",
+            str(self._path),
+        )
+        self.trt = config.create_runtime_cache()
+
+    def __repr__(self) -> str:
+        return f"<KernelCache {str(self._path)!r}>"
+
+    def save(self) -> None:
+        """Replace the file, if there is anything new. Blocks; a failure is logged."""
+        try:
+            memory = None if self.trt is None else self.trt.serialize()
+            content = b"" if memory is None else bytes(memoryview(memory))
+            if content and _digest(content) != self._kept:
+                write_whole(self._path, content)
+                self._kept = _digest(content)
+        except Exception as error:
+            # The model has done its work, and the next one can do without the file.
+            logger.warning("the runtime cache %r was not written: %s", str(self._path), error)
+
+    def _read(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("the runtime cache %r was not read: %s", str(self._path), error)
+            return None
+
+
+def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions, strategy: Any) -> Any | None:
+    """Return a runtime config for one context; ``None`` from a package that does not compile.
+
+    :param strategy: who provides enqueue memory, a member of ``ExecutionContextAllocationStrategy``.
+    :raises ExecutionError: if the config does not take what it is given.
+    """
+    module = flavour.module
+    if not hasattr(module, "CudaGraphStrategy"):
+        return None
+    config = engine.create_runtime_config()
+    if config is None:
+        raise ExecutionError(f"{flavour.title} could not create a runtime config")
+    config.set_execution_context_allocation_strategy(strategy)
+    # The engine captures batches itself, and a capture cannot contain another.
+    _set(config, "cuda_graph_strategy", module.CudaGraphStrategy.DISABLED)
+    if options.kernel_specialization is not None:
+        kinds = module.DynamicShapesKernelSpecializationStrategy
+        _set(config, SPECIALIZATION, getattr(kinds, options.kernel_specialization.upper()))
+    return config
+
+
+def attach_cache(config: Any, cache: KernelCache) -> None:
+    """Have the context that the config is for use a cache; without it, it compiles for itself."""
+    if cache.trt is None or not config.set_runtime_cache(cache.trt):
+        logger.warning("%r is not used: TensorRT refused it", cache)
+
+
+def _set(config: Any, name: str, wanted: Any) -> None:
+    setattr(config, name, wanted)
+    # The bindings drop what a setter returns, so that it fails without a word.
+    if getattr(config, name) != wanted:
+        raise ExecutionError(f"{name} is {getattr(config, name)}, and TensorRT did not take {wanted}")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
