@@ -33,6 +33,7 @@ from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
+from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
 from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
 
@@ -63,9 +64,7 @@ class Engine:
         self._is_running = loop.is_running
         self._thread = get_ident()
         self._parts = parts
-        self._device = device
-        self._model = model
-        self._pool = pool
+        self._device, self._model, self._pool = device, model, pool
         self._options = options
         self._capacity = capacity
         self._rows_max = capacity.rows_max
@@ -128,6 +127,7 @@ class Engine:
         # Another engine opens and closes it.
         self._is_urgent = is_urgent
         self._state = "open"
+        self._suspension = Suspension(parts, self._driver, self._scheduler, self._check_open)
         self._closing: asyncio.Task[None] | None = None
         self._opened_at = _caller()
 
@@ -161,12 +161,12 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any more.
-
-        With ``urgent_share`` it is lost if nothing can run on one of the two parts any more.
-        """
+        """``open``, ``suspending``, ``suspended``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing
+        can run on it any more, or with ``urgent_share`` on one of its two parts."""
+        if self._state != "open":
+            return self._state
         is_lost = self._device.lost is not None or any(lane._driver.lost for lane in self._lanes)
-        return "lost" if self._state == "open" and is_lost else self._state
+        return "lost" if is_lost else self._suspension.phase
 
     @property
     def name(self) -> str:
@@ -228,6 +228,7 @@ class Engine:
         :raises InputError: for inputs that do not fit the model, before anything is queued.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
+        :raises SuspendedError: when the engine is suspended.
         :raises ExecutionError, DeviceError: when the batch failed.
         :raises UsageError: on another event loop than the engine's.
         """
@@ -388,6 +389,34 @@ class Engine:
         """It, and the one for urgent requests if there is one."""
         return (self,) if self._urgent is None else (self, self._urgent)
 
+    async def suspend(self) -> None:
+        """Take the weights off the device, and keep everything else. Idempotent.
+
+        Requests that were taken are answered, and new ones refused with ``SuspendedError``. Then the model's
+        weights are unloaded in a thread, and graphs forgotten. For plans of TensorRT for RTX that were opened
+        with ``tensorrt={"suspendable": True}``, and for models of your own that can.
+
+        A caller who is cancelled while requests are still answered leaves the engine open; later, suspended.
+
+        :raises UsageError: if the model cannot, or others use it; nothing has changed then.
+        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
+        :raises DeviceError: when it failed, or a batch still runs that was given up; the engine is open then.
+        """
+        self._check_loop()
+        await self._suspension.suspend()
+
+    async def resume(self) -> None:
+        """Load the weights again after :meth:`suspend`, capture graphs again, take requests. Idempotent.
+
+        A caller who is cancelled waits all the same.
+
+        :raises DeviceMemoryError: when there is no room any more; the engine stays suspended.
+        :raises DeviceError: when it failed; the engine stays suspended.
+        :raises EngineClosedError: when the engine is draining or closed.
+        """
+        self._check_loop()
+        await self._suspension.resume()
+
     async def drain(self) -> None:
         """Refuse new requests from now on, and return when all that were taken have been answered."""
         self._check_loop()
@@ -427,6 +456,9 @@ class Engine:
         for lane in lanes:
             left_s = max(until_ns - self._now_ns(), 0) / 1e9
             await wait_shielded(lane._driver.next_idle(), left_s)
+        if self._suspension.work is not None:
+            await wait_shielded(self._suspension.work)
+        for lane in lanes:
             lane._driver.close()
         given_back, _ = await see_through_in_thread(self._give_back)
         for lane in lanes:
@@ -533,6 +565,10 @@ class Engine:
                 "Send them in several calls"
             )
         return key._replace(outputs_on_device=True)
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise EngineClosedError(f"{self._model.name!r} is {self._state}: open it again")
 
     def _check_loop(self) -> None:
         if not self._is_running() or get_ident() != self._thread:

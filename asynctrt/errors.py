@@ -20,6 +20,7 @@
     │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
     ├── LifecycleError          503 UNAVAILABLE
     │   ├── EngineClosedError                          the engine is draining or closed
+    │   ├── SuspendedError                             the engine's weights are not on its device
     │   └── ModelNotReadyError                         the server's model is not loaded
     ├── ConnectionLostError     (ConnectionError)      a client lost its server: connect again
     ├── TargetError                                    the target of a load test cannot be measured
@@ -145,6 +146,10 @@ class LifecycleError(AsynctrtError):
 
 class EngineClosedError(LifecycleError):
     """The engine is draining, closing or closed."""
+
+
+class SuspendedError(LifecycleError):
+    """The engine is suspended, or about to be. It takes requests again after ``resume()``."""
 
 
 class ModelNotReadyError(LifecycleError):

@@ -74,7 +74,8 @@ class Statistics:
     """A snapshot of an engine. Counts and sums start when it is opened."""
 
     state: str
-    """``open``, ``draining``, ``closing`` or ``closed``; ``lost`` if nothing can run on it any longer."""
+    """``open``, ``suspending``, ``suspended``, ``draining``, ``closing``, ``closed``; ``lost`` if nothing can
+    run on it any longer."""
     submitted: int
     """Requests accepted; a call that was split counts once for each part."""
     succeeded: int

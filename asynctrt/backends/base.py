@@ -164,10 +164,11 @@ class ReservingModel(Model, Protocol):
 class SuspendableModel(Model, Protocol):
     """A model that can be taken off its device for a while, and keep its contexts."""
 
-    def check_suspendable(self) -> None:
-        """Check that it can.
+    def check_suspendable(self, contexts: Sequence[ExecutionContext]) -> None:
+        """Check that it can, once these contexts are idle.
 
-        :raises UsageError: if it cannot, as it was opened; the message says how it could.
+        :param contexts: those of the caller. If there are others, which may run, it cannot.
+        :raises UsageError: if it cannot; the message says how it could.
         """
 
     def suspend(self, idle: Sequence[ExecutionContext]) -> None:
@@ -175,8 +176,8 @@ class SuspendableModel(Model, Protocol):
 
         Graphs that were captured before are not launched again.
 
-        :param idle: the contexts of the caller, none of which runs a batch. If there are others, it refuses.
-        :raises UsageError: if it cannot; nothing has changed then.
+        :param idle: the contexts of the caller, none of which runs a batch.
+        :raises UsageError: as :meth:`check_suspendable`; nothing has changed then.
         """
 
     def resume(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final
 
-from asynctrt.backends.base import Binding, Model, SlowBinding
+from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, InputError
@@ -205,6 +205,10 @@ class PooledContext:
         self._captured[rows] = captured
         return costs
 
+    def execution_contexts(self) -> list[ExecutionContext]:
+        """Return this context's own, and those that its graphs were captured from."""
+        return [self.context, *(captured.context for captured in self._captured.values())]
+
     def forget_captured(self) -> None:
         """Forget every graph."""
         for captured in self._captured.values():
@@ -267,6 +271,7 @@ class ContextPool:
         self._closed = False
         self.may_grow = not all(spec.is_fixed for spec in model.inputs)
         """Whether slabs are made, and grow, while batches run."""
+        self._forgotten: tuple[int, ...] = ()
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
         if arenas is not None:
@@ -348,6 +353,22 @@ class ContextPool:
         for context in self.contexts:
             context.forget_slot_slab(slab)
         slab.buffers.close()
+
+    def execution_contexts(self) -> list[ExecutionContext]:
+        """Return every execution context that there is of the model."""
+        return [one for context in self.contexts for one in context.execution_contexts()]
+
+    def forget_captured(self) -> None:
+        """Forget every graph, until :meth:`capture_again`. Nothing is in flight."""
+        for context in self.contexts:
+            context.forget_captured()
+        self._forgotten, self.captured = self.captured.sizes, Captured()
+
+    def capture_again(self) -> None:
+        """Capture what :meth:`forget_captured` forgot. Blocks; without room, batches go call by call."""
+        sizes, self._forgotten = self._forgotten, ()
+        if sizes:
+            self._capture(sizes)
 
     def close(self, timeout_s: float) -> int:
         """Give everything back; returns how many contexts had to be abandoned, their work still running.

@@ -5,7 +5,7 @@ nor differ between two runs with the same inputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asynctrt.errors import AsynctrtError, InternalError, QueueFullError, copy_for
 from asynctrt.scheduling.batch import Batch, RejectedBatch
@@ -13,7 +13,7 @@ from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.policy import Captured, Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
@@ -70,7 +70,7 @@ class Scheduler:
         self._policy = policy
         self._shapes = shapes
         self._runs_as_it_is = shapes.runs_as_many_as_it_takes and not policy.captured.sizes
-        self._queue_rows_max = queue_rows_max
+        self._queue_rows_max = self._queue_rows_limit = queue_rows_max
         self._priorities = priorities
         self._in_flight_max = in_flight_max
         self._buckets = Buckets(policy, priorities)
@@ -330,6 +330,18 @@ class Scheduler:
         """Refuse every submission from now on with an error like ``why``; the queue goes on."""
         self._closed = why
         self._queue_rows_max = -1
+
+    def accept(self, why: AsynctrtError) -> None:
+        """Take submissions again, if ``why`` is the latest reason for which they were refused."""
+        if self._closed is why:
+            self._closed = None
+            self._queue_rows_max = self._queue_rows_limit
+
+    def captured_again(self, captured: Captured) -> None:
+        """Note the batch sizes that were captured anew, while nothing is queued and nothing in flight."""
+        assert self.is_idle, "batches were decided with other sizes"
+        self._policy = replace(self._policy, captured=captured)
+        self._runs_as_it_is = self._shapes.runs_as_many_as_it_takes and not captured.sizes
 
     def close(self, why: AsynctrtError) -> list[Request]:
         """Refuse every submission from now on, and take everything that is queued."""

@@ -28,6 +28,12 @@ LATENCIES_MAX: Final = 65536
 LOST: Final = "its device is lost, which only a new process can recover: restart the server"
 """Why a loaded model is not ready."""
 
+SUSPENDED: Final = "it is suspended"
+"""Why a loaded model whose engine the application has suspended is not ready."""
+
+NOT_READY: Final = {"lost": LOST, "suspending": SUSPENDED, "suspended": SUSPENDED}
+"""The states of an engine in which a loaded model is not ready, and why."""
+
 UNLOADED: Final = "unloaded"
 """Why a model that was unloaded on purpose is not served."""
 
@@ -222,8 +228,20 @@ class _Entry:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is served by an engine that can still run batches."""
-        return self.served is not None and self.served.engine.state != "lost"
+        """Whether it is served by an engine that can run batches now."""
+        return self.served is not None and not self.why_not
+
+    @property
+    def is_put_aside(self) -> bool:
+        """Whether it was unloaded or suspended on purpose."""
+        return self.reason == UNLOADED if self.served is None else self.why_not == SUSPENDED
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not ready; empty if it is, or if nothing is known against it."""
+        if self.served is None:
+            return self.reason
+        return NOT_READY.get(self.served.engine.state, "")
 
 
 class Repository:
@@ -256,9 +274,9 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model that was not unloaded is ready, and the server is not draining."""
+        """Whether every model is ready that was not unloaded or suspended, and the server is not draining."""
         return not self.is_draining and all(
-            entry.is_ready or (entry.served is None and entry.reason == UNLOADED)
+            entry.is_ready or entry.is_put_aside
             for versions in self._models.values()
             for entry in versions.values()
         )
@@ -315,13 +333,14 @@ class Repository:
         return served
 
     def find_ready(self, name: str, version: str = "") -> ServedModel:
-        """Return the model as :meth:`find` does, if its engine can still run batches.
+        """Return the model as :meth:`find` does, if its engine can run batches now.
 
-        :raises ModelNotReadyError: also if its device is lost.
+        :raises ModelNotReadyError: also if its device is lost, or it is suspended.
         """
         served = self.find(name, version)
-        if served.engine.state == "lost":
-            raise ModelNotReadyError(f"version {served.version} of {name!r} is not served: {LOST}")
+        why_not = NOT_READY.get(served.engine.state)
+        if why_not is not None:
+            raise ModelNotReadyError(f"version {served.version} of {name!r} is not served: {why_not}")
         return served
 
     def _find(self, name: str, version: str) -> ServedModel:
@@ -355,7 +374,7 @@ class Repository:
                 "name": name,
                 "version": version,
                 "state": "READY" if entry.is_ready else "UNAVAILABLE",
-                "reason": entry.reason if entry.served is None or entry.is_ready else LOST,
+                "reason": entry.why_not or entry.reason,
             }
             for name, versions in self._models.items()
             for version, entry in versions.items()

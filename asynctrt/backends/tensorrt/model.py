@@ -181,15 +181,21 @@ class TensorRTModel:
         """
         return self._open().memory.statistics()
 
-    def check_suspendable(self) -> None:
-        """Check that the weights can be taken off the device.
+    def check_suspendable(self, contexts: Sequence[ExecutionContext]) -> None:
+        """Check that the weights can be taken off the device, once these contexts are idle.
 
-        :raises UsageError: if the plan was not opened for that, or is closed.
+        :raises UsageError: if the plan was not opened for that, has other contexts, or is closed.
         """
+        others = self._contexts - len(contexts)
         if self._open().plan is None:
             raise UsageError(
                 f"{self!r} cannot be suspended: its plan was not opened for that. Open it with "
                 "tensorrt={'suspendable': True} (TensorRTOptions), which TensorRT for RTX alone can"
+            )
+        if others:
+            raise UsageError(
+                f"{self!r} cannot be suspended: {others} of its contexts belong to somebody else, and may "
+                "run. Open the plan once for each engine"
             )
 
     def suspend(self, idle: Sequence[ExecutionContext]) -> None:
@@ -201,15 +207,9 @@ class TensorRTModel:
         :raises UsageError: if the plan was not opened for that, or has other contexts, which may run.
         :raises DeviceLostError, ExecutionError: if TensorRT cannot.
         """
-        self.check_suspendable()
         with self._lock:
+            self.check_suspendable(idle)
             loaded = self._open()
-            others = self._contexts - len(idle)
-            if others:
-                raise UsageError(
-                    f"{self!r} cannot be suspended: {others} of its contexts belong to somebody else, and "
-                    "may run. Open the plan once for each engine"
-                )
             if not loaded.engine.weights_loaded:
                 return
             loaded.device.activate()
@@ -222,10 +222,9 @@ class TensorRTModel:
         :raises DeviceMemoryError: if they do not fit any more; nothing has changed then.
         :raises DeviceLostError, ExecutionError: if TensorRT cannot.
         """
-        self.check_suspendable()
         with self._lock:
             loaded = self._open()
-            if not loaded.engine.weights_loaded:
+            if loaded.plan is not None and not loaded.engine.weights_loaded:
                 _load_weights(self.name, loaded)
 
     def create_context(self, device: Device) -> TensorRTContext:

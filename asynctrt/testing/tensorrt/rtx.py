@@ -164,6 +164,12 @@ class RtxExecutionContext(IExecutionContext):
         self._specialisation = config.dynamic_shapes_kernel_specialization_strategy
         self._compile("any shape")
 
+    def __del__(self) -> None:
+        cache = getattr(self, "_cache", None)
+        if cache is not None and cache() is None:
+            self._core.monitor.note(f"the runtime cache of {self.name} was destroyed before it")
+        super().__del__()
+
     def is_stream_capturable(self, stream: int) -> bool:
         """Return whether a batch can be captured on a stream."""
         return self._spec.capturable and not self._waits

@@ -1,5 +1,6 @@
 """TensorRT for RTX: the cache of what it compiles, and when it does."""
 
+import gc
 import logging
 import os
 import stat
@@ -124,6 +125,16 @@ class TestCache:
         monkeypatch.setattr(type(made.device), "lost", property(lambda self: RuntimeError("lost")))
         made.model.close()
         assert not path.exists()
+
+    def test_it_outlives_what_uses_it(self, bench, path):
+        made = bench(double=RTX, runtime_cache=path)
+        context = made.model.create_context(made.device)
+        kept = context._trt  # As a traceback may keep it.
+        context.close()
+        made.model.close()
+        gc.collect()
+        del kept
+        gc.collect()
 
     def test_others_cannot_write_to_it(self, bench, path):
         bench(double=RTX, runtime_cache=path).model.close()
