@@ -34,10 +34,10 @@ def check_options(flavour: Flavour, options: TensorRTOptions) -> None:
     }
     for name, is_there in has.items():
         if getattr(options, name) and not is_there:
-            packages = "tensorrt and tensorrt_rtx" if name == "refit_from" else "tensorrt_rtx"
+            packages = "tensorrt or tensorrt_rtx" if name == "refit_from" else "tensorrt_rtx"
             raise OptionsError(
                 f"{name} is {getattr(options, name)!r}, and {flavour.title} does not have what it takes. "
-                f"Leave the option out, or use a package that has it: {packages}"
+                f"Leave the option out, or install one that has it: a new {packages}"
             )
 
 
@@ -51,7 +51,7 @@ class KernelCache:
     def __init__(self, path: str | os.PathLike[str], config: Any) -> None:
         self._path = Path(path)
         self._kept: bytes | None = None
-        self.trt = config.create_runtime_cache()
+        self.trt = None if config is None else config.create_runtime_cache()
         content = self._read()
         if content is None or self.trt is None:
             return

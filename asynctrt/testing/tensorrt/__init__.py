@@ -14,6 +14,10 @@ return values, as far as an inference runtime needs them. This code runs on eith
     assert np.array_equal(answer, spec.expected(tokens)["output"])
     assert not trt.violations()
 
+With ``StrictTensorRT(device, flavour="tensorrt_rtx")`` and ``double_plan(spec, flavour="tensorrt_rtx")`` it
+stands in for TensorRT for RTX, which compiles when a plan is used, and can unload weights; ``tensorrt_lean``
+and ``tensorrt_dispatch`` lack the ONNX parser, which reads the files of :func:`double_weights`.
+
 An engine may be the application's own model: a NumPy function with any inputs and outputs
 (``EngineSpec(function=...)``), or an ONNX file (:meth:`EngineSpec.from_onnx`).
 

@@ -52,6 +52,9 @@ def test_it_is_frozen_and_has_keywords_alone():
         {"max_threads": True},
         {"verbosity": None},
         {"nvtx": "all"},
+        {"kernel_specialization": "LAZY"},
+        {"suspendable": 2},
+        {"runtime_cache": 7},
     ],
 )
 def test_what_is_out_of_range_is_named(wrong):
@@ -85,6 +88,9 @@ def test_they_are_an_option_of_an_engine():
     assert Options(tensorrt=mapping).tensorrt == Options(tensorrt=lines).tensorrt == options
     assert Options(tensorrt=["allow_host_code=true", "memory_watermark=0.5"]).tensorrt == TensorRTOptions(
         allow_host_code=True, memory_watermark=0.5
+    )
+    assert Options(tensorrt=["suspendable=true", "kernel_specialization=eager"]).tensorrt == TensorRTOptions(
+        suspendable=True, kernel_specialization="eager"
     )
     assert Options().tensorrt is None
     hash(Options(tensorrt=mapping))

@@ -5,6 +5,7 @@ seen to crash when it was destroyed. What they do with a GPU is in
 ``tests/gpu/test_tensorrt_real.py``.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,3 +126,68 @@ def test_plugins_of_the_real_library():
         assert refusal.startswith("ModelError: tensorrt_rtx")
         assert f"cannot load the plugins of {library!r}" in refusal
         assert "getCreators could not be loaded" in refusal
+
+
+FACILITIES = """
+import sys, weakref
+from importlib import import_module
+
+from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt.jit import check_options
+from asynctrt.tensorrt_options import TensorRTOptions
+
+module = import_module(sys.argv[1])
+here = Flavour(sys.argv[1], module, is_real=True)
+for options in (
+    {"refit_from": sys.argv[0]},
+    {"runtime_cache": "cache"},
+    {"kernel_specialization": "eager"},
+    {"suspendable": True},
+):
+    try:
+        check_options(here, TensorRTOptions(**options))
+        print(*options, "is there")
+    except Exception as error:
+        print(*options, type(error).__name__)
+for name in ("Refitter", "OnnxParserRefitter", "IRuntimeConfig", "IRuntimeCache"):
+    # What is kept alive for one of them is kept by a weak reference to it.
+    print(name, getattr(getattr(module, name, None), "__weakrefoffset__", None))
+"""
+
+
+@pytest.mark.parametrize("flavour", ["tensorrt_rtx", "tensorrt_lean", "tensorrt_dispatch"])
+def test_what_the_real_packages_have(tmp_path, flavour):
+    program = tmp_path / "facilities.py"
+    program.write_text(FACILITIES)
+    command = [sys.executable, str(program), flavour]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=50, cwd=tmp_path, env=env
+    )
+    lines = done.stdout.splitlines()
+    there = "is there" if flavour == "tensorrt_rtx" else "OptionsError"
+    assert lines[:4] == [
+        f"{name} {there}" for name in ("refit_from", "runtime_cache", "kernel_specialization", "suspendable")
+    ]
+    offsets = dict(line.split() for line in lines[4:])
+    assert "0" not in offsets.values()
+    has_all = flavour == "tensorrt_rtx"
+    assert (offsets["OnnxParserRefitter"] != "None", offsets["IRuntimeCache"] != "None") == (has_all, has_all)
+
+
+DEFERRED = """
+import tensorrt_rtx as module
+from asynctrt.backends.tensorrt.messages import log_of
+
+runtime = module.Runtime(log_of(module))
+before = runtime.defer_weights_loading
+runtime.defer_weights_loading = True
+print(before, runtime.defer_weights_loading)
+"""
+
+
+def test_weights_can_be_asked_for_later():
+    done = subprocess.run(
+        [sys.executable, "-c", DEFERRED], capture_output=True, text=True, check=True, timeout=50, cwd=ROOT
+    )
+    assert done.stdout == "False True\n"

@@ -1,0 +1,77 @@
+"""Engines that are suspended and resumed under load, on every device: right answers or a refusal."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.backends.tensorrt import TensorRTModel, TensorRTOptions
+from asynctrt.errors import SuspendedError
+from asynctrt.testing.tensorrt import StrictTensorRT, double_plan
+from tests.contract.devices import DEVICES, WAIT_S, four_floats
+from tests.models import rows
+
+pytestmark = pytest.mark.anyio
+RTX = "tensorrt_rtx"
+
+
+def suspendable(double, spec):
+    options = TensorRTOptions(suspendable=True)
+    return TensorRTModel(
+        double_plan(spec, flavour=RTX), device=double.device, flavour=double, options=options
+    )
+
+
+@pytest.mark.parametrize("graphs", ["off", (1, 4, 8)])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("name", DEVICES)
+async def test_round_and_round_under_load(name, is_shared, graphs):
+    """Another engine goes on meanwhile, in the same arenas or in its own."""
+    device = DEVICES[name]()
+    double = StrictTensorRT(device, flavour=RTX)
+    specs = four_floats(weights_nbytes=1 << 20), four_floats(bias=2)
+    models = [suspendable(double, spec) for spec in specs]
+    kw = {"device": device, "contexts": 2, "max_rows": 8, "graphs": graphs}
+    shared = asynctrt.Arenas(device, 2) if is_shared else None
+    kw |= {"shared_arenas": shared} if is_shared else {"arenas": 1}
+    outcomes = {"answered": 0, "refused": 0}
+    is_over = False
+
+    async def caller(engine, spec, number):
+        while not is_over:
+            sent = rows(*range(number, number + number % 3 + 1))
+            try:
+                result = await engine.infer(sent)
+            except SuspendedError:
+                outcomes["refused"] += 1
+                await asyncio.sleep(0)
+                continue
+            outcomes["answered"] += 1
+            np.testing.assert_array_equal(result["output"], spec.expected({"input": sent})["output"])
+
+    async with asynctrt.open(models[0], **kw) as engine, asynctrt.open(models[1], **kw) as other:
+        before = models[0].memory_statistics().held_nbytes
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(caller(engine, specs[0], number))
+                group.create_task(caller(other, specs[1], number))
+            for _ in range(3):
+                await engine.suspend()
+                assert models[0].memory_statistics().held_nbytes < before
+                answered = outcomes["answered"]
+                while outcomes["answered"] < answered + 5:
+                    await asyncio.sleep(0)  # The other one goes on.
+                await engine.resume()
+                answered = engine.statistics().succeeded
+                while engine.statistics().succeeded < answered + 5:
+                    await asyncio.sleep(0)
+            is_over = True
+        assert outcomes["refused"]
+    for model in models:
+        model.close()
+    if shared is not None:
+        shared.close()
+    assert double.violations() == ()
+    assert device.memory().held_nbytes == 0
+    device.close()
