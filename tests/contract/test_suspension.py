@@ -14,6 +14,8 @@ from tests.models import rows
 
 pytestmark = pytest.mark.anyio
 RTX = "tensorrt_rtx"
+PAUSE_S = 0.001
+"""Between the calls of one caller: a loop that never rests leaves little of the GIL to what unloads."""
 
 
 def suspendable(double, spec):
@@ -21,6 +23,14 @@ def suspendable(double, spec):
     return TensorRTModel(
         double_plan(spec, flavour=RTX), device=double.device, flavour=double, options=options
     )
+
+
+async def more(answered):
+    """Wait for answers that come from now on."""
+    while not answered.locked():
+        await answered.acquire()
+    for _ in range(5):
+        await answered.acquire()
 
 
 @pytest.mark.parametrize("graphs", ["off", (1, 4, 8)])
@@ -35,39 +45,41 @@ async def test_round_and_round_under_load(name, is_shared, graphs):
     kw = {"device": device, "contexts": 2, "max_rows": 8, "graphs": graphs}
     shared = asynctrt.Arenas(device, 2) if is_shared else None
     kw |= {"shared_arenas": shared} if is_shared else {"arenas": 1}
-    outcomes = {"answered": 0, "refused": 0}
+    refused = 0
     is_over = False
+    resumed = asyncio.Event()
 
-    async def caller(engine, spec, number):
+    async def caller(engine, spec, number, answered):
+        nonlocal refused
         while not is_over:
             sent = rows(*range(number, number + number % 3 + 1))
             try:
                 result = await engine.infer(sent)
             except SuspendedError:
-                outcomes["refused"] += 1
-                await asyncio.sleep(0)
+                refused += 1
+                await resumed.wait()
                 continue
-            outcomes["answered"] += 1
+            answered.release()
+            await asyncio.sleep(PAUSE_S)
             np.testing.assert_array_equal(result["output"], spec.expected({"input": sent})["output"])
 
     async with asynctrt.open(models[0], **kw) as engine, asynctrt.open(models[1], **kw) as other:
         before = models[0].memory_statistics().held_nbytes
+        by_first, by_other = asyncio.Semaphore(0), asyncio.Semaphore(0)
         async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
-            for number in range(6):
-                group.create_task(caller(engine, specs[0], number))
-                group.create_task(caller(other, specs[1], number))
+            for number in range(4):
+                group.create_task(caller(engine, specs[0], number, by_first))
+                group.create_task(caller(other, specs[1], number, by_other))
             for _ in range(3):
+                resumed.clear()
                 await engine.suspend()
                 assert models[0].memory_statistics().held_nbytes < before
-                answered = outcomes["answered"]
-                while outcomes["answered"] < answered + 5:
-                    await asyncio.sleep(0)  # The other one goes on.
+                await more(by_other)
                 await engine.resume()
-                answered = engine.statistics().succeeded
-                while engine.statistics().succeeded < answered + 5:
-                    await asyncio.sleep(0)
+                resumed.set()
+                await more(by_first)
             is_over = True
-        assert outcomes["refused"]
+        assert refused
     for model in models:
         model.close()
     if shared is not None:
