@@ -403,6 +403,10 @@ class Engine:
         :raises DeviceError: when it failed, or a batch still runs that was given up; the engine is open then.
         """
         self._check_loop()
+        if self._urgent is not None:
+            raise UsageError(
+                f"{self!r} cannot be suspended with urgent_share: two engines use its weights. Close it"
+            )
         await self._suspension.suspend()
 
     async def resume(self) -> None:

@@ -177,6 +177,13 @@ async def test_an_engine_on_which_nothing_urgent_can_run_is_lost(device, model):
         model.flavour.module.release_hangs()
 
 
+async def test_it_is_not_suspended(device, model):
+    async with opened(model, device) as engine:
+        with pytest.raises(UsageError, match="cannot be suspended with urgent_share"):
+            await engine.suspend()
+        await check(engine, priority=URGENT)
+
+
 async def test_what_does_not_fit_leaves_nothing_behind():
     device = HostDevice(unified=False, memory_nbytes=60_000)
     model = strict(device, EngineSpec())
