@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.backends.base import ExecutionContext
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
@@ -33,6 +33,8 @@ from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError, UsageError
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims, TensorSpec
+
+INT32_MAX: Final = 2**31 - 1
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -408,7 +410,7 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
             "with BuilderFlag.WEIGHT_STREAMING, or leave the option out"
         )
     if budget == "auto":
-        budget = int(engine.get_weight_streaming_automatic_budget())
+        budget = _advised_budget(loaded, streamable)
     assert isinstance(budget, int)
     engine.weight_streaming_budget_v2 = budget
     # The bindings drop what a setter returns, so that it fails without a word.
@@ -416,6 +418,21 @@ def _stream_weights(name: str, loaded: Loaded) -> bool:
         what = f"setting the weight streaming budget of {name!r} to {budget} bytes"
         raise loaded.failed(what, loaded.recorder.take())
     return budget < streamable
+
+
+def _advised_budget(loaded: Loaded, streamable: int) -> int:
+    """Return how many bytes of the weights to keep on the device: TensorRT's advice, where it can be had.
+
+    Its bindings cut the advice to 32 bits. For more weights than that it is three quarters of what is free.
+    """
+    if streamable <= INT32_MAX:
+        return int(loaded.engine.get_weight_streaming_automatic_budget())
+    kept = int(loaded.engine.weight_streaming_budget_v2)
+    free = loaded.device.memory().room_nbytes + kept
+    limit = loaded.options.memory_budget
+    if limit is not None:
+        free = min(free, limit - loaded.memory.statistics().held_nbytes + kept)
+    return min(streamable, max(free, 0) * 3 // 4)
 
 
 def _examine(name: str, loaded: Loaded) -> tuple[Signature, bool]:

@@ -1,5 +1,6 @@
 """The double's ``ICudaEngine``."""
 
+import ctypes
 import threading
 import weakref
 
@@ -57,8 +58,12 @@ class ICudaEngine(EngineDescription):
         return any(not ticket.is_done for context in list(self._contexts) for ticket in context._tickets)
 
     def get_weight_streaming_automatic_budget(self) -> int:
-        """Return all streamable weights if the device has room, otherwise half of what is free."""
-        return min(self.streamable_weights_size, self._core.device.memory().room_nbytes // 2)
+        """Return all streamable weights if the device has room, otherwise half of what is free.
+
+        The real bindings cut the number to 32 bits.
+        """
+        advised = min(self.streamable_weights_size, self._core.device.memory().room_nbytes // 2)
+        return ctypes.c_int32(advised).value
 
     @property
     def weight_streaming_budget_v2(self) -> int:

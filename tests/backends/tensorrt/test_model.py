@@ -152,6 +152,24 @@ def test_as_many_weights_are_kept_as_tensorrt_advises(bench):
     made.model.close()
 
 
+@pytest.mark.parametrize(
+    ("device_gib", "limit_gib", "kept_gib"), [(16, None, 5), (6, None, 4.5), (16, 6, 4.5)]
+)
+def test_advice_on_more_weights_than_the_bindings_can_count(bench, device_gib, limit_gib, kept_gib):
+    """Cut to 32 bits, TensorRT's own answer would be 1 GiB for 5, and a negative number for 3."""
+    gib = 1 << 30
+    spec = EngineSpec(weights_nbytes=5 * gib + 4096, streamable_weights_nbytes=5 * gib)
+    made = bench(
+        spec,
+        device=HostDevice(memory_nbytes=device_gib * gib),
+        weight_streaming_budget="auto",
+        memory_budget=None if limit_gib is None else limit_gib * gib,
+    )
+    budget = made.model._loaded.engine.weight_streaming_budget_v2
+    assert budget == pytest.approx(kept_gib * gib, abs=4096)
+    assert made.model._loaded.is_streaming == (budget < 5 * gib)
+
+
 PLUGGED = EngineSpec(plugins=("EfficientNMS_TRT",))
 
 
