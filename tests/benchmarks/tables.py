@@ -246,6 +246,7 @@ TABLES = {
     "serving": serving,
     "lateness": lateness,
     "agreement": agreement,
+    "ran": ran,
     "gpu-completion": gpu_completion,
     "gpu-saturation": gpu_saturation,
     "gpu-sharing": gpu_sharing,

@@ -40,6 +40,7 @@ async def test_round_and_round_under_load(name, is_shared, graphs):
     """Another engine goes on meanwhile, in the same arenas or in its own."""
     device = DEVICES[name]()
     double = StrictTensorRT(device, flavour=RTX)
+    held = device.memory().held_nbytes
     specs = four_floats(weights_nbytes=1 << 20), four_floats(bias=2)
     models = [suspendable(double, spec) for spec in specs]
     kw = {"device": device, "contexts": 2, "max_rows": 8, "graphs": graphs}
@@ -87,6 +88,6 @@ async def test_round_and_round_under_load(name, is_shared, graphs):
     assert double.violations() == ()
     # What an event loop frees on a GPU is freed by a thread.
     async with asyncio.timeout(WAIT_S):
-        while device.memory().held_nbytes:
+        while device.memory().held_nbytes > held:
             await asyncio.sleep(PAUSE_S)
     device.close()
