@@ -29,9 +29,7 @@ from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX, Driver
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request
-from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
@@ -75,28 +73,7 @@ class Engine:
         self._now_ns = clock.now_ns
         self._opened_ns = clock.now_ns()
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
-        self._scheduler = Scheduler(
-            policy=Policy(
-                rows_max=capacity.rows_max,
-                delay_ns_max=int(options.max_delay * 1e9),
-                # What has no context to run on keeps no device busy.
-                concurrency=min(
-                    device.concurrency if model.occupies_device else capacity.in_flight_max,
-                    capacity.in_flight_max,
-                ),
-                is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
-                captured=pool.captured,
-                is_alone=options.deterministic,
-            ),
-            shapes=parts.shapes,
-            queue_rows_max=options.max_queue_rows,
-            priorities=options.priorities,
-            contexts=capacity.contexts,
-            arenas=capacity.arenas,
-            in_flight_max=capacity.in_flight_max,
-            arena_users=None if parts.arenas is None else parts.arenas.users,
-            times_all=device.timing_is_free,
-        )
+        self._scheduler = parts.create_scheduler(options)
         self._input_check = InputCheck(
             model.inputs,
             check_finite=options.check_finite,
@@ -290,7 +267,7 @@ class Engine:
         if dims is None and self._has_fixed_shape:
             key = FIXED_SHAPE
         else:
-            key = self._slot_key({} if dims is None else dims)
+            key = self._input_check.key_of_dims({} if dims is None else dims)
         rows_max = self._scheduler.limit(key)
         count = int_or_none(rows)
         if count is None or not 1 <= count <= rows_max:
@@ -577,29 +554,6 @@ class Engine:
     def _check_loop(self) -> None:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
-
-    def _slot_key(self, dims: Mapping[str, Dims]) -> BatchKey:
-        names = [spec.name for spec in self._model.inputs]
-        if not isinstance(dims, Mapping) or not set(dims) <= set(names):
-            raise InputError(
-                f"dims must map names of inputs to the dimensions of one row, not {dims!r}; the inputs are "
-                f"{names}"
-            )
-        shapes = []
-        for spec in self._model.inputs:
-            given = dims.get(spec.name, spec.dims)
-            shape = tuple(map(int_or_none, given)) if isinstance(given, tuple | list) else (None,)
-            fits = len(shape) == len(spec.dims) and all(
-                size is not None and size >= 0 and (isinstance(dim, str) or dim == size)
-                for dim, size in zip(spec.dims, shape, strict=False)
-            )
-            if not fits:
-                raise InputError(
-                    f"input {spec.name!r} has rows of shape {spec.dims}, given {given!r}. Write "
-                    f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
-                )
-            shapes.append(tuple(size for size in shape if size is not None))
-        return self._input_check.key_of(shapes)
 
     def _wrong_loop(self) -> UsageError:
         running_loop()

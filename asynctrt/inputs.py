@@ -15,7 +15,7 @@ from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, convert
-from asynctrt.validation import show
+from asynctrt.validation import int_or_none, show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 
@@ -106,6 +106,34 @@ class InputCheck:
         """
         symbols = self.symbols(shapes)
         return BatchKey(tuple(symbols.items())) if symbols else FIXED_SHAPE
+
+    def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
+        """Return the key of a batch of rows whose dimensions are given by the names of the inputs.
+
+        Those that the model fixes may be left out.
+
+        :raises InputError: for unknown names, and dimensions that are not the model's.
+        """
+        if not isinstance(dims, Mapping) or not set(dims) <= set(self._names):
+            raise InputError(
+                f"dims must map names of inputs to the dimensions of one row, not {dims!r}; the inputs are "
+                f"{list(self._names)}"
+            )
+        shapes = []
+        for spec in self.specs:
+            given = dims.get(spec.name, spec.dims)
+            shape = tuple(map(int_or_none, given)) if isinstance(given, tuple | list) else (None,)
+            fits = len(shape) == len(spec.dims) and all(
+                size is not None and size >= 0 and (isinstance(dim, str) or dim == size)
+                for dim, size in zip(spec.dims, shape, strict=False)
+            )
+            if not fits:
+                raise InputError(
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {given!r}. Write "
+                    f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
+                )
+            shapes.append(tuple(size for size in shape if size is not None))
+        return self.key_of(shapes)
 
     def symbols(self, shapes: Sequence[Dims]) -> dict[str, int]:
         """Return the size of each named dimension, from the shapes of one row of each input.

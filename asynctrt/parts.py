@@ -16,6 +16,8 @@ from asynctrt.loading import find_device, load_model
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims
@@ -124,6 +126,32 @@ class EngineParts:
     """What is closed with it: its own arenas, then the model and the device if they were made for it."""
     urgent: "EngineParts | None" = None
     """What urgent requests have to themselves."""
+
+    def create_scheduler(self, options: Options) -> Scheduler:
+        """Make the scheduler of an engine that stands on them."""
+        device, model, capacity = self.device, self.model, self.capacity
+        return Scheduler(
+            policy=Policy(
+                rows_max=capacity.rows_max,
+                delay_ns_max=int(options.max_delay * 1e9),
+                # What has no context to run on keeps no device busy.
+                concurrency=min(
+                    device.concurrency if model.occupies_device else capacity.in_flight_max,
+                    capacity.in_flight_max,
+                ),
+                is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
+                captured=self.pool.captured,
+                is_alone=options.deterministic,
+            ),
+            shapes=self.shapes,
+            queue_rows_max=options.max_queue_rows,
+            priorities=options.priorities,
+            contexts=capacity.contexts,
+            arenas=capacity.arenas,
+            in_flight_max=capacity.in_flight_max,
+            arena_users=None if self.arenas is None else self.arenas.users,
+            times_all=device.timing_is_free,
+        )
 
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
         """Give back what is ours; returns how many contexts had to be abandoned. Blocks.

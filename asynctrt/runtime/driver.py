@@ -19,14 +19,13 @@ from asynctrt.devices.base import Device
 from asynctrt.devices.host import raise_on_loop
 from asynctrt.errors import (
     AsynctrtError,
-    DeadlineError,
     DeviceLostError,
     EngineClosedError,
-    ExecutionError,
     copy_for,
     describe,
 )
 from asynctrt.runtime import staging
+from asynctrt.runtime.answers import answer_error, deadline_error, typed_error
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
@@ -169,7 +168,7 @@ class Driver:
     def fail_queued(self, why: EngineClosedError) -> None:
         """Take no new request, and fail those that are queued. What is in flight goes on."""
         for request in self._scheduler.close(why):
-            self._answer_error(request, copy_for(why))
+            answer_error(request, copy_for(why))
         self._tell_if_idle()
 
     def close(self) -> None:
@@ -233,7 +232,7 @@ class Driver:
         try:
             # What came since the last pump gets its chance to be launched before its deadline counts.
             for request in scheduler.expire(now_ns, self._pumped_ns):
-                self._answer_error(request, _deadline_error(request, now_ns))
+                answer_error(request, deadline_error(request, now_ns))
             self._pumped_ns = started_ns
             while (decided := scheduler.next_batch(now_ns)) is not None:
                 if isinstance(decided, Batch):
@@ -246,7 +245,7 @@ class Driver:
                     return
             if scheduler.queued_rows:
                 for request in scheduler.expire(now_ns):
-                    self._answer_error(request, _deadline_error(request, now_ns))
+                    answer_error(request, deadline_error(request, now_ns))
             wakeup_ns = scheduler.next_wakeup()
             if wakeup_ns is not None:
                 self._alarm.set(wakeup_ns)
@@ -257,7 +256,7 @@ class Driver:
 
     def _reject(self, rejected: RejectedBatch) -> None:
         for request in rejected.requests:
-            self._answer_error(request, self._typed(rejected.requests, rejected.error))
+            answer_error(request, typed_error(self._name, rejected.requests, rejected.error))
 
     def _start(self, batch: Batch, *, has_grown: bool = False) -> None:
         """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
@@ -314,7 +313,7 @@ class Driver:
         if flight.source.refused:
             for request, refused in flight.source.refused:
                 self._scheduler.fail_one(request)
-                self._answer_error(request, refused)
+                answer_error(request, refused)
         if not flight.context.is_direct and self._hand_over(flight):
             return
         self._enqueue(flight)
@@ -519,7 +518,7 @@ class Driver:
         flight = self._flights.pop(batch.number, None)
         self._scheduler.failed(batch, quarantine=quarantine)
         for request in batch.requests:
-            self._answer_error(request, self._typed(batch.requests, error))
+            answer_error(request, typed_error(self._name, batch.requests, error))
         if flight is not None and quarantine:
             self._given_up[batch.number] = flight
         elif flight is not None:
@@ -580,30 +579,10 @@ class Driver:
             return
         self.lost = why
         for request in self._scheduler.close(why):
-            self._answer_error(request, copy_for(why))
+            answer_error(request, copy_for(why))
         for flight in tuple(self._flights.values()):
             self._fail(flight.batch, why, quarantine=True)
         self._tell_if_idle()
-
-    def _typed(self, requests: Sequence[Request], error: BaseException) -> AsynctrtError:
-        """Return an error for one caller, its own: one that many raise would collect all their tracebacks."""
-        if isinstance(error, AsynctrtError):
-            return copy_for(error)
-        rows = sum(request.rows for request in requests)
-        failed = ExecutionError(
-            f"{self._name} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
-            f"{describe(error)}. Other batches are not affected; if one of the rows caused it, send them one "
-            "by one to find which"
-        )
-        failed.__cause__ = error
-        return failed
-
-    @staticmethod
-    def _answer_error(request: Request, error: AsynctrtError) -> None:
-        future = request.future
-        request.future = request.payload = None
-        if future is not None and not future.done():
-            future.set_exception(error)
 
     def _tell_if_idle(self) -> None:
         if self._idle_waiters and self._scheduler.is_idle:
@@ -615,13 +594,3 @@ class Driver:
 
 class _UntrackedError(DeviceLostError):
     """The end of a batch could not be marked on its stream, which may still run it."""
-
-
-def _deadline_error(request: Request, now_ns: int) -> DeadlineError:
-    assert request.deadline_ns != NO_DEADLINE_NS
-    waited_ms = (now_ns - request.arrival_ns) / 1e6
-    timeout_ms = (request.deadline_ns - request.arrival_ns) / 1e6
-    return DeadlineError(
-        f"the timeout of {timeout_ms:.3f} ms passed after {waited_ms:.3f} ms in the queue; the request did "
-        "not reach the device. Allow more time, or send less"
-    )

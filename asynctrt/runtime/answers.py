@@ -1,0 +1,42 @@
+"""What a caller is told when a request fails: an error of its own, in words for that one."""
+
+from collections.abc import Sequence
+
+from asynctrt.errors import AsynctrtError, DeadlineError, ExecutionError, copy_for, describe
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+
+
+def answer_error(request: Request, error: AsynctrtError) -> None:
+    """Give a request its error, if its caller still waits."""
+    future = request.future
+    request.future = request.payload = None
+    if future is not None and not future.done():
+        future.set_exception(error)
+
+
+def typed_error(model: str, requests: Sequence[Request], error: BaseException) -> AsynctrtError:
+    """Return an error for one caller, its own: one that many raise would collect all their tracebacks.
+
+    :param requests: those of the batch that failed with ``error``.
+    """
+    if isinstance(error, AsynctrtError):
+        return copy_for(error)
+    rows = sum(request.rows for request in requests)
+    failed = ExecutionError(
+        f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
+        f"{describe(error)}. Other batches are not affected; if one of the rows caused it, send them one "
+        "by one to find which"
+    )
+    failed.__cause__ = error
+    return failed
+
+
+def deadline_error(request: Request, now_ns: int) -> DeadlineError:
+    """Return the error for a request whose timeout passed in the queue."""
+    assert request.deadline_ns != NO_DEADLINE_NS
+    waited_ms = (now_ns - request.arrival_ns) / 1e6
+    timeout_ms = (request.deadline_ns - request.arrival_ns) / 1e6
+    return DeadlineError(
+        f"the timeout of {timeout_ms:.3f} ms passed after {waited_ms:.3f} ms in the queue; the request did "
+        "not reach the device. Allow more time, or send less"
+    )
