@@ -17,7 +17,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
+from asynctrt.errors import (
+    InputError,
+    MissingExtraError,
+    ModelError,
+    RequestError,
+    TooLargeError,
+    UnsupportedError,
+)
 from asynctrt.kserve.codec import (
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
@@ -33,6 +40,7 @@ from asynctrt.kserve.datatypes import check_nbytes, read_tensor, size_of, string
 from asynctrt.tensors import Array, InferResult, TensorSpec, convert
 
 try:
+    from google.protobuf import text_format
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
     from google.protobuf.descriptor_pool import DescriptorPool
     from google.protobuf.message import DecodeError
@@ -94,6 +102,35 @@ def parse(kind: Any, body: bytes) -> Any:
         return kind.FromString(body)
     except DecodeError as error:
         raise RequestError(f"the message is not a {kind.DESCRIPTOR.name}: {error}") from error
+
+
+@cache
+def _stated_config() -> Any:
+    """Return the class of a model's configuration whose fields know whether they were stated.
+
+    In proto3 a number that is stated as 0 is like one that is not stated; in proto2 it is not.
+    """
+    file = next(
+        file
+        for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file
+        if file.package == "inference"
+    )
+    file.ClearField("service")
+    file.syntax = "proto2"
+    pool = DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return GetMessageClassesForFiles([file.name], pool)["inference.ModelConfig"]
+
+
+def parse_model_config(text: str) -> Any:
+    """Parse a ``config.pbtxt``, protobuf's text form of a ``ModelConfig``.
+
+    :raises ModelError: if it is none; the message has line and column.
+    """
+    try:
+        return text_format.Parse(text, _stated_config()())
+    except text_format.ParseError as error:
+        raise ModelError(f"it is not a model configuration: {error}") from error
 
 
 def check_size(body: bytes, *, fields_max: int, nbytes_max: int) -> None:
