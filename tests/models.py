@@ -40,6 +40,20 @@ def double_onnx(path, rows="batch", dims=(4,)):
     )
 
 
+def scale_onnx(path, factor, dims=(4,)):
+    """``output = factor * input``, float32. The file is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    save(
+        part,
+        [node("Mul", "input factor", "output")],
+        [("input", TensorProto.FLOAT, ["batch", *dims])],
+        [("output", TensorProto.FLOAT, ["batch", *dims])],
+        [("factor", np.float32(factor))],
+    )
+    return part.replace(path)
+
+
 def mixed_onnx(path):
     """Two inputs and three outputs of mixed types: sums of ints and floats, and a comparison."""
     return save(

@@ -30,7 +30,8 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import InferResult
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.errors import DeviceLostError, OptionsError, UsageError
+from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError
 from asynctrt.options import Options
 from asynctrt.process import add_cwd_to_path, freeze_gc, shorten_switch_interval
+from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
@@ -30,6 +31,32 @@ class ServeConfig:
     settings: ServerSettings
     models: tuple[ModelSource, ...]
     device: str
+
+    def repository(self) -> Repository:
+        """Return a repository of the models that are no folders, which are not loaded yet.
+
+        :raises UsageError: if two have the same name and version.
+        """
+        settings = self.settings
+        repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
+        for source in self.models:
+            if not source.is_folder:
+                opener = source.opener(self.device, settings.warmup)
+                repository.add(source.name, version=source.version, opener=opener, mark=source.mark)
+        return repository
+
+    def folders(self) -> list[ModelFolder]:
+        """Return the folders of models."""
+        return [
+            ModelFolder(
+                Path(source.path),
+                device=source.device or self.device,
+                settings=source.settings,
+                warmup=self.settings.warmup if source.warmup is None else source.warmup,
+            )
+            for source in self.models
+            if source.is_folder
+        ]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -89,22 +116,30 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     shorten_switch_interval()
     add_cwd_to_path()
     settings = config.settings
-    repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
-    for source in config.models:
-        repository.add(source.name, version=source.version, opener=source.opener(config.device))
+    repository, folders = config.repository(), config.folders()
+    for folder in folders:
+        repository.add_place(folder)
     async with Server(repository, settings) as server:
         # It listens and handles signals before it loads models: health checks then report live, not ready.
         serving = asyncio.create_task(server.serve())
         loading = asyncio.create_task(_load(server, say))
+        tasks = [loading, serving]
         try:
-            await asyncio.wait([loading, serving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
-            await serving
+            if settings.watch is not None:
+                watches = [FolderWatch(repository, folder) for folder in folders]
+                tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
+            # A watch ends with an error of ours, if at all.
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
-            for task in (loading, serving):
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait([loading, serving])
+            await asyncio.wait(tasks)
         say("stopped")
     if server.lost:
         raise DeviceLostError(
@@ -115,9 +150,15 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
 async def _load(server: Server, say: Callable[[str], None]) -> None:
     """Load the models, and report the addresses."""
     repository, settings = server.repository, server.settings
-    count = len(repository.index())
+    count = len(await repository.look_for_models())
     say(f"loading {count} model{'s' * (count != 1)}")
-    await repository.load_all()
+    try:
+        await repository.load_all()
+    except AsynctrtError as error:
+        if not (settings.watch is not None or settings.model_control):
+            raise
+        # It can be mended while the server runs.
+        say(f"error: {error}")
     freeze_gc()
     for served in repository:
         inputs = ", ".join(str(spec) for spec in served.engine.inputs)

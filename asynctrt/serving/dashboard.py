@@ -8,8 +8,9 @@ from typing import Any, Final
 import asynctrt
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.api import Answer, Headers, Page
-from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler, batch_bounds, key_of
+from asynctrt.serving.served import ServedModel
 
 STATIC: Final = Path(__file__).parent / "static"
 

@@ -35,7 +35,7 @@ from asynctrt.kserve.protobuf import (
     streamed_error,
 )
 from asynctrt.serving.api import Api, Headers, Inference, Then
-from asynctrt.serving.repository import ServedModel
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 
 try:

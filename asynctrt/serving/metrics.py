@@ -12,8 +12,9 @@ import asynctrt
 from asynctrt import clock
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Answer, Headers, Page
-from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import batch_bounds, batch_counts, resident_nbytes
+from asynctrt.serving.served import ServedModel
 from asynctrt.statistics import Statistics
 
 try:

@@ -2,14 +2,18 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import asynctrt
 from asynctrt.engine import Engine
-from asynctrt.errors import OptionsError
+from asynctrt.errors import ModelError, OptionsError
 from asynctrt.loading import name_of
 from asynctrt.options import Options
+from asynctrt.serving.warmup import WARMUP, warm_all_sizes
+
+FILES_MAX: Final = 10_000
+"""Files that a model may have: whoever gives a home directory by mistake is told so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,12 @@ class ModelSource:
     name: str
     version: str
     path: str
-    """An ``.onnx`` file, or ``module:attribute``."""
+    """An ``.onnx`` file or a TensorRT plan, a folder of models, or ``module:attribute``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    """Its device; ``None``: the server's."""
+    warmup: int | None = None
+    """Rounds of warm-up before it is ready; ``None``: the server's."""
 
     def __post_init__(self) -> None:
         Options.from_settings(None, dict(self.settings))
@@ -35,6 +43,8 @@ class ModelSource:
         :raises OptionsError: if the text is none of these.
         """
         named, equals, path = text.partition("=")
+        if not equals and text and is_folder(text):
+            return cls("", "", text, settings)
         if not equals:
             named, path = name_of(text), text
         if not path or not named:
@@ -46,7 +56,10 @@ class ModelSource:
 
     @classmethod
     def read(cls, table: Mapping[str, Any], settings: Mapping[str, Any]) -> "ModelSource":
-        """Read a ``[[models]]`` table of a configuration: ``path``, ``name``, ``version`` and engine options.
+        """Read a ``[[models]]`` table of a configuration.
+
+        It has a ``path``, and may have a ``name``, a ``version``, a ``device``, a number of rounds ``warmup``
+        and engine options.
 
         :raises OptionsError: if a key or value is invalid.
         """
@@ -54,18 +67,76 @@ class ModelSource:
         path = own.pop("path", None)
         if not isinstance(path, str):
             raise OptionsError(f"each [[models]] table needs a path, a string; this one has {path!r}")
+        device, warmup = own.pop("device", None), own.pop("warmup", None)
+        if not isinstance(device, str | None):
+            raise OptionsError(f"the device of {path!r} must be the name of a device, not {device!r}")
+        WARMUP.or_none("warmup", warmup)
+        if is_folder(path):
+            if "name" in own or "version" in own:
+                raise OptionsError(
+                    f"{path!r} is a folder, whose models have names and versions of their own: leave them out"
+                )
+            return cls("", "", path, {**settings, **own}, device, warmup)
         name = own.pop("name", None) or name_of(path)
         version = own.pop("version", 1)
         if not isinstance(name, str) or isinstance(version, bool) or not isinstance(version, int | str):
             raise OptionsError(f"name must be a string and version a number, not {name!r} and {version!r}")
-        return cls(name, str(version), path, {**settings, **own})
+        return cls(name, str(version), path, {**settings, **own}, device, warmup)
 
-    def opener(self, device: str) -> Callable[[], Awaitable[Engine]]:
-        """Return a function that opens the model's engine when awaited."""
+    @property
+    def is_folder(self) -> bool:
+        """Whether its path is that of a folder of models."""
+        return not self.name
 
-        async def opened(opening: Callable[[], asynctrt.Opening]) -> Engine:
-            return await opening()
+    def opener(self, device: str, warmup: int = 0) -> Callable[[], Awaitable[Engine]]:
+        """Return a function that opens the model's engine when awaited, and warms it up.
 
-        return partial(
-            opened, partial(asynctrt.open, self.path, device=device, options=Options(**self.settings))
-        )
+        :param device: the device if it has none of its own; likewise ``warmup``.
+        """
+        rounds = warmup if self.warmup is None else self.warmup
+
+        async def opened() -> Engine:
+            engine = await asynctrt.open(
+                self.path, device=self.device or device, options=Options(**self.settings)
+            )
+            try:
+                await warm_all_sizes(engine, rounds)
+            except BaseException:
+                await engine.aclose()
+                raise
+            return engine
+
+        return opened
+
+    def mark(self) -> Any:
+        """Return the state of the model's file; ``None`` if it is not one. Blocks."""
+        return files_mark(Path(self.path)) or None
+
+
+def is_folder(path: str) -> bool:
+    """Return whether a path is that of a folder of models. One that is called like a model is a model."""
+    return Path(path).is_dir() and Path(path).suffix != ".onnx"
+
+
+def files_mark(path: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return name, size, time of change and inode of a file, or of all files in a folder. Blocks.
+
+    Files that go away meanwhile are left out; so is all of a path that does not exist.
+
+    :raises ModelError: for more than :data:`FILES_MAX` files.
+    """
+    found: list[tuple[str, int, int, int]] = []
+    waiting = [path]
+    while waiting:
+        part = waiting.pop()
+        try:
+            status = part.stat()
+            if part.is_dir():
+                waiting += part.iterdir()
+            else:
+                found.append((str(part), status.st_size, status.st_mtime_ns, status.st_ino))
+        except OSError:
+            continue
+        if len(found) + len(waiting) > FILES_MAX:
+            raise ModelError(f"{str(path)!r} has more than {FILES_MAX} files: is it a model?")
+    return tuple(sorted(found))

@@ -1,247 +1,35 @@
 """Hold a server's models by name and version: load and unload them, and count their requests."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from asynctrt import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,
+    ModelError,
     ModelNotReadyError,
-    OverloadError,
-    RequestError,
     UnknownModelError,
     UsageError,
 )
-from asynctrt.kserve.codec import DecodedRequest
-from asynctrt.kserve.datatypes import datatype_of
-from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
-from asynctrt.statistics import Statistics
-from asynctrt.tensors import InferResult, TensorSpec
+from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
+from asynctrt.serving.entries import (
+    LOADING,
+    NOT_LOADED,
+    NOT_READY,
+    UNLOADED,
+    UNLOADING,
+    Entry,
+    Model,
+    Place,
+    Source,
+    is_version,
+)
+from asynctrt.serving.served import ServedModel
 
-LATENCIES_MAX: Final = 65536
-"""Latencies that are kept between two samples, which are a second apart."""
-
-LOST: Final = "its device is lost, which only a new process can recover: restart the server"
-"""Why a loaded model is not ready."""
-
-SUSPENDED: Final = "it is suspended"
-"""Why a loaded model whose engine the application has suspended is not ready."""
-
-NOT_READY: Final = {"lost": LOST, "suspending": SUSPENDED, "suspended": SUSPENDED}
-"""The states of an engine in which a loaded model is not ready, and why."""
-
-UNLOADED: Final = "unloaded"
-"""Why a model that was unloaded on purpose is not served."""
-
-REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-"""Triton's labels for failures: overload, a client that went away, the model, a bad request."""
-
-
-class ServedModel:
-    """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
-
-    :raises ModelError: if KServe has no datatype for one of its tensors.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        version: str,
-        engine: Engine,
-        *,
-        tensors_max: int = 64,
-        json_max: int = JSON_NBYTES_MAX,
-    ) -> None:
-        self.name = name
-        self.version = version
-        self.engine = engine
-        self.codec = JsonCodec(
-            name,
-            version,
-            engine.inputs,
-            engine.outputs,
-            tensors_max=tensors_max,
-            rows_max=engine.options.max_queue_rows,
-            json_max=json_max,
-        )
-        self.pending = 0
-        self.failures = dict.fromkeys(REASONS, 0)
-        self.failed_ns = 0
-        self.parts = 0
-        """Answers that the engine counted beyond one a request, as it counts each part of a split one."""
-        self.last_ns = 0
-        """When the last request was answered, or 0."""
-        self.latencies_ns: list[int] = []
-
-    def __repr__(self) -> str:
-        return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
-
-    def submit(self, request: DecodedRequest) -> "asyncio.Future[InferResult]":
-        """Submit a decoded request to the engine; see :meth:`Engine.submit`."""
-        layout = request.layout
-        priority = layout.priority
-        if priority:
-            # On the wire 1 is the most urgent. Priorities beyond the last level mean the default.
-            priority = max(0, self.engine.options.priorities - priority)
-        future = self.engine.submit(request.inputs, timeout=layout.timeout, priority=priority)
-        self.pending += 1
-        return future
-
-    def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> None:
-        """Count the outcome of a request that was submitted with :meth:`submit`."""
-        now_ns = clock.now_ns()
-        self.pending -= 1
-        if future.cancelled():
-            self.failures["CANCELED"] += 1
-            self.failed_ns += now_ns - began_ns
-        elif (error := future.exception()) is not None:
-            self.count_failure(error, now_ns - began_ns)
-        else:
-            self.last_ns = now_ns
-            self.parts += future.result().batches - 1
-            if len(self.latencies_ns) < LATENCIES_MAX:
-                self.latencies_ns.append(now_ns - began_ns)
-
-    def count_failure(self, error: BaseException, took_ns: int) -> None:
-        """Count a request that failed or was refused."""
-        self.failures[reason_of(error)] += 1
-        self.failed_ns += took_ns
-
-    def succeeded(self, done: Statistics) -> int:
-        """Return the number of answered requests, in which a split one counts once."""
-        return done.succeeded - self.parts
-
-    def metadata(self, versions: list[str]) -> dict[str, Any]:
-        """Return KServe's model metadata."""
-        return {
-            "name": self.name,
-            "versions": versions,
-            "platform": self.engine.platform,
-            "inputs": [_described(spec) for spec in self.engine.inputs],
-            "outputs": [_described(spec) for spec in self.engine.outputs],
-        }
-
-    def config(self) -> dict[str, Any]:
-        """Return the part of Triton's model configuration that clients read. Dims exclude the batch axis."""
-        options = self.engine.options
-
-        def side(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
-            return [
-                {
-                    "name": spec.name,
-                    "data_type": "TYPE_" + datatype_of(spec).replace("BYTES", "STRING"),
-                    "dims": _dims(spec),
-                    "is_shape_tensor": False,
-                }
-                for spec in specs
-            ]
-
-        return {
-            "name": self.name,
-            "platform": self.engine.platform,
-            "backend": self.engine.platform.split("_")[0],
-            "max_batch_size": self.engine.max_rows,
-            "version_policy": {"all": {}},
-            "input": [
-                item | {"format": "FORMAT_NONE", "optional": False} for item in side(self.engine.inputs)
-            ],
-            "output": [item | {"label_filename": ""} for item in side(self.engine.outputs)],
-            "instance_group": [
-                {
-                    "name": self.name,
-                    "kind": "KIND_CPU" if self.engine.device_name == "host" else "KIND_GPU",
-                    "count": self.engine.statistics().contexts,
-                }
-            ],
-            "dynamic_batching": {
-                "preferred_batch_size": [self.engine.max_rows],
-                "max_queue_delay_microseconds": int(options.max_delay * 1e6),
-                "priority_levels": options.priorities,
-                "default_priority_level": options.priorities,
-            },
-        }
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the statistics extension's figures. Counts are of requests unless they say executions.
-
-        ``batches_launched``, batches by why they were launched, is asynctrt's own.
-        """
-        done = self.engine.statistics()
-
-        def duration(count: int, ns: int) -> dict[str, int]:
-            return {"count": count, "ns": ns}
-
-        succeeded = self.succeeded(done)
-        failed = sum(self.failures.values())
-        return {
-            "name": self.name,
-            "version": self.version,
-            "last_inference": clock.wall_ms(self.last_ns) if self.last_ns else 0,
-            "inference_count": done.rows,
-            "execution_count": done.batches,
-            "inference_stats": {
-                "success": duration(succeeded, done.total_ns),
-                "fail": duration(failed, self.failed_ns),
-                "queue": duration(succeeded, done.queue_ns),
-                "compute_input": duration(succeeded, done.copy_in_ns),
-                "compute_infer": duration(succeeded, done.compute_ns),
-                "compute_output": duration(succeeded, done.copy_out_ns),
-                "cache_hit": duration(0, 0),
-                "cache_miss": duration(0, 0),
-            },
-            "response_stats": {},
-            "batches_launched": dict(done.launched),
-            "batch_stats": [
-                {
-                    "batch_size": rows,
-                    "compute_input": duration(batch.count, batch.copy_in_ns),
-                    "compute_infer": duration(batch.count, batch.compute_ns),
-                    "compute_output": duration(batch.count, batch.copy_out_ns),
-                }
-                for rows, batch in done.by_batch_rows.items()
-            ],
-            "memory_usage": [
-                {
-                    "type": "CPU" if self.engine.device_name == "host" else "GPU",
-                    "id": 0,
-                    "byte_size": done.memory_nbytes,
-                }
-            ],
-        }
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One version of a model, served or not."""
-
-    served: ServedModel | None
-    opener: Callable[[], Any] | None
-    """Opens an engine when awaited; ``None`` for an engine that the application opened itself."""
-    reason: str = ""
-    """Why it is not served."""
-    unloaded: ServedModel | None = None
-    """The application's own engine after it was unloaded: it stays open, and can be loaded again."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it is served by an engine that can run batches now."""
-        return self.served is not None and not self.why_not
-
-    @property
-    def is_put_aside(self) -> bool:
-        """Whether it was unloaded or suspended on purpose."""
-        return self.reason == UNLOADED if self.served is None else self.why_not == SUSPENDED
-
-    @property
-    def why_not(self) -> str:
-        """Why it is not ready; empty if it is, or if nothing is known against it."""
-        if self.served is None:
-            return self.reason
-        return NOT_READY.get(self.served.engine.state, "")
+logger = logging.getLogger("asynctrt.serving")
 
 
 class Repository:
@@ -253,9 +41,11 @@ class Repository:
 
     def __init__(self, *, tensors_max: int = 64, json_max: int = JSON_NBYTES_MAX) -> None:
         self._limits = {"tensors_max": tensors_max, "json_max": json_max}
-        self._models: dict[str, dict[str, _Entry]] = {}
+        self._models: dict[str, Model] = {}
+        self._places: list[Place] = []
         self._served: dict[tuple[str, str], ServedModel] = {}
-        self._loading = asyncio.Lock()
+        self._retiring: dict[asyncio.Task[None], ServedModel] = {}
+        self._is_started = False
         self._lost_ns: int | None = None
         self.is_draining = False
         self.is_live = True
@@ -267,8 +57,8 @@ class Repository:
 
     def __iter__(self) -> Iterator[ServedModel]:
         """Iterate over the models that are served now."""
-        for versions in self._models.values():
-            for entry in versions.values():
+        for model in self._models.values():
+            for entry in model.versions.values():
                 if entry.served is not None:
                     yield entry.served
 
@@ -276,9 +66,7 @@ class Repository:
     def is_ready(self) -> bool:
         """Whether every model is ready that was not unloaded or suspended, and the server is not draining."""
         return not self.is_draining and all(
-            entry.is_ready or entry.is_put_aside
-            for versions in self._models.values()
-            for entry in versions.values()
+            entry.is_ready or entry.is_put_aside for model in self._models.values() for entry in model.entries
         )
 
     def look_for_losses(self, now_ns: int, grace_ns: int) -> list[str]:
@@ -298,28 +86,40 @@ class Repository:
         *,
         version: str = "1",
         opener: Callable[[], Any] | None = None,
+        mark: Callable[[], Any] | None = None,
     ) -> None:
         """Serve an open engine, or one that :meth:`load` opens with ``opener``.
 
+        :param mark: returns, in a thread, what the engine is made of: see :class:`Source`.
         :raises UsageError: if that version of the model exists, or name or version are malformed.
         :raises ModelError: if KServe has no datatype for one of its tensors.
         """
-        if not (version.isascii() and version.isdigit()) or str(int(version)) != version:
+        if not is_version(version):
             raise UsageError(f"a model's version must be a whole number, not {version!r}, as in NAME:2=PATH")
         if not name or name != name.strip():
             raise UsageError(
                 f"a model's name must not be empty or begin or end with a space, unlike {name!r}"
             )
-        versions = self._models.get(name, {})
-        if version in versions:
+        model = self._models.get(name) or Model()
+        if model.place is not None:
+            raise UsageError(
+                f"the versions of model {name!r} come from {model.place!r}: give this one another name"
+            )
+        if version in model.versions:
             raise UsageError(f"duplicate version {version} of model {name!r}: give this one another version")
         served = None
         if engine is not None:
             served = ServedModel(name, version, engine, **self._limits)
-        versions[version] = _Entry(served, opener, "" if served else "not loaded yet")
-        # A request without a version means the newest one.
-        self._models[name] = dict(sorted(versions.items(), key=lambda item: int(item[0])))
+        entry = Entry(served, reason="" if served else NOT_LOADED)
+        if opener is not None:
+            entry.source = Source(opener, mark)
+        model.add(version, entry)
+        self._models[name] = model
         self._served.clear()
+
+    def add_place(self, place: Place) -> None:
+        """Serve the models of a place, which :meth:`load_all` looks for, and :meth:`load` each time."""
+        self._places.append(place)
 
     def find(self, name: str, version: str = "") -> ServedModel:
         """Return the model of that name; without a version, the newest that is served.
@@ -344,10 +144,11 @@ class Repository:
         return served
 
     def _find(self, name: str, version: str) -> ServedModel:
-        versions = self._models.get(name)
-        if versions is None:
+        model = self._models.get(name)
+        if model is None:
             known = ", ".join(repr(known) for known in self._models)
             raise UnknownModelError(f"unknown model {name!r:.200}; known models: {known or 'none'}")
+        versions = model.versions
         if version:
             if version not in versions:
                 raise UnknownModelError(
@@ -359,13 +160,17 @@ class Repository:
             return entry.served
         newest = [entry.served for entry in versions.values() if entry.served is not None]
         if not newest:
-            reasons = "; ".join(entry.reason for entry in versions.values())
+            reasons = "; ".join(entry.reason for entry in model.entries)
             raise ModelNotReadyError(f"{name!r} is not served: {reasons}")
         return newest[-1]
 
+    def names(self, place: Place) -> list[str]:
+        """Return the names of the models that were found in a place."""
+        return [name for name, model in self._models.items() if model.place is place]
+
     def versions(self, name: str) -> list[str]:
         """Return the versions of a model that are served."""
-        return [version for version, entry in self._models[name].items() if entry.served is not None]
+        return [version for version, entry in self._models[name].versions.items() if entry.served]
 
     def index(self) -> list[dict[str, str]]:
         """Return the repository extension's list of models."""
@@ -373,104 +178,257 @@ class Repository:
             {
                 "name": name,
                 "version": version,
-                "state": "READY" if entry.is_ready else "UNAVAILABLE",
+                "state": entry.state,
                 "reason": entry.why_not or entry.reason,
             }
-            for name, versions in self._models.items()
-            for version, entry in versions.items()
+            for name, model in self._models.items()
+            for version, entry in model.listed()
         ]
 
     async def load_all(self) -> None:
-        """Load every model that is not loaded."""
-        for name in list(self._models):
-            await self.load(name)
+        """Load every model that is not loaded, those of all places included.
+
+        :raises AsynctrtError: the first failure, once the others were loaded; each is listed with its reason.
+        """
+        failures: list[AsynctrtError] = []
+        for name in await self.look_for_models():
+            model = self._models[name]
+            try:
+                if model.place is not None or any(entry.served is None for entry in model.versions.values()):
+                    await self.load(name)
+            except AsynctrtError as error:
+                failures.append(error)
+        self._is_started = True
+        if failures:
+            raise failures[0]
+
+    async def look_for_models(self) -> list[str]:
+        """Look for new models in all places, list them without loading them, and return all names.
+
+        :raises AsynctrtError: if a place cannot be read, or two have a model of the same name.
+        """
+        for place in self._places:
+            for name in await place.names():
+                self._place(name, place)
+        return list(self._models)
+
+    def _place(self, name: str, place: Place) -> Model:
+        """Return the model of that name, which is found in a place."""
+        model = self._models.get(name)
+        if model is None:
+            model = self._models[name] = Model(place=place)
+            model.nothing.is_awaited = not self._is_started
+        elif model.place is not place:
+            raise UsageError(f"model {name!r} of {place!r} has the name of another: rename one of them")
+        return model
 
     async def load(self, name: str) -> None:
-        """Open every version of a model that is not served.
+        """Load a model, or load it again: all its versions, as they are now.
+
+        A version that is served goes on to answer until the new one is open and warm, and answers what it
+        was sent. Versions whose files are as they were stay; those that are gone are not served any more.
+        If one of a served model cannot be opened, nothing is changed.
 
         :raises UnknownModelError: for a name that is not in the repository.
-        :raises AsynctrtError: if opening it fails; it is then listed as unavailable, with the reason.
+        :raises AsynctrtError: if a version cannot be opened; it is listed with the reason.
         """
-        async with self._loading:
-            for version, entry in self._known(name).items():
-                if entry.served is not None:
-                    continue
+        model = self._models.get(name)
+        if model is None:
+            model = await self._found(name)
+        async with model.changing:
+            # Not more than one engine that is on its way out beside each version.
+            await self._settled(name)
+            was_serving = model.is_serving
+            try:
+                wanted = await self._wanted(name, model)
+            except AsynctrtError as error:
+                model.blame(error)
+                raise
+            opened, failures = await self._open(name, model, wanted)
+            if failures and was_serving:
+                await _close(opened.values())
+            else:
+                gone = [] if failures else [version for version in model.versions if version not in wanted]
+                self._swap(model, opened, gone)
+            if failures:
+                raise failures[0]
+
+    async def _found(self, name: str) -> Model:
+        """Return a model that is new in its place."""
+        for place in self._places:
+            if name in await place.names():
+                return self._place(name, place)
+        return self._known(name)
+
+    async def _wanted(self, name: str, model: Model) -> Mapping[str, Source | None]:
+        """Return the versions of a model that are to be served."""
+        if model.place is not None:
+            return await model.place.versions(name)
+        return {version: entry.source for version, entry in model.versions.items()}
+
+    async def _open(
+        self, name: str, model: Model, wanted: Mapping[str, Source | None]
+    ) -> tuple[dict[str, ServedModel], list[AsynctrtError]]:
+        """Open the versions that are not served as they are now. What is opened is not served yet."""
+        opened: dict[str, ServedModel] = {}
+        failures: list[AsynctrtError] = []
+        is_awaited = not self._is_started and not model.is_serving
+        try:
+            for version, source in wanted.items():
+                entry = model.versions.get(version)
+                if entry is None:
+                    entry = Entry(is_awaited=is_awaited)
+                    model.add(version, entry)
                 if entry.unloaded is not None:
                     entry.served, entry.unloaded, entry.reason = entry.unloaded, None, ""
                     self._served.clear()
-                if entry.opener is None:
+                if source is None:
                     continue
+                entry.source, entry.change = source, LOADING
                 try:
-                    engine = await entry.opener()
-                    try:
-                        if self._is_closed:
-                            raise EngineClosedError("the server was closed while it was loading the model")
-                        served = ServedModel(name, version, engine, **self._limits)
-                    except BaseException:
-                        await engine.aclose()
-                        raise
+                    served = await self._opened(name, version, entry, source)
                 except AsynctrtError as error:
                     entry.reason = str(error)
-                    raise
-                entry.served, entry.reason = served, ""
-                self._served.clear()
+                    failures.append(error)
+                else:
+                    if served is not None:
+                        opened[version] = served
+                finally:
+                    entry.change = ""
+            if self._is_closed:
+                raise EngineClosedError("the server was closed while it was loading the model")
+        except BaseException:
+            await _close(opened.values())
+            raise
+        return opened, failures
+
+    async def _opened(self, name: str, version: str, entry: Entry, source: Source) -> ServedModel | None:
+        """Open one version; return ``None`` if what is served is as its files are."""
+        mark = None if source.mark is None else await asyncio.to_thread(source.mark)
+        if entry.served is not None and mark is not None and mark == entry.served.mark:
+            entry.reason = ""
+            return None
+        engine = await source.opener()
+        try:
+            if self._is_closed:
+                raise EngineClosedError("the server was closed while it was loading the model")
+            served = ServedModel(name, version, engine, **self._limits)
+            if source.mark is not None and mark != await asyncio.to_thread(source.mark):
+                raise ModelError(
+                    f"version {version} of {name!r} was changed while it was being loaded: load it again "
+                    "when its files are complete"
+                )
+        except BaseException:
+            await engine.aclose()
+            raise
+        served.mark = mark
+        return served
+
+    def _swap(self, model: Model, opened: Mapping[str, ServedModel], gone: Iterable[str]) -> None:
+        """Serve what was opened, and no longer what it replaces or what is gone."""
+        for version, served in opened.items():
+            entry = model.versions[version]
+            before, entry.served = entry.served, served
+            entry.reason, entry.is_awaited = "", True
+            logger.info("%s version %s is %s", served.name, version, "replaced" if before else "loaded")
+            if before is not None:
+                self._retire(before)
+        for version in gone:
+            served_before = model.versions.pop(version).served
+            if served_before is not None:
+                logger.info("%s version %s is no longer served", served_before.name, version)
+                self._retire(served_before)
+        self._served.clear()
+
+    def _retire(self, served: ServedModel) -> None:
+        """Let an engine that is not served any more answer what it was sent, and close it."""
+
+        async def retire() -> None:
+            try:
+                await served.engine.drain()
+            finally:
+                await served.engine.aclose()
+
+        task = asyncio.create_task(retire())
+        self._retiring[task] = served
+        task.add_done_callback(self._retired)
+
+    def _retired(self, task: "asyncio.Task[None]") -> None:
+        served = self._retiring.pop(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%r could not be closed", served, exc_info=error)
+
+    async def _settled(self, name: str | None = None) -> None:
+        """Wait until the engines that a model, or any, no longer uses are closed."""
+        tasks = [task for task, served in self._retiring.items() if name in (None, served.name)]
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def unload(self, name: str) -> None:
         """Stop serving every version of a model: new requests are refused, accepted ones are answered.
 
         :raises UnknownModelError: for a name that is not in the repository.
         """
-        async with self._loading:
-            for entry in self._known(name).values():
-                served = entry.served
+        model = self._known(name)
+        async with model.changing:
+            entries = model.entries
+            for entry in entries:
+                served, entry.served = entry.served, None
+                entry.reason = UNLOADED
                 if served is None:
                     continue
-                entry.served, entry.reason = None, UNLOADED
-                self._served.clear()
-                if entry.opener is None:
+                logger.info("%s version %s is unloaded", name, served.version)
+                if entry.source is None:
                     entry.unloaded = served
                 else:
-                    await served.engine.drain()
-                    await served.engine.aclose()
+                    entry.change = UNLOADING
+                    self._retire(served)
+            self._served.clear()
+            try:
+                await self._settled(name)
+            finally:
+                for entry in entries:
+                    entry.change = ""
+
+    async def remove(self, name: str) -> None:
+        """Unload a model, and forget it.
+
+        :raises UnknownModelError: for a name that is not in the repository.
+        """
+        await self.unload(name)
+        self._models.pop(name, None)
+
+    def is_put_aside(self, name: str) -> bool:
+        """Return whether a model was unloaded on purpose."""
+        return name in self._models and self._models[name].is_put_aside
 
     async def drain(self) -> None:
         """Refuse new requests, and return once the accepted ones are answered."""
         self.is_draining = True
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._settled())
             for served in self:
                 tasks.create_task(served.engine.drain())
 
     async def aclose(self) -> None:
         """Close the engines that the repository has opened. Their remaining requests finish or fail."""
         self.is_draining = self._is_closed = True
-        for versions in self._models.values():
-            for entry in versions.values():
+        for model in self._models.values():
+            for entry in model.entries:
                 served, entry.served = entry.served, None
                 entry.reason = "closed"
-                if served is not None and entry.opener is not None:
+                if served is not None and entry.source is not None:
                     await served.engine.aclose()
+        await _close(list(self._retiring.values()))
+        await self._settled()
         self._served.clear()
 
-    def _known(self, name: str) -> Mapping[str, _Entry]:
+    def _known(self, name: str) -> Model:
         if name not in self._models:
             raise UnknownModelError(f"unknown model {name!r:.200}; the repository does not list it")
         return self._models[name]
 
 
-def reason_of(error: BaseException) -> str:
-    """Return Triton's label for a failure."""
-    if isinstance(error, asyncio.CancelledError):
-        return "CANCELED"
-    if isinstance(error, OverloadError):
-        return "REJECTED"
-    if isinstance(error, RequestError | ValueError) or not isinstance(error, AsynctrtError):
-        return "OTHER"
-    return "BACKEND" if error.http_status >= 500 else "OTHER"
-
-
-def _dims(spec: TensorSpec) -> list[int]:
-    return [-1 if isinstance(dim, str) else dim for dim in spec.dims]
-
-
-def _described(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": datatype_of(spec), "shape": [-1, *_dims(spec)]}
+async def _close(models: Iterable[ServedModel]) -> None:
+    for served in models:
+        await served.engine.aclose()

@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from asynctrt import clock
-from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.served import ServedModel
 from asynctrt.statistics import Statistics
 
 SAMPLES_MAX: Final = 300

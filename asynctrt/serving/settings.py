@@ -85,6 +85,19 @@ class ServerSettings:
         doc="Whether clients may load and unload models.",
     )
 
+    watch: float | None = setting(
+        default=None,
+        check=duration(0, SECONDS_MAX, above=True).or_none,
+        doc="""How often to look at folders of models for what has changed: new versions are loaded, changed
+        ones replaced, removed ones unloaded, once files have been still for as long. Default: never.""",
+    )
+    warmup: int = setting(
+        default=0,
+        check=count(0),
+        doc="""Rounds of requests with zeros that each model answers before it is ready, with one row, each
+        captured batch size and ``max_rows``; for models without ``model_warmup`` in a ``config.pbtxt``.""",
+    )
+
     max_body: int = setting(
         default=64 << 20,
         check=count(1),

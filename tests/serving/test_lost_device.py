@@ -10,7 +10,8 @@ import asynctrt
 from asynctrt import clock
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.errors import DeviceLostError, ModelNotReadyError
-from asynctrt.serving.repository import LOST, Repository
+from asynctrt.serving.entries import LOST
+from asynctrt.serving.repository import Repository
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
 from tests.models import double_model
 from tests.serving.support import ask, engine_of, serving

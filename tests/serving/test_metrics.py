@@ -16,7 +16,8 @@ import asynctrt
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Api
 from asynctrt.serving.metrics import Metrics
-from asynctrt.serving.repository import REASONS, Repository
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.served import REASONS
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.helpers import until

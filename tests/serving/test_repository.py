@@ -12,7 +12,8 @@ from asynctrt.errors import (
     UnknownModelError,
     UsageError,
 )
-from asynctrt.serving.repository import Repository, reason_of
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.served import reason_of
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
 from tests.models import double_model
@@ -70,7 +71,8 @@ async def test_loading_and_unloading():
     assert not repository.is_ready
     with pytest.raises(ModelNotReadyError, match="not loaded yet"):
         repository.find("m")
-    await asyncio.gather(repository.load("m"), repository.load("m"))
+    await repository.load_all()
+    await repository.load_all()
     assert log == ["opened"]
     assert repository.is_ready
     assert repository.index() == [{"name": "m", "version": "1", "state": "READY", "reason": ""}]

@@ -6,7 +6,8 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import ModelNotReadyError
-from asynctrt.serving.repository import SUSPENDED, Repository
+from asynctrt.serving.entries import SUSPENDED
+from asynctrt.serving.repository import Repository
 from tests.models import double_model
 from tests.serving.support import ask, engine_of, serving
 

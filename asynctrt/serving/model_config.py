@@ -1,0 +1,375 @@
+"""Read Triton's ``config.pbtxt``: the settings that asynctrt has, and clear words for those that it has not.
+
+A field that asynctrt has no use for is ignored with a warning. Where to ignore it could change a model's
+answers, or let through what it was to keep out, the model is refused.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.errors import AsynctrtError, ModelError
+from asynctrt.kserve.datatypes import datatype_of
+from asynctrt.kserve.protobuf import parse_model_config
+from asynctrt.options import MAX_ROWS_DEFAULT, Options
+from asynctrt.serving.warmup import WarmUp, WarmUpTensor
+from asynctrt.tensors import TensorSpec
+
+CONFIG: Final = "config.pbtxt"
+WARMUP_FOLDER: Final = "warmup"
+"""Where, in a model's folder, the files lie that warm-up requests are read from."""
+
+PLATFORMS: Final = {
+    "onnxruntime": "onnxruntime",
+    "onnxruntime_onnx": "onnxruntime",
+    "tensorrt": "tensorrt",
+    "tensorrt_plan": "tensorrt",
+}
+FILENAMES: Final = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
+"""How a version's file is called, by backend."""
+
+READ: Final = frozenset(
+    {
+        "name",
+        "platform",
+        "backend",
+        "version_policy",
+        "max_batch_size",
+        "default_model_filename",
+        "model_warmup",
+        "input.name",
+        "input.data_type",
+        "input.dims",
+        "output.name",
+        "output.data_type",
+        "output.dims",
+        "instance_group.name",
+        "instance_group.kind",
+        "instance_group.count",
+        "instance_group.gpus",
+        "dynamic_batching.max_queue_delay_microseconds",
+        "dynamic_batching.priority_levels",
+        "dynamic_batching.default_priority_level",
+        "dynamic_batching.default_queue_policy.timeout_action",
+        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+        "dynamic_batching.default_queue_policy.max_queue_size",
+        "dynamic_batching.default_queue_policy.allow_timeout_override",
+        "optimization.cuda.graphs",
+        "optimization.cuda.graph_spec.batch_size",
+    }
+)
+"""The fields that have a meaning here."""
+
+REFUSED: Final = {
+    "runtime": "asynctrt has no backends that are loaded by name",
+    "batch_input": "asynctrt gives a model only what requests have",
+    "batch_output": "asynctrt splits outputs by rows alone",
+    "sequence_batching": "asynctrt does not keep the requests of a sequence together",
+    "ensemble_scheduling": "asynctrt serves no ensembles",
+    "cc_model_filenames": "asynctrt does not choose a file by the GPU: state default_model_filename",
+    "model_operations": "asynctrt loads no libraries of operators for a model",
+    "model_transaction_policy.decoupled": "asynctrt gives each request one answer",
+    "model_repository_agents": "asynctrt runs no agents, which may check or decrypt a model",
+    "instance_group.passive": "asynctrt has no instances that are loaded and take no requests",
+    "instance_group.profile": "asynctrt chooses the optimization profile by the shapes of a batch",
+    "instance_group.secondary_devices": "an engine runs on one device",
+    "input.reshape": "asynctrt takes the model's own shapes: leave it out, and state the model's dims",
+    "output.reshape": "asynctrt gives the model's own shapes: leave it out, and state the model's dims",
+    "input.is_shape_tensor": "asynctrt has no inputs that are one for a whole batch",
+    "output.is_shape_tensor": "asynctrt has no outputs that are one for a whole batch",
+    "input.allow_ragged_batch": "the rows of a batch have the same shape",
+    "input.optional": "every input of a model is needed",
+    "input.is_non_linear_format_io": "tensors lie in memory in row-major order",
+    "output.is_non_linear_format_io": "tensors lie in memory in row-major order",
+}
+"""The fields whose absence could change answers, each with why it is refused."""
+
+IGNORED: Final = {
+    "dynamic_batching.preferred_batch_size": "the scheduler learns which sizes pay",
+    "dynamic_batching.preserve_ordering": "answers are sent as they are ready, each with its request's id",
+    "dynamic_batching.priority_queue_policy": "all priorities have the limits of the model's queue",
+    "instance_group.rate_limiter": "contexts take turns by what is queued",
+    "instance_group.host_policy": "processes are bound to cores from outside, as by numactl",
+    "response_cache.enable": "asynctrt has no cache of answers",
+    "output.label_filename": "the classification extension is not supported",
+    "input.format": "it says nothing that the dims do not",
+    "parameters": "they are for other backends",
+    "metric_tags": "metrics have the model's name and version",
+    "model_metrics": "the bounds of histograms are the same for all models",
+    "optimization.cuda.graph_spec.input": "graphs are captured for the model's own shapes",
+    "optimization.cuda.graph_spec.graph_lower_bound": "a batch is padded to the next captured size",
+    "optimization.execution_accelerators": "it is for other backends; build a TensorRT plan for model.plan",
+}
+"""Some of the fields without a meaning here, each with what there is instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPolicy:
+    """Which versions of a model are served: the ``latest`` newest, those that are ``named``, or all."""
+
+    latest: int | None = 1
+    named: tuple[str, ...] = ()
+
+    def choose(self, versions: Sequence[str]) -> list[str]:
+        """Return the versions to serve, oldest first.
+
+        :raises ModelError: if one that is named is not there.
+        """
+        ordered = sorted(versions, key=int)
+        if self.named:
+            missing = [version for version in self.named if version not in ordered]
+            if missing:
+                raise ModelError(
+                    f"version_policy names version {missing[0]}, and there are {', '.join(ordered) or 'none'}"
+                )
+            return [version for version in ordered if version in self.named]
+        return ordered if self.latest is None else ordered[-self.latest :]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What a ``config.pbtxt`` says, as asynctrt's settings. Without one, all of it has defaults."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the engine."""
+    device: str | None = None
+    policy: VersionPolicy = VersionPolicy()
+    warmups: tuple[WarmUp, ...] = ()
+    backend: str = ""
+    filename: str = ""
+    inputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    """Name, datatype and dims of a row, where they are stated. Other inputs are not checked."""
+    outputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
+    ignored: tuple[str, ...] = ()
+    """What it states in vain, a sentence each."""
+
+    def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+        """Compare the tensors that are stated with those of the model.
+
+        :raises ModelError: for the first that differs.
+        """
+        for side, stated, specs in (("input", self.inputs, inputs), ("output", self.outputs, outputs)):
+            known = {spec.name: spec for spec in specs}
+            for name, datatype, dims in stated:
+                spec = known.get(name)
+                if spec is None:
+                    raise ModelError(f"{CONFIG} has an {side} {name!r}, and the model has {', '.join(known)}")
+                if datatype and datatype != datatype_of(spec):
+                    raise ModelError(
+                        f"{CONFIG} has {side} {name!r} as {datatype}; in the model it is {datatype_of(spec)}"
+                    )
+                if dims and not _fits(dims, spec):
+                    raise ModelError(
+                        f"{CONFIG} has {side} {name!r} with dims {list(dims)}; a row of the model's has "
+                        f"{list(spec.dims)}"
+                    )
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read the ``config.pbtxt`` in a model's folder; defaults if there is none. Blocks.
+
+    :raises ModelError: if it cannot be read, or states what asynctrt cannot do; the message has its path.
+    """
+    path = folder / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ModelConfig()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error}") from error
+    try:
+        return interpret(text, folder)
+    except AsynctrtError as error:
+        raise ModelError(f"{str(path)!r}: {error}") from error
+
+
+def interpret(text: str, folder: Path) -> ModelConfig:
+    """Turn the text of a ``config.pbtxt`` into settings.
+
+    :param folder: the model's folder; its name is the model's.
+    :raises ModelError: if it is not a model configuration, or states what asynctrt cannot do.
+    :raises OptionsError: if a value is out of an option's range.
+    """
+    message = parse_model_config(text)
+    ignored: list[str] = []
+    for path, value in _stated(message):
+        why = REFUSED.get(path)
+        if why is not None and value:
+            raise ModelError(f"{path} is not supported: {why}")
+        if why is None and path not in READ and value:
+            ignored.append(f"{path} is ignored: {IGNORED.get(path, 'asynctrt has no such setting')}")
+    if message.name and message.name != folder.name:
+        raise ModelError(f"its name is {message.name!r}, and that of its folder {folder.name!r}")
+    if message.HasField("max_batch_size") and message.max_batch_size < 1:
+        raise ModelError(
+            "max_batch_size is 0, which keeps requests apart, and asynctrt runs them together along the "
+            "first axis. If that axis counts rows, leave max_batch_size out or say how many may run together"
+        )
+    device = _device(message.instance_group, ignored)
+    options = _options(message, ignored)
+    Options(**options)
+    return ModelConfig(
+        options=options,
+        device=device,
+        policy=_policy(message.version_policy),
+        warmups=tuple(_warmup(item, folder) for item in message.model_warmup),
+        backend=_backend(message),
+        filename=_filename(message.default_model_filename),
+        inputs=_tensors(message.input),
+        outputs=_tensors(message.output),
+        ignored=tuple(dict.fromkeys(ignored)),
+    )
+
+
+def _stated(message: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every field that is stated, down to those that the tables above name."""
+    for descriptor, value in message.ListFields():
+        path = prefix + descriptor.name
+        kind = descriptor.message_type
+        is_known = path in READ or path in REFUSED or path in IGNORED
+        if is_known or kind is None or kind.GetOptions().map_entry:
+            yield path, value if is_known and kind is None else _truth(value)
+        else:
+            for item in value if descriptor.is_repeated else [value]:
+                yield from _stated(item, f"{path}.")
+
+
+def _truth(value: Any) -> bool:
+    """Return whether a field says anything: a message that is there does, even an empty one."""
+    return bool(len(value)) if hasattr(value, "__len__") else bool(value) or hasattr(value, "ListFields")
+
+
+def _backend(message: Any) -> str:
+    given = message.backend or message.platform
+    if given and given not in PLATFORMS:
+        raise ModelError(
+            f"{'backend' if message.backend else 'platform'} {given!r} is not supported; supported: "
+            f"{', '.join(PLATFORMS)}"
+        )
+    return PLATFORMS.get(given, "")
+
+
+def _filename(given: str) -> str:
+    if given and (Path(given).name != given or given in (".", "..")):
+        raise ModelError(f"default_model_filename must be the name of a file, not {given!r}")
+    return given
+
+
+def _policy(policy: Any) -> VersionPolicy:
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "all":
+        return VersionPolicy(latest=None)
+    if choice == "specific":
+        if not policy.specific.versions:
+            raise ModelError("version_policy is specific, and names no version")
+        return VersionPolicy(named=tuple(str(version) for version in policy.specific.versions))
+    count = policy.latest.num_versions if policy.latest.HasField("num_versions") else 1
+    if count < 1:
+        raise ModelError("version_policy.latest.num_versions must be ≥ 1")
+    return VersionPolicy(latest=count)
+
+
+def _device(groups: Any, ignored: list[str]) -> str | None:
+    """Return the device that the instance groups name; ``None`` if they leave it open."""
+    kinds = {group.kind for group in groups}
+    gpus = {gpu for group in groups for gpu in group.gpus}
+    if len(gpus) > 1 or len(kinds) > 1:
+        raise ModelError(
+            "instance_group has more than one device, and an engine runs on one: name one, and serve the "
+            "model on each other device from a server of its own"
+        )
+    if not groups:
+        return None
+    kind = groups[0].Kind.Name(groups[0].kind)
+    if kind == "KIND_CPU":
+        return "host"
+    if kind == "KIND_MODEL":
+        ignored.append("instance_group.kind KIND_MODEL is ignored: models do not choose their device")
+        return None
+    if gpus:
+        return f"cuda:{gpus.pop()}"
+    return "cuda:0" if kind == "KIND_GPU" else None
+
+
+def _options(message: Any, ignored: list[str]) -> dict[str, Any]:
+    """Return the options of the engine that are stated."""
+    options: dict[str, Any] = {}
+    if message.HasField("max_batch_size"):
+        options["max_rows"] = message.max_batch_size
+    counts = [group.count for group in message.instance_group if group.HasField("count")]
+    if sum(counts):
+        options["contexts"] = sum(counts)
+    batching = message.dynamic_batching
+    if batching.HasField("max_queue_delay_microseconds"):
+        options["max_delay"] = batching.max_queue_delay_microseconds / 1e6
+    if batching.priority_levels:
+        options["priorities"] = batching.priority_levels
+        if batching.default_priority_level != batching.priority_levels:
+            ignored.append(
+                "dynamic_batching.default_priority_level is ignored: a request that has none has the last"
+            )
+    return (
+        options
+        | _queue_options(batching.default_queue_policy, options.get("max_rows", MAX_ROWS_DEFAULT), ignored)
+        | _graphs(message.optimization.cuda)
+    )
+
+
+def _queue_options(policy: Any, rows_max: int, ignored: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if policy.default_timeout_microseconds:
+        if policy.timeout_action:
+            ignored.append(
+                "dynamic_batching.default_queue_policy.default_timeout_microseconds is ignored, as its "
+                "timeout_action is DELAY: asynctrt refuses a request whose timeout has passed"
+            )
+        else:
+            options["timeout"] = policy.default_timeout_microseconds / 1e6
+            if not policy.allow_timeout_override:
+                ignored.append(
+                    "dynamic_batching.default_queue_policy.allow_timeout_override is always true: the "
+                    "default is for requests that have no timeout"
+                )
+    if policy.max_queue_size:
+        # It counts requests, and the option rows; a full batch must fit.
+        options["max_queue_rows"] = max(policy.max_queue_size, rows_max)
+    return options
+
+
+def _graphs(cuda: Any) -> dict[str, Any]:
+    if cuda.HasField("graphs") and not cuda.graphs:
+        return {"graphs": "off"}
+    sizes = sorted({spec.batch_size for spec in cuda.graph_spec if spec.batch_size})
+    return {"graphs": tuple(sizes)} if sizes else {}
+
+
+def _tensors(items: Any) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    return tuple((item.name, _datatype(item), tuple(item.dims)) for item in items)
+
+
+def _datatype(item: Any) -> str:
+    """Return KServe's name of a datatype; empty where it is not stated."""
+    name = item.DESCRIPTOR.fields_by_name["data_type"].enum_type.values_by_number[item.data_type].name
+    return "" if name == "TYPE_INVALID" else str(name.removeprefix("TYPE_").replace("STRING", "BYTES"))
+
+
+def _warmup(item: Any, folder: Path) -> WarmUp:
+    tensors = {}
+    for name, given in item.inputs.items():
+        path = None
+        if given.input_data_file:
+            path = folder / WARMUP_FOLDER / given.input_data_file
+            if ".." in Path(given.input_data_file).parts or Path(given.input_data_file).is_absolute():
+                raise ModelError(
+                    f"input_data_file must lie in {WARMUP_FOLDER}/, unlike {given.input_data_file!r}"
+                )
+        tensors[name] = WarmUpTensor(_datatype(given), tuple(given.dims), given.random_data, path)
+    return WarmUp(item.name, max(1, item.batch_size), max(1, item.count), tensors)
+
+
+def _fits(dims: tuple[int, ...], spec: TensorSpec) -> bool:
+    """Return whether stated dims can be those of a row; -1 fits a dimension that the model leaves open."""
+    return len(dims) == len(spec.dims) and all(
+        isinstance(known, str) or dim == known for dim, known in zip(dims, spec.dims, strict=True)
+    )

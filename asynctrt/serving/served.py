@@ -1,0 +1,213 @@
+"""Serve one version of a model: decode its requests, count them, describe it to clients."""
+
+import asyncio
+from typing import Any, Final
+
+from asynctrt import clock
+from asynctrt.engine import Engine
+from asynctrt.errors import AsynctrtError, OverloadError, RequestError
+from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.kserve.datatypes import datatype_of
+from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
+from asynctrt.statistics import Statistics
+from asynctrt.tensors import InferResult, TensorSpec
+
+LATENCIES_MAX: Final = 65536
+"""Latencies that are kept between two samples, which are a second apart."""
+
+REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+"""Triton's labels for failures: overload, a client that went away, the model, a bad request."""
+
+
+class ServedModel:
+    """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
+
+    :raises ModelError: if KServe has no datatype for one of its tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        engine: Engine,
+        *,
+        tensors_max: int = 64,
+        json_max: int = JSON_NBYTES_MAX,
+    ) -> None:
+        self.name = name
+        self.version = version
+        self.engine = engine
+        self.codec = JsonCodec(
+            name,
+            version,
+            engine.inputs,
+            engine.outputs,
+            tensors_max=tensors_max,
+            rows_max=engine.options.max_queue_rows,
+            json_max=json_max,
+        )
+        self.pending = 0
+        self.failures = dict.fromkeys(REASONS, 0)
+        self.failed_ns = 0
+        self.parts = 0
+        """Answers that the engine counted beyond one a request, as it counts each part of a split one."""
+        self.last_ns = 0
+        """When the last request was answered, or 0."""
+        self.latencies_ns: list[int] = []
+        self.mark: Any = None
+        """What its engine was made of: see :class:`Source`."""
+
+    def __repr__(self) -> str:
+        return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
+
+    def submit(self, request: DecodedRequest) -> "asyncio.Future[InferResult]":
+        """Submit a decoded request to the engine; see :meth:`Engine.submit`."""
+        layout = request.layout
+        priority = layout.priority
+        if priority:
+            # On the wire 1 is the most urgent. Priorities beyond the last level mean the default.
+            priority = max(0, self.engine.options.priorities - priority)
+        future = self.engine.submit(request.inputs, timeout=layout.timeout, priority=priority)
+        self.pending += 1
+        return future
+
+    def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> None:
+        """Count the outcome of a request that was submitted with :meth:`submit`."""
+        now_ns = clock.now_ns()
+        self.pending -= 1
+        if future.cancelled():
+            self.failures["CANCELED"] += 1
+            self.failed_ns += now_ns - began_ns
+        elif (error := future.exception()) is not None:
+            self.count_failure(error, now_ns - began_ns)
+        else:
+            self.last_ns = now_ns
+            self.parts += future.result().batches - 1
+            if len(self.latencies_ns) < LATENCIES_MAX:
+                self.latencies_ns.append(now_ns - began_ns)
+
+    def count_failure(self, error: BaseException, took_ns: int) -> None:
+        """Count a request that failed or was refused."""
+        self.failures[reason_of(error)] += 1
+        self.failed_ns += took_ns
+
+    def succeeded(self, done: Statistics) -> int:
+        """Return the number of answered requests, in which a split one counts once."""
+        return done.succeeded - self.parts
+
+    def metadata(self, versions: list[str]) -> dict[str, Any]:
+        """Return KServe's model metadata."""
+        return {
+            "name": self.name,
+            "versions": versions,
+            "platform": self.engine.platform,
+            "inputs": [_described(spec) for spec in self.engine.inputs],
+            "outputs": [_described(spec) for spec in self.engine.outputs],
+        }
+
+    def config(self) -> dict[str, Any]:
+        """Return the part of Triton's model configuration that clients read. Dims exclude the batch axis."""
+        options = self.engine.options
+
+        def side(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
+            return [
+                {
+                    "name": spec.name,
+                    "data_type": "TYPE_" + datatype_of(spec).replace("BYTES", "STRING"),
+                    "dims": _dims(spec),
+                    "is_shape_tensor": False,
+                }
+                for spec in specs
+            ]
+
+        return {
+            "name": self.name,
+            "platform": self.engine.platform,
+            "backend": self.engine.platform.split("_")[0],
+            "max_batch_size": self.engine.max_rows,
+            "version_policy": {"all": {}},
+            "input": [
+                item | {"format": "FORMAT_NONE", "optional": False} for item in side(self.engine.inputs)
+            ],
+            "output": [item | {"label_filename": ""} for item in side(self.engine.outputs)],
+            "instance_group": [
+                {
+                    "name": self.name,
+                    "kind": "KIND_CPU" if self.engine.device_name == "host" else "KIND_GPU",
+                    "count": self.engine.statistics().contexts,
+                }
+            ],
+            "dynamic_batching": {
+                "preferred_batch_size": [self.engine.max_rows],
+                "max_queue_delay_microseconds": int(options.max_delay * 1e6),
+                "priority_levels": options.priorities,
+                "default_priority_level": options.priorities,
+            },
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the statistics extension's figures. Counts are of requests unless they say executions.
+
+        ``batches_launched``, batches by why they were launched, is asynctrt's own.
+        """
+        done = self.engine.statistics()
+
+        def duration(count: int, ns: int) -> dict[str, int]:
+            return {"count": count, "ns": ns}
+
+        succeeded = self.succeeded(done)
+        failed = sum(self.failures.values())
+        return {
+            "name": self.name,
+            "version": self.version,
+            "last_inference": clock.wall_ms(self.last_ns) if self.last_ns else 0,
+            "inference_count": done.rows,
+            "execution_count": done.batches,
+            "inference_stats": {
+                "success": duration(succeeded, done.total_ns),
+                "fail": duration(failed, self.failed_ns),
+                "queue": duration(succeeded, done.queue_ns),
+                "compute_input": duration(succeeded, done.copy_in_ns),
+                "compute_infer": duration(succeeded, done.compute_ns),
+                "compute_output": duration(succeeded, done.copy_out_ns),
+                "cache_hit": duration(0, 0),
+                "cache_miss": duration(0, 0),
+            },
+            "response_stats": {},
+            "batches_launched": dict(done.launched),
+            "batch_stats": [
+                {
+                    "batch_size": rows,
+                    "compute_input": duration(batch.count, batch.copy_in_ns),
+                    "compute_infer": duration(batch.count, batch.compute_ns),
+                    "compute_output": duration(batch.count, batch.copy_out_ns),
+                }
+                for rows, batch in done.by_batch_rows.items()
+            ],
+            "memory_usage": [
+                {
+                    "type": "CPU" if self.engine.device_name == "host" else "GPU",
+                    "id": 0,
+                    "byte_size": done.memory_nbytes,
+                }
+            ],
+        }
+
+
+def reason_of(error: BaseException) -> str:
+    """Return Triton's label for a failure."""
+    if isinstance(error, asyncio.CancelledError):
+        return "CANCELED"
+    if isinstance(error, OverloadError):
+        return "REJECTED"
+    if isinstance(error, RequestError | ValueError) or not isinstance(error, AsynctrtError):
+        return "OTHER"
+    return "BACKEND" if error.http_status >= 500 else "OTHER"
+
+
+def _dims(spec: TensorSpec) -> list[int]:
+    return [-1 if isinstance(dim, str) else dim for dim in spec.dims]
+
+
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": datatype_of(spec), "shape": [-1, *_dims(spec)]}

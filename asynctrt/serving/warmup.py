@@ -1,0 +1,128 @@
+"""Run requests through an engine before clients may, so that the first of theirs is not slow."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.engine import Engine
+from asynctrt.errors import AsynctrtError, ModelError
+from asynctrt.kserve.datatypes import check_nbytes, datatype_of, read_tensor
+from asynctrt.tensors import Array, TensorSpec
+from asynctrt.validation import count
+
+WARMUP: Final = count(0)
+"""The check of a number of rounds."""
+
+WAVE_MAX: Final = 8
+"""Full batches that a warm-up has queued at once."""
+
+logger = logging.getLogger("asynctrt.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpTensor:
+    """One input of a warm-up request: its datatype, the dims of a row, and where its values come from."""
+
+    datatype: str
+    dims: tuple[int, ...]
+    is_random: bool = False
+    path: Path | None = None
+    """A file with the raw values of all rows; without one and not random, zeros."""
+
+    def read(self, spec: TensorSpec, rows: int) -> Array:
+        """Return the values, ``(rows, *dims)``. Blocks.
+
+        :raises ModelError: if they cannot be read or are not what the model takes.
+        """
+        if self.datatype != datatype_of(spec):
+            raise ModelError(f"input {spec.name!r} is {datatype_of(spec)}, not {self.datatype}")
+        fits = len(self.dims) == len(spec.dims) and all(
+            isinstance(known, str) or known == dim for dim, known in zip(self.dims, spec.dims, strict=True)
+        )
+        if not fits:
+            raise ModelError(f"a row of input {spec.name!r} is {list(spec.dims)}, not {list(self.dims)}")
+        shape = (rows, *self.dims)
+        if self.path is None:
+            return filled(spec, shape, is_random=self.is_random)
+        try:
+            raw = self.path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"the values of input {spec.name!r} cannot be read: {error}") from error
+        check_nbytes(spec, shape, len(raw))
+        return read_tensor(spec, shape, raw, 0, len(raw))
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """A request that is sent ``count`` times to an engine before it is ready."""
+
+    name: str
+    rows: int
+    count: int
+    tensors: Mapping[str, WarmUpTensor] = field(hash=False)
+
+    async def run(self, engine: Engine) -> None:
+        """Send the request, and await its answers one after the other.
+
+        :raises ModelError: if it is not what the model takes, or the model fails with it.
+        """
+        specs = {spec.name: spec for spec in engine.inputs}
+        if specs.keys() != self.tensors.keys():
+            raise ModelError(
+                f"warm-up {self.name!r} has the inputs {', '.join(sorted(self.tensors)) or 'none'}, and the "
+                f"model {', '.join(sorted(specs))}"
+            )
+        try:
+            arrays = await asyncio.to_thread(
+                lambda: {name: tensor.read(specs[name], self.rows) for name, tensor in self.tensors.items()}
+            )
+            for _ in range(self.count):
+                await engine.infer(arrays)
+        except AsynctrtError as error:
+            raise ModelError(f"warm-up {self.name!r} failed: {error}") from error
+
+
+async def warm_all_sizes(engine: Engine, rounds: int) -> None:
+    """Send zeros in batches of one row, of each captured size and of the most rows.
+
+    A model that leaves dimensions open is not sent any: which of them its users will send is not known.
+
+    :param rounds: how often; 0: never.
+    :raises ModelError: if the model fails with zeros.
+    """
+    if rounds and not all(spec.is_fixed for spec in engine.inputs):
+        logger.info("%s leaves dimensions open: only model_warmup in a config.pbtxt warms it up", engine.name)
+        return
+    known, rows_max = engine.statistics(), engine.max_rows
+    # Smaller batches that are queued together would become one.
+    wave = max(1, min(known.contexts, WAVE_MAX, engine.options.max_queue_rows // rows_max))
+    try:
+        for rows in sorted({1, *known.graphs, rows_max}) * rounds:
+            arrays = {spec.name: filled(spec, (rows, *_fixed(spec.dims))) for spec in engine.inputs}
+            together = wave if rows == rows_max else 1
+            await asyncio.gather(*(engine.infer(arrays) for _ in range(together)))
+    except AsynctrtError as error:
+        raise ModelError(
+            f"the warm-up with zeros failed: {error}. Set warmup to 0 for a model that cannot take them"
+        ) from error
+
+
+def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -> Array:
+    """Return zeros, or random values, of a tensor's dtype. Strings are empty."""
+    if not is_random or spec.dtype.kind == "S":
+        return np.zeros(shape, spec.dtype)
+    generator = np.random.default_rng(0)
+    if spec.dtype.kind in "iub":
+        return generator.integers(0, 2, shape).astype(spec.dtype)
+    values: Any = generator.random(shape, np.float32)
+    array: Array = values.astype(spec.dtype)
+    return array
+
+
+def _fixed(dims: Sequence[int | str]) -> tuple[int, ...]:
+    return tuple(dim for dim in dims if isinstance(dim, int))

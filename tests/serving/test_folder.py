@@ -1,0 +1,445 @@
+"""A folder of models in Triton's layout: found, loaded, swapped under load, watched."""
+
+import asyncio
+import shutil
+from contextlib import asynccontextmanager
+from functools import partial
+
+import grpc
+import numpy as np
+import orjson
+import pytest
+import tritonclient.grpc.service_pb2 as pb
+
+from asynctrt.client import connect
+from asynctrt.errors import (
+    AsynctrtError,
+    EngineClosedError,
+    ModelError,
+    ModelNotFoundError,
+    ModelNotReadyError,
+    UnknownModelError,
+    UsageError,
+)
+from asynctrt.serving.folder import FolderWatch, ModelFolder
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.server import Server
+from asynctrt.serving.settings import ServerSettings
+from tests.helpers import until
+from tests.models import double_model, rows, scale_onnx
+from tests.serving.support import WAIT_S, ask, connected, request, settle_grpc
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def loaded(path, *, is_tolerant=False, **kw):
+    """A repository of the models in a folder."""
+    repository = Repository()
+    folder = ModelFolder(path, **kw)
+    repository.add_place(folder)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            try:
+                await repository.load_all()
+            except AsynctrtError:
+                if not is_tolerant:
+                    raise
+            yield repository, folder
+    finally:
+        await repository.aclose()
+
+
+async def factor(repository, name="m", version=""):
+    return (await repository.find(name, version).engine.infer(rows(1)))["output"][0, 0]
+
+
+def states(repository):
+    return {f"{item['name']}:{item['version']}": item["state"] for item in repository.index()}
+
+
+def reason(repository, name="m", version="1"):
+    (item,) = [item for item in repository.index() if (item["name"], item["version"]) == (name, version)]
+    return item["reason"]
+
+
+async def test_the_layout(tmp_path):
+    scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    scale_onnx(tmp_path / "m/3/model.onnx", 4)
+    scale_onnx(tmp_path / "m/10/model.onnx", 11)
+    scale_onnx(tmp_path / "inner/1/model.onnx/model.onnx", 5)
+    for other in ("m/010", "m/x", ".git/1", "m/²"):
+        (tmp_path / other).mkdir(parents=True)
+    (tmp_path / "README").write_text("no model")
+    async with loaded(tmp_path, settings={"max_rows": 3}) as (repository, _):
+        assert states(repository) == {"m:10": "READY", "inner:1": "READY"}
+        assert await factor(repository) == 11
+        assert await factor(repository, "inner") == 5
+        assert repository.find("m").engine.max_rows == 3
+        assert repository.is_ready
+
+
+async def test_a_configuration_of_the_models_own(tmp_path):
+    for version in (1, 2, 3):
+        scale_onnx(tmp_path / f"m/{version}/other.onnx", version)
+    (tmp_path / "m/config.pbtxt").write_text(
+        'max_batch_size: 5 default_model_filename: "other.onnx" '
+        "version_policy { latest { num_versions: 2 } } instance_group { kind: KIND_CPU count: 3 }"
+    )
+    settings = {"max_rows": 9, "max_delay": 0.25}
+    async with loaded(tmp_path, device="cuda:7", settings=settings) as (repository, _):
+        assert repository.versions("m") == ["2", "3"]
+        options = repository.find("m").engine.options
+        assert (options.max_rows, options.contexts, options.max_delay) == (5, 3, 0.25)
+        assert repository.find("m").engine.device_name == "host"
+
+
+@pytest.mark.parametrize(
+    ("files", "config", "says"),
+    [
+        ({}, None, "has no versions"),
+        ({"1/model.plan": b"x"}, None, "device='cuda:0'"),
+        ({"1/other.onnx": b"x"}, None, r"1/model\.onnx"),
+        ({"1/model.onnx": b"x", "1/model.plan": b"x"}, None, "state the backend"),
+        ({"1/model.onnx": b"x"}, None, "ONNX Runtime"),
+        ({"1/model.onnx": 2}, "max_batch: 3", r"m/config\.pbtxt.*max_batch"),
+        ({"1/model.onnx": 2}, "ensemble_scheduling {}", r"m/config\.pbtxt.*ensembles"),
+        ({"1/model.onnx": 2}, "version_policy { specific { versions: 7 } }", "names version 7"),
+        ({"1/model.onnx": 2}, 'input { name: "input" data_type: TYPE_FP16 dims: 4 }', "it is FP32"),
+        ({"1/model.onnx": 2}, 'model_warmup { name: "w" }', "warm-up 'w' has the inputs none"),
+    ],
+)
+async def test_what_cannot_be_served_is_listed_with_the_reason(tmp_path, files, config, says):
+    (tmp_path / "m").mkdir()
+    for name, content in files.items():
+        path = tmp_path / "m" / name
+        if isinstance(content, int):
+            scale_onnx(path, content)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    if config is not None:
+        (tmp_path / "m/config.pbtxt").write_text(config)
+    scale_onnx(tmp_path / "n/1/model.onnx", 3)
+    async with loaded(tmp_path, is_tolerant=True) as (repository, _):
+        with pytest.raises(Exception, match=says):
+            await repository.load("m")
+        (bad,) = [item for item in repository.index() if item["name"] == "m"]
+        assert bad["state"] == "UNAVAILABLE"
+        assert not repository.is_ready
+        with pytest.raises(ModelNotReadyError, match=says):
+            repository.find("m")
+        assert await factor(repository, "n") == 3
+
+
+async def test_loading_again_opens_what_has_changed(tmp_path):
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    scale_onnx(tmp_path / "m/2/model.onnx", 3)
+    (tmp_path / "m/config.pbtxt").write_text("version_policy { all {} }")
+    async with loaded(tmp_path) as (repository, _):
+        first, second = (repository.find("m", version).engine for version in "12")
+        (tmp_path / "m/config.pbtxt").write_text("version_policy { all {} } # a comment changes nothing")
+        await repository.load("m")
+        assert [repository.find("m", version).engine for version in "12"] == [first, second]
+        scale_onnx(path, 5)
+        await repository.load("m")
+        assert repository.find("m", "2").engine is second
+        assert await factor(repository, version="1") == 5
+        await until(lambda: first.state == "closed")
+        (tmp_path / "m/config.pbtxt").write_text("max_batch_size: 2")
+        await repository.load("m")
+        assert states(repository) == {"m:2": "READY"}
+        assert repository.find("m").engine.max_rows == 2
+        with pytest.raises(UnknownModelError):
+            repository.find("m", "1")
+        await until(lambda: second.state == "closed")
+
+
+async def test_what_is_broken_changes_nothing(tmp_path):
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    (tmp_path / "m/config.pbtxt").write_text("version_policy { latest { num_versions: 2 } }")
+    async with loaded(tmp_path) as (repository, _):
+        engine = repository.find("m").engine
+        whole = path.read_bytes()
+        scale_onnx(tmp_path / "m/2/model.onnx", 9)
+        (tmp_path / "m/3").mkdir()
+        (tmp_path / "m/3/model.onnx").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ModelError, match=r"m/3/model\.onnx"):
+            await repository.load("m")
+        assert repository.find("m").engine is engine, "not the good one of two new ones alone either"
+        assert states(repository) == {"m:1": "READY", "m:2": "UNAVAILABLE", "m:3": "UNAVAILABLE"}
+        assert "3/model.onnx" in reason(repository, version="3")
+        assert repository.is_ready, "what was never served is not missed"
+        shutil.rmtree(tmp_path / "m/3")
+        path.write_bytes(b"broken")
+        with pytest.raises(ModelError, match=r"m/1/model\.onnx"):
+            await repository.load("m")
+        assert repository.find("m").engine is engine
+        assert states(repository)["m:1"] == "READY"
+        assert "1/model.onnx" in reason(repository)
+        (tmp_path / "m/config.pbtxt").write_text("nonsense: 1")
+        with pytest.raises(ModelError, match="nonsense"):
+            await repository.load("m")
+        shutil.rmtree(tmp_path / "m")
+        with pytest.raises(UnknownModelError):
+            await repository.load("m")
+        assert await factor(repository) == 2
+        scale_onnx(path, 7)
+        await repository.load("m")
+        assert (await factor(repository), reason(repository)) == (7, "")
+        await until(lambda: engine.state == "closed")
+
+
+async def test_a_file_that_changes_while_it_is_loaded(tmp_path):
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    async with loaded(tmp_path) as (repository, folder):
+        find = folder.versions
+
+        async def versions(name):
+            (version, source), *_ = (await find(name)).items()
+
+            async def opened():
+                engine = await source.opener()
+                scale_onnx(path, 4)
+                return engine
+
+            return {version: type(source)(opened, source.mark)}
+
+        scale_onnx(path, 3)
+        folder.versions = versions
+        with pytest.raises(ModelError, match="changed while it was being loaded"):
+            await repository.load("m")
+        assert await factor(repository) == 2
+
+
+async def test_new_models_are_found_when_they_are_asked_for(tmp_path):
+    scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    async with loaded(tmp_path) as (repository, _):
+        scale_onnx(tmp_path / "n/1/model.onnx", 3)
+        with pytest.raises(UnknownModelError):
+            repository.find("n")
+        for name in ("..", "../" + tmp_path.name, "", ".", "o"):
+            with pytest.raises(UnknownModelError):
+                await repository.load(name)
+        await repository.load("n")
+        assert await factor(repository, "n") == 3
+        await repository.unload("n")
+        assert states(repository) == {"m:1": "READY", "n:1": "UNAVAILABLE"}
+        assert repository.is_ready
+        await repository.load("n")
+        assert await factor(repository, "n") == 3
+
+
+async def test_names_that_two_places_have(tmp_path):
+    scale_onnx(tmp_path / "a/m/1/model.onnx", 2)
+    scale_onnx(tmp_path / "b/m/1/model.onnx", 3)
+    async with loaded(tmp_path / "a") as (repository, _):
+        with pytest.raises(UsageError, match="come from"):
+            repository.add("m", version="2", opener=double_model)
+        repository.add_place(ModelFolder(tmp_path / "b"))
+        with pytest.raises(UsageError, match="has the name of another"):
+            await repository.load_all()
+    repository = Repository()
+    repository.add_place(ModelFolder(tmp_path / "nowhere"))
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        await repository.load_all()
+
+
+async def test_closing_while_a_version_is_loaded_and_another_drains(tmp_path):
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+    async with loaded(tmp_path) as (repository, folder):
+        before = repository.find("m").engine
+        scale_onnx(path, 3)
+        await repository.load("m")
+        after = repository.find("m").engine
+        scale_onnx(path, 4)
+        find, closing = folder.versions, []
+
+        async def versions(name):
+            closing.append(asyncio.create_task(repository.aclose()))
+            await closing[0]
+            return await find(name)
+
+        folder.versions = versions
+        with pytest.raises(EngineClosedError):
+            await repository.load("m")
+        assert (before.state, after.state) == ("closed", "closed")
+        assert not list(repository)
+
+
+class TestWatch:
+    async def test_what_comes_changes_and_goes(self, tmp_path):
+        path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+        async with loaded(tmp_path) as (repository, folder):
+            watch = FolderWatch(repository, folder)
+            await watch.look()
+            await watch.look()
+            engine = repository.find("m").engine
+            scale_onnx(tmp_path / "m/2/model.onnx", 3)
+            scale_onnx(tmp_path / "n/1/model.onnx", 9)
+            await watch.look()
+            assert states(repository) == {"m:1": "READY"}, "files that may still be written are not read"
+            await watch.look()
+            assert states(repository) == {"m:2": "READY", "n:1": "READY"}
+            assert await factor(repository) == 3
+            await until(lambda: engine.state == "closed")
+            scale_onnx(tmp_path / "m/2/model.onnx", 4)
+            for _ in range(2):
+                await watch.look()
+            assert await factor(repository) == 4
+            shutil.rmtree(tmp_path / "m/2")
+            for _ in range(2):
+                await watch.look()
+            assert (states(repository)["m:1"], await factor(repository)) == ("READY", 2)
+            shutil.rmtree(tmp_path / "n")
+            for _ in range(2):
+                await watch.look()
+            assert states(repository) == {"m:1": "READY"}
+            assert path.exists()
+
+    async def test_a_file_that_grows_is_left_alone_and_one_that_is_broken_is_tried_once(
+        self, tmp_path, caplog
+    ):
+        path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+        whole = path.read_bytes()
+        async with loaded(tmp_path) as (repository, folder):
+            watch = FolderWatch(repository, folder)
+            (tmp_path / "m/2").mkdir()
+            for end in range(8, len(whole), 8):
+                (tmp_path / "m/2/model.onnx").write_bytes(whole[:end])
+                await watch.look()
+            assert states(repository) == {"m:1": "READY"}
+            for _ in range(5):
+                await watch.look()
+            assert states(repository) == {"m:1": "READY", "m:2": "UNAVAILABLE"}
+            assert caplog.text.count("is not loaded as it is now") == 1
+            (tmp_path / "m/2/model.onnx").write_bytes(whole)
+            for _ in range(2):
+                await watch.look()
+            assert states(repository) == {"m:2": "READY"}
+
+    async def test_what_was_unloaded_on_request_stays_so(self, tmp_path):
+        path = scale_onnx(tmp_path / "m/1/model.onnx", 2)
+        async with loaded(tmp_path) as (repository, folder):
+            watch = FolderWatch(repository, folder)
+            await repository.unload("m")
+            scale_onnx(path, 3)
+            for _ in range(3):
+                await watch.look()
+            assert states(repository) == {"m:1": "UNAVAILABLE"}
+            await repository.load("m")
+            assert await factor(repository) == 3
+
+    async def test_a_folder_that_goes_away_unloads_nothing(self, tmp_path, caplog):
+        scale_onnx(tmp_path / "all/m/1/model.onnx", 2)
+        async with loaded(tmp_path / "all") as (repository, folder):
+            watch = FolderWatch(repository, folder)
+            await watch.look()
+            (tmp_path / "all").rename(tmp_path / "away")
+            running = asyncio.create_task(watch.run(0.001))
+            await until(lambda: "cannot be read" in caplog.text)
+            running.cancel()
+            assert states(repository) == {"m:1": "READY"}
+
+
+class Callers:
+    """Callers over three protocols that check each answer against what may have given it.
+
+    The model multiplies by a factor that only grows: ``least`` is served already, ``most`` may be.
+    """
+
+    def __init__(self, server):
+        self.server = server
+        self.least = self.most = 1
+        self.answers = dict.fromkeys(("http", "websocket", "grpc"), 0)
+        self.is_over = False
+
+    def asked(self, number):
+        # More rows than a batch holds are split.
+        return np.full((11 if number % 5 == 0 else 1 + number % 3, 4), 1.0, np.float32)
+
+    def answered(self, protocol, least, given, output):
+        assert output.shape == given.shape
+        assert len({float(value) for value in output.flat} & set(range(least, self.most + 1))) == 1, output
+        assert len(set(output.flat)) == 1, "all rows of an answer are of one version"
+        self.answers[protocol] += 1
+
+    async def http(self):
+        async with connected(self.server) as raw:
+            number = 0
+            while not self.is_over:
+                given, least, number = self.asked(number), self.least, number + 1
+                item = {
+                    "name": "input",
+                    "datatype": "FP32",
+                    "shape": given.shape,
+                    "data": given.ravel().tolist(),
+                }
+                raw.send(request("/v2/models/m/infer", orjson.dumps({"inputs": [item]})))
+                status, _, body = await raw.answer()
+                assert status == 200, body
+                output = orjson.loads(body)["outputs"][0]
+                self.answered("http", least, given, np.array(output["data"]).reshape(output["shape"]))
+
+    async def websocket(self):
+        url = self.server.http_url.replace("http", "ws") + "/v2/ws"
+        async with connect(url, proxy=None, attempts=1) as client:
+
+            async def one(number):
+                while not self.is_over:
+                    given, least, number = self.asked(number), self.least, number + 1
+                    outputs = await client.infer("m", {"input": given})
+                    self.answered("websocket", least, given, outputs["output"])
+
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(4):
+                    tasks.create_task(one(number))
+
+    async def grpc(self):
+        async with grpc.aio.insecure_channel(self.server.grpc_target) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            number = 0
+            while not self.is_over:
+                given, least, number = self.asked(number), self.least, number + 1
+                item = {"name": "input", "datatype": "FP32", "shape": given.shape}
+                asked = pb.ModelInferRequest(
+                    model_name="m", inputs=[item], raw_input_contents=[given.tobytes()]
+                )
+                answer = pb.ModelInferResponse.FromString(await infer(asked.SerializeToString()))
+                raw = np.frombuffer(answer.raw_output_contents[0], np.float32)
+                self.answered("grpc", least, given, raw.reshape(answer.outputs[0].shape))
+
+
+async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 1)
+    folder = ModelFolder(tmp_path, settings={"max_rows": 4, "contexts": 2}, warmup=1)
+    repository = Repository()
+    repository.add_place(folder)
+    settings = ServerSettings(http_port=0, grpc_port=0, model_control=True)
+    async with asyncio.timeout(WAIT_S), Server(repository, settings) as server:
+        await repository.load_all()
+        callers = Callers(server)
+        async with asyncio.TaskGroup() as tasks:
+            for call in (callers.http, callers.http, callers.websocket, callers.grpc, callers.grpc):
+                tasks.create_task(call())
+            for count in range(2, 10):
+                before = dict(callers.answers)
+                callers.most = count
+                good = scale_onnx(path, count).read_bytes()
+                status, _, body = await ask(server, "/v2/repository/models/m/load", method="POST")
+                assert status == 200, body
+                callers.least = count
+                path.write_bytes(good[:-20])
+                status, _, body = await ask(server, "/v2/repository/models/m/load", method="POST")
+                assert status == 400
+                assert b"1/model.onnx" in body
+                await until(partial(answered_more, callers.answers, before))
+            callers.is_over = True
+        # What was taken over a third protocol is answered too: all three had answers from every version.
+        assert min(callers.answers.values()) >= 8
+        assert len(list(repository)) == 1
+    await settle_grpc()
+
+
+def answered_more(answers, before):
+    return all(answers[protocol] > before[protocol] for protocol in answers)

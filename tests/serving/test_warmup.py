@@ -1,0 +1,117 @@
+"""Requests that an engine answers before clients may ask it."""
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.errors import ModelError
+from asynctrt.serving.models import ModelSource
+from asynctrt.serving.warmup import WarmUp, WarmUpTensor, filled, warm_all_sizes
+from asynctrt.tensors import TensorSpec
+from tests.models import double_model
+
+pytestmark = pytest.mark.anyio
+
+
+def watched(seen, dims=(4,), dtype="float32"):
+    """A model that remembers what it was given."""
+
+    def function(inputs, outputs):
+        seen.append(inputs["input"].copy())
+        outputs["output"][:] = 0
+
+    return FunctionModel(
+        function,
+        inputs=TensorSpec("input", dtype, dims),
+        outputs=TensorSpec("output", "float32", (1,)),
+    )
+
+
+def picky_model():
+    """A model that cannot take zeros."""
+
+    def function(inputs, outputs):
+        if not inputs["input"].all():
+            raise ZeroDivisionError
+
+    return double_model(function)
+
+
+async def test_every_size_is_run_and_full_batches_by_several_contexts():
+    seen = []
+    async with asynctrt.open(watched(seen), max_rows=6, contexts=3) as engine:
+        await warm_all_sizes(engine, 2)
+        assert sorted(len(given) for given in seen) == [1, 1] + [6] * 6
+        assert not any(given.any() for given in seen)
+
+
+async def test_none_is_none_and_open_dimensions_are_left_alone(caplog):
+    seen = []
+    async with asynctrt.open(watched(seen)) as engine:
+        await warm_all_sizes(engine, 0)
+    caplog.set_level("INFO")
+    async with asynctrt.open(watched(seen, ("n",))) as engine:
+        await warm_all_sizes(engine, 1)
+    assert not seen
+    assert "model_warmup" in caplog.text
+
+
+async def test_a_model_that_cannot_take_zeros():
+    async with asynctrt.open(picky_model()) as engine:
+        with pytest.raises(ModelError, match="Set warmup to 0"):
+            await warm_all_sizes(engine, 1)
+
+
+async def test_requests_of_a_configuration(tmp_path):
+    seen = []
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    (tmp_path / "x.raw").write_bytes(values.tobytes())
+    async with asynctrt.open(watched(seen)) as engine:
+        for tensor in (
+            WarmUpTensor("FP32", (4,)),
+            WarmUpTensor("FP32", (4,), is_random=True),
+            WarmUpTensor("FP32", (4,), path=tmp_path / "x.raw"),
+        ):
+            await WarmUp("w", 2, 2, {"input": tensor}).run(engine)
+    zeros, random, read = (np.concatenate(seen[start : start + 2]) for start in (0, 2, 4))
+    assert not zeros.any()
+    assert random.any()
+    assert np.array_equal(read, np.concatenate([values, values]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({}, "has the inputs none, and the model input"),
+        ({"other": WarmUpTensor("FP32", (4,))}, "has the inputs other"),
+        ({"input": WarmUpTensor("FP16", (4,))}, "is FP32, not FP16"),
+        ({"input": WarmUpTensor("FP32", (5,))}, r"is \[4\], not \[5\]"),
+        ({"input": WarmUpTensor("FP32", ())}, r"is \[4\], not \[\]"),
+        ({"input": WarmUpTensor("FP32", (4,), path="missing")}, "cannot be read"),
+        ({"input": WarmUpTensor("FP32", (4,), path="short")}, "16 bytes, but 3 are given"),
+    ],
+)
+async def test_requests_that_the_model_does_not_take(tmp_path, tensors, says):
+    (tmp_path / "short").write_bytes(b"abc")
+    placed = {
+        name: WarmUpTensor(item.datatype, item.dims, path=item.path and tmp_path / item.path)
+        for name, item in tensors.items()
+    }
+    async with asynctrt.open(double_model()) as engine:
+        with pytest.raises(ModelError, match=f"(?s)warm-up 'w'.*{says}"):
+            await WarmUp("w", 1, 1, placed).run(engine)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint64", "bool", "S4"])
+def test_random_values_are_of_every_dtype(dtype):
+    values = filled(TensorSpec("x", dtype, (50,)), (2, 50), is_random=True)
+    assert values.dtype == np.dtype(dtype)
+    assert values.any() or dtype == "S4"
+
+
+async def test_a_model_whose_warm_up_fails_leaves_nothing_open():
+    """The engine would warn of being forgotten, and warnings are errors here."""
+    source = ModelSource("m", "1", "tests.serving.test_warmup:picky_model", warmup=1)
+    with pytest.raises(ModelError, match="Set warmup to 0"):
+        await source.opener("host")()
