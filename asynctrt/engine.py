@@ -221,7 +221,9 @@ class Engine:
             if self._urgent is not None and priority == self._options.priorities - 1:
                 return await self._urgent.infer(inputs, timeout=timeout, priority=priority, outputs=outputs)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
-            return await self._infer_split(self._split(arrays, rows, key), key, timeout_ns, priority)
+            parts = self._split(arrays, rows, key)
+            requests = self._driver.submit_parts(parts, key, priority, timeout_ns)
+            return await self._rejoined(requests, [request.future for request in requests])
         request = self._driver.submit(arrays, rows, key, priority, timeout_ns)
         try:
             result: InferResult = await request.future
@@ -250,7 +252,13 @@ class Engine:
                 return self._urgent.submit(inputs, timeout=timeout, priority=priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
-            return self._loop.create_task(self._infer_split(parts, key, timeout_ns, priority))
+            # Queued here, not by the task: what was accepted is answered though the engine drains at once.
+            requests = self._driver.submit_parts(parts, key, priority, timeout_ns)
+            futures = [request.future for request in requests]
+            task = self._loop.create_task(self._rejoined(requests, futures))
+            # A task that is cancelled before it has begun runs no line of its own.
+            task.add_done_callback(partial(self._give_up, requests, futures))
+            return task
         future = _Answer(loop=self._loop)
         future.driver = self._driver
         future.request = self._driver.submit(arrays, rows, key, priority, timeout_ns, future)
@@ -470,16 +478,10 @@ class Engine:
             for start in range(0, rows, part)
         ]
 
-    async def _infer_split(
-        self,
-        parts: list[tuple[tuple[Any, ...], int]],
-        key: BatchKey,
-        timeout_ns: int | None,
-        priority: int,
+    async def _rejoined(
+        self, requests: list[Request], futures: list[asyncio.Future[InferResult]]
     ) -> InferResult:
-        """Run a call with more rows than a batch holds: parts in order, all queued or none, then rejoined."""
-        requests = self._driver.submit_parts(parts, key, priority, timeout_ns)
-        futures = [request.future for request in requests]
+        """Answer a call with more rows than a batch holds, whose parts were all queued."""
         try:
             results = await asyncio.gather(*futures)
         except BaseException as error:
@@ -487,13 +489,11 @@ class Engine:
                 future.done() and not future.cancelled() and future.exception() is None for future in futures
             )
             # One part failed or the caller went away, so the others are of no use any more.
-            for request, future in zip(requests, futures, strict=True):
-                future.cancel()
-                self._driver.cancel(request)
+            self._give_up(requests, futures)
             if not isinstance(error, DeadlineError):
                 raise
             raise DeadlineError(
-                f"{error}. The call was split into {len(parts)} batches, of which {answered} had been "
+                f"{error}. The call was split into {len(requests)} batches, of which {answered} had been "
                 "computed"
             ) from None
         nbytes = sum(array.nbytes for result in results for array in result.values())
@@ -502,6 +502,16 @@ class Engine:
         joined: list[InferResult] = []
         await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results)), nbytes)
         return joined[0]
+
+    def _give_up(
+        self, requests: list[Request], futures: list[asyncio.Future[InferResult]], *_: object
+    ) -> None:
+        """Cancel the parts of a call that are not done. Idempotent."""
+        for request, future in zip(requests, futures, strict=True):
+            future.cancel()
+            self._driver.cancel(request)
+            if not future.cancelled():
+                future.exception()  # Looked at here, so that asyncio does not miss a reader.
 
     def _submit_slot(
         self, payload: Any, rows: int, key: BatchKey, timeout: float | None, priority: int

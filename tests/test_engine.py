@@ -564,6 +564,24 @@ class TestCancelling:
             assert victim.cancelled()
             assert answer(mate) == [4]
 
+    async def test_a_split_request_that_was_submitted_is_answered_though_the_engine_drains_at_once(self):
+        async with asynctrt.open(double_model(), max_rows=2) as engine:
+            future = engine.submit(rows(1, 2, 3, 4, 5))
+            await engine.drain()
+            assert (await future)["output"][:, 0].tolist() == [2, 4, 6, 8, 10]
+
+    async def test_a_split_request_that_is_cancelled_at_once_leaves_nothing_queued(self):
+        opening, device = latched(contexts=1, slots=1, max_rows=2)
+        async with opening as engine:
+            future = engine.submit(rows(1, 2, 3, 4, 5))
+            future.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await future
+            await until(lambda: engine.statistics().cancelled == 3)
+            assert engine.statistics().queued_requests == 0
+            device.open()
+            await engine.drain()
+
     async def test_cancelling_a_split_request_cancels_all_its_parts(self):
         opening, device = latched(contexts=1, slots=1, max_rows=2)
         async with opening as engine:
