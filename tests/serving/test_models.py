@@ -3,8 +3,8 @@
 import anyio
 import pytest
 
-from asynctrt.errors import OptionsError
-from asynctrt.serving.models import ModelSource
+from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError
+from asynctrt.serving.models import ModelSource, files_mark
 from tests.models import rows
 
 
@@ -65,3 +65,53 @@ def test_a_source_is_opened_with_its_options():
             await engine.aclose()
 
     anyio.run(main)
+
+
+def test_a_folder_is_a_model_of_many(tmp_path):
+    (tmp_path / "model.onnx").mkdir()
+    source = ModelSource.parse(str(tmp_path), {"max_rows": 4})
+    assert source.is_folder
+    assert source.settings == {"max_rows": 4}
+    assert not ModelSource.parse(str(tmp_path / "model.onnx"), {}).is_folder
+    table = {"path": str(tmp_path), "device": "cuda:1", "warmup": 2, "max_rows": 8}
+    source = ModelSource.read(table, {"max_delay": 0.1})
+    assert (source.is_folder, source.device, source.warmup) == (True, "cuda:1", 2)
+    assert source.settings == {"max_rows": 8, "max_delay": 0.1}
+    for name in ("name", "version"):
+        with pytest.raises(OptionsError, match="names and versions of their own"):
+            ModelSource.read({"path": str(tmp_path), name: "1"}, {})
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [({"device": 1}, "name of a device"), ({"warmup": -1}, "warmup"), ({"warmup": True}, "warmup")],
+)
+def test_impossible_devices_and_warm_ups(table, says):
+    with pytest.raises(OptionsError, match=says):
+        ModelSource.read({"path": "m.onnx", **table}, {})
+
+
+def test_a_model_has_its_own_device():
+    async def main():
+        with pytest.raises(DeviceUnavailableError, match="no device 'mars'"):
+            await ModelSource("m", "1", "tests.models:double_model", device="mars").opener("host")()
+
+    anyio.run(main)
+
+
+def test_the_mark_of_a_file(tmp_path):
+    path = tmp_path / "m.onnx"
+    source = ModelSource.parse(str(path), {})
+    assert source.mark() is None
+    path.write_bytes(b"a")
+    first = source.mark()
+    assert source.mark() == first
+    path.write_bytes(b"ab")
+    assert source.mark() != first
+    assert ModelSource.parse("tests.models:double_model", {}).mark() is None
+    for number in range(12):
+        (tmp_path / f"{number}").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("asynctrt.serving.models.FILES_MAX", 10)
+        with pytest.raises(ModelError, match="more than 10 files"):
+            files_mark(tmp_path)

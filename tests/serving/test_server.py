@@ -21,7 +21,7 @@ from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
 from asynctrt.serving import Repository, Server, ServerSettings
 from asynctrt.testing import LatchDevice
 from tests.helpers import free_port, until
-from tests.models import double_model, double_onnx, rows
+from tests.models import double_model, double_onnx, rows, scale_onnx
 from tests.serving.support import WAIT_S, ask, connected, engine_of, request, serving
 from tests.serving.test_http import infer
 from tests.serving.tls import certificate
@@ -218,6 +218,35 @@ class TestAsAProcess:
             line("loading 1 model")
             process.send_signal(number)
             line("stopped")
+            assert process.wait(WAIT_S) == 0
+
+    def test_a_folder_that_changes_while_it_is_served(self, tmp_path):
+        scale_onnx(tmp_path / "double/1/model.onnx", 2)
+        flags = ["--watch", "0.05", "--model-control", "--warmup", "1", "--http-port", "0", "--no-grpc"]
+        with command(str(tmp_path), *flags) as (process, line):
+            line("loading 1 model$")
+            url = line(r"HTTP.* (http://\S+)")
+            assert call(url) == 6
+            scale_onnx(tmp_path / "double/2/model.onnx", 5)
+            line("double version 1 is no longer served")
+            assert call(url) == 15
+            (tmp_path / "double/2/model.onnx").write_bytes(b"broken")
+            line("double is not loaded as it is now")
+            assert call(url) == 15
+            process.send_signal(signal.SIGINT)
+            line("stopped")
+            assert process.wait(WAIT_S) == 0
+
+    def test_a_folder_with_a_model_that_cannot_be_loaded(self, tmp_path):
+        scale_onnx(tmp_path / "good/1/model.onnx", 2)
+        (tmp_path / "bad/1").mkdir(parents=True)
+        with command(str(tmp_path), "--http-port", "0", "--no-grpc") as (process, line):
+            line(r"ModelNotFoundError: .*bad/1/model\.onnx")
+            assert process.wait(WAIT_S) == 1
+        with command(str(tmp_path), "--http-port", "0", "--no-grpc", "--model-control") as (process, line):
+            line(r"error: .*bad/1/model\.onnx")
+            line("good version 1")
+            process.terminate()
             assert process.wait(WAIT_S) == 0
 
     def test_flags_environment_and_file(self, tmp_path):
