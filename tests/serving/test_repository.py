@@ -15,8 +15,9 @@ from asynctrt.errors import (
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.served import reason_of
 from asynctrt.tensors import TensorSpec
+from asynctrt.testing import LatchDevice
 from tests.helpers import until
-from tests.models import double_model
+from tests.models import double_model, rows
 from tests.serving.support import WAIT_S
 
 pytestmark = pytest.mark.anyio
@@ -181,3 +182,105 @@ async def test_a_model_that_is_loaded_while_the_repository_closes():
         await loading
     assert engines[0].statistics().state == "closed"
     assert not list(repository)
+
+
+async def test_a_swap_lets_the_old_engine_answer_what_it_has():
+    old = LatchDevice(concurrency=1)
+    devices = [old, "host"]
+
+    async def opened():
+        return await asynctrt.open(double_model(), device=devices.pop(0), contexts=1, max_rows=2)
+
+    repository = Repository()
+    repository.add("m", opener=opened)
+    async with asyncio.timeout(WAIT_S):
+        await repository.load("m")
+        first = repository.find("m")
+        # One batch in flight, one queued, and one that is split.
+        futures = [first.engine.submit(rows(*values)) for values in ([1], [2, 3], [4, 5, 6, 7, 8])]
+        await until(lambda: old.held)
+        await repository.load("m")
+        second = repository.find("m")
+        assert second is not first
+        assert list(repository) == [second]
+        assert (await second.engine.infer(rows(9)))["output"][0, 0] == 18
+        assert first.engine.state == "draining"
+        assert not any(future.done() for future in futures)
+        draining = asyncio.create_task(repository.drain())
+        old.open()
+        answers = [(await future)["output"][:, 0].tolist() for future in futures]
+        assert answers == [[2], [4, 6], [8, 10, 12, 14, 16]]
+        await draining
+        await until(lambda: first.engine.state == "closed")
+        await repository.aclose()
+
+
+async def test_states_while_it_changes():
+    gate, device = asyncio.Event(), LatchDevice(concurrency=1)
+
+    async def opened():
+        await gate.wait()
+        return await asynctrt.open(double_model(), device=device)
+
+    def state():
+        return repository.index()[0]["state"]
+
+    repository = Repository()
+    repository.add("m", opener=opened)
+    async with asyncio.timeout(WAIT_S):
+        loading = asyncio.create_task(repository.load("m"))
+        await until(lambda: state() == "LOADING")
+        gate.set()
+        await loading
+        gate.clear()
+        loading = asyncio.create_task(repository.load("m"))
+        future = repository.find("m").engine.submit(rows(1))
+        await until(lambda: device.held)
+        assert state() == "READY", "the old one answers"
+        loading.cancel()
+        await asyncio.wait([loading])
+        unloading = asyncio.create_task(repository.unload("m"))
+        await until(lambda: state() == "UNLOADING")
+        device.open()
+        await unloading
+        assert (await future)["output"][0, 0] == 2
+        assert repository.index()[0] == {
+            "name": "m",
+            "version": "1",
+            "state": "UNAVAILABLE",
+            "reason": "unloaded",
+        }
+        await repository.aclose()
+
+
+async def test_a_load_whose_client_goes_away_changes_nothing():
+    engines, gate = [], asyncio.Event()
+
+    async def opened():
+        engines.append(await asynctrt.open(double_model()))
+        return engines[-1]
+
+    async def slow():
+        await gate.wait()
+        raise AssertionError("it is cancelled before")
+
+    repository = Repository()
+    repository.add("m", opener=opened, version="1")
+    openers = [opened, slow]
+
+    async def second():
+        return await openers.pop(0)()
+
+    repository.add("m", opener=second, version="2")
+    async with asyncio.timeout(WAIT_S):
+        await repository.load("m")
+        served = list(repository)
+        loading = asyncio.create_task(repository.load("m"))
+        await until(lambda: len(engines) == 3)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert list(repository) == served
+        assert [engine.state for engine in engines] == ["open", "open", "closed"]
+        assert [item["state"] for item in repository.index()] == ["READY", "READY"]
+        await repository.aclose()
