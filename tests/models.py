@@ -1,6 +1,7 @@
 """Models for the tests: ONNX graphs made here, and Python functions."""
 
 import threading
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -40,16 +41,26 @@ def double_onnx(path, rows="batch", dims=(4,)):
     )
 
 
-def scale_onnx(path, factor, dims=(4,)):
-    """``output = factor * input``, float32. The file is there whole or not at all."""
+def scale_onnx(path, factor, work=0):
+    """``output = factor * input``, float32, 4 a row. The file is there whole or not at all.
+
+    :param work: products with a unit matrix of 512 that it takes on the way, for a model that is not instant.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
+    wide = np.eye(4, 512, dtype=np.float32)
+    steps = [f"x{number}" for number in range(work + 1)]
     save(
         part,
-        [node("Mul", "input factor", "output")],
-        [("input", TensorProto.FLOAT, ["batch", *dims])],
-        [("output", TensorProto.FLOAT, ["batch", *dims])],
-        [("factor", np.float32(factor))],
+        [
+            node("MatMul", "input wide", "x0"),
+            *(node("MatMul", f"{before} unit", after) for before, after in pairwise(steps)),
+            node("MatMul", f"{steps[-1]} narrow", "output"),
+        ],
+        [("input", TensorProto.FLOAT, ["batch", 4])],
+        [("output", TensorProto.FLOAT, ["batch", 4])],
+        [("wide", wide * np.float32(factor)), ("narrow", wide.T.copy())]
+        + [("unit", np.eye(512, dtype=np.float32))] * bool(work),
     )
     return part.replace(path)
 

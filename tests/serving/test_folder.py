@@ -392,7 +392,7 @@ class Callers:
                     self.answered("websocket", least, given, outputs["output"])
 
             async with asyncio.TaskGroup() as tasks:
-                for number in range(4):
+                for number in range(32):
                     tasks.create_task(one(number))
 
     async def grpc(self):
@@ -411,8 +411,8 @@ class Callers:
 
 
 async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
-    path = scale_onnx(tmp_path / "m/1/model.onnx", 1)
-    folder = ModelFolder(tmp_path, settings={"max_rows": 4, "contexts": 2}, warmup=1)
+    path = scale_onnx(tmp_path / "m/1/model.onnx", 1, work=8)
+    folder = ModelFolder(tmp_path, settings={"max_rows": 4, "contexts": 1}, warmup=1)
     repository = Repository()
     repository.add_place(folder)
     settings = ServerSettings(http_port=0, grpc_port=0, model_control=True)
@@ -425,7 +425,7 @@ async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
             for count in range(2, 10):
                 before = dict(callers.answers)
                 callers.most = count
-                good = scale_onnx(path, count).read_bytes()
+                good = scale_onnx(path, count, work=8).read_bytes()
                 status, _, body = await ask(server, "/v2/repository/models/m/load", method="POST")
                 assert status == 200, body
                 callers.least = count
