@@ -17,10 +17,11 @@ from asynctrt.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from asynctrt.serving.asgi import kserve_app, websocket_endpoint
+    from asynctrt.serving.folder import ModelFolder
     from asynctrt.serving.repository import Repository
     from asynctrt.serving.server import Server
 
-__all__ = ["Repository", "Server", "ServerSettings", "kserve_app", "websocket_endpoint"]
+__all__ = ["ModelFolder", "Repository", "Server", "ServerSettings", "kserve_app", "websocket_endpoint"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
         from asynctrt.serving import asgi  # noqa: PLC0415
 
         return getattr(asgi, name)
+    if name == "ModelFolder":
+        from asynctrt.serving.folder import ModelFolder  # noqa: PLC0415
+
+        return ModelFolder
     if name == "Repository":
         from asynctrt.serving.repository import Repository  # noqa: PLC0415
 

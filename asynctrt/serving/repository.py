@@ -236,6 +236,8 @@ class Repository:
         if model is None:
             model = await self._found(name)
         async with model.changing:
+            if self._models.get(name) is not model:
+                raise UnknownModelError(f"model {name!r:.200} was removed meanwhile")
             # Not more than one engine that is on its way out beside each version.
             await self._settled(name)
             was_serving = model.is_serving
