@@ -22,7 +22,7 @@ OPTIONAL = {
     "jinja2": {"loadtest/page.py"},
     "matplotlib": {"loadtest/plots.py"},
     "psutil": {"loadtest/machine.py"},
-    "pynvml": {"loadtest/machine.py"},
+    "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
     "scipy": {"loadtest/statistics.py"},
     "yarl": {"loadtest/http_target.py"},  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},

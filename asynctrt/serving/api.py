@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -106,7 +106,7 @@ Then = Callable[[Inference], None]
 class Page:
     """A further page of the server, such as one of the dashboard's."""
 
-    respond: Callable[[Headers], Answer]
+    respond: Callable[[Headers], Answer | Awaitable[Answer]]
     is_open: bool = False
     """Whether it is served without a token."""
 
@@ -271,7 +271,8 @@ class Api:
         page = self.pages.get(text)
         if page is not None:
             _allow(method, "GET")
-            return page.respond(headers)
+            answer = page.respond(headers)
+            return answer if isinstance(answer, Answer) else await answer
         route = self.route(path) if text != "/v2/models/stats" else None
         if route is not None:
             return await self._model(method, route, headers, body)

@@ -1,24 +1,38 @@
 """Expose a server's metrics to Prometheus, under Triton's names and asynctrt's own. The only importer of
 ``prometheus_client``.
 
-Metrics are computed at each scrape from counters that exist anyway, so they cost requests nothing.
+Metrics are computed at each scrape from counters. A scrape gives the event loop back after
+:data:`SLICE_NS`, again and again, so that one of many models does not hold it. Rendering in a thread instead
+would hold it longer: the loop would wait for the GIL each time that it had let go of it.
 """
 
+import asyncio
 import re
-from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
 import asynctrt
 from asynctrt import clock
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Answer, Headers, Page
+from asynctrt.serving.gpus import Gpu
+from asynctrt.serving.latency import BOUNDS_S, Latencies
+from asynctrt.serving.latency import Exemplar as Traced
 from asynctrt.serving.repository import Repository
-from asynctrt.serving.sampler import batch_bounds, batch_counts, resident_nbytes
+from asynctrt.serving.sampler import (
+    batch_bounds,
+    batch_counts,
+    drain_s,
+    resident_nbytes,
+    slots_of,
+)
 from asynctrt.serving.served import ServedModel
 from asynctrt.statistics import Statistics
 
 try:
-    from prometheus_client import exposition
+    from prometheus_client import GCCollector, PlatformCollector, ProcessCollector, exposition
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,
@@ -28,7 +42,8 @@ try:
         UnknownMetricFamily,
     )
     from prometheus_client.openmetrics import exposition as openmetrics
-    from prometheus_client.registry import CollectorRegistry
+    from prometheus_client.registry import Collector, CollectorRegistry
+    from prometheus_client.samples import Exemplar
 except ImportError as error:
     raise MissingExtraError("serving needs prometheus-client: pip install 'asynctrt[serve]'") from error
 
@@ -105,10 +120,59 @@ GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
         "Memory of slabs, on the host and the device, and of arenas, in bytes.",
         lambda done: done.memory_nbytes,
     ),
+    (
+        "asynctrt_parallel_batches",
+        "Batches that can compute at once: one an arena, or a context where there are no arenas.",
+        slots_of,
+    ),
 )
+
+SECONDS: Final[tuple[tuple[str, str, Callable[[Latencies], list[int]]], ...]] = (
+    ("asynctrt_queue_seconds", "Answered requests by their time in the queue.", lambda known: known.queue),
+    (
+        "asynctrt_compute_seconds",
+        "Answered requests by the time that their batch computed.",
+        lambda known: known.compute,
+    ),
+    (
+        "asynctrt_request_seconds",
+        "Answered requests by their time from arrival to answer.",
+        lambda known: known.total,
+    ),
+)
+"""Histograms of latencies."""
+
+GPU: Final[tuple[tuple[str, str, Callable[[Gpu], float | None]], ...]] = (
+    (
+        "nv_gpu_utilization",
+        "Share of the time in which the GPU computed anything, 0 to 1.",
+        lambda gpu: gpu.utilization,
+    ),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU, in bytes.", lambda gpu: gpu.memory_nbytes),
+    (
+        "nv_gpu_memory_used_bytes",
+        "Memory of the GPU in use by any process, in bytes.",
+        lambda gpu: gpu.used_nbytes,
+    ),
+    ("nv_gpu_power_usage", "Power that the GPU draws, in watts.", lambda gpu: gpu.watts),
+)
+"""Gauges under Triton's names."""
 
 STATES: Final = ("succeeded", "failed", "cancelled", "expired", "refused")
 """Outcomes of requests, by their names in :class:`asynctrt.Statistics`."""
+
+SLICE_NS: Final = 100_000
+"""How long a scrape holds the event loop at a time, plus one piece of work."""
+
+PIECE_SAMPLES: Final = 8
+"""Samples that are rendered at a time, or those of one histogram: the library takes 10 µs for each."""
+
+JOIN_NBYTES: Final = 64 << 10
+"""Bytes of a piece of the answer's body."""
+
+MODEL: Final = ("model", "version")
+OPENMETRICS: Final = b"application/openmetrics-text"
+END: Final = b"# EOF\n"
 
 _UNTYPED: Final = re.compile(rb"^(# TYPE nv_\w+) untyped$", re.MULTILINE)
 
@@ -121,12 +185,30 @@ class _Labelled(NamedTuple):
     done: Statistics
 
 
+class _Family(NamedTuple):
+    """One metric: ``make`` makes it without samples, ``add`` adds those of one model's :class:`_Labelled`."""
+
+    make: Callable[[], Metric]
+    add: Callable[[Any, Any], None]
+
+
+class _Only(NamedTuple):
+    """What the library renders: a collector of one metric."""
+
+    metrics: Sequence[Metric]
+
+    def collect(self) -> Iterable[Metric]:
+        return self.metrics
+
+
 class Metrics:
-    """Collect metrics into a registry of its own, so that two servers in one process do not collide.
+    """Collect metrics of a server. Two in one process do not collide.
 
     :param repository: the models, whose names and versions are the labels.
     :param connections: returns the number of open connections; ``in_flight`` that of requests being answered;
-        ``loop_lag_ns`` how late the loop ran its last timer. Without one of them its metric is left out.
+        ``loop_lag_ns`` how late the loop ran its last timer; ``busy_share`` how busy a model was lately.
+        Without one of them its metric is left out.
+    :param gpus: returns the readings of the GPUs; it is called in a thread.
     """
 
     def __init__(
@@ -136,53 +218,69 @@ class Metrics:
         connections: Callable[[], int] | None = None,
         in_flight: Callable[[], int] | None = None,
         loop_lag_ns: Callable[[], int | None] | None = None,
+        busy_share: Callable[[ServedModel], float | None] | None = None,
         cpu_ns: Callable[[], int] = clock.cpu_ns,
+        gpus: Callable[[], list[Gpu]] | None = None,
     ) -> None:
         self._repository = repository
         self._connections = connections
         self._in_flight = in_flight
         self._loop_lag_ns = loop_lag_ns
         self._cpu_ns = cpu_ns
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
+        self._gpus = gpus
+        self._families = list(_families(busy_share))
+        self._process = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self._process)
+        # One scrape at a time: several would each hold the loop in turn.
+        self._scraping = asyncio.Lock()
 
     def page(self, *, is_open: bool = False) -> Page:
         """Return the page for ``/metrics``."""
         return Page(self.answer, is_open)
 
-    def answer(self, headers: Headers) -> Answer:
+    async def answer(self, headers: Headers) -> Answer:
         """Return the metrics in OpenMetrics' format if the client accepts it, else in Prometheus's."""
         accepted = headers.get(b"accept", b"").lower().split(b",")
-        if any(item.split(b";")[0].strip() == b"application/openmetrics-text" for item in accepted):
-            body = openmetrics.generate_latest(self.registry)  # type: ignore[no-untyped-call]  # It is.
-            kind = openmetrics.CONTENT_TYPE_LATEST
-        else:
-            # The library accepts counters only with _total, which Triton's names lack. Prometheus's format
-            # can declare them counters all the same; in OpenMetrics they stay of unknown type.
-            body = _UNTYPED.sub(rb"\1 counter", exposition.generate_latest(self.registry))
-            kind = exposition.CONTENT_TYPE_PLAIN_0_0_4
-        return Answer(200, (("Content-Type", kind), ("Cache-Control", "no-store")), (body,))
+        is_open = any(item.split(b";")[0].strip() == OPENMETRICS for item in accepted)
+        kind = openmetrics.CONTENT_TYPE_LATEST if is_open else exposition.CONTENT_TYPE_PLAIN_0_0_4
+        body: list[bytes] = []
+        async with self._scraping:
+            piece = bytearray()
+            async for text in self._texts(_rendered_open if is_open else _rendered):
+                piece += text
+                if len(piece) >= JOIN_NBYTES:
+                    body.append(bytes(piece))
+                    piece.clear()
+        body.append(bytes(piece) + (END if is_open else b""))
+        return Answer(200, (("Content-Type", kind), ("Cache-Control", "no-store")), body)
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        readings = [
-            _Labelled([served.name, served.version], served, served.engine.statistics())
-            for served in self._repository
-        ]
-        yield from _triton(readings)
-        yield from _gauges(readings)
-        yield from _requests(readings)
-        yield _batches(readings)
-        yield self._ready()
-        yield from self._server()
+    async def _texts(self, render: Callable[[Any], bytes]) -> AsyncIterator[bytes]:
+        """Yield the text in pieces, giving the loop back between them."""
+        yield await asyncio.to_thread(self._of_process, render)
+        began_ns = clock.now_ns()
+        for text in self._pieces(render):
+            if text:
+                yield text
+            if clock.now_ns() - began_ns > SLICE_NS:
+                await asyncio.sleep(0)
+                began_ns = clock.now_ns()
 
-    def _ready(self) -> Metric:
-        ready = GaugeMetricFamily(
-            "asynctrt_model_ready", "Whether the model is ready: 1, or 0.", labels=("model", "version")
-        )
-        for item in self._repository.index():
-            ready.add_metric([item["name"], item["version"]], float(item["state"] == "READY"))
-        return ready
+    def _of_process(self, render: Callable[[Any], bytes]) -> bytes:
+        """Render what the operating system and the driver have to be asked for. Runs in a thread."""
+        gpus = self._gpus() if self._gpus is not None else []
+        return render(self._process) + render(_Only(list(_of_gpus(gpus))))
+
+    def _pieces(self, render: Callable[[Any], bytes]) -> Iterator[bytes]:
+        """Yield small pieces of the text, some of them empty."""
+        readings = []
+        for served in list(self._repository):
+            readings.append(_Labelled([served.name, served.version], served, served.engine.statistics()))
+            yield b""
+        for family in self._families:
+            yield from _texts_of(render, family, readings)
+        yield from _texts_of(render, READY, self._repository.index())
+        yield render(_Only([_lost(readings), *self._server()]))
 
     def _server(self) -> Iterator[Metric]:
         if self._connections is not None:
@@ -217,88 +315,198 @@ class Metrics:
         )
 
 
-def _triton(readings: list[_Labelled]) -> Iterator[Metric]:
-    for name, text, read in TRITON:
-        counter = UnknownMetricFamily(name, text, labels=("model", "version"))
-        for reading in readings:
-            counter.add_metric(reading.labels, read(reading.done))
-        yield counter
-    success = UnknownMetricFamily(
-        "nv_inference_request_success", "Requests answered.", labels=("model", "version")
+def _rendered(collector: Collector) -> bytes:
+    # The library accepts counters only with _total, which Triton's names lack. Prometheus's format can
+    # declare them counters all the same; in OpenMetrics they stay of unknown type.
+    return _UNTYPED.sub(rb"\1 counter", exposition.generate_latest(collector))
+
+
+def _rendered_open(collector: Collector) -> bytes:
+    text: bytes = openmetrics.generate_latest(collector)  # type: ignore[no-untyped-call]  # It is.
+    return text.removesuffix(END)
+
+
+def _texts_of(render: Callable[[Any], bytes], family: _Family, items: Sequence[Any]) -> Iterator[bytes]:
+    """Render one metric in pieces."""
+    metric, is_first = family.make(), True
+    for item in items:
+        family.add(metric, item)
+        if len(metric.samples) >= PIECE_SAMPLES:
+            yield _piece(render, metric, is_first=is_first)
+            metric, is_first = family.make(), False
+    if metric.samples or is_first:
+        yield _piece(render, metric, is_first=is_first)
+
+
+def _piece(render: Callable[[Any], bytes], metric: Metric, *, is_first: bool) -> bytes:
+    """Render a metric, or more samples of one: without its help and type then."""
+    text = render(_Only([metric]))
+    if is_first:
+        return text
+    # Newlines in names and help are escaped, so these are the lines of HELP and TYPE.
+    return text.split(b"\n", 2)[2]
+
+
+def _lost(readings: list[_Labelled]) -> Metric:
+    devices = {reading.served.engine.device_name for reading in readings if reading.done.state == "lost"}
+    return GaugeMetricFamily(
+        "asynctrt_lost_devices",
+        "Devices that are lost to this process, which only a new one can recover.",
+        len(devices),
     )
-    for reading in readings:
-        success.add_metric(reading.labels, reading.served.succeeded(reading.done))
-    yield success
-    failures = UnknownMetricFamily(
+
+
+def _of_gpus(gpus: list[Gpu]) -> Iterator[Metric]:
+    for name, text, read in GPU:
+        gauge = GaugeMetricFamily(name, text, labels=("gpu_uuid",))
+        for gpu in gpus:
+            value = read(gpu)
+            if value is not None:
+                gauge.add_metric([gpu.uuid], value)
+        if gauge.samples:
+            yield gauge
+
+
+def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Iterator[_Family]:
+    """Yield the metrics of models."""
+    for name, text, read in TRITON:
+        yield _value(UnknownMetricFamily, name, text, partial(_read, read))
+    yield _value(
+        UnknownMetricFamily,
+        "nv_inference_request_success",
+        "Requests answered.",
+        lambda reading: reading.served.succeeded(reading.done),
+    )
+    yield _values(
+        UnknownMetricFamily,
         "nv_inference_request_failure",
         "Requests that failed, by reason: REJECTED under overload, CANCELED by the client, BACKEND if the "
         "model failed, or OTHER.",
-        labels=("model", "version", "reason"),
+        "reason",
+        lambda reading: reading.served.failures,
     )
-    for reading in readings:
-        for reason, count in reading.served.failures.items():
-            failures.add_metric([*reading.labels, reason], count)
-    yield failures
-
-
-def _gauges(readings: list[_Labelled]) -> Iterator[Metric]:
     for name, text, read in GAUGES:
-        gauge = GaugeMetricFamily(name, text, labels=("model", "version"))
-        for reading in readings:
-            gauge.add_metric(reading.labels, read(reading.done))
-        yield gauge
+        yield _value(GaugeMetricFamily, name, text, partial(_read, read))
+    yield _value(
+        GaugeMetricFamily,
+        "asynctrt_drain_seconds",
+        "Estimated time to answer what is queued and in flight, in seconds; absent before the first batch.",
+        lambda reading: drain_s(reading.done),
+    )
+    if busy_share is not None:
+        yield _value(
+            GaugeMetricFamily,
+            "asynctrt_busy_share",
+            "Share of the last second in which the model computed as many batches as it can at once, 0 to 1.",
+            lambda reading: busy_share(reading.served),
+        )
+    yield from _of_requests()
+    yield _Family(
+        lambda: HistogramMetricFamily("asynctrt_batch_rows", "Batches by number of rows.", labels=MODEL),
+        _add_batches,
+    )
+    for name, text, which in SECONDS:
+        yield _Family(
+            partial(HistogramMetricFamily, name, text, labels=MODEL),
+            partial(_add_seconds, which),
+        )
 
 
-def _requests(readings: list[_Labelled]) -> Iterator[Metric]:
-    ended = CounterMetricFamily(
+def _of_requests() -> Iterator[_Family]:
+    yield _values(
+        CounterMetricFamily,
         "asynctrt_requests",
         "Requests by outcome; expired: timed out in the queue; refused: never queued.",
-        labels=("model", "version", "state"),
+        "state",
+        lambda reading: {state: getattr(reading.done, state) for state in STATES},
     )
-    launched = CounterMetricFamily(
+    yield _values(
+        CounterMetricFamily,
         "asynctrt_batches_launched",
         "Batches by why they were launched; full: no more rows fitted; idle: the device had room; delay: "
         "max_delay was over; deadline: a timeout was near; turn: another bucket was full, but it was this "
         "one's turn.",
-        labels=("model", "version", "reason"),
+        "reason",
+        lambda reading: reading.done.launched,
     )
-    pending = GaugeMetricFamily(
+    yield _value(
+        GaugeMetricFamily,
         "asynctrt_pending_requests",
         "Requests accepted and not answered yet, queued or running.",
-        labels=("model", "version"),
+        lambda reading: reading.served.pending,
     )
-    handover = CounterMetricFamily(
+    yield _value(
+        CounterMetricFamily,
         "asynctrt_handover_seconds",
         "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
         "after launch, and for the event loop to notice the result.",
-        labels=("model", "version"),
+        _handover_s,
     )
-    for reading in readings:
-        done = reading.done
-        for reason, count in done.launched.items():
-            launched.add_metric([*reading.labels, reason], count)
-        for state in STATES:
-            ended.add_metric([*reading.labels, state], getattr(done, state))
-        pending.add_metric(reading.labels, reading.served.pending)
-        known_ns = done.queue_ns + done.copy_in_ns + done.compute_ns + done.copy_out_ns
-        handover.add_metric(reading.labels, max(0, done.total_ns - known_ns) / 1e9)
-    yield ended
-    yield launched
-    yield pending
-    yield handover
 
 
-def _batches(readings: list[_Labelled]) -> Metric:
-    family = HistogramMetricFamily(
-        "asynctrt_batch_rows", "Batches by number of rows.", labels=("model", "version")
-    )
-    for reading in readings:
-        bounds = batch_bounds(reading.served.engine.max_rows)
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip(bounds, batch_counts(reading.done, bounds), strict=True):
-            total += count
-            buckets.append((str(float(bound)), total))
-        rows = sum(size * batches.count for size, batches in reading.done.by_batch_rows.items())
-        family.add_metric(reading.labels, [*buckets, ("+Inf", total)], rows)
-    return family
+def _read(read: Read, reading: _Labelled) -> float:
+    return read(reading.done)
+
+
+def _handover_s(reading: _Labelled) -> float:
+    done = reading.done
+    return max(0, done.total_ns - done.queue_ns - done.copy_in_ns - done.compute_ns - done.copy_out_ns) / 1e9
+
+
+def _value(kind: Any, name: str, text: str, read: Callable[[_Labelled], float | None]) -> _Family:
+    """Return a metric with a value a model, or none where ``read`` knows none."""
+
+    def add(family: Any, reading: _Labelled) -> None:
+        value = read(reading)
+        if value is not None:
+            family.add_metric(reading.labels, value)
+
+    return _Family(lambda: kind(name, text, labels=MODEL), add)
+
+
+def _values(kind: Any, name: str, text: str, label: str, read: Callable[[_Labelled], Any]) -> _Family:
+    """Return a metric with values by one more label."""
+
+    def add(family: Any, reading: _Labelled) -> None:
+        for key, value in read(reading).items():
+            family.add_metric([*reading.labels, key], value)
+
+    return _Family(lambda: kind(name, text, labels=(*MODEL, label)), add)
+
+
+def _add_batches(family: Any, reading: _Labelled) -> None:
+    bounds = batch_bounds(reading.served.engine.max_rows)
+    counts = list(accumulate(batch_counts(reading.done, bounds)))
+    buckets = [(str(float(bound)), count) for bound, count in zip(bounds, counts, strict=True)]
+    rows = sum(size * batches.count for size, batches in reading.done.by_batch_rows.items())
+    family.add_metric(reading.labels, [*buckets, ("+Inf", counts[-1])], rows)
+
+
+def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: _Labelled) -> None:
+    known = reading.served.latencies
+    values = which(known)
+    traced = known.exemplars if values is known.total else {}
+    counts = accumulate(values[:-1])
+    buckets = [
+        (bound, count, _exemplar(traced[number])) if number in traced else (bound, count)
+        for number, (bound, count) in enumerate(zip(_LES, counts, strict=True))
+    ]
+    family.add_metric(reading.labels, buckets, values[-1] / 1e9)
+
+
+def _add_ready(family: Any, item: dict[str, str]) -> None:
+    family.add_metric([item["name"], item["version"]], float(item["state"] == "READY"))
+
+
+READY: Final = _Family(
+    partial(GaugeMetricFamily, "asynctrt_model_ready", "Whether the model is ready: 1, or 0.", labels=MODEL),
+    _add_ready,
+)
+"""The one metric of models that has those which are not loaded."""
+
+_LES: Final = (*(str(bound) for bound in BOUNDS_S), "+Inf")
+
+
+def _exemplar(traced: Traced) -> Exemplar:
+    ids = {"trace_id": traced.trace_id, "span_id": traced.span_id}
+    return Exemplar(ids, traced.total_ns / 1e9, traced.at_s)

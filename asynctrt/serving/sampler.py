@@ -109,6 +109,7 @@ class Sampler:
         """How late the last sample came; ``None`` before the first."""
         # The first sample starts from the counters as they are now.
         self._readings: dict[str, _Reading] = {}
+        self._busy: dict[ServedModel, float] = {}
         for served in repository:
             self._readings[key_of(served)] = _read(served)
             served.latencies_ns = []
@@ -126,6 +127,7 @@ class Sampler:
         self.loop_lag_ns = max(0, now_ns - self._ended_ns - self._interval_ns)
         readings = {}
         models = {}
+        self._busy = {}
         for served in self._repository:
             key = key_of(served)
             reading = readings[key] = _read(served)
@@ -136,6 +138,8 @@ class Sampler:
             ):
                 before = None  # It was loaded again, so its counters restarted.
             models[key] = _figures(before, reading, elapsed_ns, latencies_ns)
+            if before is not None:
+                self._busy[served] = _busy_share(before.done, reading.done, elapsed_ns)
         self._number += 1
         self._samples.append(
             {
@@ -154,6 +158,13 @@ class Sampler:
         self._readings = readings
         self._at_ns, self._cpu_at_ns = now_ns, cpu_ns
         self._ended_ns = self._now_ns()
+
+    def busy_share(self, served: ServedModel) -> float | None:
+        """Return how much of the time between the last two samples a model computed, 0 to 1.
+
+        1 means as many batches as it can compute at once. ``None`` before it was sampled twice.
+        """
+        return self._busy.get(served)
 
     def history(self, since: int = 0) -> dict[str, Any]:
         """Return the kept samples after number ``since``, ready for JSON."""
@@ -188,6 +199,27 @@ def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
     return counts
 
 
+def slots_of(done: Statistics) -> int:
+    """Return how many batches can compute at once."""
+    return done.arenas or done.contexts - done.contexts_quarantined
+
+
+def drain_s(done: Statistics) -> float | None:
+    """Estimate how long it takes to answer what is queued and in flight, in seconds.
+
+    It assumes batches of the largest size that has run, each with that size's mean time. ``None`` if no batch
+    has run yet, or nothing is left to run one on.
+    """
+    if not done.queued_rows and not done.in_flight_batches:
+        return 0.0
+    slots = slots_of(done)
+    if not done.by_batch_rows or not slots:
+        return None
+    rows, batches = max(done.by_batch_rows.items())
+    ns = (batches.copy_in_ns + batches.compute_ns + batches.copy_out_ns) / batches.count
+    return (-(-done.queued_rows // rows) + done.in_flight_batches) * ns / slots / 1e9
+
+
 def resident_nbytes() -> int | None:
     """Return the process's resident memory in bytes; ``None`` on a platform without /proc."""
     try:
@@ -209,6 +241,11 @@ def _read(served: ServedModel) -> _Reading:
     done = served.engine.statistics()
     counts = batch_counts(done, batch_bounds(served.engine.max_rows))
     return _Reading(served, done, served.succeeded(done), sum(served.failures.values()), counts)
+
+
+def _busy_share(before: Statistics, done: Statistics, elapsed_ns: int) -> float:
+    busy_ns = [sum(size.compute_ns for size in one.by_batch_rows.values()) for one in (before, done)]
+    return min(1.0, (busy_ns[1] - busy_ns[0]) / elapsed_ns / max(1, slots_of(done)))
 
 
 def _figures(

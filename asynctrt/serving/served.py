@@ -9,6 +9,7 @@ from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
+from asynctrt.serving.latency import Latencies
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
 
@@ -54,6 +55,8 @@ class ServedModel:
         self.last_ns = 0
         """When the last request was answered, or 0."""
         self.latencies_ns: list[int] = []
+        """Of the answers since the last sample."""
+        self.latencies = Latencies()
         self.mark: Any = None
         """What its engine was made of: see :class:`Source`."""
 
@@ -82,7 +85,9 @@ class ServedModel:
             self.count_failure(error, now_ns - began_ns)
         else:
             self.last_ns = now_ns
-            self.parts += future.result().batches - 1
+            result = future.result()
+            self.parts += result.batches - 1
+            self.latencies.add(now_ns - began_ns, result.timing)
             if len(self.latencies_ns) < LATENCIES_MAX:
                 self.latencies_ns.append(now_ns - began_ns)
 

@@ -14,6 +14,7 @@ import errno
 import logging
 import signal
 import ssl
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -21,11 +22,12 @@ from typing import Final, Self
 import anyio
 
 from asynctrt import clock
-from asynctrt.errors import OptionsError, UsageError
+from asynctrt.errors import OptionsError, UnknownModelError, UsageError
 from asynctrt.loading import limit_gpu_memory
-from asynctrt.serving.api import Api
+from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, error_answer
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
+from asynctrt.serving.gpus import Gpus
 from asynctrt.serving.grpc_server import GrpcServer, errno_of, reason_of
 from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.log import AccessLog
@@ -60,6 +62,7 @@ class Server:
         self._grpc: GrpcServer | None = None
         self._grpc_port = 0
         self._log: AccessLog | None = None
+        self._gpus = Gpus()
         self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -120,15 +123,15 @@ class Server:
                 connections=self._connections,
                 in_flight=self._in_flight,
                 loop_lag_ns=lambda: sampler.loop_lag_ns,
+                busy_share=sampler.busy_share,
+                gpus=self._gpus.read,
             )
             self.api.pages.update(dashboard_pages(self.repository, sampler))
             self.api.pages["/metrics"] = metrics.page()
             self.api.observe = find_tracing()
             await self._listen(self._hub, settings.http_port, _tls(settings))
             if settings.metrics_port is not None:
-                bare = Api(Repository(), settings=ServerSettings())
-                bare.pages["/metrics"] = metrics.page(is_open=True)
-                self._metrics_hub = Hub(bare)
+                self._metrics_hub = Hub(_MetricsAlone(metrics, settings))
                 await self._listen(self._metrics_hub, settings.metrics_port, None)
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings)
@@ -260,10 +263,29 @@ class Server:
         if self._grpc is not None:
             await self._grpc.stop(0)
         await self.repository.aclose()
+        await asyncio.to_thread(self._gpus.close)
         if self._log is not None:
             # Aborted connections write their last lines in the next loop iteration.
             await asyncio.sleep(SWEEP_S if self._hub and self._hub.connections else 0)
             self._log.close()
+
+
+class _MetricsAlone(Api):
+    """What the port for metrics answers: one page, without a token."""
+
+    __slots__ = ()
+
+    def __init__(self, metrics: Metrics, settings: ServerSettings) -> None:
+        pages = {"/metrics": metrics.page(is_open=True)}
+        super().__init__(Repository(), replace(settings, tokens=()), pages)
+
+    def route(self, path: bytes) -> ModelRoute | None:
+        return None
+
+    async def respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
+        if path.decode("latin-1") not in self.pages:
+            return error_answer(UnknownModelError("there is nothing at this port but /metrics"))
+        return await super().respond(method, path, headers, body)
 
 
 def _address(listener: asyncio.Server) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt import clock
 from asynctrt.serving.api import Inference
+from asynctrt.serving.latency import Exemplar
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -71,6 +72,11 @@ class Tracing:
             result = future.result()
             span.set_attribute("asynctrt.batch_rows", result.batch_rows)
             self._parts(span, result.timing, inference.began_ns + offset_ns)
+            about = span.get_span_context()
+            if about.trace_flags.sampled:
+                ids = f"{about.trace_id:032x}", f"{about.span_id:016x}"
+                total_ns = now_ns - inference.began_ns
+                served.latencies.trace(Exemplar(*ids, total_ns, (now_ns + offset_ns) / 1e9))
         span.end(now_ns + offset_ns)
 
     def _parts(self, span: Any, timing: Any, start_ns: int) -> None:

@@ -9,16 +9,24 @@ import sys
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_classic
 
 import asynctrt
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Api
+from asynctrt.serving.gpus import Gpu
+from asynctrt.serving.latency import BOUNDS_S, Latencies
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.served import REASONS
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.telemetry import SCOPE, Tracing
+from asynctrt.tensors import Timing
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model
@@ -203,7 +211,167 @@ class TestValues:
         assert not [key for key in samples if key[0].startswith(("asynctrt_server", "asynctrt_loop"))]
 
 
+class TestLatencies:
+    async def test_histograms_are_of_the_requests_that_were_answered(self):
+        async with asynctrt.open(double_model(), max_rows=8) as engine:
+            api = served(("double", engine))
+            for rows in (1, 3, 20):
+                assert await infer(api, rows) == 200
+            assert (await api.respond("POST", b"/v2/models/double/infer", {}, b"{}")).status == 400
+            families, samples, _, _ = await scrape(api)
+            known = api.repository.find("double").latencies
+            done = engine.statistics()
+            for name, values in (
+                ("asynctrt_queue_seconds", known.queue),
+                ("asynctrt_compute_seconds", known.compute),
+                ("asynctrt_request_seconds", known.total),
+            ):
+                assert families[name].type == "histogram"
+                assert of(samples, f"{name}_count") == 3 == sum(values[:-1])
+                assert of(samples, f"{name}_sum") == values[-1] / 1e9 > 0
+                counts = [of(samples, f"{name}_bucket", le=str(bound)) for bound in BOUNDS_S]
+                assert counts == sorted(counts)
+                assert of(samples, f"{name}_bucket", le="+Inf") == 3
+            assert known.compute[-1] == done.compute_ns, "that of a split request is that of its batches"
+            assert known.total[-1] >= known.queue[-1] + known.compute[-1]
+
+    def test_a_latency_falls_into_the_bucket_whose_bound_it_does_not_exceed(self):
+        known = Latencies()
+        for ns in (0, 100_000, 100_001, 10_000_000_000, 10_000_000_001):
+            known.add(ns, Timing(ns, 0, 2 * ns, 0))
+        assert known.total[:2] == known.queue[:2] == [2, 1]
+        assert known.total[-3:-1] == known.queue[-3:-1] == [1, 1]
+        assert known.compute[:3] == [1, 2, 0]
+        assert known.compute[-1] == 2 * known.total[-1] == 2 * 20_000_200_002
+
+    async def test_traced_requests_are_examples(self):
+        exporter = InMemorySpanExporter()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        async with asynctrt.open(double_model()) as engine:
+            api = served(("double", engine))
+            api.observe = Tracing(provider.get_tracer(SCOPE))
+            assert await infer(api) == 200
+            families = (await scrape(api, OPENMETRICS))[0]
+            (found,) = [sample for sample in families["asynctrt_request_seconds"].samples if sample.exemplar]
+            whole = next(span for span in exporter.get_finished_spans() if span.name == "infer double")
+            assert found.exemplar.labels == {
+                "trace_id": f"{whole.context.trace_id:032x}",
+                "span_id": f"{whole.context.span_id:016x}",
+            }
+            assert found.exemplar.value <= float(found.labels["le"])
+            assert float(found.exemplar.timestamp) == pytest.approx(whole.end_time / 1e9, abs=1e-3)
+            assert "trace_id" not in (await scrape(api))[3], "the classic format has no examples"
+        provider.shutdown()
+
+
+class TestScaling:
+    async def test_what_is_queued_is_estimated_from_the_largest_batches(self):
+        device = LatchDevice(concurrency=1)
+        opening = asynctrt.open(double_model(), device=device, max_rows=2, contexts=1)
+        async with opening as engine:
+            api = served(("double", engine))
+            samples = (await scrape(api))[1]
+            assert of(samples, "asynctrt_drain_seconds") == 0
+            tasks = [asyncio.create_task(infer(api, 2))]
+            await until(lambda: engine.statistics().in_flight_batches == 1)
+            samples = (await scrape(api))[1]
+            assert not [key for key in samples if key[0] == "asynctrt_drain_seconds"], "nobody knows yet"
+            device.open()
+            assert await tasks[0] == 200
+            device.shut()
+            tasks = [asyncio.create_task(infer(api, 2)) for _ in range(4)]
+            await until(lambda: engine.statistics().queued_requests == 3)
+            await until(lambda: engine.statistics().in_flight_batches == 1)
+            samples, done = (await scrape(api))[1], engine.statistics()
+            (size,) = done.by_batch_rows.values()
+            batch_s = (size.copy_in_ns + size.compute_ns + size.copy_out_ns) / 1e9
+            assert of(samples, "asynctrt_drain_seconds") == pytest.approx(4 * batch_s)
+            device.open()
+            assert await asyncio.gather(*tasks) == [200] * 4
+
+    async def test_how_busy_a_model_was_between_samples(self):
+        now_ns = 0
+        async with asynctrt.open(double_model(), contexts=2) as engine:
+            repository = Repository()
+            repository.add("double", engine)
+            sampler = Sampler(repository, lambda: now_ns)
+            api = Api(
+                repository, pages={"/metrics": Metrics(repository, busy_share=sampler.busy_share).page()}
+            )
+            now_ns += 1_000_000_000
+            sampler.sample()
+            assert of((await scrape(api))[1], "asynctrt_busy_share") == 0
+            before = engine.statistics().compute_ns
+            assert await infer(api) == 200
+            busy_ns = engine.statistics().compute_ns - before
+            now_ns += 4 * busy_ns + 100_000_000
+            sampler.sample()
+            elapsed_ns = 4 * busy_ns + 100_000_000
+            expected = busy_ns / elapsed_ns / engine.statistics().contexts
+            assert of((await scrape(api))[1], "asynctrt_busy_share") == pytest.approx(expected)
+
+    async def test_lost_devices_are_counted_once_each(self):
+        device = LatchDevice()
+        opening = asynctrt.open(double_model(), device=device, batch_timeout=0.05, contexts=1)
+        async with opening as engine:
+            api = served(("double", engine), ("same", engine))
+            assert (await scrape(api))[1]["asynctrt_lost_devices",] == 0
+            assert await infer(api) == 503
+            assert engine.state == "lost"
+            assert (await scrape(api))[1]["asynctrt_lost_devices",] == 1
+            device.open()
+
+    async def test_gpus_under_triton_s_names(self):
+        gpus = [Gpu("GPU-1", 0.5, 80, 20, 300.5), Gpu("GPU-2", None, 40, None, None)]
+        metrics = Metrics(Repository(), gpus=lambda: gpus)
+        families, samples, _, _ = await scrape(Api(Repository(), pages={"/metrics": metrics.page()}))
+        found = {key: value for key, value in samples.items() if key[0].startswith("nv_gpu")}
+        first, second = ("gpu_uuid", "GPU-1"), ("gpu_uuid", "GPU-2")
+        assert found == {
+            ("nv_gpu_utilization", first): 0.5,
+            ("nv_gpu_memory_total_bytes", first): 80,
+            ("nv_gpu_memory_total_bytes", second): 40,
+            ("nv_gpu_memory_used_bytes", first): 20,
+            ("nv_gpu_power_usage", first): 300.5,
+        }
+        assert families["nv_gpu_utilization"].type == "gauge"
+
+    async def test_the_standard_collectors(self):
+        families = (await scrape(served()))[0]
+        assert {"python_gc_collections", "python_info"} <= families.keys()
+        if sys.platform == "linux":
+            assert {"process_open_fds", "process_cpu_seconds"} <= families.keys()
+
+
 class TestFormats:
+    async def test_a_scrape_gives_the_loop_back_and_is_whole(self, monkeypatch):
+        """Whatever happens in between: every metric once, with all models, in one block."""
+        async with asynctrt.open(double_model(), max_rows=8) as engine:
+            api = served(*[(f"model-{number}", engine) for number in range(40)])
+            whole = (await scrape(api))[3]
+            monkeypatch.setattr("asynctrt.serving.metrics.SLICE_NS", -1)
+            turns = 0
+
+            async def others():
+                nonlocal turns
+                while True:
+                    await asyncio.sleep(0)
+                    turns += 1
+
+            task = asyncio.create_task(others())
+            families, _, _, text = await scrape(api)
+            task.cancel()
+            assert turns > 200, "after every piece"
+            assert re.findall("^# TYPE .*", text, re.MULTILINE) == re.findall(
+                "^# TYPE .*", whole, re.MULTILINE
+            )
+            for name in ("asynctrt_request_seconds", "asynctrt_requests", "nv_inference_count"):
+                models = {sample.labels["model"] for sample in families[name].samples}
+                assert len(models) == 40, name
+            first, second = await asyncio.gather(scrape(api), scrape(api, OPENMETRICS))
+            assert first[1].keys() == second[1].keys()
+
     async def test_triton_s_names_are_counters_without_a_suffix(self):
         async with asynctrt.open(double_model()) as engine:
             families, _, kind, text = await scrape(served(("double", engine)))
@@ -224,13 +392,14 @@ class TestFormats:
             families, samples, kind, text = await scrape(api, OPENMETRICS)
             assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8"
             assert text.endswith("# EOF\n")
-            changing = "asynctrt_process"
+            changing = ("asynctrt_process", "process_", "python_gc")
             assert {key: value for key, value in samples.items() if not key[0].startswith(changing)} == {
                 key: value for key, value in classic.items() if not key[0].startswith(changing)
             }
             assert families["asynctrt_requests"].type == "counter"
-            for family in families.values():
-                assert family.documentation.endswith(".") or "version" in family.documentation
+            for name, family in families.items():
+                ours = name.startswith(("asynctrt_", "nv_"))
+                assert not ours or family.documentation.endswith(".") or "version" in family.documentation
 
     @pytest.mark.parametrize("accept", [b"", b"*/*", b"text/html", b"application/openmetrics", b";;,,\xff"])
     async def test_the_classic_format_for_everybody_else(self, accept):
@@ -258,7 +427,11 @@ class TestBounds:
             families, samples, _, _ = await scrape(api)
             assert samples.keys() == before.keys()
             labels = {
-                label for family in families.values() for sample in family.samples for label in sample.labels
+                label
+                for name, family in families.items()
+                for sample in family.samples
+                for label in sample.labels
+                if not name.startswith("python_")
             }
             assert labels <= {"model", "version", "reason", "le", "state"}
             for family in families.values():
@@ -282,7 +455,8 @@ class TestBounds:
         await api.repository.unload("double")
         samples = (await scrape(api))[1]
         assert of(samples, "asynctrt_model_ready") == 0
-        assert {key[0] for key in samples if len(key) > 1} == {"asynctrt_build_info", "asynctrt_model_ready"}
+        known = {key[0] for key in samples if len(key) > 1 and not key[0].startswith("python_")}
+        assert known == {"asynctrt_build_info", "asynctrt_model_ready"}
 
     async def test_two_of_them_in_one_process(self):
         async with asynctrt.open(double_model()) as one, asynctrt.open(double_model()) as two:

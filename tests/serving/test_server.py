@@ -1,6 +1,7 @@
 """The server as a whole: ports, readiness, draining, a second start; and as a process, with signals."""
 
 import asyncio
+import http.client
 import json
 import os
 import re
@@ -50,6 +51,14 @@ class TestInProcess:
             status, _, body = await ask(server, "/v2/models/double/infer", b"{}")
             assert (status, "not loaded yet" in json.loads(body)["error"]) == (503, True)
             assert server.metrics_url.startswith("http://127.0.0.1:")
+            assert await asyncio.to_thread(statuses_at, server.metrics_url) == {
+                "/metrics": 200,
+                "/": 404,
+                "/v2": 404,
+                "/v2/health/ready": 404,
+                "/v2/models/double/infer": 404,
+                "/dashboard/data": 404,
+            }
             gate.set()
             await loading
             assert (await ask(server, "/v2/health/ready"))[0] == 200
@@ -152,6 +161,18 @@ class TestInProcess:
             assert server.repository.find("double").pending == 0
             assert engine_of(server).statistics().queued_requests == 0
             assert (await ask(server, "/v2/health/ready"))[0] == 200
+
+
+def statuses_at(url):
+    """The status of each page, by path, at the port of this URL."""
+    host = url.removeprefix("http://").partition("/")[0]
+    found = {}
+    for path in ("/metrics", "/", "/v2", "/v2/health/ready", "/v2/models/double/infer", "/dashboard/data"):
+        connection = http.client.HTTPConnection(host, timeout=WAIT_S)
+        connection.request("POST" if path.endswith("infer") else "GET", path)
+        found[path] = connection.getresponse().status
+        connection.close()
+    return found
 
 
 @contextmanager
