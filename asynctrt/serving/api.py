@@ -117,7 +117,8 @@ class Api:
 
     ``pages`` are further pages by path, such as the dashboard's. ``observe`` is called after each inference,
     for tracing. ``log`` is called with protocol, peer and inference after each one that did not come over
-    HTTP: HTTP requests are logged by their connections. ``checks_names`` is for a server that has no tokens.
+    HTTP: HTTP requests are logged by their connections. ``failed`` is called with each inference that failed
+    and why. ``checks_names`` is for a server that has no tokens.
     """
 
     repository: Repository
@@ -125,6 +126,7 @@ class Api:
     pages: dict[str, Page] = field(default_factory=dict)
     observe: Callable[[Inference], None] | None = None
     log: Callable[[str, Any, Inference], None] | None = None
+    failed: Callable[[Inference, BaseException], None] | None = None
     in_flight: int = 0
     checks_names: bool = False
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
@@ -197,7 +199,9 @@ class Api:
 
     def _ended(self, inference: Inference, then: Then | None, future: "asyncio.Future[InferResult]") -> None:
         self.in_flight -= 1
-        inference.served.ended(future, inference.began_ns)
+        error = inference.served.ended(future, inference.began_ns)
+        if error is not None and self.failed is not None:
+            self.failed(inference, error)
         if self.observe is not None:
             self.observe(inference)
         if then is not None:

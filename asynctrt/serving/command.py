@@ -2,8 +2,8 @@
 
 import asyncio
 import dataclasses
+import ipaddress
 import logging
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,11 +17,14 @@ from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
+from asynctrt.serving.server_log import set_up_logging
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
+
+logger = logging.getLogger("asynctrt.serving")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +112,15 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     :raises AsynctrtError: if it cannot listen on a port or load a model.
     :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
     """
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
-    logging.getLogger("asynctrt").setLevel(logging.INFO)
+    settings = config.settings
+    set_up_logging(settings.log_format, settings.log_level)
+    if settings.log_format == "json":
+
+        def say(line: str) -> None:
+            logger.info("%s", " ".join(line.split()))
+
     shorten_switch_interval()
     add_cwd_to_path()
-    settings = config.settings
     repository, folders = config.repository(), config.folders()
     for folder in folders:
         repository.add_place(folder)
@@ -160,12 +165,33 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
         # It can be mended while the server runs.
         say(f"error: {error}")
     freeze_gc()
-    for served in repository:
-        inputs = ", ".join(str(spec) for spec in served.engine.inputs)
-        say(f"{served.name} version {served.version} on {served.engine.device_name}: {inputs}")
     say(f"HTTP, websocket, dashboard  {server.http_url}")
     if server.grpc_target:
         say(f"gRPC                        {server.grpc_target}")
     say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
-    if settings.host not in ("127.0.0.1", "::1", "localhost") and not settings.tokens:
-        say("warning: anyone who can reach this address can use the server; set --tokens to prevent that")
+    for warning in warnings_of(settings):
+        logger.warning("%s", warning)
+
+
+def warnings_of(settings: ServerSettings) -> list[str]:
+    """Return what is dangerous about where a server listens; nothing if only this machine can reach it."""
+    if _is_loopback(settings.host):
+        return []
+    found = []
+    if not settings.tokens:
+        found.append("anyone who can reach this address can use the server; set --tokens to prevent that")
+    elif settings.tls_certificate is None:
+        found.append(
+            f"tokens cross the network unencrypted to {settings.host}: set --tls-certificate and --tls-key, "
+            "or listen on 127.0.0.1 behind a proxy that has TLS"
+        )
+    if settings.metrics_port is not None and settings.tokens:
+        found.append(f"anyone who can reach port {settings.metrics_port} can read the metrics")
+    return found
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -85,6 +85,8 @@ class Hub:
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
         self.is_draining = False
+        self.refused = 0
+        """Connections beyond ``max_connections``."""
         self.tick = 0
         self.request_ticks = ticks_of(self.settings.request_timeout)
         self.idle_ticks = ticks_of(self.settings.idle_timeout)
@@ -190,6 +192,7 @@ class HttpConnection(asyncio.Protocol):
         hub = self._hub
         hub.add(self)
         if hub.is_draining or len(hub.connections) > hub.settings.max_connections:
+            hub.refused += not hub.is_draining
             self._refuse(
                 503, f"the server has {hub.settings.max_connections} connections, its limit: retry later"
             )

@@ -34,6 +34,7 @@ from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
+from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.telemetry import find_tracing
 
@@ -63,6 +64,8 @@ class Server:
         self._grpc_port = 0
         self._log: AccessLog | None = None
         self._gpus = Gpus()
+        self._failures: Failures | None = None
+        self._refusals: Refusals | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -129,6 +132,9 @@ class Server:
             self.api.pages.update(dashboard_pages(self.repository, sampler))
             self.api.pages["/metrics"] = metrics.page()
             self.api.observe = find_tracing()
+            self._failures = Failures()
+            self.api.failed = self._failures.note
+            self._refusals = Refusals(self.repository, self._refused)
             await self._listen(self._hub, settings.http_port, _tls(settings))
             if settings.metrics_port is not None:
                 self._metrics_hub = Hub(_MetricsAlone(metrics, settings))
@@ -199,6 +205,9 @@ class Server:
     def _connections(self) -> int:
         return len(self._hub.connections) if self._hub is not None else 0
 
+    def _refused(self) -> int:
+        return self._hub.refused if self._hub is not None else 0
+
     def _in_flight(self) -> int:
         return self.api.in_flight
 
@@ -207,6 +216,9 @@ class Server:
             await asyncio.sleep(SAMPLE_S)
             sampler.sample()
             self._look_for_losses()
+            if self._failures is not None and self._refusals is not None:
+                self._failures.tick()
+                self._refusals.tick()
             if self._log is not None:
                 self._log.flush()
 
@@ -255,6 +267,8 @@ class Server:
         """Release everything that was acquired so far."""
         if self._sampling is not None:
             self._sampling.cancel()
+        if self._refusals is not None:
+            self._refusals.tick(is_last=True)
         for listener in self._listeners:
             listener.close()
         for hub in (self._hub, self._metrics_hub):

@@ -20,6 +20,8 @@ from asynctrt.validation import (
 
 SECONDS_MAX: Final = 1e6
 OnDeviceLost = Literal["report", "exit"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,18 @@ class ServerSettings:
         check=count(1).or_none,
         doc="""Bytes that the models together may hold on each GPU: weights, what contexts keep, arenas and
         slabs. A model that does not fit is not loaded. Default: what the GPU has.""",
+    )
+    log_format: LogFormat = setting(
+        default="text",
+        check=choice(*get_args(LogFormat)),
+        doc="""How ``asynctrt serve`` writes its log to standard error: ``text``, or ``json``, one object a
+        line.""",
+    )
+    log_level: LogLevel = setting(
+        default="info",
+        check=choice(*get_args(LogLevel)),
+        doc="""The least important lines that ``asynctrt serve`` logs: ``debug``, ``info``, ``warning`` or
+        ``error``.""",
     )
     access_log: Path | None = setting(
         default=None,
