@@ -31,6 +31,7 @@ from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.request_id import HEADER, RequestIds
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import InferResult
@@ -129,6 +130,7 @@ class Api:
     failed: Callable[[Inference, BaseException], None] | None = None
     in_flight: int = 0
     checks_names: bool = False
+    ids: RequestIds = field(default_factory=RequestIds)
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()
 
@@ -225,7 +227,7 @@ class Api:
                 body = await self._decompressed(coding, body)
             return await self._respond(method, path, headers, body)
         except Exception as error:
-            return error_answer(error)
+            return error_answer(error, headers)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
         """Check a request's bearer token, and the origin of a page that sends it.
@@ -429,10 +431,15 @@ def json_answer(content: object, status: int = 200) -> Answer:
     return Answer(status, (("Content-Type", "application/json"),), (dump(content),))
 
 
-def error_answer(error: BaseException) -> Answer:
-    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status."""
+def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
+    """Return the answer to a failed request: KServe's ``{"error": ...}`` with the error's status.
+
+    :param asked: the request's headers, with its id.
+    """
     if not isinstance(error, AsynctrtError):
-        logger.error("a request failed with an internal error", exc_info=error)
+        known = (asked or {}).get(HEADER, b"").decode("latin-1")
+        extra = {"request_id": known} if known else None
+        logger.error("a request failed with an internal error", exc_info=error, extra=extra)
         return json_answer({"error": "internal error; see the server's log"}, 500)
     status = error.http_status
     headers: tuple[tuple[str, str], ...] = ()

@@ -12,6 +12,7 @@ from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, RequestError, TooLargeError, UsageError
 from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
 from asynctrt.serving.repository import Repository
+from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import (
     MESSAGE_TOO_BIG,
@@ -128,6 +129,7 @@ class KServeApp:
         api = self._found.api()
         path = _path(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
+        request_id = api.ids.of(headers)
         if scope["type"] == "websocket":
             await _serve_websocket(api, lambda: authorize_route(api, path, headers), headers, receive, send)
             return
@@ -148,7 +150,7 @@ class KServeApp:
                 leaving.cancel()
         raw = b"".join(answer.body)
         lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer.headers]
-        lines.append((b"content-length", str(len(raw)).encode()))
+        lines += [(b"content-length", str(len(raw)).encode()), (HEADER, request_id)]
         await send({"type": "http.response.start", "status": answer.status, "headers": lines})
         await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else raw})
 

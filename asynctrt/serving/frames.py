@@ -56,6 +56,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
         if asked is None:
             raise CallerError(f"invalid websocket request: {protocol.handshake_exc}")
         response = protocol.accept(asked)
+        response.headers["X-Request-ID"] = hub.api.ids.of(request.headers).decode()
         if response.status_code != 101:
             raise CallerError(f"invalid websocket request: {protocol.handshake_exc}")
     except AsynctrtError as error:

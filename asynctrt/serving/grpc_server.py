@@ -35,6 +35,7 @@ from asynctrt.kserve.protobuf import (
     streamed_error,
 )
 from asynctrt.serving.api import Api, Headers, Inference, Then
+from asynctrt.serving.request_id import METADATA
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
 
@@ -192,8 +193,9 @@ class GrpcServer:
         kind, answer_kind = self._kinds[name + "Request"], self._kinds[name + "Response"]
 
         async def work(body: bytes, context: Any) -> bytes:
-            if name not in OPEN:
-                self._authorize(name, context)
+            headers = self._named(context)
+            if name not in OPEN and self._has_tokens:
+                self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
             fields = await answer(self._read(kind, body))
             return bytes(answer_kind(**fields).SerializeToString())
 
@@ -213,9 +215,11 @@ class GrpcServer:
 
         return _reporting(work)
 
-    def _authorize(self, name: str, context: Any) -> None:
-        if self._has_tokens:
-            self._api.authorize(f"/{SERVICE}/{name}".encode(), _headers(context))
+    def _named(self, context: Any) -> Headers:
+        """Return a call's metadata as headers, with its id, which goes back with its answer."""
+        headers = _headers(context)
+        context.set_trailing_metadata(((METADATA, self._api.ids.of(headers).decode()),))
+        return headers
 
     async def _server_live(self, _: Any) -> dict[str, Any]:
         return {"live": self._api.repository.is_live}
@@ -295,10 +299,8 @@ class GrpcServer:
         await _abort(context, *failure)
 
     def _inference_headers(self, name: str, context: Any) -> Headers:
-        """Check a client's token, and return its headers if tokens or tracing need them."""
-        if not self._has_tokens and self._api.observe is None:
-            return {}
-        headers = _headers(context)
+        """Check a client's token, and return its headers."""
+        headers = self._named(context)
         if self._has_tokens:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         return headers

@@ -32,6 +32,7 @@ from asynctrt.serving.api import (
 )
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
+from asynctrt.serving.request_id import HEADER
 
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
@@ -48,6 +49,7 @@ ERRORS: Final = {401: UnauthorizedError, 413: TooLargeError, 431: TooLargeError,
 
 REASONS: Final = {status.value: status.phrase.encode() for status in HTTPStatus}
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+ID_LINE: Final = b"X-Request-ID: %b\r\n"
 BINARY_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
     b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n"
@@ -289,6 +291,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _start(self, request: HttpRequest) -> None:
         self._current = request
+        self._api.ids.of(request.headers)
         path = request.path
         if self._hub.log is not None:
             request.began_ns = clock.now_ns()
@@ -304,7 +307,7 @@ class HttpConnection(asyncio.Protocol):
             self._api.authorize(request.path, request.headers)
             self._inference = self._api.begin(route, request.headers, request.body, self._inferred)
         except Exception as error:
-            self._send(error_answer(error))
+            self._send(error_answer(error, request.headers))
         # The inputs are views of the body, which their batch releases.
         request.body = b""
 
@@ -319,7 +322,7 @@ class HttpConnection(asyncio.Protocol):
             decoded = inference.request
             head, tensors = inference.served.codec.encode(decoded, inference.future.result())
         except BaseException as error:
-            self._send(error_answer(_answerable(error)))
+            self._send(error_answer(_answerable(error), request.headers))
             return
         nbytes = len(head)
         for tensor in tensors:
@@ -338,7 +341,8 @@ class HttpConnection(asyncio.Protocol):
             start = BINARY_HEAD % (len(head), nbytes)
             if head is layout.answer:
                 layout.http_head = start
-        self._write((start, self._hub.end_of_head, head), tensors, nbytes)
+        named = ID_LINE % request.headers[HEADER]
+        self._write((start, named, self._hub.end_of_head, head), tensors, nbytes)
         self._done(200, nbytes, inference)
 
     async def _compress(self, answer: Answer, inference: Inference, request: HttpRequest) -> None:
@@ -367,7 +371,7 @@ class HttpConnection(asyncio.Protocol):
             lines.append(b"Connection: close\r\n")
         elif request.version == "1.0":
             lines.append(b"Connection: keep-alive\r\n")
-        lines.append(self._hub.end_of_head)
+        lines += [ID_LINE % self._api.ids.of(request.headers), self._hub.end_of_head]
         body = () if request.method == b"HEAD" else answer.body
         self._write(lines, body, nbytes)
         self._done(status, nbytes, inference)

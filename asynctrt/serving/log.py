@@ -8,6 +8,7 @@ from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.api import CANCELLED_STATUS, Inference
+from asynctrt.serving.request_id import HEADER
 
 FLUSH_NBYTES: Final = 64 << 10
 
@@ -17,6 +18,7 @@ class Logged(Protocol):
 
     method: bytes
     path: bytes
+    headers: dict[bytes, bytes]
     began_ns: int
 
 
@@ -54,6 +56,7 @@ class AccessLog:
             "peer": peer[0] if isinstance(peer, tuple) else None,
             "method": request.method.decode("latin-1"),
             "path": request.path.decode("latin-1"),
+            "request_id": request.headers.get(HEADER, b"").decode("latin-1"),
             "status": status,
             "nbytes": nbytes,
             "duration_us": (now_ns - request.began_ns) // 1000 if request.began_ns else None,
@@ -72,6 +75,7 @@ class AccessLog:
             "time": clock.wall_ns(now_ns) / 1e9,
             "peer": peer[0] if isinstance(peer, tuple | list) else peer,
             "method": protocol,
+            "request_id": inference.headers.get(HEADER, b"").decode("latin-1"),
             "status": status,
             "duration_us": (now_ns - inference.began_ns) // 1000,
         }

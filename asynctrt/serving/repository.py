@@ -2,14 +2,8 @@
 
 import asyncio
 import logging
-<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-=======
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
->>>>>>> 6a3ca62 (The server's log: failed batches with their tracebacks, loads, refusals; as text or JSON)
 
 from asynctrt.engine import Engine
 from asynctrt.errors import (
@@ -35,238 +29,7 @@ from asynctrt.serving.entries import (
 )
 from asynctrt.serving.served import ServedModel
 
-<<<<<<< HEAD
 logger = logging.getLogger("asynctrt.serving")
-=======
-LATENCIES_MAX: Final = 65536
-"""Latencies that are kept between two samples, which are a second apart."""
-
-LOST: Final = "its device is lost, which only a new process can recover: restart the server"
-"""Why a loaded model is not ready."""
-
-SUSPENDED: Final = "it is suspended"
-"""Why a loaded model whose engine the application has suspended is not ready."""
-
-NOT_READY: Final = {"lost": LOST, "suspending": SUSPENDED, "suspended": SUSPENDED}
-"""The states of an engine in which a loaded model is not ready, and why."""
-
-UNLOADED: Final = "unloaded"
-"""Why a model that was unloaded on purpose is not served."""
-
-REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
-"""Triton's labels for failures: overload, a client that went away, the model, a bad request."""
-
-logger = logging.getLogger("asynctrt.serving")
-
-
-class ServedModel:
-    """One version of a model, ready to serve: its engine, its codec, and counts of its requests.
-
-    :raises ModelError: if KServe has no datatype for one of its tensors.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        version: str,
-        engine: Engine,
-        *,
-        tensors_max: int = 64,
-        json_max: int = JSON_NBYTES_MAX,
-    ) -> None:
-        self.name = name
-        self.version = version
-        self.engine = engine
-        self.codec = JsonCodec(
-            name,
-            version,
-            engine.inputs,
-            engine.outputs,
-            tensors_max=tensors_max,
-            rows_max=engine.options.max_queue_rows,
-            json_max=json_max,
-        )
-        self.pending = 0
-        self.failures = dict.fromkeys(REASONS, 0)
-        self.failed_ns = 0
-        self.parts = 0
-        """Answers that the engine counted beyond one a request, as it counts each part of a split one."""
-        self.last_ns = 0
-        """When the last request was answered, or 0."""
-        self.latencies_ns: list[int] = []
-        """Of the answers since the last sample."""
-        self.latencies = Latencies()
-
-    def __repr__(self) -> str:
-        return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
-
-    def submit(self, request: DecodedRequest) -> "asyncio.Future[InferResult]":
-        """Submit a decoded request to the engine; see :meth:`Engine.submit`."""
-        layout = request.layout
-        priority = layout.priority
-        if priority:
-            # On the wire 1 is the most urgent. Priorities beyond the last level mean the default.
-            priority = max(0, self.engine.options.priorities - priority)
-        future = self.engine.submit(request.inputs, timeout=layout.timeout, priority=priority)
-        self.pending += 1
-        return future
-
-    def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> BaseException | None:
-        """Count the outcome of a request that was submitted with :meth:`submit`; return why it failed."""
-        now_ns = clock.now_ns()
-        self.pending -= 1
-        if future.cancelled():
-            self.failures["CANCELED"] += 1
-            self.failed_ns += now_ns - began_ns
-        elif (error := future.exception()) is not None:
-            self.count_failure(error, now_ns - began_ns)
-            return error
-        else:
-            self.last_ns = now_ns
-            result = future.result()
-            self.parts += result.batches - 1
-            self.latencies.add(now_ns - began_ns, result.timing)
-            if len(self.latencies_ns) < LATENCIES_MAX:
-                self.latencies_ns.append(now_ns - began_ns)
-        return None
-
-    def count_failure(self, error: BaseException, took_ns: int) -> None:
-        """Count a request that failed or was refused."""
-        self.failures[reason_of(error)] += 1
-        self.failed_ns += took_ns
-
-    def succeeded(self, done: Statistics) -> int:
-        """Return the number of answered requests, in which a split one counts once."""
-        return done.succeeded - self.parts
-
-    def metadata(self, versions: list[str]) -> dict[str, Any]:
-        """Return KServe's model metadata."""
-        return {
-            "name": self.name,
-            "versions": versions,
-            "platform": self.engine.platform,
-            "inputs": [_described(spec) for spec in self.engine.inputs],
-            "outputs": [_described(spec) for spec in self.engine.outputs],
-        }
-
-    def config(self) -> dict[str, Any]:
-        """Return the part of Triton's model configuration that clients read. Dims exclude the batch axis."""
-        options = self.engine.options
-
-        def side(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
-            return [
-                {
-                    "name": spec.name,
-                    "data_type": "TYPE_" + datatype_of(spec).replace("BYTES", "STRING"),
-                    "dims": _dims(spec),
-                    "is_shape_tensor": False,
-                }
-                for spec in specs
-            ]
-
-        return {
-            "name": self.name,
-            "platform": self.engine.platform,
-            "backend": self.engine.platform.split("_")[0],
-            "max_batch_size": self.engine.max_rows,
-            "version_policy": {"all": {}},
-            "input": [
-                item | {"format": "FORMAT_NONE", "optional": False} for item in side(self.engine.inputs)
-            ],
-            "output": [item | {"label_filename": ""} for item in side(self.engine.outputs)],
-            "instance_group": [
-                {
-                    "name": self.name,
-                    "kind": "KIND_CPU" if self.engine.device_name == "host" else "KIND_GPU",
-                    "count": self.engine.statistics().contexts,
-                }
-            ],
-            "dynamic_batching": {
-                "preferred_batch_size": [self.engine.max_rows],
-                "max_queue_delay_microseconds": int(options.max_delay * 1e6),
-                "priority_levels": options.priorities,
-                "default_priority_level": options.priorities,
-            },
-        }
-
-    def statistics(self) -> dict[str, Any]:
-        """Return the statistics extension's figures. Counts are of requests unless they say executions.
-
-        ``batches_launched``, batches by why they were launched, is asynctrt's own.
-        """
-        done = self.engine.statistics()
-
-        def duration(count: int, ns: int) -> dict[str, int]:
-            return {"count": count, "ns": ns}
-
-        succeeded = self.succeeded(done)
-        failed = sum(self.failures.values())
-        return {
-            "name": self.name,
-            "version": self.version,
-            "last_inference": clock.wall_ms(self.last_ns) if self.last_ns else 0,
-            "inference_count": done.rows,
-            "execution_count": done.batches,
-            "inference_stats": {
-                "success": duration(succeeded, done.total_ns),
-                "fail": duration(failed, self.failed_ns),
-                "queue": duration(succeeded, done.queue_ns),
-                "compute_input": duration(succeeded, done.copy_in_ns),
-                "compute_infer": duration(succeeded, done.compute_ns),
-                "compute_output": duration(succeeded, done.copy_out_ns),
-                "cache_hit": duration(0, 0),
-                "cache_miss": duration(0, 0),
-            },
-            "response_stats": {},
-            "batches_launched": dict(done.launched),
-            "batch_stats": [
-                {
-                    "batch_size": rows,
-                    "compute_input": duration(batch.count, batch.copy_in_ns),
-                    "compute_infer": duration(batch.count, batch.compute_ns),
-                    "compute_output": duration(batch.count, batch.copy_out_ns),
-                }
-                for rows, batch in done.by_batch_rows.items()
-            ],
-            "memory_usage": [
-                {
-                    "type": "CPU" if self.engine.device_name == "host" else "GPU",
-                    "id": 0,
-                    "byte_size": done.memory_nbytes,
-                }
-            ],
-        }
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One version of a model, served or not."""
-
-    served: ServedModel | None
-    opener: Callable[[], Any] | None
-    """Opens an engine when awaited; ``None`` for an engine that the application opened itself."""
-    reason: str = ""
-    """Why it is not served."""
-    unloaded: ServedModel | None = None
-    """The application's own engine after it was unloaded: it stays open, and can be loaded again."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it is served by an engine that can run batches now."""
-        return self.served is not None and not self.why_not
-
-    @property
-    def is_put_aside(self) -> bool:
-        """Whether it was unloaded or suspended on purpose."""
-        return self.reason == UNLOADED if self.served is None else self.why_not == SUSPENDED
-
-    @property
-    def why_not(self) -> str:
-        """Why it is not ready; empty if it is, or if nothing is known against it."""
-        if self.served is None:
-            return self.reason
-        return NOT_READY.get(self.served.engine.state, "")
->>>>>>> 6a3ca62 (The server's log: failed batches with their tracebacks, loads, refusals; as text or JSON)
 
 
 class Repository:
@@ -528,7 +291,6 @@ class Repository:
                     served = await self._opened(name, version, entry, source)
                 except AsynctrtError as error:
                     entry.reason = str(error)
-<<<<<<< HEAD
                     failures.append(error)
                 else:
                     if served is not None:
@@ -603,14 +365,6 @@ class Repository:
         tasks = [task for task, served in self._retiring.items() if name in (None, served.name)]
         if tasks:
             await asyncio.wait(tasks)
-=======
-                    logger.warning("cannot load model %s version %s: %s", name, version, error)
-                    raise
-                entry.served, entry.reason = served, ""
-                self._served.clear()
-                inputs = ", ".join(str(spec) for spec in engine.inputs)
-                logger.info("loaded model %s version %s on %s: %s", name, version, engine.device_name, inputs)
->>>>>>> 6a3ca62 (The server's log: failed batches with their tracebacks, loads, refusals; as text or JSON)
 
     async def unload(self, name: str) -> None:
         """Stop serving every version of a model: new requests are refused, accepted ones are answered.
@@ -629,7 +383,6 @@ class Repository:
                 if entry.source is None:
                     entry.unloaded = served
                 else:
-<<<<<<< HEAD
                     entry.change = UNLOADING
                     self._retire(served)
             self._served.clear()
@@ -650,11 +403,6 @@ class Repository:
     def is_put_aside(self, name: str) -> bool:
         """Return whether a model was unloaded on purpose."""
         return name in self._models and self._models[name].is_put_aside
-=======
-                    await served.engine.drain()
-                    await served.engine.aclose()
-                logger.info("unloaded model %s version %s", served.name, served.version)
->>>>>>> 6a3ca62 (The server's log: failed batches with their tracebacks, loads, refusals; as text or JSON)
 
     async def drain(self) -> None:
         """Refuse new requests, and return once the accepted ones are answered."""

@@ -74,8 +74,8 @@ class ServedModel:
         self.pending += 1
         return future
 
-    def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> None:
-        """Count the outcome of a request that was submitted with :meth:`submit`."""
+    def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> BaseException | None:
+        """Count the outcome of a request that was submitted with :meth:`submit`; return why it failed."""
         now_ns = clock.now_ns()
         self.pending -= 1
         if future.cancelled():
@@ -83,6 +83,7 @@ class ServedModel:
             self.failed_ns += now_ns - began_ns
         elif (error := future.exception()) is not None:
             self.count_failure(error, now_ns - began_ns)
+            return error
         else:
             self.last_ns = now_ns
             result = future.result()
@@ -90,6 +91,7 @@ class ServedModel:
             self.latencies.add(now_ns - began_ns, result.timing)
             if len(self.latencies_ns) < LATENCIES_MAX:
                 self.latencies_ns.append(now_ns - began_ns)
+        return None
 
     def count_failure(self, error: BaseException, took_ns: int) -> None:
         """Count a request that failed or was refused."""

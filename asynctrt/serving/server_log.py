@@ -17,6 +17,7 @@ from asynctrt import clock
 from asynctrt.errors import DeviceError, InternalError
 from asynctrt.serving.api import Inference
 from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("request_id", "requests", "model", "version")
@@ -168,7 +169,7 @@ class Failures:
 
 def _id_of(inference: Inference) -> str:
     """Return what names a request: its own id, if it has one, and that of its HTTP request or gRPC call."""
-    given = inference.headers.get(b"x-request-id", b"").decode("latin-1")
+    given = inference.headers.get(HEADER, b"").decode("latin-1")
     own = inference.request.id
     return f"{given}/{own}" if given and own else given or own or "-"
 
