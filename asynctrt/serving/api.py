@@ -135,7 +135,16 @@ class Api:
     _tokens: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        self._tokens = tuple(token.encode() for token in self.settings.tokens)
+        self.use_tokens(self.settings.tokens)
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether requests need a token."""
+        return bool(self._tokens)
+
+    def use_tokens(self, tokens: Sequence[str]) -> None:
+        """Accept these tokens from now on, and no others. Open connections are not closed."""
+        self._tokens = tuple(token.encode() for token in tokens)
 
     # ---- inference
 

@@ -87,7 +87,7 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
     both = {**config, **given}
     server = {name: both[name] for name in SERVER_NAMES if name in both}
     engine = {name: both[name] for name in ENGINE_NAMES if name in both}
-    for name in ("tls_certificate", "tls_key", "access_log"):
+    for name in ("tokens_file", "tls_certificate", "tls_key", "access_log"):
         if isinstance(server.get(name), str):
             server[name] = Path(server[name])
     tables = config.get("models", [])
@@ -178,14 +178,15 @@ def warnings_of(settings: ServerSettings) -> list[str]:
     if _is_loopback(settings.host):
         return []
     found = []
-    if not settings.tokens:
-        found.append("anyone who can reach this address can use the server; set --tokens to prevent that")
+    has_tokens = settings.tokens or settings.tokens_file is not None
+    if not has_tokens:
+        found.append("anyone who can reach this address can use the server; set --tokens-file")
     elif settings.tls_certificate is None:
         found.append(
             f"tokens cross the network unencrypted to {settings.host}: set --tls-certificate and --tls-key, "
             "or listen on 127.0.0.1 behind a proxy that has TLS"
         )
-    if settings.metrics_port is not None and settings.tokens:
+    if settings.metrics_port is not None and has_tokens:
         found.append(f"anyone who can reach port {settings.metrics_port} can read the metrics")
     return found
 

@@ -20,7 +20,6 @@ from asynctrt.errors import (
     AsynctrtError,
     EngineClosedError,
     MissingExtraError,
-    OptionsError,
     TooLargeError,
     UnknownModelError,
     UnsupportedError,
@@ -35,6 +34,7 @@ from asynctrt.kserve.protobuf import (
     streamed_error,
 )
 from asynctrt.serving.api import Api, Headers, Inference, Then
+from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.request_id import METADATA
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
@@ -76,14 +76,17 @@ logger = logging.getLogger("asynctrt.serving")
 
 
 class GrpcServer:
-    """Serve an :class:`Api` over gRPC, with the address, certificate and limits in ``settings``."""
+    """Serve an :class:`Api` over gRPC, with the address and limits in ``settings``.
 
-    def __init__(self, api: Api, settings: ServerSettings) -> None:
+    :param certificate: for TLS; each new connection gets what it has then.
+    """
+
+    def __init__(self, api: Api, settings: ServerSettings, certificate: Certificate | None = None) -> None:
         self._api = api
         self._settings = settings
+        self._certificate = certificate
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
-        self._has_tokens = bool(settings.tokens)
         self._codecs: WeakKeyDictionary[ServedModel, ProtobufCodec] = WeakKeyDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
@@ -99,10 +102,9 @@ class GrpcServer:
         """Listen, and return the port.
 
         :raises UsageError: if it cannot listen on the address.
-        :raises OptionsError: if the certificate cannot be read.
         """
         host, port = self._settings.host, self._settings.grpc_port
-        credentials = await self._credentials()
+        credentials = self._credentials()
         await _check_address(host, port)
         server = grpc.aio.server(
             options=self._options(),
@@ -157,15 +159,24 @@ class GrpcServer:
             ("grpc.keepalive_time_ms", idle_ms),
         ]
 
-    async def _credentials(self) -> Any:
-        certificate, key = self._settings.tls_certificate, self._settings.tls_key
-        if certificate is None or key is None:
+    def _credentials(self) -> Any:
+        certificate = self._certificate
+        if certificate is None:
             return None
-        try:
-            chain, secret = [await asyncio.to_thread(path.read_bytes) for path in (certificate, key)]
-        except OSError as error:
-            raise OptionsError(f"the certificate or its key cannot be read: {error}") from error
-        return grpc.ssl_server_credentials([(secret, chain)])
+        used = certificate.pem
+
+        def config() -> Any:
+            return grpc.ssl_server_certificate_configuration([(used.key, used.chain)])
+
+        def changed() -> Any:
+            # Called by gRPC's thread for each new connection; None means the same as before.
+            nonlocal used
+            if certificate.pem is used:
+                return None
+            used = certificate.pem
+            return config()
+
+        return grpc.dynamic_ssl_server_credentials(config(), changed)
 
     # ---- requests of all kinds
 
@@ -194,7 +205,7 @@ class GrpcServer:
 
         async def work(body: bytes, context: Any) -> bytes:
             headers = self._named(context)
-            if name not in OPEN and self._has_tokens:
+            if name not in OPEN and self._api.has_tokens:
                 self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
             fields = await answer(self._read(kind, body))
             return bytes(answer_kind(**fields).SerializeToString())
@@ -301,7 +312,7 @@ class GrpcServer:
     def _inference_headers(self, name: str, context: Any) -> Headers:
         """Check a client's token, and return its headers."""
         headers = self._named(context)
-        if self._has_tokens:
+        if self._api.has_tokens:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         return headers
 

@@ -25,6 +25,7 @@ from asynctrt import clock
 from asynctrt.errors import OptionsError, UnknownModelError, UsageError
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, error_answer
+from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
 from asynctrt.serving.gpus import Gpus
@@ -55,7 +56,9 @@ class Server:
         self.settings = settings or ServerSettings()
         if self.settings.gpu_memory is not None:
             limit_gpu_memory(self.settings.gpu_memory)
-        self.api = Api(repository, self.settings, checks_names=not self.settings.tokens)
+        self._certificate: Certificate | None = None
+        has_tokens = bool(self.settings.tokens) or self.settings.tokens_file is not None
+        self.api = Api(repository, self.settings, checks_names=not has_tokens)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None
         self._listeners: list[asyncio.Server] = []
@@ -112,10 +115,13 @@ class Server:
         """Listen. Models are loaded by ``repository.load_all()``, before or after.
 
         :raises UsageError: if it cannot listen on a port.
-        :raises OptionsError: if the certificate cannot be used.
+        :raises OptionsError: if the certificate or the tokens' file cannot be used.
         """
         settings = self.settings
         try:
+            if settings.tls_certificate is not None and settings.tls_key is not None:
+                self._certificate = Certificate(settings.tls_certificate, settings.tls_key)
+            self.api.use_tokens(self._tokens())
             self._log = AccessLog(settings.access_log) if settings.access_log is not None else None
             if self._log is not None:
                 self.api.log = self._log.write_inference
@@ -135,17 +141,53 @@ class Server:
             self._failures = Failures()
             self.api.failed = self._failures.note
             self._refusals = Refusals(self.repository, self._refused)
-            await self._listen(self._hub, settings.http_port, _tls(settings))
+            tls = self._certificate.context if self._certificate is not None else None
+            await self._listen(self._hub, settings.http_port, tls)
             if settings.metrics_port is not None:
                 self._metrics_hub = Hub(_MetricsAlone(metrics, settings))
                 await self._listen(self._metrics_hub, settings.metrics_port, None)
             if settings.grpc:
-                self._grpc = GrpcServer(self.api, settings)
+                self._grpc = GrpcServer(self.api, settings, self._certificate)
                 self._grpc_port = await self._grpc.start()
             self._sampling = asyncio.create_task(self._sample(sampler))
         except BaseException:
             await self._close()
             raise
+
+    async def reload(self) -> None:
+        """Read the file of tokens and the certificate again; connections that are open go on.
+
+        :raises OptionsError: if one of them cannot be used. Then nothing has changed.
+        """
+        tokens, pem = await asyncio.to_thread(self._read_again)
+        self.api.use_tokens(tokens)
+        if self._certificate is not None and pem is not None:
+            self._certificate.pem = pem
+        logger.info("reloaded: %d tokens%s", len(tokens), ", the certificate" if pem is not None else "")
+
+    def _read_again(self) -> tuple[tuple[str, ...], Pem | None]:
+        tokens = self._tokens()
+        return tokens, self._certificate.read() if self._certificate is not None else None
+
+    def _tokens(self) -> tuple[str, ...]:
+        path = self.settings.tokens_file
+        if path is None:
+            return self.settings.tokens
+        tokens = read_tokens(path)
+        if is_readable_by_all(path):
+            logger.warning("every user of this machine can read the tokens in %s: chmod 600 it", path)
+        return self.settings.tokens + tokens
+
+    async def _reload_on(self, hangup: asyncio.Event) -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            try:
+                await self.reload()
+            except OptionsError as error:
+                logger.error("SIGHUP: nothing has changed: %s", error)  # noqa: TRY400  (it says all)
+            except Exception:
+                logger.exception("SIGHUP: nothing has changed")
 
     async def stop(self) -> None:
         """Drain and close, within ``drain_timeout``, or at once after :meth:`hurry`. Idempotent."""
@@ -165,6 +207,8 @@ class Server:
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
 
+        On SIGHUP it does what :meth:`reload` does; what is wrong is logged.
+
         With ``on_device_lost="exit"`` it also stops, at once, when a device is lost; :attr:`lost` then names
         the models.
         """
@@ -180,11 +224,15 @@ class Server:
         signals = (signal.SIGTERM, signal.SIGINT)
         for number in signals:
             loop.add_signal_handler(number, partial(on_signal, number))
+        hangup = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, hangup.set)
+        reloading = loop.create_task(self._reload_on(hangup))
         try:
             await asked.wait()
             await self.stop()
         finally:
-            for number in signals:
+            reloading.cancel()
+            for number in (*signals, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
     async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None) -> None:
@@ -305,17 +353,3 @@ class _MetricsAlone(Api):
 def _address(listener: asyncio.Server) -> str:
     host, port, *_ = listener.sockets[0].getsockname()
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
-    if settings.tls_certificate is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise OptionsError(
-            f"tls_certificate {str(settings.tls_certificate)!r} with tls_key {str(settings.tls_key)!r} "
-            f"cannot be used: {error}. Both must be PEM files, the key without a passphrase"
-        ) from error
-    return context

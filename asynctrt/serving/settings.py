@@ -65,6 +65,13 @@ class ServerSettings:
         doc="""Bearer tokens, one of which every request needs, except for health and the dashboard's page.
         Default: no request needs one.""",
     )
+    tokens_file: Path | None = setting(
+        default=None,
+        check=PATH.or_none,
+        doc="""A file with bearer tokens, one a line, besides those of ``tokens``, which every user of the
+        machine can see in the list of processes. Lines that are empty or begin with ``#`` do not count.
+        SIGHUP makes the server read it again, and the certificate.""",
+    )
     tls_certificate: Path | None = setting(
         default=None,
         check=PATH.or_none,

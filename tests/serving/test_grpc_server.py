@@ -21,6 +21,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving.api import Api
+from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
@@ -88,7 +89,8 @@ async def serving(models=None, *, engine=None, **settings):
                 engines[key] = await asynctrt.open(model, **(engine or {}))
                 repository.add(name, engines[key], version=version)
             api = Api(repository, settings)
-            server = GrpcServer(api, settings)
+            pair = settings.tls_certificate, settings.tls_key
+            server = GrpcServer(api, settings, Certificate(*pair) if all(pair) else None)
             served = Served(server, api, await server.start(), engines)
             try:
                 yield served
@@ -737,7 +739,7 @@ class TestListening:
             assert code == "UNAVAILABLE"
 
     async def test_a_certificate_that_is_not_there(self, tmp_path):
-        with pytest.raises(OptionsError, match="cannot be read.*nowhere"):
+        with pytest.raises(OptionsError, match="nowhere.*cannot be used"):
             async with serving(tls_certificate=tmp_path / "nowhere", tls_key=tmp_path / "nowhere"):
                 pass
 

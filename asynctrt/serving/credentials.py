@@ -1,0 +1,104 @@
+"""Read what a server keeps secret from files, and read it again: tokens, and a certificate with its key.
+
+Reading and using are two steps. What is broken is refused by the first, so that it changes nothing.
+"""
+
+import ssl
+import stat
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from asynctrt.errors import OptionsError
+
+FILE_NBYTES_MAX: Final = 1 << 20
+TOKENS_MAX: Final = 1024
+"""Each request is compared with all of them."""
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Read tokens, one a line. Empty lines, and those that begin with ``#``, do not count.
+
+    :raises OptionsError: if the file cannot be read, or has no token, or a malformed one, or too many.
+    """
+    try:
+        text = _read(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionsError(f"cannot read the tokens in {str(path)!r}: {error}") from error
+    lines = [line.strip() for line in text.splitlines()]
+    tokens = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not 0 < len(tokens) <= TOKENS_MAX:
+        raise OptionsError(
+            f"{str(path)!r} has {len(tokens)} tokens; it must have 1 to {TOKENS_MAX}, each on its own line"
+        )
+    for number, line in enumerate(lines, 1):
+        if line in tokens and not (line.isascii() and line.isprintable() and " " not in line):
+            # The token itself is not told: this ends in a log.
+            raise OptionsError(
+                f"line {number} of {str(path)!r} is not a token: it has a space, or a character that is not "
+                "printable ASCII"
+            )
+    return tokens
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        raw = file.read(FILE_NBYTES_MAX + 1)
+    if len(raw) > FILE_NBYTES_MAX:
+        raise OSError(f"it has more than {FILE_NBYTES_MAX} bytes")
+    return raw
+
+
+def is_readable_by_all(path: Path) -> bool:
+    """Return whether any user of the machine may read a file."""
+    return bool(path.stat().st_mode & stat.S_IROTH)
+
+
+class Pem(NamedTuple):
+    """A certificate chain and its key, as they are in their files, and a context that has them."""
+
+    chain: bytes
+    key: bytes
+    context: ssl.SSLContext
+
+
+class Certificate:
+    """A server's certificate, which may change while the server runs.
+
+    :attr:`context` is for listening: each new connection gets what :attr:`pem` has then, and those that are
+    open keep what they have.
+
+    :raises OptionsError: if the files cannot be used.
+    """
+
+    def __init__(self, chain: Path, key: Path) -> None:
+        self._paths = chain, key
+        self.pem = self.read()
+        self.context = self.pem.context
+        # It is called in every handshake, whether or not the client names a server.
+        self.context.sni_callback = self._choose
+
+    def __repr__(self) -> str:
+        return f"<Certificate {str(self._paths[0])!r}>"
+
+    def read(self) -> Pem:
+        """Read the files without using them yet: assign the result to :attr:`pem`.
+
+        :raises OptionsError: if they cannot be used.
+        """
+        chain, key = self._paths
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            pem = Pem(_read(chain), _read(key), context)
+            context.load_cert_chain(chain, key)
+            if (_read(chain), _read(key)) != pem[:2]:
+                raise OSError("they are being written")
+        except (OSError, ssl.SSLError) as error:
+            raise OptionsError(
+                f"tls_certificate {str(chain)!r} with tls_key {str(key)!r} cannot be used: {error}. Both "
+                "must be PEM files, the key without a passphrase"
+            ) from error
+        return pem
+
+    def _choose(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        if handshake.context is not self.pem.context:
+            handshake.context = self.pem.context
