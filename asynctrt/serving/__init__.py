@@ -18,10 +18,19 @@ from asynctrt.serving.settings import ServerSettings
 if TYPE_CHECKING:
     from asynctrt.serving.asgi import kserve_app, websocket_endpoint
     from asynctrt.serving.folder import ModelFolder
+    from asynctrt.serving.monitoring import monitoring_app
     from asynctrt.serving.repository import Repository
     from asynctrt.serving.server import Server
 
-__all__ = ["ModelFolder", "Repository", "Server", "ServerSettings", "kserve_app", "websocket_endpoint"]
+__all__ = [
+    "ModelFolder",
+    "Repository",
+    "Server",
+    "ServerSettings",
+    "kserve_app",
+    "monitoring_app",
+    "websocket_endpoint",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from asynctrt.serving.folder import ModelFolder  # noqa: PLC0415
 
         return ModelFolder
+    if name == "monitoring_app":
+        from asynctrt.serving.monitoring import monitoring_app  # noqa: PLC0415
+
+        return monitoring_app
     if name == "Repository":
         from asynctrt.serving.repository import Repository  # noqa: PLC0415
 

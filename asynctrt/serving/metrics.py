@@ -485,6 +485,8 @@ def _add_batches(family: Any, reading: _Labelled) -> None:
 def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: _Labelled) -> None:
     known = reading.served.latencies
     values = which(known)
+    if reading.done.succeeded and not any(known.total):
+        return  # The application asks the engine itself, so nobody has counted.
     traced = known.exemplars if values is known.total else {}
     counts = accumulate(values[:-1])
     buckets = [

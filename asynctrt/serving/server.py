@@ -14,7 +14,6 @@ import errno
 import logging
 import signal
 import ssl
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -22,9 +21,9 @@ from typing import Final, Self
 import anyio
 
 from asynctrt import clock
-from asynctrt.errors import OptionsError, UnknownModelError, UsageError
+from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loading import limit_gpu_memory
-from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, error_answer
+from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.frames import upgrade
@@ -33,6 +32,7 @@ from asynctrt.serving.grpc_server import GrpcServer, errno_of, reason_of
 from asynctrt.serving.http import SWEEP_S, Hub
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
+from asynctrt.serving.monitoring import metrics_alone
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.server_log import Failures, Refusals
@@ -144,7 +144,7 @@ class Server:
             tls = self._certificate.context if self._certificate is not None else None
             await self._listen(self._hub, settings.http_port, tls)
             if settings.metrics_port is not None:
-                self._metrics_hub = Hub(_MetricsAlone(metrics, settings))
+                self._metrics_hub = Hub(metrics_alone(metrics, settings))
                 await self._listen(self._metrics_hub, settings.metrics_port, None)
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings, self._certificate)
@@ -330,24 +330,6 @@ class Server:
             # Aborted connections write their last lines in the next loop iteration.
             await asyncio.sleep(SWEEP_S if self._hub and self._hub.connections else 0)
             self._log.close()
-
-
-class _MetricsAlone(Api):
-    """What the port for metrics answers: one page, without a token."""
-
-    __slots__ = ()
-
-    def __init__(self, metrics: Metrics, settings: ServerSettings) -> None:
-        pages = {"/metrics": metrics.page(is_open=True)}
-        super().__init__(Repository(), replace(settings, tokens=()), pages)
-
-    def route(self, path: bytes) -> ModelRoute | None:
-        return None
-
-    async def respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
-        if path.decode("latin-1") not in self.pages:
-            return error_answer(UnknownModelError("there is nothing at this port but /metrics"))
-        return await super().respond(method, path, headers, body)
 
 
 def _address(listener: asyncio.Server) -> str:

@@ -204,7 +204,7 @@ class TestPages:
         assert len(wanted) > 4
         site = Site()
         for path in wanted:
-            assert (await site.get(path)).status == 200, path
+            assert (await site.get(f"/{path}")).status == 200, path
         assert not re.findall(r"<script(?![^>]*src=)|<style| style=| on\w+=", text), "nothing inline"
         for name in ("index.html", "dashboard.js", "dashboard.css"):
             assert "//" not in re.sub(r"^\s*//.*$", "", (STATIC / name).read_text(), flags=re.MULTILINE), name

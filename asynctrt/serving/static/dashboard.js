@@ -507,9 +507,9 @@
     asking = new AbortController();
     const patience = setTimeout(() => asking.abort(), PATIENCE_MS);
     try {
-      let content = await ask(answer === null ? "/dashboard/data" : "/dashboard/recent", asking.signal);
+      let content = await ask(answer === null ? "dashboard/data" : "dashboard/recent", asking.signal);
       if (content !== null && !take(content, answer === null)) {
-        content = await ask("/dashboard/data", asking.signal);
+        content = await ask("dashboard/data", asking.signal);
         if (content !== null) take(content, true);
       }
       if (content === null) return lock();
