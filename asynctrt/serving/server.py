@@ -163,7 +163,7 @@ class Server:
         self.api.use_tokens(tokens)
         if self._certificate is not None and pem is not None:
             self._certificate.pem = pem
-        logger.info("reloaded: %d tokens%s", len(tokens), ", the certificate" if pem is not None else "")
+        logger.info("reloaded %d token(s)%s", len(tokens), ", the certificate" if pem is not None else "")
 
     def _read_again(self) -> tuple[tuple[str, ...], Pem | None]:
         tokens = self._tokens()

@@ -88,7 +88,7 @@ class TestReloading:
                 with pytest.raises(OptionsError):
                     await server.reload()
                 assert [await status_with(raw, token) for token in ("fixed", "new")] == [200, 200]
-        assert "reloaded: 2 tokens" in caplog.text
+        assert "reloaded 2 token(s)" in caplog.text
         assert not {"old", "new", "two words"} & set(caplog.text.split())
 
     async def test_a_file_that_all_may_read_is_warned_of(self, tmp_path, caplog):
