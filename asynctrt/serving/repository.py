@@ -291,6 +291,7 @@ class Repository:
                     served = await self._opened(name, version, entry, source)
                 except AsynctrtError as error:
                     entry.reason = str(error)
+                    logger.warning("cannot load model %s version %s: %s", name, version, error)
                     failures.append(error)
                 else:
                     if served is not None:
@@ -332,13 +333,25 @@ class Repository:
             entry = model.versions[version]
             before, entry.served = entry.served, served
             entry.reason, entry.is_awaited = "", True
-            logger.info("%s version %s is %s", served.name, version, "replaced" if before else "loaded")
+            inputs = ", ".join(str(spec) for spec in served.engine.inputs)
+            logger.info(
+                "%s model %s version %s on %s: %s",
+                "replaced" if before else "loaded",
+                served.name,
+                version,
+                served.engine.device_name,
+                inputs,
+            )
             if before is not None:
                 self._retire(before)
         for version in gone:
             served_before = model.versions.pop(version).served
             if served_before is not None:
-                logger.info("%s version %s is no longer served", served_before.name, version)
+                logger.info(
+                    "unloaded model %s version %s, which is not to be served any more",
+                    served_before.name,
+                    version,
+                )
                 self._retire(served_before)
         self._served.clear()
 
@@ -379,7 +392,7 @@ class Repository:
                 entry.reason = UNLOADED
                 if served is None:
                     continue
-                logger.info("%s version %s is unloaded", name, served.version)
+                logger.info("unloaded model %s version %s", name, served.version)
                 if entry.source is None:
                     entry.unloaded = served
                 else:

@@ -16,8 +16,9 @@ from typing import Any, Final, NamedTuple
 from asynctrt import clock
 from asynctrt.errors import DeviceError, InternalError
 from asynctrt.serving.api import Inference
-from asynctrt.serving.repository import Repository, ServedModel
+from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("request_id", "requests", "model", "version")
