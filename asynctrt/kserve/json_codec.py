@@ -41,6 +41,14 @@ except ImportError as error:
 JSON_NBYTES_MAX: Final = 4 << 20
 """Default limit for the JSON of one request: parsing it blocks the event loop."""
 
+JSON_LISTS_MAX: Final = 16_384
+JSON_VALUES_MAX: Final = 262_144
+"""Lists and objects, and values, that the JSON of one request may have. A list costs as much time as ten
+numbers, and the garbage collector looks at each: 4 MiB of empty ones held the loop for 0.7 s."""
+
+COUNT_NBYTES_MIN: Final = 32 << 10
+"""JSON up to this size is parsed without being counted."""
+
 ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
 
 
@@ -260,6 +268,8 @@ def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> d
         raise TooLargeError(
             f"{what} has {len(raw)} bytes of JSON; at most {nbytes_max} are accepted: send tensors raw"
         )
+    if len(raw) > COUNT_NBYTES_MIN:
+        _check_values(bytes(raw), what)
     try:
         content = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -270,6 +280,21 @@ def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> d
     if not isinstance(content, dict):
         raise RequestError(f"{what} must be a JSON object, not {type(content).__name__}")
     return content
+
+
+def _check_values(raw: bytes, what: str) -> None:
+    """Refuse JSON of so many values that parsing it would hold the loop, whatever its size."""
+    lists = raw.count(b"[") + raw.count(b"{")
+    if lists > JSON_LISTS_MAX:
+        raise TooLargeError(
+            f"{what} has {lists} lists and objects of JSON; at most {JSON_LISTS_MAX} are accepted: send the "
+            "values of a tensor as one flat list, or raw"
+        )
+    values = raw.count(b",")
+    if values > JSON_VALUES_MAX:
+        raise TooLargeError(
+            f"{what} has {values} values of JSON; at most {JSON_VALUES_MAX} are accepted: send tensors raw"
+        )
 
 
 def dump(content: object) -> bytes:

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import socket
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ REPOSITORY: Final = b"/v2/repository/models/"
 ELSEWHERE: Final = ("/trace/setting", "/generate", "/generate_stream")
 """A model's routes in Triton that this server does not have."""
 VERBS: Final = frozenset({"infer", "ready", "config", "stats", "ws"})
+HOSTS_MAX: Final = 64
+"""Names of this server, as clients write them, that are remembered."""
 CANCELLED_STATUS: Final = 499
 """Status of a cancelled request: nginx's code for a client that went away."""
 
@@ -57,6 +60,18 @@ COMPRESS_NBYTES_MIN: Final = 512
 """A smaller answer is not compressed."""
 OFF_LOOP_NBYTES_MIN: Final = 256 << 10
 """From this size on, compression and decompression run in a thread."""
+
+SIMPLE_TYPES: Final = (b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
+"""Content types that browsers let any page send."""
+
+PREFLIGHT: Final = (
+    ("Access-Control-Allow-Methods", "GET, HEAD, POST"),
+    (
+        "Access-Control-Allow-Headers",
+        "Authorization, Content-Encoding, Content-Type, Inference-Header-Content-Length, traceparent",
+    ),
+    ("Access-Control-Max-Age", "600"),
+)
 
 Headers = Mapping[bytes, bytes]
 logger = logging.getLogger("asynctrt.serving")
@@ -119,7 +134,7 @@ class Api:
     ``pages`` are further pages by path, such as the dashboard's. ``observe`` is called after each inference,
     for tracing. ``log`` is called with protocol, peer and inference after each one that did not come over
     HTTP: HTTP requests are logged by their connections. ``failed`` is called with each inference that failed
-    and why. ``checks_names`` is for a server that has no tokens.
+    and why. ``checks_hosts`` is for a server that has no tokens.
     """
 
     repository: Repository
@@ -129,8 +144,9 @@ class Api:
     log: Callable[[str, Any, Inference], None] | None = None
     failed: Callable[[Inference, BaseException], None] | None = None
     in_flight: int = 0
-    checks_names: bool = False
+    checks_hosts: bool = False
     ids: RequestIds = field(default_factory=RequestIds)
+    _hosts: set[bytes] = field(default_factory=set)
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()
 
@@ -239,12 +255,15 @@ class Api:
             return error_answer(error, headers)
 
     def authorize(self, path: bytes, headers: Headers) -> None:
-        """Check a request's bearer token, and the origin of a page that sends it.
+        """Check a request's bearer token, the host that it names, and the origin of a page that sends it.
 
-        :raises UnauthorizedError: if it needs a token and has none, or a wrong one; if its origin is refused.
+        :raises UnauthorizedError: if it needs a token and has none, or a wrong one; if its host or origin is
+            refused.
         """
         if path.startswith(b"/v2/health/"):
             return
+        if self.checks_hosts and headers.get(b"host", b"") not in self._hosts:
+            self._check_host(headers.get(b"host", b""))
         if b"origin" in headers:
             self._check_origin(headers)
         if not self._tokens:
@@ -261,25 +280,78 @@ class Api:
             raise UnauthorizedError(f"{what}: send the header Authorization: Bearer TOKEN")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Refuse what pages of other origins send: browsers let any page send requests to any server.
-
-        With ``checks_names``, the server's own name must be an address too. A name can be made to lead here
-        after its page was loaded (DNS rebinding), and the page then has the server's own origin.
-        """
-        allowed = self.settings.allow_origins
-        text = headers[b"origin"].decode("latin-1")
-        if "*" in allowed or text in allowed:
+        """Refuse what pages of other origins send: browsers let any page send requests to any server."""
+        if self._is_allowed(headers[b"origin"]):
             return
+        text = headers[b"origin"].decode("latin-1")
         host = _host_of(text)
         if not host or host.encode("latin-1") != headers.get(b"host"):
             raise UnauthorizedError(
                 f"pages of {text:.200} may not use this server: allow them with --allow-origins"
             )
-        if self.checks_names and not _is_address(host):
+
+    def preflight(self, method: bytes, headers: Headers) -> Answer | None:
+        """Return the answer to a browser that asks what a page of an allowed origin may send; else ``None``.
+
+        It asks without a token, and before anything that is not a plain form.
+        """
+        if method != b"OPTIONS" or b"access-control-request-method" not in headers:
+            return None
+        if not self._is_allowed(headers.get(b"origin", b"")):
+            return None
+        return Answer(204, PREFLIGHT, ())
+
+    def with_cors(self, headers: Headers, answer: Answer) -> Answer:
+        """Let the page that sent a request read the answer, if its origin is in ``allow_origins``."""
+        origin = headers.get(b"origin", b"")
+        if not self._is_allowed(origin):
+            return answer
+        added = (
+            ("Access-Control-Allow-Origin", origin.decode("latin-1")),
+            ("Access-Control-Expose-Headers", "Inference-Header-Content-Length"),
+            ("Vary", "Origin"),
+        )
+        return answer._replace(headers=answer.headers + added)
+
+    def _is_allowed(self, origin: bytes) -> bool:
+        allowed = self.settings.allow_origins
+        return bool(origin and allowed) and ("*" in allowed or origin.decode("latin-1") in allowed)
+
+    def check_sender(self, headers: Headers) -> None:
+        """Refuse to change what is served for a page that a browser lets send anything without asking first.
+
+        Browsers of before 2020 send no ``Origin`` with forms. Programs do not call themselves Mozilla.
+
+        :raises UnauthorizedError: if it could be such a page.
+        """
+        if self._tokens or b"origin" in headers:
+            return  # Checked with every request.
+        site = headers.get(b"sec-fetch-site", b"none")
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        is_browser = headers.get(b"user-agent", b"").startswith(b"Mozilla/")
+        if site not in (b"none", b"same-origin") or (is_browser and kind in SIMPLE_TYPES):
             raise UnauthorizedError(
-                f"pages of {text:.200} may not use this server, as any name can be made to lead to it: allow "
-                "them with --allow-origins, or require a token with --tokens"
+                "models are not loaded and unloaded for a page that any site could have: send Content-Type: "
+                "application/json, or require a token with --tokens"
             )
+
+    def _check_host(self, host: bytes) -> None:
+        """Refuse names that are not this server's.
+
+        A page's name can be made to lead here after the page was loaded (DNS rebinding), and the page then
+        has the server's own origin. An address is never such a name.
+        """
+        text = host.decode("latin-1")
+        if host and "*" not in self.settings.allow_hosts and not _is_address(text):
+            name = text.rpartition(":")[0] or text
+            own = (*self.settings.allow_hosts, self.settings.host, socket.gethostname())
+            if name.lower() not in map(str.lower, own) and text not in own:
+                raise UnauthorizedError(
+                    f"this server does not answer as {text:.200}, as any name can be made to lead to it: "
+                    "allow the name with --allow-hosts, or require a token with --tokens"
+                )
+        if len(self._hosts) < HOSTS_MAX:
+            self._hosts.add(host)
 
     async def _respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
         text = path.decode("latin-1")
@@ -295,12 +367,9 @@ class Api:
             case "/v2":
                 _allow(method, "GET")
                 return json_answer(self.server_metadata())
-            case "/v2/health/live":
+            case "/v2/health/live" | "/v2/health/ready":
                 _allow(method, "GET")
-                return Answer(200 if self.repository.is_live else 503, (), ())
-            case "/v2/health/ready":
-                _allow(method, "GET")
-                return Answer(200 if self.repository.is_ready else 503, (), ())
+                return self._health(text.rstrip("/")[len("/v2/health/") :])
             case "/v2/models/stats":
                 _allow(method, "GET")
                 return json_answer({"model_stats": self.statistics()})
@@ -309,10 +378,15 @@ class Api:
                 return json_answer(self.index(body))
         if path.startswith(REPOSITORY):
             _allow(method, "POST")
+            self.check_sender(headers)
             return await self._control(text, body)
         if text.startswith(("/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")):
             raise UnsupportedError(f"this server does not implement {text:.200}")
         raise UnknownModelError(f"no page at {text:.200}; the inference protocol is under /v2")
+
+    def _health(self, what: str) -> Answer:
+        holds = self.repository.is_live if what == "live" else self.repository.is_ready
+        return json_answer({what: holds}, 200 if holds else 503)
 
     async def _model(self, method: str, route: ModelRoute, headers: Headers, body: bytes) -> Answer:
         if not route.verb and route.name.endswith(ELSEWHERE):
@@ -332,7 +406,7 @@ class Api:
             except AsynctrtError as error:
                 # Clients read 400 as "not ready", and any other status as a broken server.
                 return Answer(400, (("Content-Type", "application/json"),), (dump({"error": str(error)}),))
-            return Answer(200, (), ())
+            return json_answer({"name": route.name, "ready": True})
         if route.verb == "ws":
             raise RequestError("this path is a websocket: connect with ws://, or send Upgrade: websocket")
         return json_answer(self.describe(route.verb, route.name, route.version))
@@ -404,8 +478,14 @@ class Api:
     async def _decompressed(self, coding: bytes, body: bytes) -> bytes:
         if coding not in (b"gzip", b"deflate"):
             raise RequestError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
-        work = partial(decompress, body, self.settings.max_body)
-        return await asyncio.to_thread(work) if len(body) > OFF_LOOP_NBYTES_MIN // 8 else work()
+        nbytes_max = self.settings.max_body
+        if len(body) > OFF_LOOP_NBYTES_MIN:
+            return await asyncio.to_thread(decompress, body, nbytes_max)
+        try:
+            # A few bytes may become a thousand times as many.
+            return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
+        except TooLargeError:
+            return await asyncio.to_thread(decompress, body, nbytes_max)
 
     async def compressed(self, headers: Headers, answer: Answer) -> Answer:
         """Compress the answer to an inference if its client accepts that and it is large enough.

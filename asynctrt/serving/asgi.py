@@ -135,10 +135,13 @@ class KServeApp:
         if scope["type"] == "websocket":
             await _serve_websocket(api, lambda: authorize_route(api, path, headers), headers, receive, send)
             return
+        preflight = api.preflight(scope["method"].encode(), headers)
         try:
             body = await _read_body(receive, api.settings.max_body)
         except RequestError as error:
-            answer = error_answer(error)
+            preflight = error_answer(error)
+        if preflight is not None:
+            answer = preflight
         else:
             responding = asyncio.ensure_future(api.respond(scope["method"], path, headers, body))
             leaving = asyncio.ensure_future(_disconnected(receive))
@@ -150,6 +153,7 @@ class KServeApp:
             finally:
                 responding.cancel()
                 leaving.cancel()
+        answer = api.with_cors(headers, answer)
         raw = b"".join(answer.body)
         lines = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer.headers]
         lines += [(b"content-length", str(len(raw)).encode()), (HEADER, request_id)]

@@ -8,9 +8,16 @@ from typing import Any
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
 from asynctrt.serving.api import ModelRoute, error_answer
-from asynctrt.serving.http import HttpConnection, Hub
+from asynctrt.serving.http import HttpConnection, Hub, Writing
 from asynctrt.serving.http_reader import HttpRequest
-from asynctrt.serving.websocket import GOING_AWAY, SUBPROTOCOL, Message, WebSocketSession, authorize_route
+from asynctrt.serving.websocket import (
+    GOING_AWAY,
+    POLICY_VIOLATION,
+    SUBPROTOCOL,
+    Message,
+    WebSocketSession,
+    authorize_route,
+)
 
 try:
     from websockets.asyncio.client import ClientConnection, connect
@@ -92,7 +99,11 @@ class SocketConnection(asyncio.Protocol):
         self._is_text = False
         self._is_reading = True
         self._is_flushing = False
-        self._writing_since: int | None = None
+        self._writing = Writing()
+        self._written = 0
+        # The tick in which the first bytes of a message that is not complete yet were read.
+        self._began: int | None = None
+        self._is_partial = False
         self._touched = hub.tick
         self._pinged = False
         self._closed_at: int | None = None
@@ -124,10 +135,15 @@ class SocketConnection(asyncio.Protocol):
         self._is_flushing = True
         for event in protocol.events_received():
             if isinstance(event, Frame):
+                self._note(event)
                 if self._frames:
                     self._frames.append(event)
                 else:
                     self._take(event)
+        if not self._is_partial and not protocol.reader.buffer:
+            self._began = None
+        elif self._began is None:
+            self._began = self._hub.tick
         self._flush()
         self._throttle()
 
@@ -136,15 +152,22 @@ class SocketConnection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        self._writing_since = self._hub.tick
+        self._writing.pause(self._hub.tick)
         self._throttle()
 
     def resume_writing(self) -> None:
-        self._writing_since = None
+        self._writing.since = None
         self._touched = self._hub.tick
         self._room()
 
     # ---- frames and messages
+
+    def _note(self, frame: Frame) -> None:
+        """Note where messages begin and end. Control frames may come between the frames of a message."""
+        if frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
+            self._is_partial = not frame.fin
+            if frame.fin:
+                self._began = None
 
     def _take(self, frame: Frame) -> None:
         opcode = frame.opcode
@@ -161,7 +184,7 @@ class SocketConnection(asyncio.Protocol):
                 self._receive(bytes(pieces))
 
     def _receive(self, raw: bytes) -> None:
-        if self._session.is_full or self._writing_since is not None:
+        if self._session.is_full or self._writing.since is not None:
             opcode = Opcode.TEXT if self._is_text else Opcode.BINARY
             self._frames.append(Frame(opcode, raw))
             return
@@ -196,6 +219,7 @@ class SocketConnection(asyncio.Protocol):
         if pieces:
             raw = b"".join(pieces)
             if raw:
+                self._written += len(raw)
                 self._transport.write(raw)
         if self._protocol.close_expected():
             if self._closed_at is None:
@@ -205,7 +229,7 @@ class SocketConnection(asyncio.Protocol):
 
     def _room(self) -> None:
         """Continue with the waiting messages, now that requests have ended or the client reads again."""
-        while self._frames and not self._session.is_full and self._writing_since is None:
+        while self._frames and not self._session.is_full and self._writing.since is None:
             frames, self._frames = self._frames, []
             for number, frame in enumerate(frames):
                 self._take(frame)
@@ -218,10 +242,12 @@ class SocketConnection(asyncio.Protocol):
 
     def _throttle(self) -> None:
         """Pause reading while the session is full or the client does not read, and resume it after."""
-        should_read = not self._session.is_full and self._writing_since is None and not self._frames
+        should_read = not self._session.is_full and self._writing.since is None and not self._frames
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
+                if self._began is not None:
+                    self._began = self._hub.tick  # Until now it could not go on sending.
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
@@ -231,10 +257,17 @@ class SocketConnection(asyncio.Protocol):
     def check_times(self, tick: int) -> None:
         """Close the connection if a timeout has passed; ping a client that is silent."""
         hub = self._hub
-        since = self._writing_since if self._writing_since is not None else self._closed_at
-        if since is not None:
-            if tick - since > hub.write_ticks:
+        if self._writing.since is not None:
+            if self._writing.is_stalled(tick, hub, self._transport, self._written):
                 self._transport.abort()
+        elif self._closed_at is not None:
+            if tick - self._closed_at > hub.write_ticks:
+                self._transport.abort()
+        elif self._began is not None and self._is_reading:
+            if tick - self._began > hub.request_ticks:
+                why = f"the message did not arrive within {hub.settings.request_timeout:g} s"
+                self._protocol.fail(POLICY_VIOLATION, why)
+                self._flush()
         elif not self._session.in_flight and not self._frames:
             silent = tick - self._touched
             if silent > hub.idle_ticks:

@@ -69,6 +69,9 @@ NBYTES_MAX: Final = 2**31 - 1
 DETAILS_LENGTH_MAX: Final = 2000
 """Characters of an error message that are sent; clients refuse trailers over 8 KiB."""
 
+HANDSHAKE_MS: Final = 10_000
+"""Time for a client's TLS handshake."""
+
 FIELDS_MAX: Final = 64
 """Fields of a large request besides its tensors."""
 
@@ -155,6 +158,10 @@ class GrpcServer:
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
             ("grpc.max_connection_idle_ms", idle_ms),
+            # Further connections are closed, and further calls on one wait at their client.
+            ("grpc.max_allowed_incoming_connections", min(settings.max_connections, NBYTES_MAX)),
+            ("grpc.max_concurrent_streams", min(settings.max_requests_per_connection, NBYTES_MAX)),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             # A client whose machine is gone sends nothing; a failed ping cancels its requests.
             ("grpc.keepalive_time_ms", idle_ms),
         ]

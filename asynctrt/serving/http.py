@@ -6,6 +6,9 @@ awaits :meth:`Api.respond`.
 """
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -39,6 +42,11 @@ SWEEP_S: Final = 0.25
 
 JOIN_NBYTES_MAX: Final = 128 << 10
 """The pieces of a larger body are handed to the transport one by one instead of being joined."""
+
+REFUSED_MAX: Final = 32
+"""Connections beyond ``max_connections`` that are told so. More are closed without a word."""
+REFUSED_S: Final = 2.0
+"""Time for such a client to read why it is refused, and to close."""
 
 PIPELINE_MAX: Final = 64
 PIPELINE_NBYTES_MAX: Final = 1 << 20
@@ -93,6 +101,9 @@ class Hub:
         self.request_ticks = ticks_of(self.settings.request_timeout)
         self.idle_ticks = ticks_of(self.settings.idle_timeout)
         self.write_ticks = ticks_of(self.settings.write_timeout)
+        self.write_nbytes_min = self.settings.min_rate * self.settings.write_timeout
+        self.refused_ticks = min(self.write_ticks, ticks_of(REFUSED_S))
+        self.has_cors = bool(self.settings.allow_origins)
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
         self.end_of_head = _end_of_head()
@@ -158,6 +169,51 @@ def _end_of_head() -> bytes:
     return f"Date: {formatdate(usegmt=True)}\r\nServer: asynctrt\r\n\r\n".encode()
 
 
+class Writing:
+    """Tell a client that takes its answers slowly from one that takes none.
+
+    Bytes that wait in the kernel count as not taken: its buffer is so large that a slow client seems to stand
+    still for a long time, and then to take much at once.
+    """
+
+    __slots__ = ("_taken", "since")
+
+    def __init__(self) -> None:
+        self.since: int | None = None
+        """The tick since when answers wait for the client, counted anew whenever it has taken enough."""
+        self._taken: int | None = None
+
+    def pause(self, tick: int) -> None:
+        """Begin to look, as answers wait from now on."""
+        self.since = tick
+        self._taken = None
+
+    def is_stalled(self, tick: int, hub: Hub, transport: Any, written: int) -> bool:
+        """Return whether too little was taken within ``write_timeout``.
+
+        :param written: the bytes that were written to the transport so far, if that went on meanwhile.
+        """
+        assert self.since is not None
+        taken = written - transport.get_write_buffer_size() - unsent_nbytes(transport)
+        if self._taken is None:
+            self._taken = taken
+        if tick - self.since <= hub.write_ticks:
+            return False
+        if taken - self._taken < hub.write_nbytes_min:
+            return True
+        self.since, self._taken = tick, taken
+        return False
+
+
+def unsent_nbytes(transport: Any) -> int:
+    """Return how many written bytes the kernel holds that the client has not acknowledged; 0 if unknown."""
+    try:
+        raw = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except (OSError, AttributeError, ValueError):
+        return 0
+    return int.from_bytes(raw, sys.byteorder)
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection. Its requests are answered in order, one at a time."""
 
@@ -181,7 +237,8 @@ class HttpConnection(asyncio.Protocol):
         self._inference: Inference | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_ending = False
-        self._writing_since: int | None = None
+        self._is_refused = False
+        self._writing = Writing()
         self._touched = hub.tick
 
     def __repr__(self) -> str:
@@ -193,8 +250,12 @@ class HttpConnection(asyncio.Protocol):
         self._transport = transport
         hub = self._hub
         hub.add(self)
-        if hub.is_draining or len(hub.connections) > hub.settings.max_connections:
-            hub.refused += not hub.is_draining
+        beyond = len(hub.connections) - hub.settings.max_connections
+        hub.refused += beyond > 0 and not hub.is_draining
+        if beyond > REFUSED_MAX:
+            self.abort()
+        elif hub.is_draining or beyond > 0:
+            self._is_refused = True
             self._refuse(
                 503, f"the server has {hub.settings.max_connections} connections, its limit: retry later"
             )
@@ -220,10 +281,10 @@ class HttpConnection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
-        self._writing_since = self._hub.tick
+        self._writing.pause(self._hub.tick)
 
     def resume_writing(self) -> None:
-        self._writing_since = None
+        self._writing.since = None
         self._touched = self._hub.tick
         if self._current is None:
             self._next()
@@ -233,7 +294,8 @@ class HttpConnection(asyncio.Protocol):
     def admit(self, request: HttpRequest) -> None:
         """Refuse a request without a token before its body; tell a client that waits for it to go on."""
         try:
-            self._api.authorize(request.path, request.headers)
+            if request.method != b"OPTIONS":
+                self._api.authorize(request.path, request.headers)
         except UnauthorizedError as error:
             self.refuse(request, error.http_status, str(error))
             return
@@ -247,7 +309,7 @@ class HttpConnection(asyncio.Protocol):
 
     def take(self, request: HttpRequest) -> None:
         """Answer a complete request, or queue it behind the one being answered."""
-        if self._current is None and not self._waiting and self._writing_since is None:
+        if self._current is None and not self._waiting and self._writing.since is None:
             self._start(request)
         else:
             self._waiting.append(request)
@@ -332,7 +394,8 @@ class HttpConnection(asyncio.Protocol):
             answer = encoded_answer(head, tensors)
             self._task = self._hub.loop.create_task(self._compress(answer, inference, request))
             return
-        if not tensors or not request.keep_alive or self._hub.is_draining:
+        has_origin = self._hub.has_cors and b"origin" in request.headers
+        if not tensors or not request.keep_alive or self._hub.is_draining or has_origin:
             self._send(encoded_answer(head, tensors), inference)
             return
         layout = decoded.layout
@@ -351,9 +414,11 @@ class HttpConnection(asyncio.Protocol):
         self._send(answer, inference)
 
     async def _respond(self, request: HttpRequest) -> None:
-        answer = await self._api.respond(
-            request.method.decode("latin-1"), request.path, request.headers, request.body
-        )
+        answer = self._api.preflight(request.method, request.headers)
+        if answer is None:
+            answer = await self._api.respond(
+                request.method.decode("latin-1"), request.path, request.headers, request.body
+            )
         self._task = None
         self._send(answer)
 
@@ -361,6 +426,8 @@ class HttpConnection(asyncio.Protocol):
         request = self._current
         if request is None or self._is_ending or self._transport.is_closing():
             return
+        if self._hub.has_cors:
+            answer = self._api.with_cors(request.headers, answer)
         status = answer.status
         nbytes = sum([len(piece) for piece in answer.body])
         lines = [f"HTTP/1.1 {status} ".encode(), REASONS[status], b"\r\n"]
@@ -405,7 +472,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Answer the next waiting request, if it may be answered now."""
-        if self._waiting and self._current is None and self._writing_since is None and not self._is_ending:
+        if self._waiting and self._current is None and self._writing.since is None and not self._is_ending:
             request = self._waiting.popleft()
             self._waiting_nbytes -= len(request.body)
             self._throttle()
@@ -426,11 +493,11 @@ class HttpConnection(asyncio.Protocol):
     def check_times(self, tick: int) -> None:
         """Close the connection if a timeout has passed."""
         hub = self._hub
-        since = self._writing_since
-        if since is None and self._is_ending:
-            since = self._touched
-        if since is not None:
-            if tick - since > hub.write_ticks:
+        if self._writing.since is not None:
+            if self._writing.is_stalled(tick, hub, self._transport, 0):
+                self.abort()
+        elif self._is_ending:
+            if tick - self._touched > (hub.refused_ticks if self._is_refused else hub.write_ticks):
                 self.abort()
         elif self._reader is not None and self._reader.began is not None:
             if tick - self._reader.began > hub.request_ticks:

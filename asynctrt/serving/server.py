@@ -41,6 +41,8 @@ from asynctrt.serving.telemetry import find_tracing
 
 SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
+HANDSHAKE_S: Final = 10.0
+"""Time for a client's TLS handshake."""
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -58,7 +60,7 @@ class Server:
             limit_gpu_memory(self.settings.gpu_memory)
         self._certificate: Certificate | None = None
         has_tokens = bool(self.settings.tokens) or self.settings.tokens_file is not None
-        self.api = Api(repository, self.settings, checks_names=not has_tokens)
+        self.api = Api(repository, self.settings, checks_hosts=not has_tokens)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None
         self._listeners: list[asyncio.Server] = []
@@ -238,7 +240,14 @@ class Server:
     async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None) -> None:
         host = self.settings.host
         try:
-            listener = await hub.loop.create_server(hub, host, port, ssl=tls, backlog=BACKLOG)
+            listener = await hub.loop.create_server(
+                hub,
+                host,
+                port,
+                ssl=tls,
+                backlog=BACKLOG,
+                ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+            )
         except OSError as error:
             fix = "Choose another port; 0 picks a free one"
             number = errno_of(error)

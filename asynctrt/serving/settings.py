@@ -88,6 +88,13 @@ class ServerSettings:
         doc="""Origins whose pages may send requests and open websockets, besides the server's own; without
         ``tokens``, that only if it is an address or ``localhost``. ``*``: all origins.""",
     )
+    allow_hosts: tuple[str, ...] = setting(
+        default=(),
+        check=WORDS,
+        doc="""Names under which the server is reached, besides addresses, ``localhost``, ``host`` and the
+        machine's own name. Requests that name another host are refused without ``tokens``, as a page could
+        have made its name lead here. ``*``: all names.""",
+    )
     model_control: bool = setting(
         default=False,
         check=FLAG,
@@ -131,7 +138,7 @@ class ServerSettings:
     max_connections: int = setting(
         default=4096,
         check=count(1),
-        doc="HTTP and websocket connections at once; any further one is closed immediately.",
+        doc="HTTP and websocket connections at once, and as many of gRPC; any further one is refused.",
     )
     max_requests: int = setting(
         default=65536,
@@ -141,14 +148,15 @@ class ServerSettings:
     max_requests_per_connection: int = setting(
         default=256,
         check=count(1),
-        doc="""Requests in flight on one websocket or gRPC stream; the server stops reading while there are
-        more, or while their answers have more than ``max_body`` bytes.""",
+        doc="""Requests in flight on one websocket or gRPC stream, and calls on one gRPC connection. The
+        server reads no more while there are more, or while their answers have more than ``max_body``
+        bytes.""",
     )
 
     request_timeout: float = setting(
         default=60.0,
         check=duration(0, SECONDS_MAX),
-        doc="Time allowed from a request's first byte to its last.",
+        doc="Time allowed from the first byte of a request, or of a websocket's message, to its last.",
     )
     idle_timeout: float = setting(
         default=120.0,
@@ -158,7 +166,13 @@ class ServerSettings:
     write_timeout: float = setting(
         default=30.0,
         check=duration(0, SECONDS_MAX),
-        doc="How long a client may go without reading any of an answer that is waiting for it.",
+        doc="""How long a client may read less than ``min_rate`` bytes a second of an answer that is waiting
+        for it.""",
+    )
+    min_rate: int = setting(
+        default=1024,
+        check=count(1),
+        doc="Bytes a second that a client has to read, over ``write_timeout``, of answers that wait for it.",
     )
     drain_timeout: float = setting(
         default=30.0,

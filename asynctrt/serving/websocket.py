@@ -20,6 +20,7 @@ When the client disconnects, its requests are cancelled. When the server drains,
 with status 503, and the connection is closed with code 1001 once all others are answered.
 """
 
+from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -47,6 +48,8 @@ PATH: Final = b"/v2/ws"
 SUBPROTOCOL: Final = "asynctrt"
 BEARER: Final = b"bearer."
 """Prefix of a subprotocol, ``bearer.TOKEN``, by which a browser sends its token: it cannot set headers."""
+BEARER64: Final = b"bearer64."
+"""Prefix of one with the token in URL-safe Base64, unpadded: a subprotocol may have no ``=`` and no ``/``."""
 
 Message = bytes | str
 
@@ -263,6 +266,19 @@ def authorize_route(api: Api, path: bytes, headers: Headers) -> ModelRoute | Non
     return route
 
 
+def _token_of(offered: bytes) -> bytes:
+    """Return the token in the name of a subprotocol; nothing if there is none."""
+    if offered.startswith(BEARER):
+        return offered[len(BEARER) :]
+    if not offered.startswith(BEARER64):
+        return b""
+    coded = offered[len(BEARER64) :]
+    try:
+        return urlsafe_b64decode(coded + b"=" * (-len(coded) % 4))
+    except ValueError:
+        return b""
+
+
 def authorize(api: Api, path: bytes, headers: Headers) -> None:
     """Check the origin and the token of a client that opens a websocket.
 
@@ -270,7 +286,7 @@ def authorize(api: Api, path: bytes, headers: Headers) -> None:
     """
     if b"authorization" not in headers:
         for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):
-            if offered.strip().startswith(BEARER):
-                token = offered.strip()[len(BEARER) :]
+            token = _token_of(offered.strip())
+            if token:
                 headers = {**headers, b"authorization": b"Bearer " + token}
     api.authorize(path, headers)

@@ -77,7 +77,7 @@ class Http(Connection):
         body = head + bytes(4 * dim)
         length = b"" if raw else b"Inference-Header-Content-Length: %d\r\n" % len(head)
         self.request = (
-            b"POST %s HTTP/1.1\r\nHost: bench\r\nContent-Type: application/octet-stream\r\n%s"
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n%s"
             b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), length, len(body), body)
         )
         self.waiting = []
@@ -133,7 +133,7 @@ class WebSocket(Connection):
     def connection_made(self, transport):
         super().connection_made(transport)
         transport.write(
-            b"GET %s HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"GET %s HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
             b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
             % self.url.path.encode()
         )

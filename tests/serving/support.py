@@ -109,7 +109,7 @@ async def connected(server, **kw):
 def request(path, body=b"", *, method=None, **headers):
     """An HTTP request; ``_`` in header names stands for ``-``."""
     method = method or ("POST" if body else "GET")
-    lines = [f"{method} {path} HTTP/1.1", "Host: test"]
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost"]
     if body or method == "POST":
         headers.setdefault("Content_Length", len(body))
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]

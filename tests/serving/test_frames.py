@@ -304,7 +304,7 @@ async def test_answers_that_nobody_reads_are_bounded_in_bytes():
             await socket.send(message)
         await until(lambda: engine_of(server, "large").statistics().submitted >= 4)
         (connection,) = server._hub.connections
-        await until(lambda: connection._writing_since is not None and not connection._session.in_flight)
+        await until(lambda: connection._writing.since is not None and not connection._session.in_flight)
         assert engine_of(server, "large").statistics().submitted <= 24
         async with asyncio.timeout(WAIT_S):
             for _ in range(64):

@@ -841,7 +841,10 @@ def served():
 BODY = orjson.dumps(
     {"inputs": [{"name": "input", "datatype": "FP32", "shape": [1, 4], "data": [1.0, 2.0, 3.0, 4.0]}]}
 )
-GOOD = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%b" % (len(BODY), BODY)
+GOOD = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (
+    len(BODY),
+    BODY,
+)
 TAKEN = {200, 304, 101, 100}
 REFUSED = {400, 401, 404, 405, 408, 413, 414, 417, 426, 431, 501, 503, 505}
 
@@ -1038,7 +1041,7 @@ def http(line, *headers, body=b""):
 INFER = b"POST /v2/models/double/infer HTTP/1.1"
 LENGTH = b"Content-Length: %d" % len(BODY)
 WEBSOCKET = [
-    b"Host: t",
+    b"Host: localhost",
     b"Connection: Upgrade",
     b"Upgrade: websocket",
     b"Sec-WebSocket-Version: 13",
@@ -1050,30 +1053,36 @@ SOCKET_CASES = {
     "no host": (http(b"GET /v2 HTTP/1.1"), 400),
     "no request": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), 400),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-    "two lengths": (http(INFER, b"Host: t", LENGTH, b"Content-Length: 3", body=BODY), 400),
-    "length and chunks": (http(INFER, b"Host: t", LENGTH, b"Transfer-Encoding: chunked", body=BODY), 400),
-    "a negative length": (http(INFER, b"Host: t", b"Content-Length: -5", body=BODY), 400),
-    "a length beyond what is taken": (http(INFER, b"Host: t", b"Content-Length: 9999999"), 413),
-    "a length beyond 64 bits": (http(INFER, b"Host: t", b"Content-Length: " + b"9" * 30), 400),
+    "two lengths": (http(INFER, b"Host: localhost", LENGTH, b"Content-Length: 3", body=BODY), 400),
+    "length and chunks": (
+        http(INFER, b"Host: localhost", LENGTH, b"Transfer-Encoding: chunked", body=BODY),
+        400,
+    ),
+    "a negative length": (http(INFER, b"Host: localhost", b"Content-Length: -5", body=BODY), 400),
+    "a length beyond what is taken": (http(INFER, b"Host: localhost", b"Content-Length: 9999999"), 413),
+    "a length beyond 64 bits": (http(INFER, b"Host: localhost", b"Content-Length: " + b"9" * 30), 400),
     "chunks beyond what is taken": (
-        http(INFER, b"Host: t", b"Transfer-Encoding: chunked", body=b"200000\r\n" + bytes(0x200000)),
+        http(INFER, b"Host: localhost", b"Transfer-Encoding: chunked", body=b"200000\r\n" + bytes(0x200000)),
         413,
     ),
     "a chunk of a negative size": (
-        http(INFER, b"Host: t", b"Transfer-Encoding: chunked", body=b"-1\r\n"),
+        http(INFER, b"Host: localhost", b"Transfer-Encoding: chunked", body=b"-1\r\n"),
         400,
     ),
-    "headers beyond what is taken": (http(INFER, b"Host: t", b"X: " + b"y" * (20 << 10)), 431),
+    "headers beyond what is taken": (http(INFER, b"Host: localhost", b"X: " + b"y" * (20 << 10)), 431),
     "a line that never ends": (b"GET /" + b"a" * (9 << 10), 414),
-    "a header's name that never ends": (b"GET / HTTP/1.1\r\nHost: t\r\n" + b"a" * (512 << 10), 431),
-    "a header folded": (http(INFER, b"Host: t", b"X: y", b" z"), 400),
-    "a bare line feed": (b"GET /v2 HTTP/1.1\nHost: t\n\n", 400),
-    "no body": (http(INFER, b"Host: t"), 400),
-    "no JSON": (http(INFER, b"Host: t", b"Content-Length: 3", body=b"[1,"), 400),
-    "compressed, it says": (http(INFER, b"Host: t", LENGTH, b"Content-Encoding: gzip", body=BODY), 400),
-    "expecting what there is not": (http(INFER, b"Host: t", LENGTH, b"Expect: x", body=BODY), 417),
-    "a page that is not": (http(b"GET /x HTTP/1.1", b"Host: t"), 404),
-    "another method": (http(b"DELETE /v2 HTTP/1.1", b"Host: t"), 405),
+    "a header's name that never ends": (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a" * (512 << 10), 431),
+    "a header folded": (http(INFER, b"Host: localhost", b"X: y", b" z"), 400),
+    "a bare line feed": (b"GET /v2 HTTP/1.1\nHost: localhost\n\n", 400),
+    "no body": (http(INFER, b"Host: localhost"), 400),
+    "no JSON": (http(INFER, b"Host: localhost", b"Content-Length: 3", body=b"[1,"), 400),
+    "compressed, it says": (
+        http(INFER, b"Host: localhost", LENGTH, b"Content-Encoding: gzip", body=BODY),
+        400,
+    ),
+    "expecting what there is not": (http(INFER, b"Host: localhost", LENGTH, b"Expect: x", body=BODY), 417),
+    "a page that is not": (http(b"GET /x HTTP/1.1", b"Host: localhost"), 404),
+    "another method": (http(b"DELETE /v2 HTTP/1.1", b"Host: localhost"), 405),
     "a websocket at no path of one": (http(b"GET /v2 HTTP/1.1", *WEBSOCKET), 404),
     "a websocket of no version": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:3], WEBSOCKET[4]), 400),
     "a websocket of no key": (http(b"GET /v2/ws HTTP/1.1", *WEBSOCKET[:4]), 400),
@@ -1082,7 +1091,7 @@ SOCKET_CASES = {
         401,
     ),
     "a header so deep that it has no repr": (
-        http(INDEX, b"Host: t", b"Content-Length: %d" % len(DEEP), body=DEEP),
+        http(INDEX, b"Host: localhost", b"Content-Length: %d" % len(DEEP), body=DEEP),
         400,
     ),
 }

@@ -87,7 +87,7 @@ class TestFraming:
     async def test_chunked_bodies_and_their_trailers(self):
         body, length = binary_body(5)
         head = (
-            f"POST {INFER} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n"
+            f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
             f"Inference-Header-Content-Length: {length}\r\n\r\n"
         ).encode()
         chunks = [b"%x\r\n%s\r\n" % (len(piece), piece) for piece in (body[:7], body[7:90], body[90:])]
@@ -98,7 +98,7 @@ class TestFraming:
     async def test_a_body_in_chunks_of_a_byte(self):
         body, length = binary_body(*range(200))
         head = (
-            f"POST {INFER} HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n"
+            f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
             f"Inference-Header-Content-Length: {length}\r\n\r\n"
         ).encode()
         async with serving() as server, connected(server) as raw:
@@ -192,11 +192,11 @@ class TestFraming:
             b"GET / HTTP/9.9\r\n\r\n",
             b"NONSENSE\r\n\r\n",
             b"GET /v2 HTTP/1.1\r\n\r\n",  # No Host.
-            b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: -1\r\n\r\n",
-            b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
             b"POST / HTTP/1.1\r\nHost: t\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            b"POST / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-            b"GET /v2 HTTP/1.1\r\nHost: t\r\nBad Header: x\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+            b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nBad Header: x\r\n\r\n",
         ],
     )
     async def test_what_is_no_http_is_answered_400_and_closed(self, broken):
@@ -257,7 +257,7 @@ class TestLimits:
     async def test_headers_without_end(self):
         async with serving(max_headers=2000) as server:
             async with connected(server) as raw:
-                raw.send(b"GET /v2 HTTP/1.1\r\nHost: t\r\n")
+                raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
                 for number in range(100):
                     raw.send(b"x-%d: %s\r\n" % (number, b"y" * 100))
                     await asyncio.sleep(0)
@@ -275,11 +275,11 @@ class TestLimits:
         ("start", "piece"),
         [
             (
-                b"POST / HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n",
+                b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n",
                 b"1000\r\n%s\r\n" % bytes(4096),
             ),
-            (b"GET / HTTP/1.1\r\nHost: t\r\nX: ", b"a" * 4096),
-            (b"GET / HTTP/1.1\r\nHost: t\r\n", b"x: y\r\n" * 700),
+            (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ", b"a" * 4096),
+            (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"x: y\r\n" * 700),
             (b"GET /", b"a" * 4096),
         ],
         ids=["body", "header", "headers", "target"],
@@ -560,7 +560,9 @@ class TestTokens:
 
     async def test_a_token_in_a_trailer_is_none(self):
         async with serving(tokens=("s3cret",)) as server, connected(server) as raw:
-            raw.send(b"POST /v2/repository/index HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+            raw.send(
+                b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
             raw.send(b"2\r\n{}\r\n0\r\nAuthorization: Bearer s3cret\r\n\r\n")
             assert (await raw.answer())[0] == 401
 
@@ -593,7 +595,7 @@ class TestOrigins:
             ):
                 async with connected(server) as raw:
                     whole = infer(1, Origin=f"http://{host}", Authorization="Bearer s3cret")
-                    raw.send(whole.replace(b"Host: test", f"Host: {host}".encode()))
+                    raw.send(whole.replace(b"Host: localhost", f"Host: {host}".encode()))
                     is_refused = not tokens and "evil" in host
                     assert (await raw.answer())[0] == (401 if is_refused else 200), host
 
