@@ -104,6 +104,8 @@ class SocketConnection(asyncio.Protocol):
         # The tick in which the first bytes of a message that is not complete yet were read.
         self._began: int | None = None
         self._is_partial = False
+        self._unread_nbytes = 0
+        """Bytes that were read of a frame that is not complete yet."""
         self._touched = hub.tick
         self._pinged = False
         self._closed_at: int | None = None
@@ -132,6 +134,7 @@ class SocketConnection(asyncio.Protocol):
         self._pinged = False
         protocol = self._protocol
         protocol.receive_data(data)
+        self._unread_nbytes += len(data)
         self._is_flushing = True
         for event in protocol.events_received():
             if isinstance(event, Frame):
@@ -140,7 +143,7 @@ class SocketConnection(asyncio.Protocol):
                     self._frames.append(event)
                 else:
                     self._take(event)
-        if not self._is_partial and not protocol.reader.buffer:
+        if not self._is_partial and self._unread_nbytes <= 0:
             self._began = None
         elif self._began is None:
             self._began = self._hub.tick
@@ -164,6 +167,8 @@ class SocketConnection(asyncio.Protocol):
 
     def _note(self, frame: Frame) -> None:
         """Note where messages begin and end. Control frames may come between the frames of a message."""
+        nbytes = len(frame.data)
+        self._unread_nbytes -= nbytes + (6 if nbytes < 126 else 8 if nbytes < 65536 else 14)
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
             self._is_partial = not frame.fin
             if frame.fin:
