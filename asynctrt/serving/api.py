@@ -68,7 +68,16 @@ PREFLIGHT: Final = (
     ("Access-Control-Allow-Methods", "GET, HEAD, POST"),
     (
         "Access-Control-Allow-Headers",
-        "Authorization, Content-Encoding, Content-Type, Inference-Header-Content-Length, traceparent",
+        ", ".join(
+            (
+                "Authorization",
+                "Content-Encoding",
+                "Content-Type",
+                "Inference-Header-Content-Length",
+                "traceparent",
+                "X-Request-ID",
+            )
+        ),
     ),
     ("Access-Control-Max-Age", "600"),
 )
@@ -308,7 +317,7 @@ class Api:
             return answer
         added = (
             ("Access-Control-Allow-Origin", origin.decode("latin-1")),
-            ("Access-Control-Expose-Headers", "Inference-Header-Content-Length"),
+            ("Access-Control-Expose-Headers", "Inference-Header-Content-Length, X-Request-ID"),
             ("Vary", "Origin"),
         )
         return answer._replace(headers=answer.headers + added)
