@@ -64,21 +64,15 @@ OFF_LOOP_NBYTES_MIN: Final = 256 << 10
 SIMPLE_TYPES: Final = (b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 """Content types that browsers let any page send."""
 
+CORS_HEADERS: Final = (
+    "Authorization, Content-Encoding, Content-Type, Inference-Header-Content-Length, traceparent, "
+    "X-Request-ID"
+)
+"""Headers that pages of allowed origins may send."""
+
 PREFLIGHT: Final = (
     ("Access-Control-Allow-Methods", "GET, HEAD, POST"),
-    (
-        "Access-Control-Allow-Headers",
-        ", ".join(
-            (
-                "Authorization",
-                "Content-Encoding",
-                "Content-Type",
-                "Inference-Header-Content-Length",
-                "traceparent",
-                "X-Request-ID",
-            )
-        ),
-    ),
+    ("Access-Control-Allow-Headers", CORS_HEADERS),
     ("Access-Control-Max-Age", "600"),
 )
 
