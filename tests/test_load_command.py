@@ -124,14 +124,14 @@ def test_a_full_disk_costs_the_file_and_not_the_figures(model):
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     program = (
-        "import sys, tempfile, asynctrt.loadtest.report as report\n"
+        "import sys, asynctrt.files as files\n"
         "class Full:\n"
         "    name = '/dev/full.x'\n"
         "    def __init__(self, **kw): self.file = open('/dev/full', 'wb', buffering=0)\n"
         "    def __enter__(self): return self.file.__enter__() and self\n"
         "    def __exit__(self, *a): self.file.close()\n"
         "    def write(self, raw): self.file.write(raw)\n"
-        "report.tempfile.NamedTemporaryFile = Full\n"
+        "files.tempfile.NamedTemporaryFile = Full\n"
         "from asynctrt.__main__ import main\n"
         "if __name__ == '__main__': main()\n"
     )
