@@ -10,7 +10,7 @@ from asynctrt.devices.arenas import Arenas, GrowingBuffer
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, InternalError, OptionsError
 from asynctrt.testing.tensorrt import EngineSpec, TensorIO
-from tests.contract.devices import DEVICES, strict
+from tests.contract.devices import strict
 from tests.models import double_model, rows
 from tests.runtime.support import ScratchModel
 
@@ -21,13 +21,6 @@ WIDE = EngineSpec(
     inputs=(TensorIO("tokens", dims=(-1, -1)),), profiles=({"tokens": ((1, 1), (8, 64), (64, 2048))},)
 )
 FIXED = EngineSpec(profiles=({"input": ((1, 16), (8, 16), (256, 16))},))
-
-
-@pytest.fixture(params=[name for name in ("host", "host-separate-memory", "cuda") if name in DEVICES])
-def device(request):
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
 
 
 @pytest.fixture

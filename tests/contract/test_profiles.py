@@ -9,7 +9,7 @@ import asynctrt
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError
 from asynctrt.testing.tensorrt import EngineSpec, TensorIO
-from tests.contract.devices import DEVICES, strict
+from tests.contract.devices import strict
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
@@ -22,13 +22,6 @@ SPEC = EngineSpec(
         {"tokens": ((12, 1), (16, 16), (20, 32))},
     ),
 )
-
-
-@pytest.fixture(params=[name for name in ("host", "host-separate-memory", "cuda") if name in DEVICES])
-def device(request):
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
 
 
 @pytest.fixture

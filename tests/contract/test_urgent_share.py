@@ -17,19 +17,12 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.testing.tensorrt import EngineSpec
-from tests.contract.devices import DEVICES, strict
+from tests.contract.devices import strict
 from tests.models import double_model, rows
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 30
 URGENT = 2
-
-
-@pytest.fixture(params=[name for name in ("host", "host-separate-memory", "cuda") if name in DEVICES])
-def device(request):
-    made = DEVICES[request.param]()
-    yield made
-    made.close()
 
 
 @pytest.fixture

@@ -223,6 +223,18 @@ class HostPart(HostDevice):
     def allocate(self, nbytes: int) -> HostBuffer:
         return self._whole.allocate(nbytes)
 
+    def allocate_staging(self, nbytes: int) -> HostBuffer:
+        return self._whole.allocate_staging(nbytes)
+
+    def allocate_ordered(self, nbytes: int, *, stream: int) -> HostBuffer:
+        return self._whole.allocate_ordered(nbytes, stream=stream)
+
+    def abandon(self, stream: Stream) -> None:
+        self._whole.abandon(stream)
+
+    def ended(self, stream: Stream) -> None:
+        self._whole.ended(stream)
+
 
 def cores() -> int:
     """Return the number of CPU cores that this process may run on."""
