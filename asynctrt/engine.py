@@ -214,21 +214,21 @@ class Engine:
         arrays, rows, key = self._validate(inputs)
         if outputs != "host":
             key = self._key_on_device(outputs, key, rows)
+        lane = self
         if timeout is None and type(priority) is int and not priority:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
-            if self._urgent is not None and priority == self._options.priorities - 1:
-                return await self._urgent.infer(inputs, timeout=timeout, priority=priority, outputs=outputs)
+            lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
-            requests = self._driver.submit_parts(parts, key, priority, timeout_ns)
-            return await self._rejoined(requests, [request.future for request in requests])
-        request = self._driver.submit(arrays, rows, key, priority, timeout_ns)
+            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns)
+            return await lane._rejoined(requests, [request.future for request in requests])
+        request = lane._driver.submit(arrays, rows, key, priority, timeout_ns)
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):
-            self._driver.cancel(request)
+            lane._driver.cancel(request)
             raise
         return result
 
@@ -244,24 +244,24 @@ class Engine:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
+        lane = self
         if timeout is None and type(priority) is int and not priority:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
-            if self._urgent is not None and priority == self._options.priorities - 1:
-                return self._urgent.submit(inputs, timeout=timeout, priority=priority)
+            lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             # Queued here, not by the task: what was accepted is answered though the engine drains at once.
-            requests = self._driver.submit_parts(parts, key, priority, timeout_ns)
+            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns)
             futures = [request.future for request in requests]
-            task = self._loop.create_task(self._rejoined(requests, futures))
+            task = self._loop.create_task(lane._rejoined(requests, futures))
             # A task that is cancelled before it has begun runs no line of its own.
-            task.add_done_callback(partial(self._give_up, requests, futures))
+            task.add_done_callback(partial(lane._give_up, requests, futures))
             return task
         future = _Answer(loop=self._loop)
-        future.driver = self._driver
-        future.request = self._driver.submit(arrays, rows, key, priority, timeout_ns, future)
+        future.driver = lane._driver
+        future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future)
         return future
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
@@ -373,6 +373,10 @@ class Engine:
     def _lanes(self) -> "tuple[Engine, ...]":
         """It, and the one for urgent requests if there is one."""
         return (self,) if self._urgent is None else (self, self._urgent)
+
+    def _lane(self, priority: int) -> "Engine":
+        """It, or the one for urgent requests."""
+        return self if self._urgent is None or priority < self._options.priorities - 1 else self._urgent
 
     async def suspend(self) -> None:
         """Take the weights off the device, and keep everything else. Idempotent.

@@ -283,7 +283,7 @@ def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> d
 
 
 def _check_values(raw: bytes, what: str) -> None:
-    """Refuse JSON of so many values that parsing it would hold the loop, whatever its size."""
+    """Refuse JSON with too many values: parsing it would hold the loop, however short it is."""
     lists = raw.count(b"[") + raw.count(b"{")
     if lists > JSON_LISTS_MAX:
         raise TooLargeError(

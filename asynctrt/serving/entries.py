@@ -34,8 +34,8 @@ class Source:
     opener: Callable[[], Awaitable[Engine]]
     """Opens its engine and warms it up."""
     mark: Callable[[], Any] | None = None
-    """Returns what the engine is made of, the state of its files for one. A version whose mark is as it was
-    is not loaded again; without one, it always is. Blocks."""
+    """Returns a value that changes when the model does, such as the times and sizes of its files. While it is
+    what it was, the version is not loaded again; without a mark, it is loaded at each request. Blocks."""
 
 
 class Place(Protocol):

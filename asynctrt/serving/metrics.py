@@ -486,7 +486,7 @@ def _add_seconds(which: Callable[[Latencies], list[int]], family: Any, reading: 
     known = reading.served.latencies
     values = which(known)
     if reading.done.succeeded and not any(known.total):
-        return  # The application asks the engine itself, so nobody has counted.
+        return  # The application asks the engine itself: no request of it passed through the server.
     traced = known.exemplars if values is known.total else {}
     counts = accumulate(values[:-1])
     buckets = [

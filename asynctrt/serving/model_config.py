@@ -101,7 +101,7 @@ IGNORED: Final = {
     "optimization.cuda.graph_spec.graph_lower_bound": "a batch is padded to the next captured size",
     "optimization.execution_accelerators": "it is for other backends; build a TensorRT plan for model.plan",
 }
-"""Some of the fields without a meaning here, each with what there is instead."""
+"""What the warning says of some fields that are ignored; of others, that there is no such setting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class WebSocketSession:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many requests, or so large answers, are in flight that no more should be read."""
+        """Whether to read no more for now: too many requests are in flight, or too many bytes of answers."""
         return len(self._flights) >= self._in_flight_max or self._answer_nbytes >= self._answer_nbytes_max
 
     def receive(self, message: Message) -> None:

@@ -194,16 +194,36 @@ def describe_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:
 def make_allocator(module: Any, source: DeviceMemory) -> Any:
     """Create an ``IGpuAllocator`` of the flavour ``module`` that allocates from ``source``.
 
-    It overrides every method, since the bindings call only overridden ones. Freeing a buffer waits for the
-    device if the device requires it, so ``deallocate_async`` need not order anything on its stream.
+    Freeing a buffer waits for the device if the device requires it, so ``deallocate_async`` need not order
+    anything on its stream.
+    """
+    return _create_allocator(module.IGpuAllocator, source, in_order=False)
+
+
+def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
+    """Create an ``IGpuAsyncAllocator`` for what an enqueue needs only while its batch runs.
+
+    Without one TensorRT takes that memory from the engine's allocator, where freeing it waits for all work on
+    the GPU (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
+    """
+    base = getattr(module, "IGpuAsyncAllocator", None)
+    return None if base is None else _create_allocator(base, source, in_order=True)
+
+
+def _create_allocator(base: Any, source: DeviceMemory, *, in_order: bool) -> Any:
+    """Create an allocator of a class of TensorRT's.
+
+    It overrides every method, since the bindings call only overridden ones.
+
+    :param in_order: whether the asynchronous methods allocate and free in the order of their streams.
     """
 
-    class Allocator(module.IGpuAllocator):  # type: ignore[misc]  # The module is known only at run time.
+    class Allocator(base):  # type: ignore[misc]  # The module is known only at run time.
         def __init__(self) -> None:
-            module.IGpuAllocator.__init__(self)
+            super().__init__()
 
         def allocate(self, size: int, alignment: int, flags: int) -> int:
-            """Return the address of new memory, or 0 to refuse: of ``None`` the bindings complain."""
+            """Return the address of memory that can be used at once, or 0: bindings complain of ``None``."""
             return (source.take(size, alignment) or 0) if size else 0
 
         def reallocate(self, address: int, alignment: int, new_size: int) -> int:
@@ -215,47 +235,11 @@ def make_allocator(module: Any, source: DeviceMemory) -> Any:
             return not memory or source.give_back(memory)
 
         def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
-            """Return memory that can be used at once, and so in the order of every stream; 0 to refuse."""
-            return (source.take(size, alignment) or 0) if size else 0
+            """Return the address of memory that can be used in the order of a stream, or 0 to refuse."""
+            return (source.take(size, alignment, stream=stream if in_order else None) or 0) if size else 0
 
         def deallocate_async(self, memory: int, stream: int) -> bool:
-            """Free a block once nothing uses it any more."""
-            return not memory or source.give_back(memory)
+            """Free a block once nothing on its stream, or anywhere, uses it any more."""
+            return not memory or source.give_back(memory, stream=stream if in_order else None)
 
     return Allocator()
-
-
-def make_temporary_allocator(module: Any, source: DeviceMemory) -> Any:
-    """Create an ``IGpuAsyncAllocator`` for what an enqueue needs only while its batch runs.
-
-    Without one TensorRT takes that memory from the engine's allocator, where freeing it waits for all work on
-    the GPU (``IExecutionContext::setTemporaryStorageAllocator``). Return ``None`` for a library without it.
-    """
-    if not hasattr(module, "IGpuAsyncAllocator"):
-        return None
-
-    class TemporaryAllocator(module.IGpuAsyncAllocator):  # type: ignore[misc]  # Known only at run time.
-        def __init__(self) -> None:
-            module.IGpuAsyncAllocator.__init__(self)
-
-        def allocate(self, size: int, alignment: int, flags: int) -> int:
-            """Return the address of new memory that can be used at once, or 0 to refuse."""
-            return (source.take(size, alignment) or 0) if size else 0
-
-        def reallocate(self, address: int, alignment: int, new_size: int) -> int:
-            """Return 0: resizing is not implemented, and the block stays as it is."""
-            return 0
-
-        def deallocate(self, memory: int) -> bool:
-            """Free a block of :meth:`allocate`; the address 0 stands for no block."""
-            return not memory or source.give_back(memory)
-
-        def allocate_async(self, size: int, alignment: int, flags: int, stream: int) -> int:
-            """Return the address of new memory in the order of a stream, or 0 to refuse."""
-            return (source.take(size, alignment, stream=stream) or 0) if size else 0
-
-        def deallocate_async(self, memory: int, stream: int) -> bool:
-            """Free a block of :meth:`allocate_async` in the order of a stream."""
-            return not memory or source.give_back(memory, stream=stream)
-
-    return TemporaryAllocator()

@@ -157,7 +157,7 @@ class CudaDevice(CudaContext):
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         code, whole = driver.cuDeviceGetDevResource(self._cuda_device, kind)
         if code == _OK:
-            # Groups have at least so many; CUDA rounds up to what its granularity allows.
+            # CUDA rounds the number up to its granularity, which is 8 on an H200.
             wanted = max(1, round(whole.sm.smCount * share))
             code, groups, _, rest = driver.cuDevSmResourceSplitByCount(1, whole, 0, wanted)
         if code != _OK or not rest.sm.smCount:
