@@ -202,8 +202,8 @@ class Buckets:
         return self.waiting
 
     def __iter__(self) -> Iterator[BucketQueue]:
-        """Yield the buckets with work."""
-        return (bucket for bucket in self.by_key.values() if bucket.requests)
+        """Yield the buckets with work. Other threads may ask: what they go through is a copy."""
+        return (bucket for bucket in tuple(self.by_key.values()) if bucket.requests)
 
     def add(self, bucket: BucketQueue) -> None:
         """Keep a new bucket. Those that are empty make room when there are many."""

@@ -122,7 +122,10 @@ class Scheduler:
         return self._queued_rows
 
     def snapshot(self) -> Snapshot:
-        """Return what has been done and is being done, as numbers that are the caller's own."""
+        """Return what has been done and is being done, as numbers that are the caller's own.
+
+        Any thread may ask, in the middle of whatever the loop's thread does: what is gone through is a copy.
+        """
         counters = self._counters
         values = {name: getattr(counters, name) for name in Counters.__slots__}
         sizes = dict(counters.by_rows)
@@ -134,7 +137,9 @@ class Scheduler:
         queued = self.queued_requests
         # Whoever is masked has been counted.
         awaited = sum(
-            request.state is IN_FLIGHT for batch in self._in_flight.values() for request in batch.requests
+            request.state is IN_FLIGHT
+            for batch in tuple(self._in_flight.values())
+            for request in batch.requests
         )
         return Snapshot(
             Counters(**values),

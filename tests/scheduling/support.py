@@ -108,3 +108,28 @@ def count_operations(function):
     finally:
         sys.settrace(before)
     return operations
+
+
+def between_operations(function, *args, go_on):
+    """Call a function, and ``go_on()`` between any two of its operations, as if threads took turns there.
+
+    :return: how many times.
+    """
+    called = 0
+
+    def trace(frame, event, _):
+        nonlocal called
+        frame.f_trace_opcodes = True
+        if event in ("opcode", "line"):  # Python 3.12 tells no bytecodes of the first call.
+            called += 1
+            sys.settrace(None)
+            go_on()
+            sys.settrace(trace)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function(*args)
+    finally:
+        sys.settrace(None)
+    return called

@@ -1,6 +1,7 @@
 """The scheduler as a whole, event by event. Simulation runs it through everything at once."""
 
 import dataclasses
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,16 @@ from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured
 from asynctrt.scheduling.request import Request, State
-from tests.scheduling.support import KEY, Profiles, count_operations, finish, key_of, scheduler, submit
+from tests.scheduling.support import (
+    KEY,
+    Profiles,
+    between_operations,
+    count_operations,
+    finish,
+    key_of,
+    scheduler,
+    submit,
+)
 
 
 def counters(plan):
@@ -613,6 +623,26 @@ class TestSnapshots:
         before.counters.launched.clear()
         assert plan.snapshot().counters.by_rows[1].count == 2
         assert plan.snapshot().counters.launched[Reason.IDLE] == 2
+
+    @pytest.mark.parametrize("look", [lambda plan: plan.snapshot(), repr, lambda plan: plan.queued_by_key()])
+    def test_another_thread_may_look_in_the_middle_of_everything(self, look):
+        plan = scheduler(contexts=8, in_flight_max=8, queue_rows_max=10**6)
+        in_flight, shapes = [], count()
+
+        def go_on():
+            """What the loop's thread may do in between: each dictionary grows and shrinks."""
+            submit(plan, shape=str(next(shapes)))
+            batch = plan.next_batch(0)
+            if batch is not None:
+                in_flight.append(batch)
+            if len(in_flight) > 4 or batch is None:
+                finish(plan, in_flight.pop(0))
+                submit(plan, shape=str(next(shapes)))
+
+        for _ in range(20):
+            go_on()
+        done = between_operations(look, plan, go_on=go_on)
+        assert done > 20
 
     def test_what_is_queued_and_in_flight(self):
         plan = scheduler(contexts=1)
