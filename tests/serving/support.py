@@ -9,6 +9,7 @@ import asynctrt
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
+from tests.helpers import until
 from tests.models import double_model
 
 WAIT_S = 30
@@ -38,9 +39,13 @@ async def serving(models=None, *, engine=None, **settings):
         name, version = key if isinstance(key, tuple) else (key, "1")
         options = {} if engine is None else dict(engine)
         repository.add(name, version=version, opener=_opener(model, options))
-    async with Server(repository, ServerSettings(**settings)) as server:
-        await repository.load_all()
-        yield server
+    try:
+        async with Server(repository, ServerSettings(**settings)) as server:
+            await repository.load_all()
+            yield server
+    finally:
+        if settings["grpc"]:
+            await settle_grpc()
 
 
 def _opener(model, options):
@@ -127,8 +132,14 @@ async def settle_grpc():
     """Let gRPC hand over what it still has for this event loop.
 
     It has one queue for all loops of a process. What is in it for a loop that has been closed raises in the
-    loop of a later test, whichever that is. A call that fails comes after all that was put there before.
+    loop of a later test, whichever that is. Its tasks wait for what is yet to come; a server that has stopped
+    may leave some. A call that fails comes after all that was put into the queue before.
     """
+    await until(lambda: not any(map(_is_of_grpc, asyncio.all_tasks())))
     async with grpc.aio.insecure_channel("unix:/nobody/listens/here") as channel:
         with suppress(grpc.aio.AioRpcError):
             await channel.unary_unary("/asynctrt/Nothing")(b"", timeout=WAIT_S)
+
+
+def _is_of_grpc(task):
+    return "cython" in type(task.get_coro()).__module__
