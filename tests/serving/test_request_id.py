@@ -12,7 +12,7 @@ from asynctrt.serving import kserve_app
 from asynctrt.serving.request_id import HEADER, RequestIds
 from asynctrt.serving.server_log import TextFormatter
 from tests.models import double_model, failing_model
-from tests.serving.support import WAIT_S, ask, connected, request, serving, settle_grpc
+from tests.serving.support import WAIT_S, ask, connected, request, serving
 from tests.serving.test_http import infer, json_body
 
 BAD = (b"", b"a b", b"a\tb", b"x" * 129, "\u00e4".encode(), b"a,b", b"${jndi}", b"a\x1b[0m", b"<b>")
@@ -124,7 +124,6 @@ async def test_grpc(caplog, tmp_path):
                     ]
                     assert (echoed == given) == (given == "mine-1")
                     assert echoed != "not fit"
-        await settle_grpc()
     logged = [one.requests for one in caplog.records if one.getMessage().startswith("a batch of")]
     assert logged[0] == ["mine-1"]
     assert len(logged) == 3
