@@ -110,20 +110,20 @@ async def test_grpc(caplog, tmp_path):
         ("ServerMetadata", b"", grpc.StatusCode.OK),
     ]
     path = tmp_path / "access.log"
-    async with serving({"double": failing_model()}, grpc=True, access_log=path) as server:
-        async with grpc.aio.insecure_channel(server.grpc_target) as channel:
-            for name, body, code in calls:
-                for given in ("mine-1", "not fit", None):
-                    metadata = () if given is None else (("x-request-id", given),)
-                    call = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")(
-                        body, metadata=metadata, timeout=WAIT_S
-                    )
-                    assert await call.code() == code, name
-                    (echoed,) = [
-                        value for key, value in await call.trailing_metadata() if key == "x-request-id"
-                    ]
-                    assert (echoed == given) == (given == "mine-1")
-                    assert echoed != "not fit"
+    async with (
+        serving({"double": failing_model()}, grpc=True, access_log=path) as server,
+        grpc.aio.insecure_channel(server.grpc_target) as channel,
+    ):
+        for name, body, code in calls:
+            for given in ("mine-1", "not fit", None):
+                metadata = () if given is None else (("x-request-id", given),)
+                call = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")(
+                    body, metadata=metadata, timeout=WAIT_S
+                )
+                assert await call.code() == code, name
+                (echoed,) = [value for key, value in await call.trailing_metadata() if key == "x-request-id"]
+                assert (echoed == given) == (given == "mine-1")
+                assert echoed != "not fit"
     logged = [one.requests for one in caplog.records if one.getMessage().startswith("a batch of")]
     assert logged[0] == ["mine-1"]
     assert len(logged) == 3
