@@ -30,6 +30,7 @@ from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs
+from asynctrt.runtime.staging import FilledSlab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
@@ -81,8 +82,8 @@ class Driver:
         self._in_pump = False
         self._pumped_ns = 0
         self._flights: dict[int, InFlight] = {}
-        # Batches for which a thread allocates memory.
-        self._growing: dict[int, Batch] = {}
+        # Batches for which a thread allocates memory, and the slab of slots that each one's rows lie in.
+        self._growing: dict[int, tuple[Batch, FilledSlab | None]] = {}
         # Batches that were given up: what they use may still be read and written.
         self._given_up: dict[int, InFlight] = {}
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
@@ -178,9 +179,11 @@ class Driver:
         for forget in self._forget_arenas:
             forget()
         self._forget_arenas.clear()
-        for batch in tuple(self._growing.values()):
+        for batch, owner in tuple(self._growing.values()):
             del self._growing[batch.number]
             self._fail(batch, EngineClosedError(f"{self._name} is closed"))
+            if owner is not None:
+                owner.ended()
         for flight in self._flights.values():
             # First of all: what is freed from now on must not wait for them.
             self._device.abandon(flight.context.stream)
@@ -284,18 +287,26 @@ class Driver:
         nbytes = self._pool.missing_nbytes(batch)
         if not nbytes or (nbytes <= GROW_ON_LOOP_NBYTES_MAX and self._device.unified):
             return False
-        self._growing[batch.number] = batch
+        owner = batch.requests[0].payload.owner if batch.key.slab is not None else None
+        if owner is not None:
+            owner.launched()  # From now on no slot may join, and it stays though all callers leave.
+        self._growing[batch.number] = batch, owner
         self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, batch))
         return True
 
     def _grown(self, batch: Batch, error: BaseException | None) -> None:
         """Go on with a batch for which there is a slab now."""
-        if self._growing.pop(batch.number, None) is None:
+        growing = self._growing.pop(batch.number, None)
+        if growing is None:
             return
-        if error is not None:
-            self._fail(batch, error)
-        else:
-            self._start(batch, has_grown=True)
+        try:
+            if error is not None:
+                self._fail(batch, error)
+            else:
+                self._start(batch, has_grown=True)
+        finally:
+            if growing[1] is not None:
+                growing[1].ended()
 
     def _staged_off_loop(self, flight: InFlight, error: BaseException | None) -> None:
         """Go on with a batch whose rows were copied by another thread."""

@@ -31,27 +31,29 @@ class SlotSlab:
         self.users = 0
         """Slots that were given out, and requests that are not answered yet."""
         self.is_sealed = False
-        self.is_in_flight = False
+        self.batches = 0
+        """Batches that are under way with rows of it."""
         self.key = BatchKey(shape, number)
         """The key of the batch that is launched from here."""
         self._on_unused = on_unused
 
     def __repr__(self) -> str:
-        state = "in flight" if self.is_in_flight else "sealed" if self.is_sealed else "open"
+        state = "in flight" if self.batches else "sealed" if self.is_sealed else "open"
         return f"<SlotSlab {self.number} {state} rows={self.rows_given} users={self.users}>"
 
     @property
     def is_unused(self) -> bool:
         """Return whether neither a slot nor a batch needs it."""
-        return not self.users and not self.is_in_flight
+        return not self.users and not self.batches
 
     def launched(self) -> None:
-        """Note that its batch is under way: no further slot may join, and its rows stay."""
-        self.is_sealed = self.is_in_flight = True
+        """Note that a batch from it is under way: no further slot may join, and its rows stay."""
+        self.is_sealed = True
+        self.batches += 1
 
     def ended(self) -> None:
-        """Note that its batch is over."""
-        self.is_in_flight = False
+        """Note that such a batch is over."""
+        self.batches -= 1
         self._tell_if_unused()
 
     def left(self) -> None:
