@@ -73,6 +73,7 @@ class BatchSettings(TypedDict, total=False):
     contexts: int | None
     batch_timeout: float | None
     close_timeout: float
+    isolate_failures: bool
 
 
 class Decorator(Protocol):
@@ -149,13 +150,14 @@ def batch(
         batch which is not full may wait for more while another one runs, 0 by default), ``max_queue_rows``,
         ``timeout``, ``batch_timeout``, ``close_timeout``: see :class:`asynctrt.Options`. ``contexts`` is how
         many batches run at once; 1 by default, so that the function need not be safe to call from several
-        threads.
+        threads. ``isolate_failures`` calls the function again with halves of a batch that raised; it is off
+        by default, as a function may have effects that must not happen twice.
     :returns: a :class:`Batched`, or with options a decorator that makes one.
     :raises OptionsError: for an unknown option, or a value that is not valid.
     :raises ModelError: for a generator function.
     """
     check_names(settings, list(BatchSettings.__annotations__), "option", synonyms=SYNONYMS)
-    options = Options.from_settings(None, {"contexts": 1, **settings})
+    options = Options.from_settings(None, {"contexts": 1, "isolate_failures": False, **settings})
 
     def decorate(decorated: Callable[..., Any]) -> Batched[Any, Any]:
         if not callable(decorated):
@@ -413,9 +415,12 @@ class Tickets:
         return done
 
     def _groups(self, tickets: list[int]) -> list[list[Item]]:
-        """Take the items of a batch, less those whose callers went away. Nearly always there is one group."""
-        pop = self.waiting.pop
-        items = [item for ticket in tickets if (item := pop(ticket, None)) is not None]
+        """Return the items of a batch, less those whose callers went away. Nearly always there is one group.
+
+        Their callers let go of them: a batch that fails may come again in halves.
+        """
+        get = self.waiting.get
+        items = [item for ticket in tickets if (item := get(ticket)) is not None]
         numbers = {item.group for item in items}
         if len(numbers) <= 1:
             return [items] if items else []

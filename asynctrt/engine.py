@@ -90,6 +90,7 @@ class Engine:
             device=device,
             waiting=options.waiting,
             batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
+            bisects=options.isolate_failures,
         )
         self._slots = SlotBoard(
             loop=loop,
@@ -310,6 +311,7 @@ class Engine:
             in_flight_batches=snapshot.in_flight_batches,
             rows_padded=counters.rows_padded,
             batches_timed=counters.batches_timed,
+            batches_bisected=counters.bisected,
             launched={str(reason): count for reason, count in counters.launched.items()},
             contexts=self._capacity.contexts,
             contexts_quarantined=snapshot.contexts_quarantined,

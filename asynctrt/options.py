@@ -56,6 +56,7 @@ class Settings(TypedDict, total=False):
     deterministic: bool
     batch_timeout: float | None
     close_timeout: float
+    isolate_failures: bool
 
 
 def _graph_sizes(given: Any) -> str | tuple[int, ...]:
@@ -217,6 +218,13 @@ class Options:
         default=30.0,
         check=duration(),
         doc="How long closing waits for batches in flight before it gives them up.",
+    )
+    isolate_failures: bool = setting(
+        default=True,
+        check=FLAG,
+        doc="""Run a batch that failed again in halves, down to single requests, so that only requests whose
+        rows make the model fail do so. No more once 16 were halved without any part ending well. Off: all
+        requests of a batch fail with it, for models with effects that must not happen twice.""",
     )
 
     def __post_init__(self) -> None:

@@ -92,10 +92,13 @@ class Statistics:
     batches: int
     batches_timed: int
     """Batches that the device timed: all of them, except that a GPU times one in 8 of those below 5 ms."""
+    batches_bisected: int
+    """Batches that failed and whose requests were tried again in halves (``isolate_failures``)."""
     launched: Mapping[str, int]
     """Batches by the reason for launching them, those in flight included: ``full`` (the batch could not
     grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (one would have
-    passed), ``turn`` (it was the bucket's turn when another bucket was full)."""
+    passed), ``turn`` (it was the bucket's turn when another bucket was full), ``again`` (a part of one that
+    failed)."""
     queue_ns: int
     """Time in the queue, summed over the answered requests."""
     copy_in_ns: int

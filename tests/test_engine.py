@@ -640,18 +640,26 @@ class TestCancelling:
 
 
 class TestFailing:
-    async def test_a_batch_that_fails_gets_the_error_and_the_next_one_works(self):
+    @pytest.mark.parametrize("isolated", [True, False])
+    async def test_a_batch_that_fails_gets_the_error_and_the_next_one_works(self, isolated):
         """The trap: an exception from the engine ends the batching task, and later callers hang."""
-        async with asynctrt.open(failing_model(), max_rows=2) as engine:
+        async with asynctrt.open(failing_model(), max_rows=2, isolate_failures=isolated) as engine:
             tasks = [send(engine, value) for value in (1, 2, -1, 3, 4, 5)]
             async with asyncio.timeout(WAIT_S):
                 outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes[2:4]] == [ExecutionError] * 2
+            assert type(outcomes[2]) is ExecutionError
+            assert ("alone" if isolated else "isolate_failures=True") in str(outcomes[2])
+            if isolated:
+                assert answer(tasks[3]) == [6]
+            else:
+                assert str(outcomes[3]) == str(outcomes[2])
             assert "ValueError: negative number" in str(outcomes[2])
             assert isinstance(outcomes[2].__cause__, ValueError)
             assert [answer(tasks[number]) for number in (0, 1, 4, 5)] == [[2], [4], [8], [10]]
             assert answer(await settled(send(engine, 7))) == [14]
-            assert engine.statistics().failed == 2
+            statistics = engine.statistics()
+            assert statistics.failed == 2 - isolated
+            assert statistics.batches_bisected == statistics.launched["again"] / 2 == isolated
 
     async def test_each_caller_gets_an_error_of_its_own(self):
         async with asynctrt.open(failing_model()) as engine:

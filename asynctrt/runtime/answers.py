@@ -22,11 +22,17 @@ def typed_error(model: str, requests: Sequence[Request], error: BaseException) -
     if isinstance(error, AsynctrtError):
         return copy_for(error)
     rows = sum(request.rows for request in requests)
-    failed = ExecutionError(
-        f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
-        f"{describe(error)}. Other batches are not affected; if one of the rows caused it, send them one "
-        "by one to find which"
-    )
+    if len(requests) == 1:
+        failed = ExecutionError(
+            f"{model} failed while it ran this request alone ({rows} row{'s' * (rows != 1)}): "
+            f"{describe(error)}. Others are not affected"
+        )
+    else:
+        failed = ExecutionError(
+            f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
+            f"{describe(error)}. Other batches are not affected; if the rows of one request caused it, "
+            "isolate_failures=True finds which and answers the others"
+        )
     failed.__cause__ = error
     return failed
 

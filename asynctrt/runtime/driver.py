@@ -20,7 +20,9 @@ from asynctrt.devices.host import raise_on_loop
 from asynctrt.errors import (
     AsynctrtError,
     DeviceLostError,
+    DeviceMemoryError,
     EngineClosedError,
+    ExecutionError,
     copy_for,
     describe,
 )
@@ -65,6 +67,7 @@ class Driver:
         device: Device,
         waiting: Waiting,
         batch_timeout_ns: int | None,
+        bisects: bool,
     ) -> None:
         self._loop = loop
         self._create_future = loop.create_future
@@ -76,6 +79,7 @@ class Driver:
         self._name = repr(model.name)
         self._device = device
         self._batch_timeout_ns = batch_timeout_ns
+        self._bisects = bisects
         self.lost: DeviceLostError | None = None
         """Why no batch can run here ever again, once that is so."""
         self._pump_is_scheduled = False
@@ -438,7 +442,7 @@ class Driver:
             return
         error = self._device.lost or flight.error or flight.device_error()
         if error is not None:
-            self._fail(batch, error)
+            self._end_failed(flight, error)
             return
         source = flight.source
         try:
@@ -468,6 +472,25 @@ class Driver:
             self._fail(batch, raised)
             return
         self._answer(flight, landed_ns, values)
+
+    def _end_failed(self, flight: InFlight, error: BaseException) -> None:
+        """Let the halves of a batch that the model failed be tried again, or fail it."""
+        # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
+        # types say that trying is no use: the device is lost, or the engine closed.
+        may_help = not isinstance(error, AsynctrtError) or type(error) in (ExecutionError, DeviceMemoryError)
+        if (
+            self._bisects
+            and may_help
+            and isinstance(error, Exception)
+            and self._device.lost is None
+            and self._scheduler.bisect(flight.batch)
+        ):
+            del self._flights[flight.batch.number]
+            flight.ended()
+            self._schedule_pump()
+            self._tell_if_idle()
+        else:
+            self._fail(flight.batch, error)
 
     def _note_usual_times(self, flight: InFlight) -> None:
         """Note the times of others of its size for a batch that the device did not time."""

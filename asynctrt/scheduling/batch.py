@@ -20,6 +20,8 @@ class Reason(StrEnum):
     """Waiting longer would have let the deadline of one of its requests pass."""
     TURN = "turn"
     """It was its turn among buckets of which another was full, on a device with enough to do."""
+    AGAIN = "again"
+    """It is a part of a batch that failed."""
 
 
 class Batch(NamedTuple):

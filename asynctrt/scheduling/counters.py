@@ -42,6 +42,8 @@ class Counters:
     by_rows: dict[int, SizeCounters] = field(default_factory=dict)
     launched: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     """Batches by why they were launched when they were, those in flight included."""
+    bisected: int = 0
+    """Batches that failed and whose requests were tried again in halves."""
 
     @property
     def ended(self) -> int:

@@ -114,6 +114,17 @@ def complete(requests: Sequence[Request]) -> tuple[int, int]:
     return answered, arrived_ns
 
 
+def awaited(requests: Sequence[Request]) -> tuple[Request, ...]:
+    """Return the requests in flight whose callers still wait; those that were masked are over with that."""
+    left = []
+    for request in requests:
+        if request.state is IN_FLIGHT:
+            left.append(request)
+        else:
+            change(request, Change.FAIL)
+    return tuple(left)
+
+
 def change_all(requests: Iterable[Request], what: Change) -> None:
     """Move a whole batch along the table: one lookup of the row, then one index a request."""
     row = TRANSITIONS[what]

@@ -4,11 +4,13 @@ Nothing here waits, reads a clock or touches memory, so a decision can neither b
 nor differ between two runs with the same inputs.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from asynctrt.errors import AsynctrtError, InternalError, QueueFullError, copy_for
-from asynctrt.scheduling.batch import Batch, RejectedBatch
+from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
@@ -22,11 +24,16 @@ from asynctrt.scheduling.request import (
     Change,
     Request,
     State,
+    awaited,
     change,
     change_all,
     complete,
 )
 from asynctrt.scheduling.shapes import Shapes
+
+BISECTIONS_MAX: Final = 16
+"""Batches that may be bisected before another one has to end well. One bad request among 64 takes six, each
+of which has a half that ends well; a model that always fails runs 2 x 16 batches more, and then none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +90,13 @@ class Scheduler:
         self._latency = LatencyHistory()
         self._estimator = CompletionEstimator(arenas=arenas, compute=self._latency)
         self._closed: AsynctrtError | None = None
+        self._is_over = False
         self._number = 0
         self._queued_rows = 0
         self._in_flight: dict[int, Batch] = {}
+        # Parts of batches that failed, each to be launched as a batch of its own.
+        self._again: deque[tuple[Request, ...]] = deque()
+        self._bisections = BISECTIONS_MAX
         self.times_all = times_all
         """Whether the device times every batch from now on."""
 
@@ -99,7 +110,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Return whether nothing is queued and nothing is in flight."""
-        return not self._queued_rows and not self._in_flight
+        return not self._queued_rows and not self._in_flight and not self._again
 
     @property
     def is_stuck(self) -> bool:
@@ -136,14 +147,11 @@ class Scheduler:
         values["launched"] = dict(counters.launched)
         queued = self.queued_requests
         # Whoever is masked has been counted.
-        awaited = sum(
-            request.state is IN_FLIGHT
-            for batch in tuple(self._in_flight.values())
-            for request in batch.requests
-        )
+        under_way = [*self._again, *(batch.requests for batch in tuple(self._in_flight.values()))]
+        waiting = sum(request.state is IN_FLIGHT for requests in under_way for request in requests)
         return Snapshot(
             Counters(**values),
-            submitted=counters.ended + queued + awaited,
+            submitted=counters.ended + queued + waiting,
             queued_requests=queued,
             queued_rows=self._queued_rows,
             in_flight_batches=len(self._in_flight),
@@ -228,7 +236,11 @@ class Scheduler:
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
         in_flight = len(self._in_flight)
-        if not self._queued_rows or not self._contexts.free or in_flight >= self._in_flight_max:
+        if not self._contexts.free or in_flight >= self._in_flight_max:
+            return None
+        if self._again and (decided := self._next_again(now_ns)) is not None:
+            return decided
+        if not self._queued_rows:
             return None
         picked = self._buckets.pick(now_ns, in_flight)
         if picked is None:
@@ -254,6 +266,18 @@ class Scheduler:
         bucket.take(chosen, rows)
         self._queued_rows -= rows
         self._buckets.launched(bucket)
+        return self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
+
+    def _launch(
+        self,
+        key: BatchKey,
+        chosen: tuple[Request, ...],
+        rows: int,
+        rows_run: int,
+        profile: int | None,
+        reason: Reason,
+        now_ns: int,
+    ) -> Batch:
         self._number = number = self._number + 1
         is_timed = self.times_all or self._estimator.wants_times(number, key.cost_key, rows_run)
         context, arena = self._contexts.acquire(profile)
@@ -265,6 +289,22 @@ class Scheduler:
         self._in_flight[number] = batch
         self._counters.launched[reason] += 1
         return batch
+
+    def _next_again(self, now_ns: int) -> Batch | RejectedBatch | None:
+        """Return the next part of a batch that failed, without those whose callers have gone away since."""
+        while self._again:
+            chosen = awaited(self._again.popleft())
+            if not chosen:
+                continue
+            key, rows = chosen[0].key, sum(request.rows for request in chosen)
+            try:
+                rows_run, profile = self._rows_to_run(key, rows)
+            except Exception as error:
+                change_all(chosen, Change.FAIL)
+                self._counters.failed += len(chosen)
+                return RejectedBatch(chosen, error)
+            return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
+        return None
 
     def next_wakeup(self) -> int | None:
         """Return when to look again though nothing happens, in ns: a deadline, or the end of a delay."""
@@ -308,6 +348,8 @@ class Scheduler:
             raise _not_in_flight(batch)
         answered, arrived_ns = complete(batch.requests)
         self._contexts.release(batch.context, batch.arena)
+        if self._bisections < BISECTIONS_MAX:
+            self._bisections += 1
         if batch.is_timed:
             self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
         self._counters.add_batch(
@@ -326,6 +368,25 @@ class Scheduler:
             self._contexts.quarantine(batch.context, batch.arena)
         else:
             self._contexts.release(batch.context, batch.arena)
+
+    def bisect(self, batch: Batch) -> bool:
+        """Note that a batch failed, to find out by halves whose requests it fails with; all stay in flight.
+
+        :returns: False, with nothing noted, for a batch of one request, after :meth:`close`, and when so many
+            were bisected without success that the model is to blame.
+        """
+        if len(batch.requests) < 2 or not self._bisections or self._is_over:
+            return False
+        if self._in_flight.pop(batch.number, None) is not batch:
+            raise _not_in_flight(batch)
+        self._bisections -= 1
+        self._counters.bisected += 1
+        self._estimator.forget(batch)
+        self._contexts.release(batch.context, batch.arena)
+        left = awaited(batch.requests)
+        half = (len(left) + 1) // 2
+        self._again.extend(part for part in (left[:half], left[half:]) if part)
+        return True
 
     def quarantine_arena(self, arena: int) -> None:
         """Note that a batch of another engine hangs in an arena: no context there is used from now on."""
@@ -349,9 +410,12 @@ class Scheduler:
         self._runs_as_it_is = self._shapes.runs_as_many_as_it_takes and not captured.sizes
 
     def close(self, why: AsynctrtError) -> list[Request]:
-        """Refuse every submission from now on, and take everything that is queued."""
+        """Refuse every submission from now on, and take everything that is queued, or to be tried again."""
         self.refuse(why)
-        queued = self._buckets.clear()
+        self._is_over = True
+        again = [request for part in self._again for request in awaited(part)]
+        self._again.clear()
+        queued = [*again, *self._buckets.clear()]
         change_all(queued, Change.FAIL)
         self._queued_rows = 0
         self._counters.failed += len(queued)

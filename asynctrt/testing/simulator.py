@@ -6,7 +6,7 @@ that it asks about profiles is foreign, so the simulated one raises now and then
 
 import random
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -125,6 +125,7 @@ class _Run:
         self.queued: dict[Request, None] = {}
         self.passed_over: Counter[BatchKey] = Counter()
         self.in_flight: dict[int, tuple[Batch, int]] = {}
+        self.again: deque[list[Request]] = deque()
         self.timed: Counter[tuple[Hashable, int]] = Counter()
         self.result = Simulation(seed)
 
@@ -190,6 +191,7 @@ class _Run:
 
     def cancel(self) -> None:
         flying = [request for batch, _ in self.in_flight.values() for request in batch.requests]
+        flying += [request for part in self.again for request in part]
         candidates = [*self.queued, *flying]
         if candidates:
             request = self.random.choice(candidates)
@@ -223,12 +225,52 @@ class _Run:
             lost = {batch.context} if batch.arena is None else self.neighbours(batch.context)
             self.quarantined |= lost
         elif roll < self.hang_share + 0.05:
+            # Half of those that fail do so because of a row.
+            if number % 2 and self.scheduler.bisect(batch):
+                self.bisect(batch)
+                return
             self.scheduler.failed(batch)
         else:
             self.complete(batch, self.now_ns - start_ns)
         self.result.batches += 1
         for request in batch.requests:
             self.finish(request)
+
+    def bisect(self, batch: Batch) -> None:
+        """Expect the halves of a batch that failed, without those who have gone away."""
+        self.result.batches += 1
+        left = [request for request in batch.requests if request.state is State.IN_FLIGHT]
+        _hold(len(batch.requests) > 1, "a batch of one request was bisected")
+        self.again += [half for half in (left[: (len(left) + 1) // 2], left[(len(left) + 1) // 2 :]) if half]
+        for request in batch.requests:
+            if request.state is not State.IN_FLIGHT:
+                self.finish(request)
+
+    def take_again(self, requests: tuple[Request, ...]) -> None:
+        """Expect these to be the part of a failed batch that has waited longest, but for who left since."""
+        self.forget_again()
+        _hold(bool(self.again), "a batch again of which no part failed")
+        part = self.again.popleft()
+        for request in part:
+            if request.state is State.CANCELLED:
+                self.finish(request)
+        left = tuple(request for request in part if request.state is not State.CANCELLED)
+        _hold(requests == left, "a part of a failed batch came back as something else")
+
+    def forget_again(self) -> None:
+        """Let go of the parts whose callers have all left."""
+        while self.again and all(request.state is State.CANCELLED for request in self.again[0]):
+            for request in self.again.popleft():
+                self.finish(request)
+
+    def launch_again(self, batch: Batch) -> None:
+        self.take_again(batch.requests)
+        _hold(all(request.state is State.IN_FLIGHT for request in batch.requests), "not in flight")
+        self.check_rows_run(batch)
+        self.check_context(batch)
+        self.scheduler.started(batch, self.now_ns)
+        self.in_flight[batch.number] = (batch, self.now_ns)
+        self.result.launched[batch.reason] += 1
 
     def complete(self, batch: Batch, took_ns: int) -> None:
         scheduler = self.scheduler
@@ -251,13 +293,19 @@ class _Run:
             cause = decided.error.__cause__
             _hold(isinstance(cause, _ModelError), f"a batch was rejected: {decided.error!r}")
             self.result.rejected += 1
+            if decided.requests[0] not in self.queued:
+                self.take_again(decided.requests)
             for request in decided.requests:
                 _hold(request.state is State.FAILED, "a rejected request goes on")
                 self.finish(request)
+        self.forget_again()
         self.expire()
         self.pumped_ns = pumped_ns
 
     def launch(self, batch: Batch) -> None:
+        if batch.reason is Reason.AGAIN:
+            self.launch_again(batch)
+            return
         self.check_batch(batch)
         self.check_reason(batch)
         self.check_rows_run(batch)
@@ -400,7 +448,8 @@ class _Run:
         usable = self.contexts - len(self.quarantined)
         _hold(snapshot.contexts_quarantined == len(self.quarantined), "quarantined contexts miscounted")
         _hold(scheduler.is_stuck == (not usable), "stuck although a context is left, or the other way round")
-        _hold(not (self.queued and usable) or bool(self.in_flight), "work waits while nothing is in flight")
+        has_work = bool(self.queued or self.again)
+        _hold(not (has_work and usable) or bool(self.in_flight), "work waits while nothing is in flight")
         if self.users is not None:
             own = Counter(batch.arena for batch, _ in self.in_flight.values())
             expected = [own[arena] + self.foreign[arena] for arena in range(self.arenas)]
@@ -418,7 +467,10 @@ class _Run:
 
     def end(self) -> None:
         """Close with work queued and in flight: everything is answered all the same."""
-        for request in self.scheduler.close(EngineClosedError("closed")):
+        closed = self.scheduler.close(EngineClosedError("closed"))
+        masked = [request for part in self.again for request in part if request.state is State.CANCELLED]
+        self.again.clear()
+        for request in [*closed, *masked]:
             self.finish(request)
         while self.in_flight:
             self.end_batch(closing=True)

@@ -21,6 +21,7 @@ from asynctrt.scheduling.counters import ARENA_WAIT_NS_MIN
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured
 from asynctrt.scheduling.request import Request, State
+from asynctrt.scheduling.scheduler import BISECTIONS_MAX
 from tests.scheduling.support import (
     KEY,
     Profiles,
@@ -148,7 +149,7 @@ class TestWhatLaunches:
         submit(plan, shape="turn", now_ns=10**6, priority=1)
         reasons += [plan.next_batch(10**7).reason for _ in range(2)]
         assert reasons == [Reason.IDLE, Reason.DELAY, Reason.DEADLINE, Reason.TURN, Reason.FULL]
-        assert counters(plan).launched == dict.fromkeys(Reason, 1)
+        assert counters(plan).launched == {**dict.fromkeys(Reason, 1), Reason.AGAIN: 0}
 
 
 class TestTheQueue:
@@ -560,6 +561,29 @@ class TestClosing:
         with pytest.raises(EngineClosedError, match="draining"):
             submit(plan)
 
+    def test_closing_takes_what_was_to_be_tried_again(self):
+        plan = scheduler()
+        requests = [submit(plan) for _ in range(4)]
+        batch = plan.next_batch(0)
+        plan.cancel(requests[3])
+        assert plan.bisect(batch)
+        plan.cancel(requests[2])
+        other = submit(plan)
+        assert plan.close(EngineClosedError("closed")) == [*requests[:2], other]
+        assert requests[2].state is State.CANCELLED
+        assert plan.is_idle
+        totals = counters(plan)
+        assert (totals.failed, totals.cancelled, totals.ended) == (3, 2, 5)
+
+    def test_nothing_is_tried_again_after_closing(self):
+        plan = scheduler()
+        submit(plan), submit(plan)
+        batch = plan.next_batch(0)
+        plan.close(EngineClosedError("closed"))
+        assert not plan.bisect(batch)
+        plan.failed(batch)
+        assert plan.is_idle
+
     def test_closing_takes_everything_queued_and_leaves_what_is_in_flight(self):
         plan = scheduler(contexts=1, delay_ns_max=500)
         flying = submit(plan)
@@ -664,6 +688,87 @@ class TestSnapshots:
         assert repr(plan) == (
             "<Scheduler closed queued=0 rows=0 in_flight=0 <ContextAllocator free=2 quarantined=0>>"
         )
+
+
+class TestBisecting:
+    def test_halves_go_first_each_on_its_own_until_one_request_is_left(self):
+        plan = scheduler(contexts=1)
+        requests = [submit(plan) for _ in range(3)]
+        launched = []
+        while (batch := plan.next_batch(0)) is not None:
+            launched.append((batch.reason, [requests.index(one) for one in batch.requests]))
+            if len(launched) == 1:
+                requests.append(submit(plan, shape="a", priority=2))
+            # The third request is the bad one.
+            if requests[2] not in batch.requests:
+                finish(plan, batch)
+            elif not plan.bisect(batch):
+                plan.failed(batch)
+        assert launched == [
+            (Reason.IDLE, [0, 1, 2]),
+            (Reason.AGAIN, [0, 1]),
+            (Reason.AGAIN, [2]),
+            (Reason.IDLE, [3]),
+        ]
+        assert [one.state for one in requests] == [State.DONE, State.DONE, State.FAILED, State.DONE]
+
+    def test_rows_and_profiles_are_asked_anew(self):
+        plan = scheduler(rows_fixed=4)
+        submit(plan), submit(plan)
+        plan.bisect(plan.next_batch(0))
+        batch = plan.next_batch(0)
+        assert (batch.rows, batch.rows_run, batch.reason) == (1, 4, Reason.AGAIN)
+
+    def test_a_model_that_fails_to_say_rejects_the_part_alone(self):
+        profiles = Profiles()
+        plan = scheduler(profiles=profiles)
+        requests = [submit(plan) for _ in range(2)]
+        plan.bisect(plan.next_batch(0))
+        profiles.profile = RuntimeError("no more")
+        rejected = plan.next_batch(0)
+        assert isinstance(rejected, RejectedBatch)
+        assert rejected.requests == (requests[0],)
+        profiles.profile = 0
+        assert plan.next_batch(0).requests == (requests[1],)
+        assert counters(plan).failed == 1
+
+    def test_a_batch_that_is_not_in_flight(self):
+        plan = scheduler()
+        submit(plan), submit(plan)
+        batch = plan.next_batch(0)
+        finish(plan, batch)
+        with pytest.raises(InternalError, match="not in flight"):
+            plan.bisect(batch)
+
+    def test_whoever_left_has_no_part(self):
+        plan = scheduler()
+        requests = [submit(plan) for _ in range(4)]
+        batch = plan.next_batch(0)
+        plan.cancel(requests[0])
+        plan.bisect(batch)
+        plan.cancel(requests[1])
+        assert plan.next_batch(0).requests == (requests[2],)
+        assert plan.next_batch(0).requests == (requests[3],)
+        assert [one.state for one in requests[:2]] == [State.CANCELLED] * 2
+        assert counters(plan).cancelled == 2
+
+    def test_so_many_without_success_and_then_one_for_each(self):
+        plan = scheduler(rows_max=64, queue_rows_max=10**6, contexts=1)
+        bisected = 0
+        for _ in range(3):
+            for _ in range(64):
+                submit(plan)
+            while (batch := plan.next_batch(0)) is not None:
+                if plan.bisect(batch):
+                    bisected += 1
+                else:
+                    plan.failed(batch)
+        assert bisected == counters(plan).bisected == BISECTIONS_MAX
+        submit(plan)
+        finish(plan, plan.next_batch(0))
+        submit(plan), submit(plan)
+        assert plan.bisect(plan.next_batch(0))
+        assert plan.is_idle is False
 
 
 @pytest.mark.parametrize("delay_ns", [0, 500])

@@ -1,0 +1,220 @@
+"""One request whose rows make the model fail takes nobody along: on all devices, however rows are sent."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import EngineClosedError, ExecutionError
+from asynctrt.scheduling.scheduler import BISECTIONS_MAX
+from asynctrt.testing import LatchDevice
+from tests.contract.devices import Subject
+from tests.helpers import until
+from tests.models import Gate, double, double_model, failing_model, rows
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+
+HOSTS = {
+    "in-place": lambda: HostDevice(in_place="always"),
+    "threads": lambda: HostDevice(in_place="never"),
+    "separate-memory": lambda: HostDevice(unified=False),
+}
+POISONED = {
+    "first": {0},
+    "last": {15},
+    "neighbours": {6, 7},
+    "far": {0, 5, 10, 15},
+    "half of them": set(range(8)),
+}
+
+
+@pytest.fixture(params=list(HOSTS))
+def host(request):
+    return HOSTS[request.param]()
+
+
+async def by_infer(engine, value, count):
+    return (await engine.infer(rows(*[value] * count)))["output"]
+
+
+async def by_slot(engine, value, count):
+    async with engine.slot(rows=count) as slot:
+        slot["input"][...] = value
+        return (await slot.infer())["output"]
+
+
+async def send(engine, poisoned, way=by_infer, requests=16):
+    """Send requests of one to three rows, with negative numbers from some; check who is answered."""
+    async with asyncio.timeout(WAIT_S):
+        outcomes = await asyncio.gather(
+            *[
+                way(engine, -1 if number in poisoned else number + 1, number % 3 + 1)
+                for number in range(requests)
+            ],
+            return_exceptions=True,
+        )
+    for number, outcome in enumerate(outcomes):
+        if number in poisoned:
+            assert type(outcome) is ExecutionError, outcome
+            assert f"while it ran this request alone ({number % 3 + 1} row" in str(outcome)
+            assert isinstance(outcome.__cause__, ValueError)
+        else:
+            assert outcome.tolist() == [[2.0 * (number + 1)] * 4] * (number % 3 + 1)
+    return outcomes
+
+
+@pytest.mark.parametrize("way", [by_infer, by_slot])
+@pytest.mark.parametrize("poisoned", POISONED.values(), ids=POISONED)
+@pytest.mark.parametrize("fixed", [None, 64])
+async def test_only_they_fail(host, poisoned, way, fixed):
+    model = failing_model()
+    model.rows_fixed = fixed
+    async with asynctrt.open(model, device=host, contexts=3, max_rows=64) as engine:
+        for _ in range(2):
+            await send(engine, poisoned, way)
+        statistics = engine.statistics()
+        assert (statistics.failed, statistics.succeeded) == (2 * len(poisoned), 32 - 2 * len(poisoned))
+        assert statistics.batches_bisected
+        assert statistics.submitted == 32
+        assert (statistics.queued_requests, statistics.in_flight_batches) == (0, 0)
+
+
+async def test_switched_off():
+    async with asynctrt.open(failing_model(), isolate_failures=False) as engine:
+        outcomes = await asyncio.gather(
+            *[engine.infer(rows(number - 1)) for number in range(3)], return_exceptions=True
+        )
+        assert [type(outcome) for outcome in outcomes] == [ExecutionError] * 3
+        assert "isolate_failures=True" in str(outcomes[1])
+        assert engine.statistics().batches_bisected == 0
+
+
+async def test_a_decorated_function_is_not_called_twice_unless_that_was_asked_for():
+    calls = []
+
+    def invert(values: list[float]) -> list[float]:
+        calls.append(list(values))
+        return [1 / value for value in values]
+
+    async def outcomes(**settings):
+        batched = asynctrt.batch(items=True, **settings)(invert)
+        async with batched:
+            return await asyncio.gather(*map(batched, (1, 0, 4)), return_exceptions=True)
+
+    assert [type(outcome) for outcome in await outcomes()] == [ExecutionError] * 3
+    assert calls == [[1, 0, 4]]
+    isolated = await outcomes(isolate_failures=True)
+    assert (isolated[0], isolated[2]) == (1, 0.25)
+    assert isinstance(isolated[1].__cause__, ZeroDivisionError)
+
+
+async def test_a_model_that_always_fails_is_not_asked_for_ever():
+    asked, broken = 0, True
+
+    def function(inputs, outputs):
+        nonlocal asked
+        asked += 1
+        if broken or (inputs["input"] < 0).any():
+            raise ValueError("broken")
+        double(inputs, outputs)
+
+    async with asynctrt.open(double_model(function), max_rows=64) as engine:
+        for _ in range(5):
+            outcomes = await asyncio.gather(
+                *[engine.infer(rows(1)) for _ in range(64)], return_exceptions=True
+            )
+            assert {type(outcome) for outcome in outcomes} == {ExecutionError}
+        assert asked == 5 + 2 * BISECTIONS_MAX
+        broken = False
+        for _ in range(BISECTIONS_MAX):
+            await engine.infer(rows(1))
+        await send(engine, {3})
+
+
+@pytest.mark.parametrize("then", ["cancel", "close"])
+async def test_what_was_to_be_tried_again_is_given_up(then):
+    """A caller goes away, or the engine closes, while a half waits for its turn."""
+    gate = Gate()
+    failed = []
+
+    def function(inputs, outputs):
+        if not failed:
+            failed.append(True)
+            raise ValueError("once")
+        gate(inputs, outputs)
+
+    device = HostDevice(in_place="never")
+    engine = await asynctrt.open(double_model(function), device=device, contexts=1, close_timeout=WAIT_S)
+    tasks = [asyncio.create_task(engine.infer(rows(number))) for number in range(4)]
+    await until(lambda: engine.statistics().launched["again"])
+    statistics = engine.statistics()
+    assert (statistics.submitted, statistics.in_flight_batches, statistics.queued_requests) == (4, 1, 0)
+    if then == "cancel":
+        for task in tasks[2:]:
+            task.cancel()
+        await asyncio.wait(tasks[2:], timeout=WAIT_S)
+        gate.go.release()
+        async with asyncio.timeout(WAIT_S):
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            await engine.aclose()
+        assert [type(outcome) for outcome in outcomes[2:]] == [asyncio.CancelledError] * 2
+        assert engine.statistics().cancelled == 2
+    else:
+        closing = asyncio.create_task(engine.aclose())
+        await until(lambda: all(task.done() for task in tasks[2:]))
+        gate.go.release()
+        async with asyncio.timeout(WAIT_S):
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            await closing
+        assert [type(outcome) for outcome in outcomes[2:]] == [EngineClosedError] * 2
+    assert [outcome["output"][0, 0] for outcome in outcomes[:2]] == [0, 2]
+    assert engine.statistics().batches == 1
+
+
+async def test_halves_of_one_slab_run_beside_each_other():
+    """Each is in flight from the slab of the others, and it stays until the last has ended."""
+    failed = []
+
+    def function(inputs, outputs):
+        if not failed:
+            failed.append(True)
+            raise ValueError("once")
+        double(inputs, outputs)
+
+    device = LatchDevice(concurrency=2)
+    async with asynctrt.open(double_model(function), device=device, contexts=2) as engine:
+        tasks = [asyncio.create_task(by_slot(engine, number, 1)) for number in range(4)]
+        await until(lambda: engine.statistics().in_flight_batches)
+        device.release()
+        await until(lambda: engine.statistics().in_flight_batches == 2)
+        (owner,) = engine._slots._slabs.values()
+        assert owner.batches == 2
+        device.release()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            assert not owner.is_unused
+            device.open()
+            assert [(await task)[0, 0] for task in tasks] == [0, 2, 4, 6]
+        assert owner.is_unused
+
+
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+async def test_a_refused_enqueue_is_tried_again(device, graphs):
+    subject = Subject(device)
+    try:
+        async with subject.open(graphs=graphs) as engine:
+            await subject.check(engine)
+            subject.double.fail_next("enqueue")
+            async with asyncio.timeout(WAIT_S):
+                results = await asyncio.gather(*[engine.infer(rows(number)) for number in range(7)])
+            for number, result in enumerate(results):
+                assert np.isfinite(result["output"]).all(), number
+            assert engine.statistics().failed == 0
+            assert engine.statistics().batches_bisected == 1
+            await subject.check(engine)
+        assert subject.double.violations() == ()
+    finally:
+        subject.model.close()
