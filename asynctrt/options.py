@@ -126,7 +126,8 @@ class Options:
     max_queue_rows: int = setting(
         default=16384,
         check=count(1),
-        doc="Rows that may be queued; a request that would exceed it is refused with ``QueueFullError``.",
+        doc="""Rows that may be queued. A request that would exceed it takes the place of less urgent ones, of
+        those that came last first; without any it is refused. Who has no place gets ``QueueFullError``.""",
     )
     max_in_flight: int | None = setting(
         default=None,

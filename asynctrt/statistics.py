@@ -80,6 +80,7 @@ class Statistics:
     """Requests accepted; a call that was split counts once for each part."""
     succeeded: int
     failed: int
+    """Requests that ended with an error, also those that left a full queue for more urgent ones."""
     cancelled: int
     expired: int
     """Requests whose timeout passed while they were queued."""

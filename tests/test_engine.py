@@ -639,6 +639,33 @@ class TestCancelling:
             await blocker
 
 
+class TestDisplacing:
+    async def test_urgent_work_takes_the_place_of_ordinary_work_in_a_full_queue(self):
+        device = LatchDevice(concurrency=1)
+        async with asynctrt.open(
+            double_model(), device=device, contexts=1, max_rows=2, max_queue_rows=4
+        ) as engine:
+            running = send(engine, 0)
+            await until(lambda: device.held)
+            ordinary = [send(engine, value) for value in range(1, 5)]
+            await until(lambda: engine.statistics().queued_rows == 4)
+            split = asyncio.create_task(engine.infer(rows(5, 6, 7), priority=1))
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.wait(ordinary[1:])
+            for task in ordinary[1:]:
+                with pytest.raises(QueueFullError, match="of priority 0, was taken out of a full queue"):
+                    task.result()
+            with pytest.raises(QueueFullError, match="4 of at most 4 rows"):
+                await engine.infer(rows(8))
+            device.open()
+            async with asyncio.timeout(WAIT_S):
+                assert (await split)["output"][:, 0].tolist() == [10, 12, 14]
+                await asyncio.wait([running, ordinary[0]])
+            assert answer(ordinary[0]) == [2]
+            statistics = engine.statistics()
+            assert (statistics.failed, statistics.refused, statistics.submitted) == (3, 1, 7)
+
+
 class TestFailing:
     @pytest.mark.parametrize("isolated", [True, False])
     async def test_a_batch_that_fails_gets_the_error_and_the_next_one_works(self, isolated):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from asynctrt.errors import AsynctrtError, DeadlineError, ExecutionError, copy_for, describe
+from asynctrt.errors import AsynctrtError, DeadlineError, ExecutionError, QueueFullError, copy_for, describe
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 
 
@@ -35,6 +35,14 @@ def typed_error(model: str, requests: Sequence[Request], error: BaseException) -
         )
     failed.__cause__ = error
     return failed
+
+
+def displaced_error(request: Request) -> QueueFullError:
+    """Return the error for a request that had to leave a full queue."""
+    return QueueFullError(
+        f"the request, of priority {request.priority}, was taken out of a full queue to make room for a more "
+        "urgent one. Retry later, give it a higher priority, or open the engine with a larger max_queue_rows"
+    )
 
 
 def deadline_error(request: Request, now_ns: int) -> DeadlineError:

@@ -27,7 +27,7 @@ from asynctrt.errors import (
     describe,
 )
 from asynctrt.runtime import staging
-from asynctrt.runtime.answers import answer_error, deadline_error, typed_error
+from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_error
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.inflight import InFlight
@@ -238,8 +238,7 @@ class Driver:
         started_ns = now_ns = self._now_ns()
         try:
             # What came since the last pump gets its chance to be launched before its deadline counts.
-            for request in scheduler.expire(now_ns, self._pumped_ns):
-                answer_error(request, deadline_error(request, now_ns))
+            self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
             while (decided := scheduler.next_batch(now_ns)) is not None:
                 if isinstance(decided, Batch):
@@ -251,8 +250,7 @@ class Driver:
                     self._schedule_pump()
                     return
             if scheduler.queued_rows:
-                for request in scheduler.expire(now_ns):
-                    answer_error(request, deadline_error(request, now_ns))
+                self._give_up_waiting(now_ns)
             wakeup_ns = scheduler.next_wakeup()
             if wakeup_ns is not None:
                 self._alarm.set(wakeup_ns)
@@ -260,6 +258,16 @@ class Driver:
             self._in_pump = False
         if self._idle_waiters:
             self._tell_if_idle()
+
+    def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
+        """Answer those whose deadline has come, and those that had to leave a full queue."""
+        scheduler = self._scheduler
+        for request in scheduler.expire(now_ns, arrived_by_ns):
+            answer_error(request, deadline_error(request, now_ns))
+        if scheduler.displaced:
+            displaced, scheduler.displaced = scheduler.displaced, []
+            for request in displaced:
+                answer_error(request, displaced_error(request))
 
     def _reject(self, rejected: RejectedBatch) -> None:
         for request in rejected.requests:

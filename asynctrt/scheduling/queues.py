@@ -9,7 +9,7 @@ O(1) on average. Finding the bucket to launch from does not depend on how many t
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Final
 
 from asynctrt.scheduling.batch import Reason
@@ -22,6 +22,9 @@ TOMBSTONES_MIN: Final = 64
 
 LOOKAHEAD_MAX: Final = 16
 """Requests that may be passed over because they do not fit into the rest of a batch."""
+
+DISPLACED_FROM_MAX: Final = 16
+"""Buckets that are looked through for requests to displace."""
 
 EMPTY_MAX: Final = 256
 """Empty buckets that are kept."""
@@ -111,6 +114,10 @@ class BucketQueue:
             if queue:
                 oldest_ns = min(oldest_ns, queue[0].arrival_ns)
         return oldest_ns
+
+    def newest(self, priority: int) -> Iterator[Request]:
+        """Yield the queued requests of one priority, the one that came last first."""
+        return (request for request in reversed(self._by_priority[-1 - priority]) if request.state is QUEUED)
 
     def choose(self, rows_max: int) -> tuple[tuple[Request, ...], int]:
         """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.
@@ -266,6 +273,27 @@ class Buckets:
             level.filling.clear()
         self.waiting = self._full = 0
         return queued
+
+    def least_urgent(self, below: int, rows: int) -> list[Request]:
+        """Return queued requests below a priority that make up so many rows; none if too few are found.
+
+        The least urgent come first, and of these the ones that came last, from buckets whose turn is far off.
+        """
+        far_off = (
+            bucket
+            for level in self._levels
+            for bucket in chain(reversed(level.filling), reversed(level.ready))
+        )
+        looked_through = list(islice(far_off, DISPLACED_FROM_MAX))
+        found: list[Request] = []
+        for priority in range(below):
+            for bucket in looked_through:
+                for request in bucket.newest(priority):
+                    found.append(request)
+                    rows -= request.rows
+                    if rows <= 0:
+                        return found
+        return []
 
     def pick(self, now_ns: int, in_flight: int) -> tuple[BucketQueue, Reason] | None:
         """Return the bucket to launch from now, and why; ``None`` when none should."""

@@ -96,6 +96,8 @@ class Scheduler:
         self._in_flight: dict[int, Batch] = {}
         # Parts of batches that failed, each to be launched as a batch of its own.
         self._again: deque[tuple[Request, ...]] = deque()
+        self.displaced: list[Request] = []
+        """Requests that made room for more urgent ones; for the driver to take away and to answer."""
         self._bisections = BISECTIONS_MAX
         self.times_all = times_all
         """Whether the device times every batch from now on."""
@@ -173,13 +175,15 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue one request, or raise and change nothing.
 
+        A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
+
         :raises EngineClosedError: (or what else was given) after :meth:`refuse` or :meth:`close`.
         :raises QueueFullError: when the queue has no room for its rows.
         :raises InputError, ExecutionError: as :meth:`limit`.
         """
         rows = request.rows
         if self._queued_rows + rows > self._queue_rows_max:
-            self._refuse(rows, 1)
+            self._make_room((request,), rows)
         bucket = self._bucket
         if bucket is None or bucket.key is not request.key:
             bucket = self._bucket = self._bucket_of(request.key)
@@ -194,7 +198,7 @@ class Scheduler:
         """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
         rows = sum(request.rows for request in requests)
         if self._queued_rows + rows > self._queue_rows_max:
-            self._refuse(rows, len(requests))
+            self._make_room(requests, rows)
         for request in requests:
             self.submit(request)
 
@@ -420,6 +424,20 @@ class Scheduler:
         self._queued_rows = 0
         self._counters.failed += len(queued)
         return queued
+
+    def _make_room(self, requests: Sequence[Request], rows: int) -> None:
+        """Take less urgent requests out of a full queue, or raise and change nothing."""
+        displaced = []
+        if not self._closed and rows <= self._queue_rows_max:
+            over = self._queued_rows + rows - self._queue_rows_max
+            displaced = self._buckets.least_urgent(requests[0].priority, over)
+        if not displaced:
+            self._refuse(rows, len(requests))
+        self._bucket_of(requests[0].key)  # What it raises is raised before anything has changed.
+        for request in displaced:
+            self._leave(request, Change.FAIL)
+        self._counters.failed += len(displaced)
+        self.displaced += displaced
 
     def _bucket_of(self, key: BatchKey) -> BucketQueue:
         bucket = self._buckets.by_key.get(key)

@@ -35,6 +35,7 @@ class Simulation:
     launched: Counter[Reason] = field(default_factory=Counter)
     refused: int = 0
     rejected: int = 0
+    displaced: int = 0
     batches: int = 0
     quarantined: int = 0
     rows: int = 0
@@ -181,13 +182,33 @@ class _Run:
         try:
             self.scheduler.submit(request)
         except QueueFullError:
-            _hold(queued_rows + request.rows > self.queue_rows_max, "refused with room left")
+            # There are fewer buckets than are looked through.
+            kept = sum(other.rows for other in self.queued if other.priority >= request.priority)
+            _hold(kept + request.rows > self.queue_rows_max, "refused with room left")
             self.result.refused += 1
         except Exception as error:
             _hold(isinstance(error.__cause__, _ModelError), f"submit raised {error!r}")
             _hold(repr(self.scheduler) == before, "a submission that was refused changed something")
         else:
+            self.displace(request, queued_rows)
             self.queued[request] = None
+
+    def displace(self, request: Request, queued_rows: int) -> None:
+        """Expect the least urgent requests to be gone, as many as had to make room."""
+        displaced, self.scheduler.displaced = self.scheduler.displaced, []
+        room = self.queue_rows_max - queued_rows
+        for other in displaced:
+            _hold(room < request.rows, "more requests were displaced than had to be")
+            _hold(other.priority < request.priority, "a request was displaced by one that is not more urgent")
+            _hold(other.state is State.FAILED, "a displaced request goes on")
+            room += other.rows
+            self.finish(other)
+        _hold(room >= request.rows, "the queue is over its bound")
+        if displaced:
+            urgency = max(other.priority for other in displaced)
+            least = min((other.priority for other in self.queued), default=urgency)
+            _hold(least >= urgency, "a more urgent request was displaced though a less urgent one waits")
+            self.result.displaced += len(displaced)
 
     def cancel(self) -> None:
         flying = [request for batch, _ in self.in_flight.values() for request in batch.requests]

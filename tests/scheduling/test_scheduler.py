@@ -161,6 +161,70 @@ class TestTheQueue:
         assert plan.next_batch(0).requests == (kept,)
         assert counters(plan).refused == 1
 
+    def test_a_full_queue_gives_up_the_least_urgent_that_came_last(self):
+        plan = scheduler(queue_rows_max=6)
+        first, second, third = submit(plan, rows=2, priority=1), submit(plan), submit(plan, rows=2, shape="a")
+        fourth = submit(plan, shape="a")
+        urgent = submit(plan, rows=2, priority=2)
+        assert plan.displaced == [fourth, third]
+        assert [one.state for one in (third, fourth)] == [State.FAILED] * 2
+        assert plan.queued_rows == 5
+        plan.displaced.clear()
+        for _ in range(2):
+            submit(plan, priority=1)
+        assert plan.displaced == [second], "one row was left, and the others are as urgent"
+        with pytest.raises(QueueFullError):
+            submit(plan, priority=1)
+        plan.next_batch(0), plan.next_batch(0)
+        assert urgent.state is first.state is State.IN_FLIGHT
+        assert (counters(plan).failed, counters(plan).refused) == (3, 1)
+
+    def test_nobody_is_displaced_in_vain(self):
+        profiles = Profiles()
+        plan = scheduler(queue_rows_max=4, profiles=profiles)
+        kept = [submit(plan, rows=2), submit(plan, rows=2, priority=1)]
+        before = plan.snapshot().queued_rows
+        for rows, priority in ((4, 1), (5, 2), (1, 0)):
+            with pytest.raises(QueueFullError):
+                submit(plan, rows=rows, priority=priority)
+        profiles.ranges = InputError("no such shape")
+        with pytest.raises(InputError):
+            submit(plan, shape="unknown", priority=2)
+        plan.refuse(EngineClosedError("closing"))
+        with pytest.raises(EngineClosedError):
+            submit(plan, priority=2)
+        assert plan.displaced == []
+        assert plan.snapshot().queued_rows == before
+        assert [one.state for one in kept] == [State.QUEUED] * 2
+
+    def test_parts_displace_as_one(self):
+        plan = scheduler(queue_rows_max=8)
+        kept = [submit(plan, rows=2) for _ in range(4)]
+        parts = [Request(3, KEY, 1, 0) for _ in range(2)]
+        plan.submit_all(parts)
+        assert plan.displaced == kept[:0:-1]
+        assert plan.queued_rows == 8
+        with pytest.raises(QueueFullError):
+            plan.submit_all([Request(2, KEY, 1, 0) for _ in range(2)])
+        assert plan.queued_rows == 8
+
+    def test_requests_that_left_are_not_displaced(self):
+        plan = scheduler(queue_rows_max=3)
+        requests = [submit(plan) for _ in range(3)]
+        plan.cancel(requests[2])
+        submit(plan, priority=1)
+        submit(plan, priority=1)
+        assert plan.displaced == [requests[1]]
+
+    @pytest.mark.parametrize("buckets", [10, 5000])
+    def test_displacing_takes_as_much_work_with_ten_buckets_as_with_thousands(self, buckets):
+        plan = scheduler(queue_rows_max=buckets)
+        for number in range(buckets):
+            submit(plan, shape=str(number))
+        # Among the first requests of each bucket there is nothing to skip.
+        assert count_operations(lambda: submit(plan, priority=1, shape="0")) < 400
+        assert plan.displaced
+
     def test_parts_are_queued_all_or_none(self):
         plan = scheduler(queue_rows_max=4)
         with pytest.raises(QueueFullError):
