@@ -1,4 +1,4 @@
-"""Define the command line: ``demo``, ``bench``, ``serve`` and ``load``. The only importer of ``typer``."""
+"""Define the command line. The only importer of ``typer``."""
 
 import dataclasses
 import inspect
@@ -13,6 +13,9 @@ import anyio
 import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
+from asynctrt.doctor import Level, diagnose
+from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
+from asynctrt.doctor.text import lines as finding_lines
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
@@ -36,6 +39,15 @@ DEVICE_LOST: Final = 75
 """The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 LABELS_MAX: Final = 20
+
+LEVEL_STYLES: Final = {
+    Level.OK: "green",
+    Level.NOTE: "cyan",
+    Level.UNKNOWN: "dim",
+    Level.WARNING: "yellow",
+    Level.ERROR: "bold red",
+}
+"""How the first line of a finding of the doctor is shown."""
 
 METAVARS: Final[dict[Any, str]] = {list[str] | None: "<str>"}
 """What the help shows for a type whose own name is long."""
@@ -161,6 +173,42 @@ async def _bench(report: benchmarks.BenchReport, seconds: float) -> None:
         await benchmarks.run_cases(report, seconds, advance)
 
 
+def _help_of(command: Callable[..., None]) -> str:
+    """Return a docstring with one line a paragraph: rich would keep the source's line breaks."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
+
+
+def _doctor(
+    device: Annotated[
+        str | None,
+        typer.Option(help="The device that has to work, [bold]host[/bold] or [bold]cuda:0[/bold]."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each probe may take.")] = (
+        DOCTOR_TIMEOUT_S
+    ),
+    strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Examine this machine: driver, libraries, packages, GPUs, limits; with what to do about each finding.
+
+    Whatever may crash or hang is tried in a child process. The exit status is 0 without errors, also if there
+    are warnings, and 3 with errors: asynctrt doctor --device cuda:0 && asynctrt serve ...
+    """
+    with err.status("Examining this machine"):
+        report = diagnose(device, timeout=timeout)
+    if as_json:
+        out.print_json(json.dumps(report.as_json(strict=strict)))
+    else:
+        for level, line in finding_lines(report):
+            style = None if level is None else LEVEL_STYLES[level]
+            is_first = line[:1] not in ("", " ")
+            out.print(line, style=style if is_first else None, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(report.status(strict=strict))
+
+
+app.command("doctor", help=_help_of(_doctor))(_doctor)
+
+
 def _serve(ctx: typer.Context, **given: Any) -> None:
     """Serve models over HTTP and gRPC (KServe V2) and websockets, with metrics and a dashboard.
 
@@ -241,11 +289,6 @@ def _flag(name: str, kind: Any, default: Any, text: str, panel: str | None = Non
         metavar=METAVARS.get(kind),
     )
     return _parameter(name, kind, default, info)
-
-
-def _help_of(command: Callable[..., None]) -> str:
-    """Return a docstring with one line a paragraph: rich would keep the source's line breaks."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in (command.__doc__ or "").split("\n\n"))
 
 
 def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:

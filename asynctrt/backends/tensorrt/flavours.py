@@ -161,13 +161,13 @@ def _load(name: str) -> Flavour:
         ) from error
     except (ImportError, OSError) as error:
         raise DeviceUnavailableError(
-            f"{name} is installed but cannot be loaded: {error}. {_fix_of_import(name, str(error))}"
+            f"{name} is installed but cannot be loaded: {error}. {fix_of_import(name, str(error))}"
             + describe_runtimes(cuda_runtimes())
         ) from error
     return Flavour(name, module, is_real=True)
 
 
-def _fix_of_import(name: str, said: str) -> str:
+def fix_of_import(name: str, said: str) -> str:
     """Return what to do about a shared library that was not found or does not fit."""
     extra = EXTRAS[name]
     if "libcuda.so" in said:

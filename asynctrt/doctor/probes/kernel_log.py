@@ -1,0 +1,30 @@
+"""Read what the NVIDIA driver has written to the kernel's log: a number for each fault (Xid)."""
+
+import os
+import re
+from typing import Any, Final
+
+XID: Final = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
+LINES_MAX: Final = 20_000
+
+
+def probe(path: str = "/dev/kmsg") -> dict[str, Any]:
+    """Return how often each fault was logged for each GPU since the machine was started."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    found: dict[str, int] = {}
+    try:
+        for _ in range(LINES_MAX):
+            try:
+                line = os.read(descriptor, 8192)
+            except BrokenPipeError:
+                continue  # It was overwritten meanwhile; the next one is there.
+            except BlockingIOError:
+                break  # This was all.
+            if not line:
+                break
+            for gpu, number in XID.findall(line.decode(errors="replace")):
+                key = f"{number} {gpu}"
+                found[key] = found.get(key, 0) + 1
+    finally:
+        os.close(descriptor)
+    return {"xids": found}
