@@ -1,15 +1,19 @@
 """The probes themselves, on libraries that are made for it: a driver, cuDNN, and ones that crash."""
 
+import asyncio
 import json
 import os
 import sys
 from importlib import import_module
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import asynctrt
+from asynctrt.devices.host import HostDevice
 from asynctrt.doctor.children import Ending, ask
-from asynctrt.doctor.probes import kernel_log, library, nvml
+from asynctrt.doctor.probes import engine, kernel_log, library, nvml
 from tests.doctor.support import compiled
 
 WAIT_S = 20
@@ -163,6 +167,22 @@ def test_what_a_gpu_does_not_tell_is_left_open():
     assert (gpu["free_nbytes"], gpu["total_nbytes"], gpu["mig"], gpu["mig_parts"]) == (1, 2, 1, 1)
     assert gpu["processes"] == 2
     assert gpu["name"] is gpu["persistence"] is gpu["remapped"] is gpu["clock_mhz"] is None
+
+
+def test_the_engine_that_is_tried_on_a_gpu_is_right():
+    """On the host here, where the double takes the same way."""
+    device = HostDevice()
+    rows = np.ones((3, 16), np.float32)
+    model, expected = engine._double(device, (9, 0), rows)
+
+    async def run():
+        async with asynctrt.open(model, device=device, contexts=2) as opened:
+            return await opened.infer(rows)
+
+    result = asyncio.run(run())
+    np.testing.assert_array_equal(result[model.outputs[0].name], expected)
+    model.close()
+    device.close()
 
 
 @pytest.mark.tier2

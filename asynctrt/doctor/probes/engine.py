@@ -10,8 +10,10 @@ import numpy as np
 
 import asynctrt
 from asynctrt import clock
+from asynctrt.backends.base import Model
 from asynctrt.devices.base import Device
 from asynctrt.loading import find_device
+from asynctrt.tensors import Array
 
 PINNED_NBYTES = 64 << 20
 """Staging memory that is allocated by way of trial."""
@@ -54,24 +56,12 @@ def _try_device(device: Device) -> dict[str, Any]:
 
 
 async def _try_engine(device: Device) -> dict[str, Any]:
-    model: Any
-    if device.name == "host":
-        x, y = (asynctrt.TensorSpec(name, np.dtype("float32"), (4,)) for name in "xy")
-        model = asynctrt.FunctionModel(lambda inputs: 2 * inputs["x"], inputs=x, outputs=y)
-        rows = np.ones((3, 4), np.float32)
-        expected = 2 * rows
+    rows = np.ones((3, 16), np.float32)
+    capability = device.compute_capability
+    if capability is None:
+        model, expected = _function(rows)
     else:
-        from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
-        from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan  # noqa: PLC0415
-
-        capability = device.compute_capability
-        assert capability is not None, device
-        spec = EngineSpec()
-        plan = double_plan(spec, compute_capability=capability)
-        double = StrictTensorRT(device, compute_capability=capability)
-        model = TensorRTModel(plan, device=device, flavour=double)
-        rows = np.ones((3, *model.inputs[0].dims), np.float32)
-        expected = spec.expected({model.inputs[0].name: rows})[model.outputs[0].name]
+        model, expected = _double(device, capability, rows)
     began = clock.now_ns()
     async with asynctrt.open(model, device=device, contexts=2) as engine:
         opened = clock.now_ns()
@@ -84,3 +74,22 @@ async def _try_engine(device: Device) -> dict[str, Any]:
         "answer_ms": (answered - opened) / 1e6,
         "is_right": is_right,
     }
+
+
+def _function(rows: Array) -> tuple[Model, Array]:
+    """Return a Python function as a model, and its right answer."""
+    x, y = (asynctrt.TensorSpec(name, rows.dtype, rows.shape[1:]) for name in "xy")
+    return asynctrt.FunctionModel(lambda inputs: 2 * inputs["x"], inputs=x, outputs=y), 2 * rows
+
+
+def _double(device: Device, capability: tuple[int, int], rows: Array) -> tuple[Model, Array]:
+    """Return the double of TensorRT as a model, whose kernels are compiled here, and its right answer."""
+    # Only where there is a GPU: the host needs nothing of it.
+    from asynctrt.backends.tensorrt import TensorRTModel  # noqa: PLC0415
+    from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan  # noqa: PLC0415
+
+    spec = EngineSpec()
+    plan = double_plan(spec, compute_capability=capability)
+    double = StrictTensorRT(device, compute_capability=capability)
+    model = TensorRTModel(plan, device=device, flavour=double)
+    return model, spec.expected(rows)[model.outputs[0].name]
