@@ -19,6 +19,10 @@ from asynctrt.doctor.text import lines as finding_lines
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
+from asynctrt.plans.inspection import as_json as as_plain
+from asynctrt.plans.inspection import inspect as inspect_file
+from asynctrt.plans.opened import open_file
+from asynctrt.plans.text import lines_of, lines_of_opened
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.validation import docs_of
@@ -207,6 +211,56 @@ def _doctor(
 
 
 app.command("doctor", help=_help_of(_doctor))(_doctor)
+
+
+def _inspect(
+    file: Annotated[str, typer.Argument(help="A TensorRT plan or an ONNX model.", show_default=False)],
+    *,
+    open_it: Annotated[
+        bool,
+        typer.Option("--open", help="Open it with its runtime. That runs a plan's code: trust it first."),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where to open it. Default: cuda:0 for a plan, or host.")
+    ] = None,
+    contexts: Annotated[
+        int | None, typer.Option(min=1, help="Contexts of the engine whose memory is estimated.")
+    ] = None,
+    arenas: Annotated[int, typer.Option(min=1, help="Arenas that they share.")] = 1,
+    flavour: Annotated[str | None, typer.Option(help="The TensorRT package to open a plan with.")] = None,
+    tensorrt: Annotated[
+        list[str] | None, typer.Option(help="How a plan is opened: NAME=VALUE, once for each.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what can be known of a model: tensors and their names, versions, sizes, weights, batching.
+
+    Nothing is run unless you say --open, and then a refusal is shown with all else that is known: asynctrt
+    inspect model.onnx, or asynctrt inspect model.plan --open --contexts 8. The exit status is 1 if the file
+    cannot be read or opened.
+    """
+    path, options = Path(file), Options(flavour=flavour, tensorrt=tensorrt)  # type: ignore[arg-type]  # Its check converts it.
+    found = inspect_file(path)
+    opened, refusal = None, None
+    if open_it:
+        try:
+            opened = open_file(path, device, contexts=contexts, arenas=arenas, options=options)
+        except AsynctrtError as error:
+            refusal = error
+    if as_json:
+        said = None if refusal is None else f"{type(refusal).__name__}: {refusal}"
+        report = {"file": as_plain(found), "opened": opened and as_plain(opened), "refused": said}
+        out.print_json(json.dumps(report))
+    else:
+        for line in (*lines_of(found), *(lines_of_opened(opened) if opened else ())):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
+        if refusal is not None:
+            raise refusal
+    if refusal is not None:
+        raise typer.Exit(1)
+
+
+app.command("inspect", help=_help_of(_inspect))(_inspect)
 
 
 def _serve(ctx: typer.Context, **given: Any) -> None:

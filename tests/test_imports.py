@@ -26,6 +26,7 @@ OPTIONAL = {
     "scipy": {"loadtest/statistics.py"},
     "yarl": {"loadtest/http_target.py"},  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
+    "onnx": {"plans/onnx_file.py"},
     "opentelemetry": {"serving/telemetry.py"},
     "orjson": {"kserve/json_codec.py"},
     "prometheus_client": {"serving/metrics.py"},

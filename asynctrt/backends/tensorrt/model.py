@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from asynctrt.backends.base import ExecutionContext
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
+from asynctrt.backends.tensorrt.details import EngineDetails, read_details
 from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, check_options
@@ -175,6 +176,14 @@ class TensorRTModel:
         :raises InputError: when none accepts them; the message lists the shapes that the profiles accept.
         """
         return self.signature.rows_of(dims)
+
+    def details(self) -> EngineDetails:
+        """Return what TensorRT tells of the engine besides its tensors and profiles.
+
+        :raises UsageError: after :meth:`close`.
+        """
+        loaded = self._open()
+        return read_details(loaded.flavour.module, loaded.engine)
 
     def memory_statistics(self) -> MemoryStatistics:
         """Return how much device memory TensorRT holds for this model, beside arenas and slabs.

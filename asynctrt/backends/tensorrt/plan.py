@@ -54,6 +54,10 @@ class PlanHeader:
     """The version of the library that built it."""
     compute_capabilities: tuple[tuple[int, int], ...] | None
     """The GPUs that it was built for, or ``None`` if the header does not say."""
+    layout: int = 0
+    """The second number of the header, which no document explains: 0 in all plans that were seen."""
+    parts: int = 0
+    """How many parts follow the header."""
 
     @property
     def kind(self) -> str:
@@ -94,13 +98,15 @@ def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview) -> 
     return Plan(where, name, content, read_header(content, where=where))
 
 
-def read_header(content: bytes, *, where: str = "the plan") -> PlanHeader:
+def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None = None) -> PlanHeader:
     """Return the header of a plan.
 
-    :param content: the whole plan.
+    :param content: the whole plan, or its beginning.
     :param where: the name of the plan in messages.
+    :param nbytes: the size of the whole plan. Default: that of ``content``.
     :raises ModelError: if it is not a plan, or is truncated.
     """
+    given = len(content) if nbytes is None else nbytes
     if not content:
         raise ModelError(f"{where} is empty. Rebuild the plan, or copy it again")
     if content[:4] not in KINDS:
@@ -110,16 +116,15 @@ def read_header(content: bytes, *, where: str = "the plan") -> PlanHeader:
             f"{where} is truncated: it has {len(content)} bytes, and the header of a plan alone has "
             f"{HEADER_NBYTES}. Copy it again"
         )
-    tag, _, _, nbytes, major, minor, patch, build, _, gpus = _FIXED.unpack_from(content)
-    if nbytes > len(content):
+    tag, layout, parts, said, major, minor, patch, build, _, gpus = _FIXED.unpack_from(content)
+    if said > given:
         raise ModelError(
-            f"{where} is truncated: its header says {nbytes:,} bytes, but it has {len(content):,}. Copy it "
-            "again"
+            f"{where} is truncated: its header says {said:,} bytes, but it has {given:,}. Copy it again"
         )
     capabilities = None
     if tag == TAG_RTX:
         capabilities = tuple(gpu for bit, gpu in enumerate(_RTX_GPUS) if gpus >> bit & 1)
-    return PlanHeader(tag, nbytes, (major, minor, patch, build), capabilities)
+    return PlanHeader(tag, said, (major, minor, patch, build), capabilities, layout, parts)
 
 
 def capability_text(capability: tuple[int, int]) -> str:

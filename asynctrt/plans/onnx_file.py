@@ -1,0 +1,343 @@
+"""What an ONNX file tells without being loaded by a runtime. The only importer of ``onnx``.
+
+Weights outside the file are not read: only the places and sizes of their files are looked at.
+"""
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.errors import MissingExtraError, ModelError
+from asynctrt.plans.digest import digest_of
+
+try:
+    import onnx
+    from onnx import AttributeProto, TensorProto
+except ImportError as error:
+    raise MissingExtraError(
+        "looking into ONNX files needs the package onnx: pip install 'asynctrt[inspect]'"
+    ) from error
+
+Dim = int | str | None
+"""A size, a name, or ``None`` for a dimension that has neither."""
+
+SERVED: Final = frozenset(
+    {"bool", "float16", "float32", "float64"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+"""Types of inputs and outputs that ONNX models can have on the host device."""
+
+STANDARD_DOMAINS: Final = frozenset(("ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training"))
+
+UNKNOWN: Final = re.compile(r"unk__\d+")
+"""How tf2onnx writes dimensions that it does not know."""
+
+DATA_DEPENDENT: Final = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
+"""Operators whose outputs are as large as the data says."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxTensor:
+    """An input or output."""
+
+    name: str
+    kind: str
+    """``tensor``, or what else it is: ``sequence``, ``map``, ``optional``, ``sparse_tensor``."""
+    dtype: str | None
+    """NumPy's name, ``string``, or ``None``."""
+    dims: tuple[Dim, ...] | None
+    """``None`` if not even their number is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Constants of the model: initialisers, and what nodes carry."""
+
+    tensors: int
+    nbytes: int
+    by_dtype: dict[str, int]
+    """Bytes of each type."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalFile:
+    """A file beside the model that holds weights."""
+
+    location: str
+    """As the model names it, from its own folder on."""
+    nbytes: int | None
+    """Its size, or ``None`` if there is no such file."""
+    is_inside: bool
+    """Whether it is in the model's folder, where alone runtimes look for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """What would count rows, as batching needs it."""
+
+    rows: str | int | None
+    """The name of the batch axis (the first of every tensor), its fixed size, or ``None``: it has no name."""
+    refusal: str | None
+    """Why rows cannot be batched, or ``None``."""
+    doubts: tuple[str, ...]
+    """What opening the model has to check."""
+    free_dims: tuple[str, ...]
+    """Names of dimensions besides rows that differ from request to request."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxFile:
+    """What an ONNX file tells without being loaded by a runtime."""
+
+    path: str
+    nbytes: int
+    digest: str
+    """SHA-256 of the file itself, in hexadecimal."""
+    ir_version: int
+    opsets: dict[str, int]
+    """The version of each set of operators."""
+    producer: str
+    model_version: int
+    graph: str
+    metadata: dict[str, str]
+    inputs: tuple[OnnxTensor, ...]
+    outputs: tuple[OnnxTensor, ...]
+    weights: Weights
+    external: tuple[ExternalFile, ...]
+    operators: dict[str, int]
+    """How often each occurs, the most frequent first; with subgraphs and functions."""
+    foreign_operators: tuple[str, ...]
+    """Operators of other domains than ONNX's own: a runtime has them or it has not."""
+    functions: int
+    batching: Batching
+    notes: tuple[str, ...]
+    """What TensorRT makes of it differently, or cannot."""
+
+
+def read_onnx_file(path: Path) -> OnnxFile:
+    """Read an ONNX file, without the weights that lie beside it.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it is not an ONNX model.
+    """
+    digest = digest_of(path)
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:
+        said = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ModelError(f"{str(path)!r} is not an ONNX model: {said}. Export the model again") from error
+    if not model.ir_version or not model.graph.output:
+        raise ModelError(
+            f"{str(path)!r} is not an ONNX model, or an empty one: it has no version or no outputs. Export "
+            "the model again"
+        )
+    return _describe(path, digest, model)
+
+
+def _describe(path: Path, digest: str, model: Any) -> OnnxFile:
+    constants = {_text(tensor.name) for tensor in model.graph.initializer}
+    inputs = tuple(_tensor(info) for info in model.graph.input if _text(info.name) not in constants)
+    outputs = tuple(_tensor(info) for info in model.graph.output)
+    nodes = list(_nodes(model))
+    operators = Counter(map(_operator, nodes))
+    functions = {f"{_domain(one)}::{_text(one.name)}" for one in model.functions}
+    weights = list(_weights(model, nodes))
+    return OnnxFile(
+        path=str(path),
+        nbytes=path.stat().st_size,
+        digest=digest,
+        ir_version=model.ir_version,
+        opsets={_domain(one): one.version for one in model.opset_import},
+        producer=" ".join(filter(None, map(_text, (model.producer_name, model.producer_version)))),
+        model_version=model.model_version,
+        graph=_text(model.graph.name),
+        metadata={_text(one.key): _text(one.value) for one in model.metadata_props},
+        inputs=inputs,
+        outputs=outputs,
+        weights=_sum(weights),
+        external=_external(path, weights),
+        operators=dict(operators.most_common()),
+        foreign_operators=tuple(sorted(name for name in operators if "::" in name and name not in functions)),
+        functions=len(model.functions),
+        batching=find_batching(path.stem, inputs, outputs),
+        notes=tuple(_notes(inputs, outputs, operators)),
+    )
+
+
+def _tensor(info: Any) -> OnnxTensor:
+    kind = str(info.type.WhichOneof("value") or "unknown").removesuffix("_type")
+    if kind != "tensor":
+        return OnnxTensor(_text(info.name), kind, None, None)
+    given = info.type.tensor_type
+    dims = None
+    if given.HasField("shape"):
+        dims = tuple(map(_dim, given.shape.dim))
+    return OnnxTensor(_text(info.name), kind, _dtype(given.elem_type), dims)
+
+
+def _dim(dim: Any) -> Dim:
+    if dim.dim_param:
+        return _text(dim.dim_param)
+    # Some exporters write -1 for what they do not know.
+    return int(dim.dim_value) if dim.HasField("dim_value") and dim.dim_value >= 0 else None
+
+
+def _dtype(number: int) -> str:
+    """Return NumPy's name of a type, or ONNX's own where NumPy has none."""
+    if number == TensorProto.STRING:
+        return "string"
+    try:
+        return str(onnx.helper.tensor_dtype_to_np_dtype(number).name)
+    except (KeyError, TypeError):
+        return f"type {number}"
+
+
+def _nodes(model: Any) -> Iterator[Any]:
+    """Yield every node, also of subgraphs and functions. Without recursion, however deep they are."""
+    left = [*model.graph.node, *(node for function in model.functions for node in function.node)]
+    while left:
+        node = left.pop()
+        yield node
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.GRAPH:
+                left.extend(attribute.g.node)
+            for graph in attribute.graphs:
+                left.extend(graph.node)
+
+
+def _operator(node: Any) -> str:
+    domain, kind = _domain(node), _text(node.op_type)
+    return kind if domain in STANDARD_DOMAINS else f"{domain}::{kind}"
+
+
+def _domain(owner: Any) -> str:
+    return _text(owner.domain) or "ai.onnx"
+
+
+def _text(given: str | bytes) -> str:
+    """Return a text of the file, which protobuf gives as bytes if it is not UTF-8."""
+    return given.decode(errors="replace") if isinstance(given, bytes) else given
+
+
+def _weights(model: Any, nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors of the graph, of subgraphs, and of nodes that are constants."""
+    yield from model.graph.initializer
+    for sparse in model.graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                yield attribute.t
+            yield from attribute.tensors
+            if attribute.type == AttributeProto.GRAPH:
+                yield from attribute.g.initializer
+            for graph in attribute.graphs:
+                yield from graph.initializer
+
+
+def _sum(tensors: Iterable[Any]) -> Weights:
+    count, by_dtype = 0, Counter[str]()
+    for tensor in tensors:
+        count += 1
+        by_dtype[_dtype(tensor.data_type)] += _nbytes(tensor)
+    return Weights(count, by_dtype.total(), dict(by_dtype.most_common()))
+
+
+def _nbytes(tensor: Any) -> int:
+    if tensor.raw_data:
+        return len(tensor.raw_data)
+    if tensor.data_type == TensorProto.STRING:
+        return int(sum(len(text) for text in tensor.string_data))
+    # Types have their bits in their name: float32, uint4, float8_e4m3fn; a bool has 8, a complex128 has 128.
+    bits = re.search(r"\d+", _dtype(tensor.data_type))
+    elements = max(0, math.prod(int(dim) for dim in tensor.dims))
+    return math.ceil(elements * (int(bits[0]) if bits else 8) / 8)
+
+
+def _external(path: Path, tensors: Iterable[Any]) -> tuple[ExternalFile, ...]:
+    places = dict.fromkeys(
+        _text(entry.value)
+        for tensor in tensors
+        if tensor.data_location == TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if _text(entry.key) == "location"
+    )
+    folder = os.path.realpath(path.parent)
+    found = []
+    for place in places:
+        # A damaged name may have a zero in it, which no file has.
+        real = Path(os.path.realpath(path.parent / place.replace("\0", "?")))
+        is_inside = os.path.commonpath([folder, real]) == folder
+        # What lies elsewhere is none of our business, not even its size.
+        is_there = is_inside and real.is_file()
+        found.append(ExternalFile(place, real.stat().st_size if is_there else None, is_inside))
+    return tuple(found)
+
+
+def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...]) -> Batching:
+    """Return what would count rows, by the rules by which ONNX models are opened."""
+    sides = (("input", inputs), ("output", outputs))
+    for kind, side in sides:
+        for one in side:
+            if one.kind != "tensor" or one.dtype not in SERVED:
+                what = one.dtype if one.kind == "tensor" else f"a {one.kind}"
+                return Batching(
+                    None,
+                    f"{kind} {one.name!r} is {what}, and rows are arrays of numbers or booleans. Do the rest "
+                    "(tokenising text, naming classes) outside the model",
+                    (),
+                    (),
+                )
+    axis = BatchAxis(model, "Export the model")
+    try:
+        size = axis.fixed_rows(
+            {one.name: list(one.dims or ()) for one in inputs},
+            {one.name: list(one.dims or ()) for one in outputs},
+        )
+    except ModelError as error:
+        return Batching(None, str(error), (), ())
+    names = {str(one.dims[0]) for one in inputs if one.dims and _is_name(one.dims[0])}
+    for kind, side in sides:
+        for one in side:
+            for number, dim in enumerate((one.dims or ())[1:], start=1):
+                if dim in names:
+                    return Batching(None, str(axis.second_axis_error(kind, one.name, number)), (), ())
+    doubts = tuple(
+        f"output {one.name!r} counts {one.dims[0]!r} on its first axis, the inputs "
+        f"{' and '.join(map(repr, sorted(names))) or size or 'rows without a name'}: opened only if shape "
+        "inference shows that both are rows"
+        for one in outputs
+        if one.dims and _is_name(one.dims[0]) and one.dims[0] not in names and (names or size)
+    )
+    free = dict.fromkeys(
+        str(dim) if _is_name(dim) else f"{one.name}.{number}"
+        for one in inputs
+        for number, dim in enumerate((one.dims or ())[1:], start=1)
+        if not isinstance(dim, int)
+    )
+    rows = size if size is not None else " or ".join(sorted(names)) or None
+    return Batching(rows, None, doubts, tuple(free))
+
+
+def _is_name(dim: Dim) -> bool:
+    return isinstance(dim, str) and not UNKNOWN.fullmatch(dim)
+
+
+def _notes(
+    inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...], operators: Counter[str]
+) -> Iterator[str]:
+    doubles = [one.name for one in (*inputs, *outputs) if one.dtype == "float64"]
+    if doubles:
+        yield f"TensorRT makes float32 of float64, without a word: {', '.join(doubles)}"
+    sized = [name for name in DATA_DEPENDENT if operators[name]]
+    if sized:
+        yield (
+            f"The size of what {', '.join(sized)} give depends on the data: TensorRT has to wait until the "
+            "GPU tells it, and TensorRT for RTX refuses some of these when a plan is built"
+        )

@@ -1,0 +1,197 @@
+"""What a runtime tells of a model once it has opened it. For a plan, that is to run its code."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asynctrt.backends.base import Model
+from asynctrt.backends.tensorrt.details import EngineDetails
+from asynctrt.backends.tensorrt.model import TensorRTModel
+from asynctrt.devices.base import Device
+from asynctrt.errors import OptionsError
+from asynctrt.loading import find_device, load_model
+from asynctrt.options import Options
+from asynctrt.plans.plan_file import is_plan, read_beginning
+from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedTensor:
+    """An input or output of a model, as it is served."""
+
+    name: str
+    dtype: str
+    dims: tuple[int | str, ...]
+    """Of one row; a name where it may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedProfile:
+    """An optimisation profile."""
+
+    index: int
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+    """For each input the smallest, the optimal and the largest shape, with rows."""
+    enqueue_nbytes: int
+    """Enqueue memory that its largest shapes need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What an engine of this model would hold on the device."""
+
+    contexts: int
+    arenas: int
+    weights_nbytes: int
+    context_nbytes: int
+    """What one context keeps for itself, as measured on one."""
+    arena_nbytes: int
+    """Enqueue memory of one arena, for the widest profile."""
+    slab_nbytes: int | None
+    """Inputs and outputs of one context's largest batch, or ``None`` if a dimension of an output is open."""
+
+    @property
+    def total_nbytes(self) -> int:
+        """All of it, as far as it is known."""
+        return self._total(self.arenas)
+
+    @property
+    def total_without_sharing_nbytes(self) -> int:
+        """The same with an arena for each context."""
+        return self._total(self.contexts)
+
+    def _total(self, arenas: int) -> int:
+        each = self.context_nbytes + (self.slab_nbytes or 0)
+        return self.weights_nbytes + self.contexts * each + arenas * self.arena_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a runtime tells of a model."""
+
+    runtime: str
+    """``tensorrt_lean 11.4.0.106``, ``ONNX Runtime``."""
+    device: str
+    inputs: tuple[OpenedTensor, ...]
+    outputs: tuple[OpenedTensor, ...]
+    rows: tuple[int | None, int | None]
+    """The smallest and the largest batch; ``None``: any."""
+    profiles: tuple[OpenedProfile, ...] = ()
+    unbound: tuple[str, ...] = ()
+    """Outputs whose size the data decides."""
+    is_capturable: bool | None = None
+    """Whether batches can be captured into CUDA graphs, as far as the library tells without trying."""
+    engine: EngineDetails | None = None
+    memory: Memory | None = None
+
+
+def open_file(
+    path: Path,
+    device: str | Device | None = None,
+    *,
+    contexts: int | None = None,
+    arenas: int = 1,
+    options: Options | None = None,
+) -> Opened:
+    """Open a model with its runtime, and return what that tells. Blocks.
+
+    A plan's own code is run: do it only with plans that you trust.
+
+    :param device: Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
+    :param contexts: of the engine whose memory is estimated. Default: as many as the device would have.
+    :param arenas: blocks of enqueue memory that these contexts share.
+    :param options: ``flavour`` and ``tensorrt`` say how a plan is loaded.
+    :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
+        opened.
+    :raises OptionsError: if there are more arenas than contexts, or none.
+    """
+    options = options or Options()
+    is_a_plan = is_plan(read_beginning(path))
+    device = device or ("cuda:0" if is_a_plan else "host")
+    found = find_device(device)
+    try:
+        contexts = found.contexts_default if contexts is None else contexts
+        if not 1 <= arenas <= contexts:
+            raise OptionsError(
+                f"{arenas} arenas for {contexts} contexts: there must be at least one, and no more than "
+                "contexts, as an arena serves one batch at a time"
+            )
+        tensorrt = options.tensorrt
+        assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+        # A plan is known by its content here, whatever its name.
+        model: Model = (
+            TensorRTModel(path, device=found, flavour=options.flavour, options=tensorrt)
+            if is_a_plan
+            else load_model(path, found, options.flavour, tensorrt)
+        )
+        try:
+            return describe(model, found, contexts, arenas)
+        finally:
+            model.close()
+    finally:
+        if found is not device:
+            found.close()
+
+
+def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened:
+    """Return what the runtime tells of a model that is open."""
+    fixed = model.rows_fixed
+    inputs, outputs = _tensors(model.inputs), _tensors(model.outputs)
+    if not isinstance(model, TensorRTModel):
+        return Opened(model.platform, device.name, inputs, outputs, (fixed or 1, fixed or model.rows_max))
+    signature = model.signature
+    return Opened(
+        runtime=model.flavour.title,
+        device=" ".join(filter(None, (device.name, device.gpu))),
+        inputs=inputs,
+        outputs=outputs,
+        rows=(signature.rows_min, signature.rows_max),
+        profiles=tuple(
+            OpenedProfile(
+                profile.index,
+                {spec.name: shapes for spec, shapes in zip(model.inputs, profile.shapes, strict=True)},
+                profile.enqueue_nbytes,
+            )
+            for profile in signature.profiles
+        ),
+        unbound=signature.unbound,
+        is_capturable=model.is_capturable,
+        engine=model.details(),
+        memory=_memory(model, device, contexts, arenas),
+    )
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
+    return tuple(OpenedTensor(spec.name, spec.dtype.name, spec.dims) for spec in specs)
+
+
+def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> Memory:
+    before = model.memory_statistics().held_nbytes
+    context = model.create_context(device)
+    try:
+        kept = max(0, model.memory_statistics().held_nbytes - before)
+    finally:
+        context.close()
+    return Memory(
+        contexts, arenas, model.weights_nbytes, kept, model.enqueue_nbytes, slab_nbytes=_slab(model)
+    )
+
+
+def _slab(model: TensorRTModel) -> int | None:
+    """Return the size of inputs and outputs of the largest batch of any profile."""
+    sizes = []
+    for profile in model.signature.profiles:
+        symbols: dict[str, int] = {}
+        for spec, (_, _, largest) in zip(model.inputs, profile.shapes, strict=True):
+            named = zip(spec.dims, largest[1:], strict=True)
+            symbols |= {dim: size for dim, size in named if isinstance(dim, str)}
+        nbytes = 0
+        for spec in (*model.inputs, *model.outputs):
+            dims = spec.resolve(symbols)
+            if dims is None:
+                return None
+            nbytes += profile.rows_max * math.prod(dims) * spec.dtype.itemsize
+        sizes.append(nbytes)
+    return max(sizes)

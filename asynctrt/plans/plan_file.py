@@ -1,0 +1,140 @@
+"""What a plan tells without being deserialised: its header, and which installed packages could run it."""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from asynctrt.backends.tensorrt.flavours import EXTRAS
+from asynctrt.backends.tensorrt.plan import (
+    HEADER_NBYTES,
+    KINDS,
+    TAG_RTX,
+    PlanHeader,
+    capability_text,
+    read_header,
+)
+from asynctrt.plans.digest import digest_of, opened
+from asynctrt.tensorrt_options import FLAVOURS
+
+VERSION_COMPATIBLE_SINCE: Final = (8, 6)
+"""The first version whose plans can be run by later ones, if they were built so."""
+
+SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
+"""What the names of packages end in: nothing, or the CUDA version that they are built for."""
+
+BEGINNING_NBYTES: Final = max(HEADER_NBYTES, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """One of TensorRT's packages, and whether it runs a plan."""
+
+    package: str
+    version: str | None
+    """The version that is installed, or ``None``."""
+    verdict: str
+    """``yes``, ``no``, ``maybe`` or ``not installed``."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """What a plan tells without being deserialised."""
+
+    path: str
+    nbytes: int
+    digest: str
+    """SHA-256, in hexadecimal."""
+    kind: str
+    """``TensorRT`` or ``TensorRT for RTX``."""
+    tag: str
+    version: str
+    """Of the library that built it."""
+    layout: int
+    parts: int
+    compute_capabilities: tuple[str, ...] | None
+    """The GPUs that it was built for, or ``None``: plans of TensorRT do not say."""
+    surplus_nbytes: int
+    """Bytes after the plan's end, which its digest covers all the same."""
+    runners: tuple[Runner, ...]
+
+
+def read_plan_file(path: Path) -> PlanFile:
+    """Read a plan's header and digest. Nothing of it is run.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it is not a plan, or is truncated.
+    """
+    digest = digest_of(path)
+    beginning = read_beginning(path)
+    nbytes = path.stat().st_size
+    header = read_header(beginning, where=repr(str(path)), nbytes=nbytes)
+    capabilities = header.compute_capabilities
+    return PlanFile(
+        path=str(path),
+        nbytes=nbytes,
+        digest=digest,
+        kind=header.kind,
+        tag=header.tag.decode(),
+        version=header.version_text,
+        layout=header.layout,
+        parts=header.parts,
+        compute_capabilities=None if capabilities is None else tuple(map(capability_text, capabilities)),
+        surplus_nbytes=nbytes - header.nbytes,
+        runners=judge(header, installed_versions()),
+    )
+
+
+def read_beginning(path: Path) -> bytes:
+    """Return the first bytes of a file.
+
+    :raises ModelNotFoundError: if there is no such file.
+    :raises ModelError: if it cannot be read.
+    """
+    with opened(path) as file:
+        return file.read(BEGINNING_NBYTES)
+
+
+def is_plan(beginning: bytes) -> bool:
+    """Return whether a file begins as plans do."""
+    return beginning[:4] in KINDS
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the version of each of TensorRT's packages that is installed, without importing any."""
+    found = {}
+    for package in FLAVOURS:
+        for suffix in SUFFIXES:
+            with suppress(PackageNotFoundError):
+                found[package] = version(package.replace("_", "-") + suffix)
+    return found
+
+
+def judge(header: PlanHeader, installed: Mapping[str, str]) -> tuple[Runner, ...]:
+    """Return what each package would make of a plan, from versions alone."""
+    is_rtx = header.tag == TAG_RTX
+    return tuple(_judge(header, name, installed.get(name)) for name in FLAVOURS if ("rtx" in name) == is_rtx)
+
+
+def _judge(header: PlanHeader, name: str, here: str | None) -> Runner:
+    if here is None:
+        return Runner(name, None, "not installed", f"pip install 'asynctrt[{EXTRAS[name]}]'")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", here)[:4])
+    needs_compatible = name in ("tensorrt_lean", "tensorrt_dispatch")
+    if numbers == header.version:
+        if needs_compatible:
+            return Runner(name, here, "maybe", "it runs only plans that were built version-compatible")
+        return Runner(name, here, "yes", "the version that built it")
+    if "rtx" in name:
+        return Runner(name, here, "no", "it runs plans of its own version alone. Rebuild the plan")
+    if header.version > numbers:
+        return Runner(name, here, "no", "the plan was built by a later version. Update, or rebuild it")
+    if header.version[:2] < VERSION_COMPATIBLE_SINCE:
+        return Runner(name, here, "no", "plans of versions before 8.6 run nowhere else. Rebuild it")
+    return Runner(
+        name, here, "maybe", "only if it was built version-compatible, and with allow_host_code=True"
+    )

@@ -1,0 +1,179 @@
+"""Show what was found in a file of a model as text."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from asynctrt.devices.base import mib
+from asynctrt.plans.opened import Memory, Opened
+from asynctrt.plans.plan_file import PlanFile
+
+if TYPE_CHECKING:  # It needs a package of its own.
+    from asynctrt.plans.onnx_file import Batching, OnnxFile
+
+WIDTH: Final = 80
+LABEL: Final = 14
+"""Characters that the names on the left take."""
+
+OPERATORS_MAX: Final = 12
+METADATA_MAX: Final = 200
+
+
+def lines_of(found: "PlanFile | OnnxFile") -> Iterator[str]:
+    """Yield lines about a file."""
+    yield from _row("file", f"{found.path}, {mib(found.nbytes)}")
+    yield from _row("sha256", found.digest)
+    yield from _of_plan(found) if isinstance(found, PlanFile) else _of_onnx(found)
+
+
+def lines_of_opened(opened: Opened) -> Iterator[str]:
+    """Yield lines about a model that a runtime has opened."""
+    yield from _row("opened by", f"{opened.runtime} on {opened.device}")
+    for kind, tensors in (("input", opened.inputs), ("output", opened.outputs)):
+        for one in tensors:
+            open_end = ": as large as the data says" if one.name in opened.unbound else ""
+            yield from _row(kind, _tensor(one.name, one.dtype, ("rows", *one.dims)) + open_end)
+    low, high = opened.rows
+    yield from _row("rows", f"{low} to {high or 'any number'}" if low != high else f"exactly {low}")
+    for profile in opened.profiles:
+        shapes = "; ".join(
+            f"{name} {' / '.join(map(_shape, sizes))}" for name, sizes in profile.shapes.items()
+        )
+        yield from _row(f"profile {profile.index}", f"{shapes}; {mib(profile.enqueue_nbytes)} enqueue memory")
+    if opened.engine is not None:
+        engine = opened.engine
+        yield from _row("layers", f"{engine.layers}, {engine.aux_streams} auxiliary streams")
+        yield from _row("weights", _weights(opened))
+        yield from _row(
+            "built for",
+            f"hardware compatibility {engine.hardware_compatibility}, runtime {engine.capability}",
+        )
+    if opened.is_capturable is not None:
+        yield from _row("CUDA graphs", "can be captured" if opened.is_capturable else "cannot be captured")
+    if opened.memory is not None:
+        yield from _memory(opened.memory)
+
+
+def _of_plan(found: PlanFile) -> Iterator[str]:
+    yield from _row("kind", f"a plan of {found.kind} {found.version} (it begins with {found.tag!r})")
+    yield from _row("header", f"layout {found.layout}, {found.parts} parts")
+    if found.surplus_nbytes:
+        yield from _row("surplus", f"{found.surplus_nbytes:,} bytes after the plan's end")
+    if found.compute_capabilities is not None:
+        gpus = ", ".join(found.compute_capabilities) or "none that is known here"
+        yield from _row("GPUs", f"compute capability {gpus}")
+    else:
+        yield from _row("GPUs", "not in the header: the kind on which it was built, unless built for more")
+    for one in found.runners:
+        version = f" {one.version}" if one.version else ""
+        yield from _row("runs with", f"{one.package}{version}: {one.verdict}; {one.why}")
+    yield from _row(
+        "the rest",
+        "tensors, profiles, memory and weights are known once it is deserialised, which runs its code: "
+        "--open, only if you trust it",
+    )
+
+
+def _of_onnx(found: "OnnxFile") -> Iterator[str]:
+    yield from _row("kind", f"an ONNX model, IR version {found.ir_version}")
+    yield from _row("opset", ", ".join(f"{domain} {version}" for domain, version in found.opsets.items()))
+    version = f"; version {found.model_version} of the model" if found.model_version else ""
+    yield from _row("producer", (found.producer or "unknown") + version)
+    for key, value in found.metadata.items():
+        yield from _row("metadata", f"{key}: {value[:METADATA_MAX]}")
+    for kind, tensors in (("input", found.inputs), ("output", found.outputs)):
+        for one in tensors:
+            yield from _row(kind, _tensor(one.name, one.dtype or one.kind, one.dims))
+    yield from _batching(found.batching)
+    by_dtype = ", ".join(f"{dtype} {mib(nbytes)}" for dtype, nbytes in found.weights.by_dtype.items())
+    detail = f" ({by_dtype})" if by_dtype else ""
+    yield from _row("weights", f"{mib(found.weights.nbytes)} in {found.weights.tensors} tensors{detail}")
+    for file in found.external:
+        size = "missing" if file.nbytes is None else mib(file.nbytes)
+        where = size if file.is_inside else "outside the model's folder, where runtimes do not look"
+        yield from _row("external", f"{file.location}: {where}")
+    yield from _row("operators", _operators(found.operators))
+    if found.foreign_operators:
+        yield from _row(
+            "foreign", f"{', '.join(found.foreign_operators)}: not ONNX's own, so a runtime may lack them"
+        )
+    if found.functions:
+        yield from _row("functions", str(found.functions))
+    for note in found.notes:
+        yield from _row("note", note)
+
+
+def _batching(batching: "Batching") -> Iterator[str]:
+    if batching.refusal:
+        yield from _row("batching", f"not possible: {batching.refusal}")
+        return
+    rows = batching.rows
+    said = {str: f"named {rows!r}", int: f"exactly {rows} rows"}.get(
+        type(rows), "of any size, without a name"
+    )
+    yield from _row("batching", f"on the first axis, {said}")
+    for doubt in batching.doubts:
+        yield from _row("", doubt)
+    if batching.free_dims:
+        yield from _row(
+            "free", f"{', '.join(batching.free_dims)}: each combination of sizes is batched apart"
+        )
+
+
+def _operators(operators: Mapping[str, int]) -> str:
+    shown = [f"{name} {count}" for name, count in list(operators.items())[:OPERATORS_MAX]]
+    more = len(operators) - len(shown)
+    return f"{sum(operators.values())} nodes: {', '.join(shown)}" + (
+        f" and {more} more kinds" if more else ""
+    )
+
+
+def _weights(opened: Opened) -> str:
+    engine, memory = opened.engine, opened.memory
+    assert engine is not None, "only engines have weights of their own"
+    total = engine.weights_nbytes
+    if total is None and memory is not None:
+        total = memory.weights_nbytes
+    said = [mib(total) if total is not None else "unknown"]
+    if engine.stripped_nbytes:
+        said.append(f"{mib(engine.stripped_nbytes)} stripped")
+    if engine.streamable_nbytes:
+        said.append(f"{mib(engine.streamable_nbytes)} can be streamed")
+    said.append("can be refitted" if engine.is_refittable else "cannot be refitted")
+    return ", ".join(said)
+
+
+def _memory(memory: Memory) -> Iterator[str]:
+    slab = "slabs of unknown size" if memory.slab_nbytes is None else f"a slab of {mib(memory.slab_nbytes)}"
+    yield from _row(
+        "memory",
+        f"{_count(memory.contexts, 'context')} on {_count(memory.arenas, 'arena')}: "
+        f"{mib(memory.total_nbytes)} = weights {mib(memory.weights_nbytes)}, each context "
+        f"{mib(memory.context_nbytes)} and {slab}, each arena {mib(memory.arena_nbytes)}",
+    )
+    if memory.arenas < memory.contexts:
+        yield from _row("", f"with an arena for each context: {mib(memory.total_without_sharing_nbytes)}")
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _tensor(name: str, dtype: str, dims: Iterable[Any] | None) -> str:
+    return f"{name}: {dtype}{'' if dims is None else _shape(dims)}"
+
+
+def _shape(dims: Iterable[Any]) -> str:
+    return f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
+
+
+def _row(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        # Names come out of files: nothing in them moves the cursor or changes colours.
+        "".join(character if character.isprintable() else "\ufffd" for character in text),
+        WIDTH,
+        initial_indent=label.ljust(LABEL),
+        subsequent_indent=" " * LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,251 @@
+"""ONNX files: what they tell, against what was put into them and against what ONNX Runtime makes of them."""
+
+import hashlib
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
+
+from asynctrt.backends.onnxruntime import OnnxModel
+from asynctrt.errors import ModelError, ModelNotFoundError
+from asynctrt.plans import inspect
+from asynctrt.plans.onnx_file import ExternalFile, OnnxTensor, read_onnx_file
+from tests.models import (
+    double_onnx,
+    lying_onnx,
+    mixed_onnx,
+    node,
+    save,
+    scale_onnx,
+    sequence_onnx,
+    unnamed_output_onnx,
+)
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def test_all_that_a_model_tells(tmp_path):
+    path = mixed_onnx(tmp_path / "m.onnx")
+    model = onnx.load(path)
+    model.producer_name, model.producer_version, model.model_version = "maker", "1.2", 3
+    helper.set_model_props(model, {"key": "value"})
+    onnx.save(model, path)
+    found = inspect(path)
+    assert (found.path, found.nbytes) == (str(path), path.stat().st_size)
+    assert found.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (found.ir_version, found.opsets, found.producer) == (9, {"ai.onnx": 17}, "maker 1.2")
+    assert (found.model_version, found.graph, found.metadata) == (3, "graph", {"key": "value"})
+    assert found.inputs == (
+        OnnxTensor("ids", "tensor", "int64", ("n", 3)),
+        OnnxTensor("values", "tensor", "float32", ("n", 3)),
+    )
+    assert [one.dtype for one in found.outputs] == ["float32", "bool", "int64"]
+    assert found.operators == {"Add": 2, "Greater": 1, "Cast": 1}
+    assert (found.weights.tensors, found.weights.nbytes, found.weights.by_dtype) == (1, 4, {"float32": 4})
+    assert (found.batching.rows, found.batching.refusal, found.batching.free_dims) == ("n", None, ())
+    assert found.external == found.foreign_operators == found.notes == ()
+
+
+def with_dims(path, given, taken=None, dtype=FLOAT):
+    """A model whose input and output have these dimensions."""
+    return save(
+        path,
+        [node("Identity", "x", "y")],
+        [("x", dtype, given)],
+        [("y", dtype, given if taken is None else taken)],
+    )
+
+
+def two_inputs(path, first, second):
+    return save(
+        path,
+        [node("Identity", "a", "c"), node("Identity", "b", "d")],
+        [("a", FLOAT, first), ("b", FLOAT, second)],
+        [("c", FLOAT, first), ("d", FLOAT, second)],
+    )
+
+
+MODELS = {
+    "rows": lambda path: double_onnx(path),
+    "fixed rows": lambda path: double_onnx(path, rows=4),
+    "no name": lambda path: double_onnx(path, rows=None),
+    "a name of tf2onnx's": lambda path: with_dims(path, ["unk__1", 2], ["unk__2", 2]),
+    "a free dimension": lambda path: sequence_onnx(path),
+    "an output of its own size": lambda path: unnamed_output_onnx(path),
+    "weights": lambda path: scale_onnx(path, 2),
+    "a lie": lambda path: lying_onnx(path),
+    "several": lambda path: mixed_onnx(path),
+    "a scalar": lambda path: with_dims(path, []),
+    "fixed and named": lambda path: two_inputs(path, [4, 2], ["n", 2]),
+    "different sizes": lambda path: two_inputs(path, [4, 2], [5, 2]),
+    "two names": lambda path: two_inputs(path, ["n", 2], ["m", 2]),
+    "rows on two axes": lambda path: with_dims(path, ["n", "n"]),
+    "text": lambda path: with_dims(path, ["n", 2], dtype=TensorProto.STRING),
+    "bfloat16": lambda path: with_dims(path, ["n", 2], dtype=TensorProto.BFLOAT16),
+    "float64": lambda path: with_dims(path, ["n", 2], dtype=TensorProto.DOUBLE),
+    "an output of fixed size": lambda path: save(
+        path,
+        [node("Identity", "x", "y"), node("ReduceSum", "x", "z", keepdims=1)],
+        [("x", FLOAT, ["n", 2])],
+        [("y", FLOAT, ["n", 2]), ("z", FLOAT, [1, 1])],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_batching_is_judged_as_when_the_model_is_opened(tmp_path, kind):
+    path = MODELS[kind](tmp_path / "model.onnx")
+    found = read_onnx_file(path).batching
+    try:
+        opened = OnnxModel(path)
+    except ModelError as error:
+        said = str(error)
+    else:
+        said = ""
+        free = [dim for spec in opened.inputs for dim in spec.dims if isinstance(dim, str)]
+        assert list(found.free_dims) == list(dict.fromkeys(free))
+        assert (found.rows if isinstance(found.rows, int) else None) == opened.rows_fixed
+        opened.close()
+    # What needs shape inference is told as a doubt, and a type in other words.
+    assert bool(said) == bool(found.refusal) or found.doubts
+    if found.refusal and "rows are arrays" not in found.refusal:
+        assert said == found.refusal
+
+
+def test_doubts_are_about_outputs_with_another_name(tmp_path):
+    path = with_dims(tmp_path / "m.onnx", ["n", 2], ["m", 2])
+    (doubt,) = read_onnx_file(path).batching.doubts
+    assert "output 'y' counts 'm' on its first axis, the inputs 'n'" in doubt
+
+
+def test_other_types_than_tensors(tmp_path):
+    tensor = helper.make_tensor_type_proto(FLOAT, None)
+    graph = helper.make_graph(
+        [node("SequenceConstruct", "x", "s")],
+        "g",
+        [helper.make_value_info("x", tensor)],
+        [helper.make_value_info("s", helper.make_sequence_type_proto(tensor))],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph), path)
+    found = read_onnx_file(path)
+    assert found.inputs == (OnnxTensor("x", "tensor", "float32", None),)
+    assert found.outputs == (OnnxTensor("s", "sequence", None, None),)
+    assert "output 's' is a sequence" in found.batching.refusal
+
+
+def test_subgraphs_functions_constants_and_foreign_operators(tmp_path):
+    inner = helper.make_graph(
+        [node("NonZero", "c", "d"), helper.make_node("Secret", ["d"], ["e"], domain="com.acme")],
+        "inner",
+        [],
+        [helper.make_tensor_value_info("e", FLOAT, None)],
+        [numpy_helper.from_array(np.zeros(5, np.float32), "c")],
+    )
+    function = helper.make_function(
+        "mine", "Twice", ["a"], ["b"], [node("Add", "a a", "b")], [helper.make_opsetid("", 17)]
+    )
+    constant = helper.make_node(
+        "Constant", [], ["k"], value=numpy_helper.from_array(np.zeros((2, 3), np.int64), "value")
+    )
+    branch = helper.make_node("If", ["x"], ["y"], then_branch=inner, else_branch=inner)
+    twice = helper.make_node("Twice", ["k"], ["z"], domain="mine")
+    model = helper.make_model(
+        helper.make_graph(
+            [constant, branch, twice],
+            "g",
+            [helper.make_tensor_value_info("x", TensorProto.BOOL, ["n"])],
+            [helper.make_tensor_value_info("y", TensorProto.DOUBLE, ["n"])],
+        ),
+        functions=[function],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    found = read_onnx_file(path)
+    assert found.operators == {
+        "NonZero": 2,
+        "com.acme::Secret": 2,
+        "mine::Twice": 1,
+        "If": 1,
+        "Constant": 1,
+        "Add": 1,
+    }
+    assert found.foreign_operators == ("com.acme::Secret",)
+    assert found.functions == 1
+    assert found.weights.by_dtype == {"int64": 48, "float32": 40}
+    assert "makes float32 of float64, without a word: y" in found.notes[0]
+    assert "NonZero" in found.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "nbytes"),
+    [
+        ("FLOAT", 3, 12),
+        ("INT4", 3, 2),
+        ("BOOL", 3, 3),
+        ("FLOAT8E4M3FN", 3, 3),
+        ("BFLOAT16", 3, 6),
+        ("DOUBLE", 0, 0),
+    ],
+)
+def test_sizes_of_weights(tmp_path, dtype, count, nbytes):
+    number = TensorProto.DataType.Value(dtype)
+    tensor = TensorProto(data_type=number, dims=[count], name="w")
+    path = double_onnx(tmp_path / "m.onnx")
+    model = onnx.load(path)
+    model.graph.initializer.append(tensor)
+    onnx.save(model, path)
+    assert read_onnx_file(path).weights.nbytes == nbytes
+
+
+def test_weights_in_other_files(tmp_path):
+    path = scale_onnx(tmp_path / "m.onnx", 2)
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        external_data_helper.set_external_data(tensor, location="weights.bin", length=8192)
+        tensor.ClearField("raw_data")
+    (tmp_path / "weights.bin").write_bytes(bytes(16384))
+    for name, place in (("a", "gone.bin"), ("b", "../outside.bin"), ("c", "/etc/passwd")):
+        extra = numpy_helper.from_array(np.zeros(1, np.float32), name)
+        external_data_helper.set_external_data(extra, location=place)
+        extra.ClearField("raw_data")
+        model.graph.initializer.append(extra)
+    path.write_bytes(model.SerializeToString())
+    found = read_onnx_file(path)
+    assert found.external == (
+        ExternalFile("weights.bin", 16384, is_inside=True),
+        ExternalFile("gone.bin", None, is_inside=True),
+        ExternalFile("../outside.bin", None, is_inside=False),
+        ExternalFile("/etc/passwd", None, is_inside=False),
+    )
+    assert found.weights.nbytes == 2 * 8192 + 3 * 4
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="there is no file"):
+        inspect(tmp_path / "missing.onnx")
+    with pytest.raises(ModelNotFoundError, match="is a folder"):
+        inspect(tmp_path)
+    for content in (b"", b"nonsense", b"\x08", b"\x08\x09", bytes(100)):
+        path = tmp_path / "bad.onnx"
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match="Export the model again"):
+            inspect(path)
+
+
+def test_damaged_files_are_refused_or_read_but_never_more(tmp_path):
+    """Any bit may be flipped: the answer is a description or a typed error."""
+    whole = mixed_onnx(tmp_path / "m.onnx").read_bytes()
+    random = np.random.default_rng(5)
+    path = tmp_path / "damaged.onnx"
+    refused = 0
+    for _ in range(100):
+        damaged = bytearray(whole)
+        damaged[random.integers(len(whole))] ^= 1 << random.integers(8)
+        path.write_bytes(damaged[: len(whole) - random.integers(4)])
+        try:
+            read_onnx_file(path)
+        except ModelError:
+            refused += 1
+    assert 0 < refused < 100

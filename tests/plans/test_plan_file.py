@@ -1,0 +1,105 @@
+"""Plans: what their header tells, which packages could run them, and damaged ones."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asynctrt.backends.tensorrt.plan import read_header
+from asynctrt.errors import ModelError, ModelNotFoundError
+from asynctrt.plans import inspect
+from asynctrt.plans.plan_file import Runner, installed_versions, judge
+from asynctrt.testing.tensorrt import EngineSpec, double_plan
+from tests.backends.tensorrt.helpers import header
+
+RTX = Path(__file__).parents[1] / "gpu" / "identity.rtx.plan"
+"""It was built by TensorRT for RTX itself."""
+
+
+def test_a_real_plan_of_tensorrt_for_rtx():
+    found = inspect(RTX)
+    assert (found.kind, found.tag) == ("TensorRT for RTX", "vtrt")
+    assert found.nbytes == RTX.stat().st_size
+    assert found.digest == hashlib.sha256(RTX.read_bytes()).hexdigest()
+    assert found.version.startswith("1.")
+    assert "8.9" in found.compute_capabilities
+    assert "9.0" not in found.compute_capabilities
+    assert (found.layout, found.surplus_nbytes) == (0, 0)
+    (runner,) = found.runners
+    assert runner.package == "tensorrt_rtx"
+    assert runner.version == installed_versions()["tensorrt_rtx"]
+
+
+def test_a_plan_is_known_by_its_content_whatever_its_name(tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(double_plan(EngineSpec(), version="10.13.2.6") + b"more")
+    found = inspect(path)
+    assert (found.kind, found.version, found.surplus_nbytes) == ("TensorRT", "10.13.2.6", 4)
+    assert found.compute_capabilities is None
+    assert [one.package for one in found.runners] == ["tensorrt", "tensorrt_lean", "tensorrt_dispatch"]
+
+
+def test_files_that_are_no_plans(tmp_path):
+    with pytest.raises(ModelNotFoundError, match="there is no file"):
+        inspect(tmp_path / "missing.plan")
+    for content, says in (
+        (b"", "is empty"),
+        (b"PK\x03\x04" + bytes(99), "a zip archive"),
+        (b"ftrt", "is truncated"),
+        (header(nbytes=10_000_000), "its header says 10,000,000 bytes"),
+        (b"ptrt" + bytes(99), "before 8.6"),
+    ):
+        path = tmp_path / "bad.plan"
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=says):
+            inspect(path)
+
+
+@pytest.mark.parametrize(
+    ("tag", "version", "package", "installed", "verdict"),
+    [
+        (b"ftrt", (11, 4, 0, 106), "tensorrt", "11.4.0.106", "yes"),
+        (b"ftrt", (11, 4, 0, 106), "tensorrt", "11.4.0.106.post1", "yes"),
+        (b"ftrt", (11, 4, 0, 106), "tensorrt_lean", "11.4.0.106", "maybe"),
+        (b"ftrt", (10, 13, 2, 6), "tensorrt", "11.4.0.106", "maybe"),
+        (b"ftrt", (10, 13, 2, 6), "tensorrt_dispatch", "11.4.0.106", "maybe"),
+        (b"ftrt", (8, 5, 3, 1), "tensorrt", "11.4.0.106", "no"),
+        (b"ftrt", (12, 0, 0, 1), "tensorrt", "11.4.0.106", "no"),
+        (b"vtrt", (1, 7, 1, 116), "tensorrt_rtx", "1.7.1.116", "yes"),
+        (b"vtrt", (1, 6, 0, 1), "tensorrt_rtx", "1.7.1.116", "no"),
+        (b"vtrt", (1, 7, 1, 116), "tensorrt", "11.4.0.106", None),
+    ],
+)
+def test_which_package_runs_which_plan(tag, version, package, installed, verdict):
+    judged = {
+        one.package: one for one in judge(read_header(header(tag, version=version)), {package: installed})
+    }
+    assert (judged[package].verdict if package in judged else None) == verdict
+    others = [one for one in judged.values() if one.package != package]
+    assert all(one.verdict == "not installed" and "pip install" in one.why for one in others)
+
+
+def test_a_runner_says_why():
+    (runner,) = judge(read_header(header(b"vtrt", version=(1, 6, 0, 1))), {"tensorrt_rtx": "1.7.1.116"})
+    assert runner == Runner(
+        "tensorrt_rtx", "1.7.1.116", "no", "it runs plans of its own version alone. Rebuild the plan"
+    )
+
+
+def test_damaged_plans_are_refused_or_read_but_never_more(tmp_path):
+    whole = RTX.read_bytes()
+    random = np.random.default_rng(7)
+    path = tmp_path / "damaged.plan"
+    digests, refused = {inspect(RTX).digest}, 0
+    for _ in range(100):
+        damaged = bytearray(whole)
+        damaged[random.integers(64)] ^= 1 << random.integers(8)
+        path.write_bytes(damaged)
+        try:
+            digests.add(inspect(path).digest)
+        except ModelError:
+            refused += 1
+    assert 0 < refused < 100
+    # Every flipped bit that is not refused is another digest.
+    assert len(digests) > 1
