@@ -32,7 +32,8 @@ try:
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Table
+
+    from asynctrt.bench_terminal import show_demo, show_model, show_overhead
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
@@ -41,8 +42,6 @@ INTERRUPTED: Final = 130
 
 DEVICE_LOST: Final = 75
 """The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
-
-LABELS_MAX: Final = 20
 
 LEVEL_STYLES: Final = {
     Level.OK: "green",
@@ -102,7 +101,7 @@ def demo(
     folders = (folder,) if folder else demonstration.default_folders()
     report = demonstration.DemoReport(folders=folders)
     was_interrupted = _run(lambda: _demo(model, report, limit))
-    _show_demo(report, model)
+    show_demo(out, report, model)
     _end(was_interrupted)
 
 
@@ -161,9 +160,9 @@ def bench(
     if as_json:
         out.print_json(json.dumps(report.as_json()))
     elif model == "overhead":
-        _show_overhead(report)
+        show_overhead(out, report)
     else:
-        _show_model(report)
+        show_model(out, report)
     _end(was_interrupted)
 
 
@@ -485,130 +484,3 @@ def _dims(given: list[str]) -> dict[str, int]:
             raise typer.BadParameter(f"--dim must be NAME=SIZE, such as --dim seq=128, not {item!r}")
         dims[name] = int(size)
     return dims
-
-
-def _show_demo(report: demonstration.DemoReport, model: demonstration.ContentModel) -> None:
-    together, alone = report.together, report.one_by_one
-    if not together.files:
-        out.print(f"No file could be identified in {', '.join(map(str, report.folders))}.")
-        return
-    found = Table(title="File types found", caption=f"{len(report.found)} types in all")
-    for column in ("type", "files", "extension agrees"):
-        found.add_column(column, justify="left" if column == "type" else "right")
-    for label, files in report.found.most_common(LABELS_MAX):
-        judged = report.judged[label]
-        found.add_row(label, f"{files:,}", f"{report.right[label] / judged:.0%}" if judged else "-")
-    out.print(found)
-    judged, right = report.judged.total(), report.right.total()
-    out.print(
-        f"The model agrees with the extension of [bold]{right:,} of {judged:,}[/] files that have a known one"
-        f" ([bold]{right / max(judged, 1):.1%}[/]); {report.skipped:,} files were unreadable or too small."
-    )
-    speed = Table(title="Speed")
-    for column in ("", "files/s", "mean batch", "p50 ms", "p99 ms"):
-        speed.add_column(column, justify="right" if column else "left")
-    for name, done in ((f"{demonstration.CALLERS} at a time", together), ("one at a time", alone)):
-        if done.files:
-            speed.add_row(
-                name,
-                f"{done.files_per_s:,.0f}",
-                f"{done.mean_batch_rows:.1f}",
-                f"{done.latency_ms(50):.2f}",
-                f"{done.latency_ms(99):.2f}",
-            )
-    out.print(speed)
-    if alone.files:
-        out.print(
-            f"[bold]{together.files_per_s / alone.files_per_s:.2f}[/] times as many files a second. On a CPU "
-            "a model like this gains little from larger batches; the gain comes from computing on every core."
-        )
-    out.print(
-        "\nTo try next:\n"
-        "  asynctrt demo ~/Downloads              your own files\n"
-        f"  asynctrt bench {model.path}\n"
-        "                                         this model against plain ONNX Runtime\n"
-        "  asynctrt bench overhead                the cost of the engine itself\n"
-        "  asynctrt load demo --report run.html   this model under load (needs the extra load)",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _show_overhead(report: benchmarks.BenchReport) -> None:
-    table = _table(report, ("requests/s", "least to most", "CPU µs a request", "round trip µs", "mean batch"))
-    for case in report.cases:
-        rate, spread = case.median("requests_per_s"), case.spread("requests_per_s")
-        if rate is None or spread is None:
-            continue
-        lone = case.labels["callers"] == 1
-        table.add_row(
-            case.name,
-            f"{rate:,.0f}",
-            f"{spread[0]:,.0f} to {spread[1]:,.0f}",
-            _figure(case, "cpu_us_per_request"),
-            _figure(case, "round_trip_us") if lone else "",
-            _figure(case, "mean_batch_rows", 1),
-        )
-    out.print(table)
-
-
-def _show_model(report: benchmarks.BenchReport) -> None:
-    raw = {
-        (case.labels["threads"], case.labels["rows"]): rate
-        for case in report.cases
-        if case.labels["kind"] == "raw" and (rate := case.median("rows_per_s"))
-    }
-    threads = sorted({threads for threads, _ in raw})
-    over = tuple(f"over raw, {count} thread{'s' * (count > 1)}" for count in threads)
-    table = _table(
-        report, ("rows/s", "least to most", *over, "CPU µs a row", "mean batch", "p50 ms", "p99 ms")
-    )
-    for case in report.cases:
-        rate, spread = case.median("rows_per_s"), case.spread("rows_per_s")
-        if rate is None or spread is None:
-            continue
-        table.add_row(
-            case.name,
-            f"{rate:,.0f}",
-            f"{spread[0]:,.0f} to {spread[1]:,.0f}",
-            *(_over_raw(case, rate, raw, count) for count in threads),
-            _figure(case, "cpu_us_per_row"),
-            _figure(case, "mean_batch_rows", 1),
-            _figure(case, "p50_ms"),
-            _figure(case, "p99_ms"),
-        )
-    out.print(table)
-
-
-def _over_raw(
-    case: benchmarks.BenchCase, rate: float, raw: dict[tuple[int, int], float], threads: int
-) -> str:
-    """Return the engine's rate over that of the largest raw batch that its callers could fill."""
-    if case.labels["kind"] != "engine":
-        return ""
-    sizes = [rows for count, rows in raw if count == threads]
-    rows = max((size for size in sizes if size <= case.labels["callers"]), default=min(sizes))
-    return f"{rate / raw[threads, rows]:.2f} of batch {rows}"
-
-
-def _table(report: benchmarks.BenchReport, columns: tuple[str, ...]) -> Table:
-    machine = benchmarks.describe_machine()
-    settings = ", ".join(f"{key} {value}" for key, value in report.settings.items())
-    # Interrupted, some cases have run once more than others, and some perhaps not at all.
-    runs = " or ".join(str(count) for count in sorted({len(case.runs) for case in report.cases} - {0}))
-    table = Table(
-        title=report.title,
-        caption=escape(
-            f"median of {runs}; {settings}; {machine['cpu']}, {machine['cores']} cores, "
-            f"Python {machine['versions']['python']}"
-        ),
-    )
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _figure(case: benchmarks.BenchCase, name: str, digits: int = 2) -> str:
-    value = case.median(name)
-    return "" if value is None else f"{value:,.{digits}f}"
