@@ -41,6 +41,7 @@ from asynctrt.errors import (
     UnauthorizedError,
     UnknownModelError,
     UnsupportedError,
+    UntrustedError,
     UsageError,
 )
 from asynctrt.loading import limit_gpu_memory
@@ -97,6 +98,7 @@ __all__ = [
     "UnauthorizedError",
     "UnknownModelError",
     "UnsupportedError",
+    "UntrustedError",
     "UsageError",
     "batch",
     "limit_gpu_memory",

@@ -17,8 +17,10 @@ from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor.text import lines as finding_lines
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
+from asynctrt.files import write_whole
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
+from asynctrt.plans.digest import digest_of
 from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
 from asynctrt.plans.opened import open_file
@@ -260,6 +262,91 @@ def _inspect(
 
 
 app.command("inspect", help=_help_of(_inspect))(_inspect)
+
+
+keys_app = typer.Typer(
+    no_args_is_help=True, help="Make keys to sign plans with, and say whose signatures are trusted."
+)
+app.add_typer(keys_app, name="keys")
+
+
+@keys_app.command("new")
+def _keys_new(
+    path: Annotated[Path, typer.Argument(help="The private key's file; the public one is PATH.pub.")],
+) -> None:
+    """Create a key pair, which nobody trusts yet. Whoever has the private key can sign."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    key = signatures.create_key(path)
+    _say(f"private key: {path}\npublic key:  {path}.pub\nid:          {key.id}")
+    _say(f"To let machines run what it signs, there: asynctrt keys trust {path.name}.pub")
+
+
+@keys_app.command("trust")
+def _keys_trust(
+    path: Annotated[Path, typer.Argument(help="A public key: the .pub file that `keys new` has made.")],
+) -> None:
+    """Trust a public key: plans that it has signed may run here."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    key = signatures.trust(path, signatures.trusted_folder())
+    _say(f"trusted: {key.id} ({key.name})")
+
+
+@keys_app.command("forget")
+def _keys_forget(
+    key_id: Annotated[str, typer.Argument(help="The key's id, or the beginning of it.", metavar="ID")],
+) -> None:
+    """Trust a key no more."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    key = signatures.forget(key_id, signatures.trusted_folder())
+    _say(f"no longer trusted: {key.id} ({key.name})")
+
+
+@keys_app.command("list")
+def _keys_list() -> None:
+    """List the keys that are trusted."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    folder = signatures.trusted_folder()
+    keys = signatures.trusted_keys(folder)
+    for key in keys:
+        _say(f"{key.id}  {key.name}")
+    if not keys:
+        _say(f"No key is trusted ({folder})")
+
+
+@app.command()
+def sign(
+    file: Annotated[Path, typer.Argument(help="The plan, or any file.")],
+    key: Annotated[Path, typer.Option(help="The private key, from `asynctrt keys new`.")],
+) -> None:
+    """Sign a plan. The signature is written beside it, as FILE.sig. Sign only what you built yourself."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    digest = digest_of(file)
+    target = signatures.signature_path(file)
+    write_whole(target, signatures.sign(bytes.fromhex(digest), key))
+    _say(f"{target}: signed sha256:{digest}")
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="The plan, or any file that was signed.")],
+) -> None:
+    """Check that a file is signed by a trusted key. The exit status is 1 if it is not."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    digest, where = digest_of(file), repr(str(file))
+    signature = signatures.read_signature_file(signatures.signature_path(file), where)
+    keys = signatures.trusted_keys(signatures.trusted_folder())
+    key = signatures.verify(bytes.fromhex(digest), signature, keys, where)
+    _say(f"{file}: signed by {key.id} ({key.name}), sha256:{digest}")
+
+
+def _say(line: str) -> None:
+    out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _serve(ctx: typer.Context, **given: Any) -> None:

@@ -8,7 +8,8 @@
     │   ├── InputError          (ValueError)           inputs that the model cannot take
     │   ├── UsageError          (RuntimeError)         wrong event loop, a slot used twice, ...
     │   ├── ModelError                                 a model that cannot be served as it is
-    │   │   └── ModelNotFoundError (FileNotFoundError)  404 NOT_FOUND
+    │   │   ├── ModelNotFoundError (FileNotFoundError)  404 NOT_FOUND
+    │   │   └── UntrustedError                         a plan that must not run here
     │   └── RequestError                               a message to a server that breaks its protocol
     │       ├── UnauthorizedError   401 UNAUTHENTICATED     the token is missing or wrong
     │       ├── UnknownModelError   404 NOT_FOUND           the server has no such model, version or page
@@ -84,6 +85,10 @@ class ModelNotFoundError(ModelError, FileNotFoundError):
 
     http_status = 404
     grpc_code = "NOT_FOUND"
+
+
+class UntrustedError(ModelError):
+    """The plan is not trusted, and to deserialise it would be to run its code."""
 
 
 class RequestError(CallerError):

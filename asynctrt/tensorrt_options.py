@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -12,6 +13,9 @@ from asynctrt.validation import FLAG, PATH, Check, as_int, check_names, choice, 
 
 FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
 """The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
+
+TRUSTED: Final = re.compile(r"signed|sha256:[0-9a-fA-F]{64}")
+"""How a way to be trusted is written."""
 
 AuxStreams = Literal["ours", "library"]
 Nvtx = Literal["none", "names", "detailed"]
@@ -35,6 +39,16 @@ WATERMARK: Final = Check(
 def _paths(value: Any) -> tuple[str, ...]:
     paths = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
     return tuple(os.fsdecode(path) for path in paths)
+
+
+def _ways(value: Any) -> tuple[str, ...]:
+    ways = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(way, str) and TRUSTED.fullmatch(way) for way in ways):
+        raise ValueError
+    return tuple(way.lower() for way in ways)
+
+
+TRUST: Final = Check("'signed', 'sha256:' and 64 hexadecimal digits, or a list of these", _ways)
 
 
 def _streaming(value: Any) -> int | str:
@@ -70,6 +84,15 @@ class TensorRTOptions:
         Any plan is as trusted as a program, since it runs on the GPU ("How TensorRT works", Engine
         Deserialization and the Trust Boundary); with this option it runs on the host as well. Set it for
         plans that you built yourself.""",
+    )
+
+    trust: tuple[str, ...] = setting(
+        default=(),
+        check=TRUST,
+        doc="""Open the plan only if it is trusted, in one of these ways: ``signed``, by a key that this user
+        trusts (``asynctrt keys``, ``asynctrt sign``); ``sha256:...``, its digest in hexadecimal. Checked on
+        the bytes that are deserialised. Empty: every plan is opened, as code that you trust. It does not
+        cover what other options name: ``lean_runtime``, ``plugins``, ``refit_from``, ``runtime_cache``.""",
     )
 
     lean_runtime: str | os.PathLike[str] | None = setting(

@@ -72,7 +72,7 @@ def test_version_and_help():
 
 @pytest.mark.tier2
 def test_help_fits_a_narrow_terminal():
-    for command in ("demo", "bench", "doctor", "inspect", "serve", "load"):
+    for command in ("demo", "bench", "doctor", "inspect", "keys", "sign", "verify", "serve", "load"):
         code, out, _ = asynctrt_command(command, "--help", columns=80)
         assert code == 0
         assert max(map(len, out.splitlines())) <= 80

@@ -46,6 +46,7 @@ def test_the_drawing_in_the_docstring_has_each_error_once():
         (errors.InputError, ValueError, 400, "INVALID_ARGUMENT"),
         (errors.UsageError, RuntimeError, 400, "INVALID_ARGUMENT"),
         (errors.ModelNotFoundError, FileNotFoundError, 404, "NOT_FOUND"),
+        (errors.UntrustedError, errors.ModelError, 400, "INVALID_ARGUMENT"),
         (errors.MissingExtraError, ImportError, 500, "INTERNAL"),
         (errors.QueueFullError, Exception, 503, "UNAVAILABLE"),
         (errors.DeadlineError, TimeoutError, 503, "UNAVAILABLE"),

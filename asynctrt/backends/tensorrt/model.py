@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.base import ExecutionContext
@@ -30,6 +31,7 @@ from asynctrt.backends.tensorrt.plan import Plan, read_plan
 from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refit import refit
 from asynctrt.backends.tensorrt.refusals import Refused
+from asynctrt.backends.tensorrt.trust import check_trust
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError, UsageError
 from asynctrt.tensorrt_options import TensorRTOptions
@@ -54,6 +56,7 @@ class TensorRTModel:
     :param name: the name used in messages and metrics. Default: the file's name without its suffix.
     :param options: all other settings.
     :raises ModelNotFoundError: if there is no such file.
+    :raises UntrustedError: if it is not trusted in a way that the option ``trust`` names.
     :raises ModelError: if it is not a plan, is damaged, was built for another version or another GPU, or has
         rows that cannot be batched.
     :raises MissingExtraError: if no package that runs it is installed.
@@ -73,6 +76,8 @@ class TensorRTModel:
     ) -> None:
         options = options or TensorRTOptions()
         read = read_plan(plan)
+        path = Path(plan) if isinstance(plan, str | os.PathLike) else None
+        check_trust(read.content, path, read.where, options.trust)
         found = find_flavour(options.flavour if flavour is None else flavour, read.header.tag, read.where)
         if found.is_real and not device.name.startswith("cuda"):
             raise DeviceUnavailableError(

@@ -1,0 +1,51 @@
+"""Check that a plan is trusted, on the very bytes that are deserialised: to do that is to run them."""
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from asynctrt.errors import UntrustedError
+
+SIGNED = "signed"
+PINNED = "sha256:"
+
+
+def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str, ...]) -> None:
+    """Check that a plan is trusted, in one of the ways that the option ``trust`` names.
+
+    :param content: the whole plan, which is used afterwards and nothing else.
+    :param path: its file, beside which its signature is, or ``None``.
+    :param where: the name of the plan in messages.
+    :param trust: ``signed`` and digests; nothing at all trusts every plan.
+    :raises UntrustedError: if it is not.
+    :raises UsageError: if the trusted keys cannot be read.
+    :raises MissingExtraError: if signatures have to be checked and ``cryptography`` is not installed.
+    """
+    if not trust:
+        return
+    digest = hashlib.sha256(content).digest()
+    pins = [way.removeprefix(PINNED) for way in trust if way.startswith(PINNED)]
+    if any(hmac.compare_digest(pin, digest.hex()) for pin in pins):
+        return
+    if SIGNED not in trust:
+        raise UntrustedError(
+            f"{where} is not trusted: its SHA-256 is {digest.hex()}, which is none of the {len(pins)} that "
+            f"the option trust names. It was changed or replaced, or if this is the plan that you mean: "
+            f"trust=['{PINNED}{digest.hex()}']"
+        )
+    if path is None:
+        raise UntrustedError(
+            f"{where} is not trusted: a plan that is given as bytes has no signature beside it. Give its "
+            f"path, or trust=['{PINNED}...'] with the digest that you expect"
+        )
+    # Not before it is needed: it loads a package that is optional.
+    from asynctrt.signatures import (  # noqa: PLC0415
+        read_signature_file,
+        signature_path,
+        trusted_folder,
+        trusted_keys,
+        verify,
+    )
+
+    signature = read_signature_file(signature_path(path), where)
+    verify(digest, signature, trusted_keys(trusted_folder()), where)
