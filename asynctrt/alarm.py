@@ -56,45 +56,66 @@ class _Itimerspec(ctypes.Structure):
     _fields_ = [("interval", _Timespec), ("value", _Timespec)]
 
 
-class TimerfdAlarm:
-    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, as Python has it from 3.13 on only."""
+class Timerfd:
+    """A ``timerfd`` on ``CLOCK_MONOTONIC``, through libc, as Python has it from 3.13 on only.
+
+    :param is_blocking: whether reading :attr:`fd` waits until it fires.
+    :raises OSError: if the system gives none; AttributeError on systems that have none.
+    """
 
     _CLOCK_MONOTONIC = 1
     _ABSOLUTE = 1
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    def __init__(self, *, is_blocking: bool = False) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
-        self._fd = libc.timerfd_create(self._CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._fd < 0:
+        self.fd = libc.timerfd_create(
+            self._CLOCK_MONOTONIC, os.O_CLOEXEC | (0 if is_blocking else os.O_NONBLOCK)
+        )
+        if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         self._spec = _Itimerspec()
         self._spec_ref = ctypes.byref(self._spec)
-        self._armed_ns: int | None = None
-        self._callback = callback
-        self._loop = loop
-        loop.add_reader(self._fd, self._fire)
 
     def set(self, when_ns: int) -> None:
-        if self._fd < 0 or (self._armed_ns is not None and self._armed_ns <= when_ns):
-            return
-        self._armed_ns = when_ns
-        # A value of 0 would disarm it, and a time that has passed fires at once.
+        """Fire at a time of the monotonic clock instead of one that was set; at once if it has passed."""
+        # A value of 0 would disarm it.
         seconds, nanoseconds = divmod(min(max(when_ns, 1), FAR_NS), 1_000_000_000)
         self._spec.value.seconds = seconds
         self._spec.value.nanoseconds = nanoseconds
-        if self._settime(self._fd, self._ABSOLUTE, self._spec_ref, None) != 0:
+        if self._settime(self.fd, self._ABSOLUTE, self._spec_ref, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        """Give it back. Nobody may be reading it."""
+        os.close(self.fd)
+        self.fd = -1
+
+
+class TimerfdAlarm:
+    """A :class:`Timerfd` in the loop's selector."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._timer = Timerfd()
+        self._armed_ns: int | None = None
+        self._callback = callback
+        self._loop = loop
+        loop.add_reader(self._timer.fd, self._fire)
+
+    def set(self, when_ns: int) -> None:
+        if self._timer.fd < 0 or (self._armed_ns is not None and self._armed_ns <= when_ns):
+            return
+        self._armed_ns = when_ns
+        self._timer.set(when_ns)
+
+    def close(self) -> None:
+        if self._timer.fd >= 0:
+            self._loop.remove_reader(self._timer.fd)
+            self._timer.close()
 
     def _fire(self) -> None:
         try:
-            os.read(self._fd, 8)
+            os.read(self._timer.fd, 8)
         except BlockingIOError:
             return
         self._armed_ns = None

@@ -111,6 +111,7 @@ def test_the_protocol_sees_tensors_and_errors_alone(path):
 @pytest.mark.parametrize("path", files("serving"), ids=lambda path: path.name)
 def test_serving_sees_the_engine_and_nothing_under_it(path):
     seen = {
+        "alarm",
         "clock",
         "engine",
         "errors",

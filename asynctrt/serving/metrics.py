@@ -29,6 +29,7 @@ from asynctrt.serving.sampler import (
     slots_of,
 )
 from asynctrt.serving.served import ServedModel
+from asynctrt.serving.stalls import Stalls
 from asynctrt.statistics import Statistics
 
 try:
@@ -207,7 +208,7 @@ class Metrics:
     :param repository: the models, whose names and versions are the labels.
     :param connections: returns the number of open connections; ``in_flight`` that of requests being answered;
         ``loop_lag_ns`` how late the loop ran its last timer; ``busy_share`` how busy a model was lately.
-        Without one of them its metric is left out.
+    :param stalls: knows how late the loop was at any time. What is not given has no metric.
     :param gpus: returns the readings of the GPUs; it is called in a thread.
     """
 
@@ -220,6 +221,7 @@ class Metrics:
         loop_lag_ns: Callable[[], int | None] | None = None,
         busy_share: Callable[[ServedModel], float | None] | None = None,
         cpu_ns: Callable[[], int] = clock.cpu_ns,
+        stalls: Stalls | None = None,
         gpus: Callable[[], list[Gpu]] | None = None,
     ) -> None:
         self._repository = repository
@@ -227,6 +229,7 @@ class Metrics:
         self._in_flight = in_flight
         self._loop_lag_ns = loop_lag_ns
         self._cpu_ns = cpu_ns
+        self._stalls = stalls
         self._gpus = gpus
         self._families = list(_families(busy_share))
         self._process = CollectorRegistry()
@@ -298,6 +301,8 @@ class Metrics:
                 "How late the event loop ran the server's last timer, in seconds.",
                 lag_ns / 1e9,
             )
+        if self._stalls is not None:
+            yield from _of_loop(self._stalls)
         yield CounterMetricFamily(
             "asynctrt_process_cpu_seconds",
             "CPU time used by the process, in seconds.",
@@ -353,6 +358,20 @@ def _lost(readings: list[_Labelled]) -> Metric:
         "asynctrt_lost_devices",
         "Devices that are lost to this process, which only a new one can recover.",
         len(devices),
+    )
+
+
+def _of_loop(stalls: Stalls) -> Iterator[Metric]:
+    delays = HistogramMetricFamily(
+        "asynctrt_loop_delay_seconds",
+        "How long a request waited for the event loop, sampled forty times a second.",
+    )
+    delays.add_metric(
+        [], list(zip(_LES, accumulate(stalls.delays[:-1]), strict=True)), stalls.delays[-1] / 1e9
+    )
+    yield delays
+    yield CounterMetricFamily(
+        "asynctrt_loop_stalls", "Pauses of the event loop that were longer than max_pause.", stalls.count
     )
 
 

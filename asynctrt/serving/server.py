@@ -37,6 +37,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
 
 SAMPLE_S: Final = 1.0
@@ -71,6 +72,7 @@ class Server:
         self._gpus = Gpus()
         self._failures: Failures | None = None
         self._refusals: Refusals | None = None
+        self._stalls: Stalls | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
@@ -129,12 +131,14 @@ class Server:
                 self.api.log = self._log.write_inference
             self._hub = Hub(self.api, upgrade, self._log)
             sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
+            self._stalls = Stalls(int(settings.max_pause * 1e9))
             metrics = Metrics(
                 self.repository,
                 connections=self._connections,
                 in_flight=self._in_flight,
                 loop_lag_ns=lambda: sampler.loop_lag_ns,
                 busy_share=sampler.busy_share,
+                stalls=self._stalls,
                 gpus=self._gpus.read,
             )
             self.api.pages.update(dashboard_pages(self.repository, sampler))
@@ -324,6 +328,8 @@ class Server:
         """Release everything that was acquired so far."""
         if self._sampling is not None:
             self._sampling.cancel()
+        if self._stalls is not None:
+            self._stalls.close()
         if self._refusals is not None:
             self._refusals.tick(is_last=True)
         for listener in self._listeners:

@@ -217,6 +217,12 @@ class ServerSettings:
         doc="""The least important lines that ``asynctrt serve`` logs: ``debug``, ``info``, ``warning`` or
         ``error``.""",
     )
+    max_pause: float = setting(
+        default=0.05,
+        check=duration(0, SECONDS_MAX, above=True),
+        doc="""How long something may hold the event loop, so that all requests wait, before a line in the
+        log says so and names it. How late the loop is at any time is in the metrics.""",
+    )
     access_log: Path | None = setting(
         default=None,
         check=PATH.or_none,
