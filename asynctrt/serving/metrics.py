@@ -364,7 +364,7 @@ def _lost(readings: list[_Labelled]) -> Metric:
 def _of_loop(stalls: Stalls) -> Iterator[Metric]:
     delays = HistogramMetricFamily(
         "asynctrt_loop_delay_seconds",
-        "How long a request waited for the event loop, sampled forty times a second.",
+        "How long a request waited for the event loop, sampled twenty times a second.",
     )
     delays.add_metric(
         [], list(zip(_LES, accumulate(stalls.delays[:-1]), strict=True)), stalls.delays[-1] / 1e9

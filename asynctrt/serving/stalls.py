@@ -25,8 +25,9 @@ from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.latency import BOUNDS_NS
 from asynctrt.serving.served import ServedModel
 
-BEAT_S: Final = 0.025
-"""Time between beats. A pause that is longer by this than the bound is always noticed."""
+BEAT_S: Final = 0.05
+"""Time between beats: they take 0.4% of a slow core. A pause that is longer by this than the bound is always
+noticed."""
 
 PERIOD_NS: Final = 10_000_000_000
 """At most one pause is logged in this time; the others are counted."""
