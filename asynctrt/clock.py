@@ -11,6 +11,10 @@ cpu_ns: Callable[[], int] = time.process_time_ns
 """CPU time in ns that all threads of the process have used together."""
 
 
+sleep_s: Callable[[float], None] = time.sleep
+"""Let the calling thread sleep for so many seconds. Not for a thread with an event loop."""
+
+
 own_cpu_ns: Callable[[], int] = time.thread_time_ns
 """CPU time in ns that the calling thread has used."""
 

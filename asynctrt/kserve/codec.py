@@ -8,14 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
-from asynctrt.kserve.datatypes import DIMS_MAX, Buffer, brief, datatype_of, read_tensor, size_of
-from asynctrt.tensors import Array, TensorSpec, check_shape, too_many_rows
+from asynctrt.kserve.datatypes import DIMS_MAX, PIECE, Buffer, brief, datatype_of, read_tensor, size_of
+from asynctrt.kserve.json_pieces import Pause, no_pause
+from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows
 
 LAYOUTS_MAX: Final = 256
 """How many layouts are remembered for each model."""
 
 LAYOUT_NBYTES_MAX: Final = 4096
 """A request that says more than this besides its id and tensors is not remembered."""
+
+FAST_NBYTES: Final = 16 << 10
+"""JSON, typed contents and byte strings up to this size are decoded by the event loop: it takes a
+millisecond at most."""
 
 SIZE_MAX: Final = 2**40
 """The largest number of elements of a tensor: more than any body can hold, and too few for overflows."""
@@ -43,6 +48,7 @@ class RequestLayout:
         "binary_nbytes",
         "http_head",
         "inputs",
+        "is_simple",
         "outputs",
         "priority",
         "timeout",
@@ -62,6 +68,8 @@ class RequestLayout:
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
         self.answer_nbytes = _answer_nbytes(inputs, outputs)
         """Raw bytes of the wanted outputs, as far as the inputs' shapes tell."""
+        self.is_simple = all(binary and spec.dtype.kind != "S" for spec, binary in outputs)
+        """Whether every output is wanted as raw numbers, so that there is nothing to encode."""
         self.priority = priority
         """As on the wire: 1 is the most urgent, 0 means the model's default."""
         self.timeout = timeout
@@ -114,6 +122,18 @@ class ModelCodec:
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[bytes, RequestLayout] = {}
+        self._has_strings = any(spec.dtype.kind == "S" for spec in inputs)
+
+    @staticmethod
+    def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:
+        """Return whether encoding an answer would hold the event loop for a millisecond or more."""
+        if layout.is_simple:
+            return False
+        return any(
+            result[spec.name].size > PIECE
+            for spec, binary in layout.outputs
+            if not binary or spec.dtype.kind == "S"
+        )
 
     def _check_count(self, side: str, count: int) -> None:
         """Refuse a request that names too many inputs or outputs."""
@@ -148,14 +168,17 @@ class ModelCodec:
         return specs[name]
 
 
-def read_tensors(placed: Sequence[PlacedTensor], body: Buffer, start: int) -> dict[str, Array]:
+def read_tensors(
+    placed: Sequence[PlacedTensor], body: Buffer, start: int, pause: Pause = no_pause
+) -> dict[str, Array]:
     """Return tensors by name, those that are raw as they follow one another in ``body`` from ``start`` on.
 
+    :param pause: called between pieces of work.
     :raises InputError: if the bytes of one are not such a tensor.
     """
     arrays = {}
     for spec, shape, nbytes, array in placed:
-        arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes) if array is None else array
+        arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes, pause) if array is None else array
         start += nbytes
     return arrays
 

@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import (
+    FAST_NBYTES,
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
     ModelCodec,
@@ -23,14 +22,16 @@ from asynctrt.kserve.codec import (
     remember,
 )
 from asynctrt.kserve.datatypes import (
+    LENGTH_NBYTES,
+    PIECE,
     Buffer,
     brief,
     check_nbytes,
     from_json,
-    to_json,
-    write_bytes,
+    pieces_for_json,
     write_tensor,
 )
+from asynctrt.kserve.json_pieces import Pause, loads_in_pieces, no_pause
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
 try:
@@ -39,12 +40,15 @@ except ImportError as error:
     raise MissingExtraError("serving needs orjson: pip install 'asynctrt[serve]'") from error
 
 JSON_NBYTES_MAX: Final = 4 << 20
-"""Default limit for the JSON of one request: parsing it blocks the event loop."""
+"""Default limit for the JSON of one request."""
 
 JSON_LISTS_MAX: Final = 16_384
 JSON_VALUES_MAX: Final = 262_144
 """Lists and objects, and values, that the JSON of one request may have. A list costs as much time as ten
-numbers, and the garbage collector looks at each: 4 MiB of empty ones held the loop for 0.7 s."""
+numbers, and the garbage collector looks at each: 4 MiB of empty ones took 0.7 s."""
+
+FAST_TEXT_NBYTES: Final = 256 << 10
+"""JSON of few values is parsed by the event loop up to this size: long strings take little."""
 
 COUNT_NBYTES_MIN: Final = 32 << 10
 """JSON up to this size is parsed without being counted."""
@@ -73,8 +77,17 @@ class JsonCodec(ModelCodec):
         super().__init__(name, version, inputs, outputs, tensors_max=tensors_max, rows_max=rows_max)
         self.json_max = json_max
 
-    def decode(self, body: bytes, head_nbytes: int) -> DecodedRequest:
-        """Decode a request: ``head_nbytes`` of JSON, then raw tensors.
+    def is_slow(self, body: bytes | bytearray, head_nbytes: int) -> bool:
+        """Return whether decoding a request would hold the event loop for a millisecond or more.
+
+        Then :meth:`decode` belongs in a thread, with a ``pause`` that lets the loop run.
+        """
+        if self._has_strings and len(body) - head_nbytes > FAST_NBYTES:
+            return True
+        return is_slow_json(body, head_nbytes)
+
+    def decode(self, body: bytes | bytearray, head_nbytes: int, pause: Pause = no_pause) -> DecodedRequest:
+        """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called on the way.
 
         :raises RequestError: if it breaks the protocol; the message names the field.
         :raises InputError: if the model cannot take one of its tensors.
@@ -83,29 +96,36 @@ class JsonCodec(ModelCodec):
             raise RequestError(
                 f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
             )
-        head = body[:head_nbytes]
+        check_json_nbytes(head_nbytes, "the request", self.json_max)
+        head = body[:head_nbytes] if type(body) is bytes else bytes(memoryview(body)[:head_nbytes])
         request_id, rest = split_id(head)
-        return self.decode_split(head, request_id, rest, body, head_nbytes)
+        return self.decode_split(head, request_id, rest, body, head_nbytes, pause)
 
     def decode_split(
-        self, head: bytes, request_id: str, rest: bytes, body: bytes, start: int
+        self,
+        head: bytes,
+        request_id: str,
+        rest: bytes,
+        body: Buffer,
+        start: int,
+        pause: Pause = no_pause,
     ) -> DecodedRequest:
         """Decode as :meth:`decode` a head that :func:`split_id` has split; the tensors begin at ``start``."""
         layout = self._layouts.get(rest)
         if layout is None:
-            request_id, layout = self._parse(head, rest)
+            request_id, layout = self._parse(head, rest, pause)
         if layout.binary_nbytes != len(body) - start:
             raise RequestError(
                 f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "
                 f"{len(body) - start} follow it"
             )
-        return DecodedRequest(layout, request_id, read_tensors(layout.inputs, body, start))
+        return DecodedRequest(layout, request_id, read_tensors(layout.inputs, body, start, pause))
 
     def knows(self, rest: bytes) -> bool:
         """Return whether the layout of a head is remembered, given its rest from :func:`split_id`."""
         return rest in self._layouts
 
-    def decode_raw(self, body: bytes) -> DecodedRequest:
+    def decode_raw(self, body: Buffer, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a body that is one row of the model's only input, and nothing else.
 
         :raises RequestError: if the model has other inputs, or the bytes do not determine the shape.
@@ -126,14 +146,17 @@ class JsonCodec(ModelCodec):
             )
         shape = (1, *(count // fixed if isinstance(dim, str) else dim for dim in spec.dims))
         if datatype == "BYTES":
-            body = write_bytes(np.array([body], object))
+            body = b"".join((len(body).to_bytes(LENGTH_NBYTES, "little"), body))
         outputs = tuple((spec, True) for spec, _ in self._outputs.values())
         layout = RequestLayout(((spec, shape, len(body), None),), outputs, 0, None)
-        return DecodedRequest(layout, "", read_tensors(layout.inputs, body, 0))
+        return DecodedRequest(layout, "", read_tensors(layout.inputs, body, 0, pause))
 
-    def encode(self, request: DecodedRequest, result: InferResult) -> tuple[bytes, list[Buffer]]:
+    def encode(
+        self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause
+    ) -> tuple[bytes, list[Buffer]]:
         """Encode an answer as its JSON head and the raw tensors that follow it.
 
+        :param pause: called between pieces of work: see :meth:`is_slow_answer`.
         :raises RequestError: if JSON cannot hold an output that is wanted as JSON.
         """
         layout = request.layout
@@ -143,23 +166,23 @@ class JsonCodec(ModelCodec):
         key = tuple([value.shape for value in values])
         for (_, binary), value in zip(outputs, values, strict=True):
             if binary:
-                tensors.append(write_tensor(value))
+                tensors.append(write_tensor(value, pause))
         if key == layout.answer_key:
             head = layout.answer
         else:
-            head = self._answer(layout, values, tensors)
+            head = self._answer(layout, values, tensors, pause)
             if len(tensors) == len(outputs) and not any(spec.dtype.kind == "S" for spec, _ in outputs):
                 layout.answer_key, layout.answer, layout.http_head = key, head, b""
         if request.id:
-            head = b'{"id":' + orjson.dumps(request.id) + b"," + head[1:]
+            head = b"".join((b'{"id":', orjson.dumps(request.id), b",", memoryview(head)[1:]))
         return head, tensors
 
-    def _parse(self, head: bytes, rest: bytes) -> tuple[str, RequestLayout]:
-        content = parse_object(head, "the request", self.json_max)
+    def _parse(self, head: bytes, rest: bytes, pause: Pause) -> tuple[str, RequestLayout]:
+        content = parse_object(head, "the request", self.json_max, pause)
         request_id = content.get("id", "")
         if not isinstance(request_id, str):
             raise RequestError(f"id must be a string, not {brief(request_id)}")
-        layout = self._layout(content)
+        layout = self._layout(content, pause)
         # `rest` stands for this layout only if the id, and the whole id, is what was cut off.
         is_same = rest is head or (b'"id"' not in rest and b"\\" not in rest)
         if (
@@ -171,7 +194,7 @@ class JsonCodec(ModelCodec):
             remember(self._layouts, rest, layout)
         return request_id, layout
 
-    def _layout(self, content: dict[str, Any]) -> RequestLayout:
+    def _layout(self, content: dict[str, Any], pause: Pause) -> RequestLayout:
         parameters = mapping(content, "parameters", "the request")
         binary_default = parameters.get("binary_data_output", False)
         if not isinstance(binary_default, bool):
@@ -179,7 +202,7 @@ class JsonCodec(ModelCodec):
         inputs = self._items(content, "inputs", self._inputs)
         if "inputs" not in content:
             raise RequestError("the request has no inputs: they are a list of tensors")
-        placed = tuple([self._input(*item) for item in inputs])
+        placed = tuple([self._input(*item, pause) for item in inputs])
         outputs = tuple(
             [
                 (spec, _wants_binary(spec.name, wanted, binary_default=binary_default))
@@ -210,7 +233,12 @@ class JsonCodec(ModelCodec):
         return list(found.values())
 
     def _input(
-        self, spec: TensorSpec, datatype: str, item: dict[str, Any], parameters: dict[str, Any]
+        self,
+        spec: TensorSpec,
+        datatype: str,
+        item: dict[str, Any],
+        parameters: dict[str, Any],
+        pause: Pause,
     ) -> PlacedTensor:
         if item.get("datatype") != datatype:
             raise InputError(f"input {spec.name!r} is {datatype}, not {brief(item.get('datatype'))}")
@@ -219,7 +247,7 @@ class JsonCodec(ModelCodec):
         if nbytes is None:
             if "data" not in item:
                 raise RequestError(f"input {spec.name!r} has neither data nor binary_data_size")
-            return spec, shape, 0, from_json(spec, item["data"], shape)
+            return spec, shape, 0, from_json(spec, item["data"], shape, pause)
         if "data" in item:
             raise RequestError(f"input {spec.name!r} has both data and binary_data_size: give one of them")
         if type(nbytes) is not int or nbytes < 0:
@@ -229,10 +257,13 @@ class JsonCodec(ModelCodec):
         check_nbytes(spec, shape, nbytes)
         return spec, shape, nbytes, None
 
-    def _answer(self, layout: RequestLayout, values: list[Array], tensors: list[Buffer]) -> bytes:
-        described = []
+    def _answer(
+        self, layout: RequestLayout, values: list[Array], tensors: list[Buffer], pause: Pause
+    ) -> bytes:
+        answer = {"model_name": self.name, "model_version": self.version}
+        parts = [orjson.dumps(answer)[:-1], b',"outputs":[']
         sizes = iter(tensors)
-        for (spec, binary), value in zip(layout.outputs, values, strict=True):
+        for number, ((spec, binary), value) in enumerate(zip(layout.outputs, values, strict=True)):
             output: dict[str, Any] = {
                 "name": spec.name,
                 "datatype": self._outputs[spec.name][1],
@@ -240,11 +271,17 @@ class JsonCodec(ModelCodec):
             }
             if binary:
                 output["parameters"] = {"binary_data_size": len(next(sizes))}
-            else:
-                output["data"] = to_json(value)
-            described.append(output)
-        answer = {"model_name": self.name, "model_version": self.version, "outputs": described}
-        return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+            parts += (b"," if number else b"", orjson.dumps(output))
+            if not binary:
+                parts[-1] = parts[-1][:-1]
+                comma = b',"data":['
+                for piece in pieces_for_json(value):
+                    parts += (comma, dump(piece)[1:-1])
+                    comma = b","
+                    pause()
+                parts.append(b"]}")
+        parts.append(b"]}")
+        return b"".join(parts)
 
 
 def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool) -> bool:
@@ -258,20 +295,39 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
     return binary
 
 
-def parse_object(raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX) -> dict[str, Any]:
+def is_slow_json(raw: bytes | bytearray, nbytes: int) -> bool:
+    """Return whether parsing ``nbytes`` of JSON would hold the event loop for a millisecond or more."""
+    if nbytes <= FAST_NBYTES:
+        return False
+    return nbytes > FAST_TEXT_NBYTES or raw.count(b",", 0, nbytes) > PIECE
+
+
+def check_json_nbytes(nbytes: int, what: str, nbytes_max: int) -> None:
+    """Check the size of JSON.
+
+    :raises TooLargeError: if it has more than ``nbytes_max`` bytes.
+    """
+    if nbytes > nbytes_max:
+        raise TooLargeError(
+            f"{what} has {nbytes} bytes of JSON; at most {nbytes_max} are accepted: send tensors raw"
+        )
+
+
+def parse_object(
+    raw: Buffer, what: str, nbytes_max: int = JSON_NBYTES_MAX, pause: Pause = no_pause
+) -> dict[str, Any]:
     """Parse a JSON object. Messages call it ``what``.
 
+    :param pause: called between pieces of work.
     :raises TooLargeError: if it has more than ``nbytes_max`` bytes.
     :raises RequestError: if it is anything else.
     """
-    if len(raw) > nbytes_max:
-        raise TooLargeError(
-            f"{what} has {len(raw)} bytes of JSON; at most {nbytes_max} are accepted: send tensors raw"
-        )
+    check_json_nbytes(len(raw), what, nbytes_max)
     if len(raw) > COUNT_NBYTES_MIN:
         _check_values(bytes(raw), what)
     try:
-        content = orjson.loads(raw)
+        is_cut = pause is not no_pause
+        content = loads_in_pieces(bytes(raw), orjson.loads, pause) if is_cut else orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raw = bytes(raw)
         is_rich = b"NaN" in raw or b"Infinity" in raw

@@ -9,11 +9,11 @@ An answer is put together from bytes, as protobuf allows: the fields that repeat
 request's layout, then come the id and the tensors. That saves two copies of each tensor.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from asynctrt.errors import (
     UnsupportedError,
 )
 from asynctrt.kserve.codec import (
+    FAST_NBYTES,
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
     ModelCodec,
@@ -36,7 +37,8 @@ from asynctrt.kserve.codec import (
     refuse_shared_memory,
     remember,
 )
-from asynctrt.kserve.datatypes import check_nbytes, read_tensor, size_of, strings, write_tensor
+from asynctrt.kserve.datatypes import PIECE, Buffer, check_nbytes, read_tensor, size_of, strings, write_tensor
+from asynctrt.kserve.json_pieces import Pause, no_pause
 from asynctrt.tensors import Array, InferResult, TensorSpec, convert
 
 try:
@@ -78,7 +80,10 @@ FIXED_NBYTES: Final = {1: 8, 5: 4}
 """Wire types of fixed sizes."""
 VARINT_BITS_MAX: Final = 70
 
-SMALL_NBYTES: Final = 64 << 10
+COPY_NBYTES_MAX: Final = 1 << 20
+"""Tensors of an answer up to this size are copied by the event loop."""
+
+SMALL_NBYTES: Final = 16 << 10
 """A message up to this size is parsed as it is: whatever is in it takes little."""
 
 
@@ -133,21 +138,38 @@ def parse_model_config(text: str) -> Any:
         raise ModelError(f"it is not a model configuration: {error}") from error
 
 
-def check_size(body: bytes, *, fields_max: int, nbytes_max: int) -> None:
-    """Check how large a ``ModelInferRequest`` is besides its raw tensors, before it is parsed.
+class SplitRequest(NamedTuple):
+    """A serialized ``ModelInferRequest`` without its raw tensors, and these, which are views of it."""
+
+    rest: bytes
+    raw: list[memoryview] | None
+    """``None`` if they were not taken out of it."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether parsing and decoding it would hold the event loop for a millisecond or more."""
+        return self.raw is not None and len(self.rest) > FAST_NBYTES
+
+
+def split_request(body: bytes, *, fields_max: int, nbytes_max: int) -> SplitRequest:
+    """Take the raw tensors out of a large ``ModelInferRequest``, and check how large it is besides them.
 
     A field of 2 bytes becomes an object of a hundred, so a message could take many times its size in memory,
-    and hold the event loop for seconds.
+    and hold the event loop for seconds. To parse raw tensors would be to copy them twice, at 0.5 ms a MiB.
 
     :param fields_max: the largest number of its fields, and ``nbytes_max`` the bytes of all but raw tensors.
     :raises TooLargeError: if it has more.
     :raises RequestError: if it cannot be such a message. Most that cannot are left to :func:`parse`.
     """
     if len(body) <= SMALL_NBYTES:
-        return
+        return SplitRequest(body, None)
     position, raw_nbytes, fields, end = 0, 0, 0, len(body)
+    view, raw = memoryview(body), []
+    rest = []  # The parts between raw tensors.
+    copied = 0
     while position < end:
         fields += 1
+        start = position
         if fields > fields_max:
             raise TooLargeError(
                 f"the request has more than {fields_max} inputs, outputs, raw tensors and parameters"
@@ -157,8 +179,11 @@ def check_size(body: bytes, *, fields_max: int, nbytes_max: int) -> None:
         if kind == LENGTH_TYPE:
             length, position = _varint(body, position)
             position += length
-            if tag == RAW_INPUT_TAG:
+            if tag == RAW_INPUT_TAG and position <= end:
                 raw_nbytes += length
+                raw.append(view[position - length : position])
+                rest.append(view[copied:start])
+                copied = position
         elif kind in FIXED_NBYTES:
             position += FIXED_NBYTES[kind]
         elif kind == VARINT_TYPE:
@@ -170,6 +195,8 @@ def check_size(body: bytes, *, fields_max: int, nbytes_max: int) -> None:
             f"the request has {end - raw_nbytes} bytes besides raw_input_contents; at most {nbytes_max} are "
             "accepted: send tensors in raw_input_contents"
         )
+    rest.append(view[copied:])
+    return SplitRequest(b"".join(rest), raw)
 
 
 def streamed(answer: bytes) -> bytes:
@@ -190,16 +217,24 @@ def streamed_error(request_id: str, message: str) -> bytes:
 class ProtobufCodec(ModelCodec):
     """Decode requests to one model and encode its answers, as protobuf messages."""
 
-    def decode(self, request: Any) -> DecodedRequest:
+    def is_slow(self, raw: Sequence[Buffer] | None) -> bool:
+        """Return whether reading the raw tensors of a request would hold the event loop."""
+        return self._has_strings and raw is not None and sum(map(len, raw)) > FAST_NBYTES
+
+    def decode(
+        self, request: Any, raw: Sequence[Buffer] | None = None, pause: Pause = no_pause
+    ) -> DecodedRequest:
         """Decode a ``ModelInferRequest``. Its id and its raw tensors are removed from it.
 
+        :param raw: its raw tensors if they are not in it any more: see :func:`split_request`.
+        :param pause: called between pieces of work.
         :raises RequestError: if it breaks the protocol; the message names the field.
         :raises InputError: if the model cannot take one of its tensors.
         """
         request_id = request.id
-        contents = list(request.raw_input_contents)
+        contents: Sequence[Buffer] = list(request.raw_input_contents) if raw is None else raw
         if not contents:
-            layout = self._layout(request, is_raw=False)
+            layout = self._layout(request, is_raw=False, pause=pause)
             arrays = {spec.name: array for spec, _, _, array in layout.inputs if array is not None}
             return DecodedRequest(layout, request_id, arrays)
         # The remaining fields are usually those of an earlier request, byte for byte.
@@ -216,11 +251,17 @@ class ProtobufCodec(ModelCodec):
         for (spec, shape, nbytes, _), content in zip(layout.inputs, contents, strict=True):
             if len(content) != nbytes:
                 check_nbytes(spec, shape, len(content))
-            views[spec.name] = read_tensor(spec, shape, content, 0, len(content))
+            views[spec.name] = read_tensor(spec, shape, content, 0, len(content), pause)
         return DecodedRequest(layout, request_id, views)
 
-    def encode(self, request: DecodedRequest, result: InferResult) -> bytes:
-        """Return the answer, a serialized ``ModelInferResponse``."""
+    @staticmethod
+    def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:
+        """Return whether encoding an answer would hold the event loop for a millisecond or more."""
+        # The tensors are copied, which takes 0.5 ms a MiB once memory has to be asked of the system.
+        return layout.answer_nbytes > COPY_NBYTES_MAX or ModelCodec.is_slow_answer(layout, result)
+
+    def encode(self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause) -> bytes:
+        """Return the answer, a serialized ``ModelInferResponse``. ``pause`` is called on the way."""
         layout = request.layout
         values = [result[spec.name] for spec, _ in layout.outputs]
         shapes = tuple([value.shape for value in values])
@@ -231,7 +272,7 @@ class ProtobufCodec(ModelCodec):
             text = request.id.encode()
             pieces += (_head(ID_TAG, len(text)), text)
         for value in values:
-            raw = write_tensor(value)
+            raw = write_tensor(value, pause)
             pieces += (_head(RAW_TAG, len(raw)), raw)
         return b"".join(pieces)
 
@@ -251,10 +292,10 @@ class ProtobufCodec(ModelCodec):
             remember(self._layouts, key, layout)
         return layout
 
-    def _layout(self, request: Any, *, is_raw: bool) -> RequestLayout:
+    def _layout(self, request: Any, *, is_raw: bool, pause: Pause = no_pause) -> RequestLayout:
         placed = tuple(
             [
-                self._input(spec, datatype, item, is_raw=is_raw)
+                self._input(spec, datatype, item, is_raw=is_raw, pause=pause)
                 for spec, datatype, item in self._items(request.inputs, "inputs", self._inputs)
             ]
         )
@@ -279,13 +320,15 @@ class ProtobufCodec(ModelCodec):
             found[item.name] = spec, datatype, item
         return list(found.values())
 
-    def _input(self, spec: TensorSpec, datatype: str, item: Any, *, is_raw: bool) -> PlacedTensor:
+    def _input(
+        self, spec: TensorSpec, datatype: str, item: Any, *, is_raw: bool, pause: Pause
+    ) -> PlacedTensor:
         if item.datatype != datatype:
             raise InputError(f"input {spec.name!r} is {datatype}, not {item.datatype!r:.40}")
         shape = self._shape(spec, list(item.shape))
         given = [field.name for field, _ in item.contents.ListFields()]
         if not is_raw:
-            return spec, shape, 0, _typed(spec, datatype, shape, given, item.contents)
+            return spec, shape, 0, _typed(spec, datatype, shape, given, item.contents, pause)
         if given:
             raise RequestError(
                 f"input {spec.name!r} has contents beside raw_input_contents: give one or the other"
@@ -293,7 +336,14 @@ class ProtobufCodec(ModelCodec):
         return spec, shape, size_of(shape) * spec.dtype.itemsize, None
 
 
-def _typed(spec: TensorSpec, datatype: str, shape: tuple[int, ...], given: list[str], contents: Any) -> Array:
+def _typed(
+    spec: TensorSpec,
+    datatype: str,
+    shape: tuple[int, ...],
+    given: list[str],
+    contents: Any,
+    pause: Pause,
+) -> Array:
     """Return a tensor that is given as a list of values."""
     if datatype not in CONTENTS:
         raise InputError(f"input {spec.name!r} is {datatype}, which is accepted as raw_input_contents only")
@@ -305,12 +355,16 @@ def _typed(spec: TensorSpec, datatype: str, shape: tuple[int, ...], given: list[
         raise InputError(
             f"input {spec.name!r} is {datatype}: its values must be in {field}, not in {', '.join(given)}"
         )
-    values = list(getattr(contents, field))
+    values = getattr(contents, field)
     if len(values) != count:
         raise InputError(f"input {spec.name!r} has {len(values)} values, but shape {list(shape)}")
     if datatype == "BYTES":
-        return strings(spec, values).reshape(shape)
-    return convert(spec, np.array(values, dtype)).reshape(shape)
+        return strings(spec, list(values), pause).reshape(shape)
+    array = np.empty(count, dtype)
+    for start in range(0, count, PIECE):
+        array[start : start + PIECE] = values[start : start + PIECE]
+        pause()
+    return convert(spec, array).reshape(shape)
 
 
 def _value(parameter: Any) -> Any:

@@ -27,9 +27,10 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.protobuf import (
     ProtobufCodec,
-    check_size,
+    SplitRequest,
     message_classes,
     parse,
+    split_request,
     streamed,
     streamed_error,
 )
@@ -38,6 +39,7 @@ from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.request_id import METADATA
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.worker import pause
 
 try:
     import grpc
@@ -295,10 +297,24 @@ class GrpcServer:
         headers = self._inference_headers("ModelInfer", context)
         log = self._api.log
         then = None if log is None else partial(log, "grpc", context.peer())
-        inference = self._begin(self._parsed(body), headers, then)
+        split = self._split(body)
+        del body
+        inference = await self._begin(await self._parsed(split), split.raw, headers, then)
+        del split
         # Cancelling this task cancels the future that it awaits, and so the request.
-        result = await inference.future
-        return self._codec(inference.served).encode(inference.request, result)
+        await inference.future
+        return await self._encoded(inference, bytes)
+
+    async def _encoded(self, inference: Inference, wrap: Callable[[bytes], bytes]) -> bytes:
+        """Encode an answer and ``wrap`` it, in a thread if that takes long.
+
+        :raises AsynctrtError: if the inference failed.
+        """
+        codec = self._codec(inference.served)
+        request, result = inference.request, inference.future.result()
+        if codec.is_slow_answer(request.layout, result):
+            return await self._api.worker.run(lambda: wrap(codec.encode(request, result, pause)))
+        return wrap(codec.encode(request, result))
 
     async def _stream(self, _: Any, context: Any) -> None:
         try:
@@ -323,23 +339,38 @@ class GrpcServer:
             self._api.authorize(f"/{SERVICE}/{name}".encode(), headers)
         return headers
 
-    def _parsed(self, body: bytes) -> Any:
-        """Parse an inference request, if it is not too large for that."""
+    def _split(self, body: bytes) -> SplitRequest:
+        """Take the raw tensors out of an inference request, if it is not too large without them."""
         settings = self._settings
         # Three fields for each tensor: input, raw contents, output. The others are names and parameters.
         fields_max = 3 * settings.max_tensors + FIELDS_MAX
-        check_size(body, fields_max=fields_max, nbytes_max=settings.max_json)
-        return parse(self._request, body)
+        return split_request(body, fields_max=fields_max, nbytes_max=settings.max_json)
 
-    def _begin(self, request: Any, headers: Headers, then: Then | None = None) -> Inference:
-        """Decode a request and submit it to its engine.
+    async def _parsed(self, split: SplitRequest) -> Any:
+        """Parse what there is besides raw tensors, in a thread if it is much."""
+        if split.is_slow:
+            return await self._api.worker.run(partial(parse, self._request, split.rest))
+        return parse(self._request, split.rest)
+
+    async def _begin(
+        self,
+        request: Any,
+        raw: list[memoryview] | None,
+        headers: Headers,
+        then: Then | None = None,
+    ) -> Inference:
+        """Decode a request, in a thread if that takes long, and submit it to its engine.
 
         :raises AsynctrtError: if it is refused; the failure is counted already.
         """
         began_ns = clock.now_ns()
         served = self._api.repository.find(request.model_name, request.model_version)
         try:
-            decoded = self._codec(served).decode(request)
+            codec = self._codec(served)
+            if raw is not None and (not raw or codec.is_slow(raw)):
+                decoded = await self._api.worker.run(partial(codec.decode, request, raw, pause))
+            else:
+                decoded = codec.decode(request, raw)
             return self._api.submit(served, decoded, began_ns, headers, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
@@ -462,14 +493,15 @@ class _Stream:
             if body is grpc.aio.EOF:
                 return
             self._taken += 1
-            self._begin(body)
+            await self._begin(body)
 
-    def _begin(self, body: bytes) -> None:
+    async def _begin(self, body: bytes) -> None:
         server, request_id = self._server, ""
         try:
-            request = server._parsed(body)
+            split = server._split(body)
+            request = await server._parsed(split)
             request_id = request.id
-            inference = server._begin(request, self._headers, self._ended)
+            inference = await server._begin(request, split.raw, self._headers, self._ended)
             self._in_flight.add(inference)
             self._answer_nbytes += inference.request.layout.answer_nbytes
         except Exception as error:
@@ -489,7 +521,7 @@ class _Stream:
                 answer, nbytes = self._answers.popleft(), 0
                 if isinstance(answer, Inference):
                     nbytes = answer.request.layout.answer_nbytes
-                    answer = self._encoded(answer)
+                    answer = await self._encoded(answer)
                 await self._context.write(answer)
                 self._taken -= 1
                 self._answer_nbytes -= nbytes
@@ -499,12 +531,15 @@ class _Stream:
             self._may_write.clear()
             await self._may_write.wait()
 
-    def _encoded(self, inference: Inference) -> bytes:
-        try:
-            result = inference.future.result()
-            return streamed(self._server._codec(inference.served).encode(inference.request, result))
-        except (Exception, asyncio.CancelledError) as error:
-            return streamed_error(inference.request.id, _explained(error)[1])
+    async def _encoded(self, inference: Inference) -> bytes:
+        future = inference.future
+        error: BaseException | None = asyncio.CancelledError() if future.cancelled() else None
+        if error is None:
+            try:
+                return await self._server._encoded(inference, streamed)
+            except Exception as raised:
+                error = raised
+        return streamed_error(inference.request.id, _explained(error)[1])
 
 
 def _headers(context: Any) -> dict[bytes, bytes]:

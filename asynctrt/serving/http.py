@@ -367,11 +367,29 @@ class HttpConnection(asyncio.Protocol):
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         try:
             self._api.authorize(request.path, request.headers)
+            if self._api.is_slow(route, request.headers, request.body):
+                self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
+                return
             self._inference = self._api.begin(route, request.headers, request.body, self._inferred)
         except Exception as error:
             self._send(error_answer(error, request.headers))
         # The inputs are views of the body, which their batch releases.
         request.body = b""
+
+    async def _infer_slowly(self, route: ModelRoute, request: HttpRequest) -> None:
+        """Begin an inference that is decoded in a thread."""
+        body, request.body = request.body, b""
+        try:
+            beginning = self._api.begin_slow(route, request.headers, body, self._inferred)
+            del body
+            inference = await beginning
+        except Exception as error:
+            self._task = None
+            self._send(error_answer(error, request.headers))
+            return
+        self._task = None
+        # Its future may be done by now, but its callback comes later.
+        self._inference = inference
 
     def _inferred(self, inference: Inference) -> None:
         """Answer an inference whose future is done."""
@@ -381,8 +399,11 @@ class HttpConnection(asyncio.Protocol):
         if request is None or self._is_ending or self._transport.is_closing():
             return
         try:
-            decoded = inference.request
-            head, tensors = inference.served.codec.encode(decoded, inference.future.result())
+            decoded, codec, result = inference.request, inference.served.codec, inference.future.result()
+            if codec.is_slow_answer(decoded.layout, result):
+                self._task = self._hub.loop.create_task(self._answer_slowly(inference, request))
+                return
+            head, tensors = codec.encode(decoded, result)
         except BaseException as error:
             self._send(error_answer(_answerable(error), request.headers))
             return
@@ -407,6 +428,16 @@ class HttpConnection(asyncio.Protocol):
         named = ID_LINE % request.headers[HEADER]
         self._write((start, named, self._hub.end_of_head, head), tensors, nbytes)
         self._done(200, nbytes, inference)
+
+    async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:
+        """Send an answer that is encoded in a thread, and compressed if its client wants that."""
+        try:
+            answer = await self._api.infer_answer(inference)
+            answer = await self._api.compressed(request.headers, answer)
+        except Exception as error:
+            answer = error_answer(_answerable(error), request.headers)
+        self._task = None
+        self._send(answer, inference)
 
     async def _compress(self, answer: Answer, inference: Inference, request: HttpRequest) -> None:
         answer = await self._api.compressed(request.headers, answer)

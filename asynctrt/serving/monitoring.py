@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from asynctrt.errors import UnknownModelError
-from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, Page, error_answer
+from asynctrt.serving.api import Answer, Api, Body, Headers, ModelRoute, Page, error_answer
 from asynctrt.serving.asgi import KServeApp, Source
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.gpus import Gpus
@@ -31,7 +31,7 @@ class PagesAlone(Api):
         """Return ``None``: no path is a model's."""
         return None
 
-    async def respond(self, method: str, path: bytes, headers: Headers, body: bytes) -> Answer:
+    async def respond(self, method: str, path: bytes, headers: Headers, body: Body) -> Answer:
         """Answer a page."""
         if path.decode("latin-1") not in self.pages:
             known = ", ".join(name for name in self.pages if not name.startswith("/dashboard/"))

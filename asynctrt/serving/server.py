@@ -339,6 +339,7 @@ class Server:
                 hub.close()
         if self._grpc is not None:
             await self._grpc.stop(0)
+        self.api.worker.close()
         await self.repository.aclose()
         await asyncio.to_thread(self._gpus.close)
         if self._log is not None:

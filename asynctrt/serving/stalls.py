@@ -232,5 +232,5 @@ def _work(value: Any) -> str:
 
 def _told(seen: Seen | None) -> str:
     if seen is None or not seen.stack:
-        return "no Python code was seen; the process may have been stopped, or had no CPU"
+        return "no Python code was seen: the process had no CPU, or the event loop itself was at work"
     return f"{seen.work}: {seen.stack}" if seen.work else seen.stack

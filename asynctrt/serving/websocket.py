@@ -20,8 +20,10 @@ When the client disconnects, its requests are cancelled. When the server drains,
 with status 503, and the connection is closed with code 1001 once all others are answered.
 """
 
+import asyncio
 from base64 import urlsafe_b64decode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Final
 
 from asynctrt import clock
@@ -31,10 +33,12 @@ from asynctrt.errors import (
     RequestError,
     UnknownModelError,
 )
-from asynctrt.kserve.codec import remember
-from asynctrt.kserve.datatypes import brief
-from asynctrt.kserve.json_codec import dump, parse_object, split_id
+from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest, remember
+from asynctrt.kserve.datatypes import Buffer, brief
+from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, split_id
 from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, Inference, ModelRoute, logger
+from asynctrt.serving.served import ServedModel
+from asynctrt.serving.worker import pause
 
 PREFIX_NBYTES: Final = 4
 ID_CHARS_MAX: Final = 256
@@ -52,6 +56,7 @@ BEARER64: Final = b"bearer64."
 """Prefix of one with the token in URL-safe Base64, unpadded: a subprotocol may have no ``=`` and no ``/``."""
 
 Message = bytes | str
+Encoded = tuple[bytes, list[Buffer]]
 
 
 class WebSocketSession:
@@ -86,6 +91,9 @@ class WebSocketSession:
         self._number = 0
         # The model of each header seen before, without its id: headers repeat.
         self._routes: dict[bytes, ModelRoute] = {}
+        # The message that is being decoded in a thread: no other is taken meanwhile, so they stay in order.
+        self._decoding: asyncio.Task[None] | None = None
+        self._encoding: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
     def __repr__(self) -> str:
@@ -94,12 +102,16 @@ class WebSocketSession:
     @property
     def in_flight(self) -> int:
         """The number of requests that are not answered yet."""
-        return len(self._flights)
+        return len(self._flights) + (self._decoding is not None)
 
     @property
     def is_full(self) -> bool:
         """Whether to read no more for now: too many requests are in flight, or too many bytes of answers."""
-        return len(self._flights) >= self._in_flight_max or self._answer_nbytes >= self._answer_nbytes_max
+        return (
+            self._decoding is not None
+            or len(self._flights) >= self._in_flight_max
+            or self._answer_nbytes >= self._answer_nbytes_max
+        )
 
     def receive(self, message: Message) -> None:
         """Handle one message."""
@@ -111,30 +123,86 @@ class WebSocketSession:
             else:
                 raw = message
                 head, start = _head_of(message), PREFIX_NBYTES
+            if is_slow_json(head, len(head)):
+                self._decode(self._receive_slowly(raw, head, start))
+                return
             request_id, rest = split_id(head)
             route = self._routes.get(rest)
             if route is None or len(request_id) > ID_CHARS_MAX:
                 content = parse_object(head, "the message", self._api.settings.max_json)
-                given = content.get("id", "")
-                if not isinstance(given, str) or len(given) > ID_CHARS_MAX:
-                    raise RequestError(
-                        f"id must be a string of at most {ID_CHARS_MAX} characters, not {brief(given)}"
-                    )
-                request_id = given
+                request_id = _id_of(content)
                 if self._control(content, binary=start != 0):
                     return
                 route = self._route or _route_of(content)
+            if len(raw) > FAST_NBYTES:
+                codec = self._api.repository.find(route.name, route.version).codec
+                if codec.is_slow(raw, start + len(head)):
+                    self._decode(self._infer_slowly(route, raw, head, start, request_id, rest))
+                    return
             self._infer(route, raw, head, start, request_id, rest)
-        except AsynctrtError as error:
-            self._fail(request_id, error, binary=not isinstance(message, str))
         except Exception as error:
+            self._failed(request_id, error, binary=not isinstance(message, str))
+
+    def _decode(self, work: Coroutine[Any, Any, None]) -> None:
+        """Decode a message in a thread."""
+        self._decoding = asyncio.get_running_loop().create_task(work)
+        self._decoding.add_done_callback(self._decoded)
+
+    def _decoded(self, task: "asyncio.Task[None]") -> None:
+        self._decoding = None
+        if not task.cancelled():
+            self._room()
+
+    async def _receive_slowly(self, raw: bytes, head: bytes, start: int) -> None:
+        """Handle a message with much JSON."""
+        request_id = ""
+        try:
+            nbytes_max = self._api.settings.max_json
+            parsing = partial(parse_object, head, "the message", nbytes_max, pause)
+            content = await self._api.worker.run(parsing)
+            request_id = _id_of(content)
+            if self._control(content, binary=start != 0):
+                return
+            route = self._route or _route_of(content)
+            del content, parsing
+        except Exception as error:
+            self._failed(request_id, error, binary=start != 0)
+            return
+        await self._infer_slowly(route, raw, head, start, request_id, split_id(head)[1])
+
+    async def _infer_slowly(
+        self, route: ModelRoute, raw: bytes, head: bytes, start: int, request_id: str, rest: bytes
+    ) -> None:
+        """Begin an inference that is decoded in a thread."""
+        try:
+            began_ns = clock.now_ns()
+            served = self._api.repository.find(route.name, route.version)
+            decode = served.codec.decode_split
+            try:
+                request = await self._api.worker.run(
+                    partial(decode, head, request_id, rest, raw, start + len(head), pause)
+                )
+                self._submit(served, request, began_ns, binary=start != 0)
+            except AsynctrtError as error:
+                served.count_failure(error, clock.now_ns() - began_ns)
+                raise
+        except Exception as error:
+            self._failed(request_id, error, binary=start != 0)
+
+    def _failed(self, request_id: str, error: BaseException | None, *, binary: bool) -> None:
+        """Answer a message that could not be handled."""
+        if not isinstance(error, AsynctrtError):
             logger.error("failed to handle a websocket message", exc_info=error)
-            internal = AsynctrtError("internal error; see the server's log")
-            self._fail(request_id, internal, binary=not isinstance(message, str))
+            error = AsynctrtError("internal error; see the server's log")
+        self._fail(request_id, error, binary=binary)
 
     def cancel_all(self) -> None:
         """Cancel every request, as the client has gone away."""
         self._send = _nowhere
+        if self._decoding is not None:
+            self._decoding.cancel()
+        for task in self._encoding:
+            task.cancel()
         for inference in list(self._flights.values()):
             inference.future.cancel()
 
@@ -144,20 +212,23 @@ class WebSocketSession:
         began_ns = clock.now_ns()
         served = self._api.repository.find(route.name, route.version)
         try:
-            if self.is_draining:
-                raise EngineClosedError("the server is draining: use another one")
             request = served.codec.decode_split(head, request_id, rest, raw, start + len(head))
-            if not start and any(binary for _, binary in request.layout.outputs):
-                raise RequestError(
-                    "a text message is answered as text: request raw tensors in a binary message"
-                )
-            if request.id in self._flights:
-                raise RequestError(f"a request with id {request.id!r} is in flight: give each its own id")
-            then = self._ended if start else self._ended_text
-            inference = self._api.submit(served, request, began_ns, self._headers, then)
+            self._submit(served, request, began_ns, binary=start != 0)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
+        if served.codec.knows(rest) and rest not in self._routes:
+            remember(self._routes, rest, route)
+
+    def _submit(self, served: ServedModel, request: DecodedRequest, began_ns: int, *, binary: bool) -> None:
+        if self.is_draining:
+            raise EngineClosedError("the server is draining: use another one")
+        if not binary and any(wanted for _, wanted in request.layout.outputs):
+            raise RequestError("a text message is answered as text: request raw tensors in a binary message")
+        if request.id in self._flights:
+            raise RequestError(f"a request with id {request.id!r} is in flight: give each its own id")
+        then = self._ended if binary else self._ended_text
+        inference = self._api.submit(served, request, began_ns, self._headers, then)
         self._answer_nbytes += request.layout.answer_nbytes
         if request.id:
             self._flights[request.id] = inference
@@ -165,33 +236,63 @@ class WebSocketSession:
             self._number += 1
             self._flights[self._number] = inference
             inference.key = self._number
-        if served.codec.knows(rest) and rest not in self._routes:
-            remember(self._routes, rest, route)
 
     def _ended_text(self, inference: Inference) -> None:
         self._ended(inference, binary=False)
 
     def _ended(self, inference: Inference, *, binary: bool = True) -> None:
+        request, future, codec = inference.request, inference.future, inference.served.codec
+        encoded: Encoded | None = None
+        error: BaseException | None = None
+        if future.cancelled():
+            error = asyncio.CancelledError()
+        elif (error := future.exception()) is None:
+            result = future.result()
+            if codec.is_slow_answer(request.layout, result):
+                work = partial(codec.encode, request, result, pause)
+                answering = self._answer_slowly(inference, work, binary=binary)
+                task = asyncio.get_running_loop().create_task(answering)
+                self._encoding.add(task)
+                task.add_done_callback(self._encoding.discard)
+                return
+            try:
+                encoded = codec.encode(request, result)
+            except AsynctrtError as refused:
+                error = refused
+        self._answer(inference, encoded, error, binary=binary)
+
+    async def _answer_slowly(
+        self, inference: Inference, work: Callable[[], Encoded], *, binary: bool
+    ) -> None:
+        """Answer with what a thread encodes. Until then the request counts as in flight."""
+        encoded: Encoded | None = None
+        error: Exception | None = None
+        try:
+            encoded = await self._api.worker.run(work)
+        except Exception as raised:
+            error = raised
+        self._answer(inference, encoded, error, binary=binary)
+
+    def _answer(
+        self, inference: Inference, encoded: Encoded | None, error: BaseException | None, *, binary: bool
+    ) -> None:
         request = inference.request
         was_full = self.is_full
         del self._flights[request.id or inference.key]
         self._answer_nbytes -= request.layout.answer_nbytes
         if self._api.log is not None:
             self._api.log("websocket", self._peer, inference)
-        future = inference.future
-        if future.cancelled():
+        if encoded is not None:
+            head, tensors = encoded
+            if binary:
+                self._send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
+            else:
+                self._send(head.decode())
+        elif isinstance(error, asyncio.CancelledError):
             content = {"error": "cancelled", "status": CANCELLED_STATUS, "type": "CancelledError"}
             self._say({"id": request.id, **content} if request.id else content, binary=binary)
         else:
-            try:
-                head, tensors = inference.served.codec.encode(request, future.result())
-            except AsynctrtError as error:
-                self._fail(request.id, error, binary=binary)
-            else:
-                if binary:
-                    self._send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
-                else:
-                    self._send(head.decode())
+            self._failed(request.id, error, binary=binary)
         if was_full or not self._flights:
             self._room()
 
@@ -226,6 +327,13 @@ class WebSocketSession:
             self._send(len(raw).to_bytes(PREFIX_NBYTES, "little") + raw)
         else:
             self._send(raw.decode())
+
+
+def _id_of(content: Mapping[str, Any]) -> str:
+    given = content.get("id", "")
+    if not isinstance(given, str) or len(given) > ID_CHARS_MAX:
+        raise RequestError(f"id must be a string of at most {ID_CHARS_MAX} characters, not {brief(given)}")
+    return given
 
 
 def _nowhere(message: Message) -> None:

@@ -24,6 +24,7 @@ class Watch:
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()
+        self._is_stopped = False
         self.begin()
         self._turn()
 
@@ -35,7 +36,11 @@ class Watch:
         now_ns = time.monotonic_ns()
         self.longest_ns = max(self.longest_ns, now_ns - self._last_ns)
         self._last_ns = now_ns
-        self.loop.call_soon(self._turn)
+        if not self._is_stopped:
+            self.loop.call_soon(self._turn)
+
+    def stop(self):
+        self._is_stopped = True
 
 
 async def measure(models, scrapes):

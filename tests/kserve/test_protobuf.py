@@ -14,9 +14,9 @@ from asynctrt.errors import InputError, RequestError, TooLargeError, Unsupported
 from asynctrt.kserve.protobuf import (
     DESCRIPTORS,
     ProtobufCodec,
-    check_size,
     message_classes,
     parse,
+    split_request,
     streamed,
     streamed_error,
 )
@@ -496,22 +496,41 @@ def test_too_many_rows_are_refused_before_their_values_are_read():
 )
 def test_a_message_that_would_grow_is_refused_before_it_is_parsed(body, error, says):
     with pytest.raises(error, match=says):
-        check_size(body, fields_max=99, nbytes_max=300_000)
+        split_request(body, fields_max=99, nbytes_max=300_000)
 
 
 def test_raw_tensors_are_not_counted():
     message = request((1000, 2), raw=bytes(8000))
     for _ in range(50):
         message.raw_input_contents.append(bytes(100_000))
-    check_size(message.SerializeToString(), fields_max=99, nbytes_max=1000)
+    body = message.SerializeToString()
+    split = split_request(body, fields_max=99, nbytes_max=1000)
+    assert [len(raw) for raw in split.raw] == [8000] + [100_000] * 50
+    # They are views, and the rest is a message that says all but them.
+    assert all(raw.obj is body for raw in split.raw)
+    message.ClearField("raw_input_contents")
+    assert parse(message_classes()["ModelInferRequest"], split.rest) == ours(message)
+
+
+def test_fields_between_and_after_raw_tensors_are_kept():
+    """A message's fields may come in any order, and a repeated field in several places."""
+    first, second = bytes(20_000), b"\1" * 20_000
+    raw = [b"\x3a\xa0\x9c\x01" + content for content in (first, second)]
+    expected = request((1, 2))
+    expected.ClearField("raw_input_contents")
+    body = raw[0] + expected.SerializeToString() + raw[1] + b"\x1a\x01z"
+    split = split_request(body, fields_max=99, nbytes_max=1000)
+    assert split.raw == [first, second]
+    expected.id = "z"
+    assert parse(message_classes()["ModelInferRequest"], split.rest) == ours(expected)
 
 
 @pytest.mark.parametrize("end", [b"\x2a", b"\x2a\xff", b"\x2a\xff\xff\xff\xff\x0f", b"\xff" * 20, b"\x21"])
 def test_a_message_that_is_cut_off_is_left_to_the_parser(end):
     body = request((1000, 2), raw=bytes(100_000)).SerializeToString() + end
-    check_size(body, fields_max=99, nbytes_max=1000)
+    split = split_request(body, fields_max=99, nbytes_max=1000)
     with pytest.raises(RequestError):
-        parse(message_classes()["ModelInferRequest"], body)
+        parse(message_classes()["ModelInferRequest"], split.rest)
 
 
 def test_too_many_tensors():

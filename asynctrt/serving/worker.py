@@ -1,0 +1,50 @@
+"""Do in a thread what would hold the event loop for too long: decode and encode large messages."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
+
+from asynctrt import clock
+
+PAUSE_S: Final = 0.0001
+"""How long the thread sleeps after each piece of work.
+
+It has Python's lock while it works. If it did not let go of it, the loop would wait for a switch interval
+each time that it had let go of it itself: 5 ms, or 0.5 ms in ``asynctrt serve``.
+"""
+
+T = TypeVar("T")
+
+
+def pause() -> None:
+    """Let the event loop run, between two pieces of work."""
+    clock.sleep_s(PAUSE_S)
+
+
+class Worker:
+    """One thread, made when it is first needed. It gives way to the event loop after each piece of work.
+
+    What is in its queue is bounded by who gives it work: one message a connection.
+    """
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    def __repr__(self) -> str:
+        return f"<Worker {'idle' if self._executor is None else 'started'}>"
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns; it calls :func:`pause` between pieces.
+
+        Whoever is cancelled meanwhile goes on at once. ``work`` then ends in the thread, for nothing.
+        """
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-decode")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """Take no more work. The thread ends after what it is doing."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._executor = None

@@ -1,0 +1,300 @@
+"""Large messages are decoded and encoded off the event loop: in order, cancellable, and with nothing left."""
+
+import asyncio
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from asynctrt.backends.function import FunctionModel
+from asynctrt.kserve.codec import FAST_NBYTES
+from asynctrt.kserve.json_codec import JsonCodec
+from asynctrt.kserve.protobuf import ProtobufCodec, message_classes
+from asynctrt.serving.frames import connect
+from asynctrt.serving.worker import Worker, pause
+from asynctrt.tensors import TensorSpec
+from tests.helpers import until
+from tests.serving.support import WAIT_S, ask, connected, request, serving
+
+pytestmark = pytest.mark.anyio
+INFER = "/v2/models/double/infer"
+COUNT = 9000
+SMALL = 4
+
+
+def model(dtype="float32"):
+    """Doubles numbers, or byte strings of any number."""
+
+    def function(inputs, outputs):
+        rows = inputs["input"]
+        outputs["output"][...] = rows if dtype.startswith("S") else 2 * rows
+
+    return FunctionModel(
+        function,
+        inputs=TensorSpec("input", np.dtype(dtype), ("n",)),
+        outputs=TensorSpec("output", np.dtype(dtype), ("n",)),
+    )
+
+
+def json_body(count=COUNT, request_id="", value=0.25, **more):
+    tensor = {"name": "input", "datatype": "FP32", "shape": [1, count], "data": [value] * count}
+    content = {"model_name": "double", "inputs": [tensor], **more}
+    return json.dumps({"id": request_id} | content if request_id else content)
+
+
+def values_of(body):
+    return json.loads(body)["outputs"][0]["data"]
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Which codec's methods ran with which thread, in order: by name, and whether it was the loop's."""
+    found = []
+    for kind, name in ((JsonCodec, "decode"), (JsonCodec, "decode_split"), (JsonCodec, "encode"),
+                       (ProtobufCodec, "decode"), (ProtobufCodec, "encode")):  # fmt: skip
+        watch(monkeypatch, kind, name, found)
+    return found
+
+
+def watch(monkeypatch, kind, name, found):
+    method = getattr(kind, name)
+
+    def watched(self, *arguments):
+        found.append((name, threading.current_thread() is threading.main_thread()))
+        return method(self, *arguments)
+
+    monkeypatch.setattr(kind, name, watched)
+
+
+class Gate:
+    """Decoding stops here until the test opens it."""
+
+    def __init__(self, monkeypatch):
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        method = JsonCodec.decode_split
+
+        def gated(codec, *arguments):
+            if threading.current_thread() is not threading.main_thread():
+                self.reached.set()
+                assert self.opened.wait(WAIT_S)
+            return method(codec, *arguments)
+
+        monkeypatch.setattr(JsonCodec, "decode_split", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+class TestWorker:
+    async def test_one_thread_does_all_and_ends_when_it_is_closed(self):
+        worker = Worker()
+        names = [await worker.run(lambda: threading.current_thread().name) for _ in range(3)]
+        assert len(set(names)) == 1
+        assert await worker.run(pause) is None
+        with pytest.raises(ZeroDivisionError):
+            await worker.run(lambda: 1 / 0)
+        worker.close()
+        worker.close()
+        await until(lambda: names[0] not in [thread.name for thread in threading.enumerate()])
+
+    async def test_who_is_cancelled_does_not_wait(self):
+        worker, opened = Worker(), threading.Event()
+        task = asyncio.create_task(worker.run(lambda: opened.wait(WAIT_S)))
+        await asyncio.sleep(0)
+        task.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait([task])
+        assert task.cancelled()
+        opened.set()
+        assert await worker.run(lambda: 7) == 7
+        worker.close()
+
+
+class TestHttp:
+    async def test_a_large_request_and_its_answer(self, threads):
+        async with serving({"double": model()}) as server:
+            status, _, body = await ask(server, INFER, json_body().encode())
+            assert (status, values_of(body)) == (200, [0.5] * COUNT)
+            assert threads == [("decode", False), ("decode_split", False), ("encode", False)]
+            threads.clear()
+            status, _, body = await ask(server, INFER, json_body(SMALL).encode())
+            assert (status, values_of(body)) == (200, [0.5] * SMALL)
+            assert threads == [("decode", True), ("decode_split", True), ("encode", True)]
+
+    async def test_byte_strings(self, threads):
+        raw = b"\3\0\0\0abc" * COUNT
+        tensor = {"name": "input", "datatype": "BYTES", "shape": [1, COUNT]}
+        tensor["parameters"] = {"binary_data_size": len(raw)}
+        head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
+        async with serving({"double": model("S8")}) as server:
+            length = {"Inference_Header_Content_Length": len(head)}
+            status, _, body = await ask(server, INFER, head + raw, **length)
+            assert status == 200
+            assert body.endswith(raw)
+            # The same with gzip in both directions is a task that awaits the same.
+            length |= {"Accept_Encoding": "gzip"}
+            status, headers, _ = await ask(server, INFER, head + raw, **length)
+            assert (status, headers["content-encoding"]) == (200, "gzip")
+        assert threads == [("decode", False), ("decode_split", False), ("encode", False)] * 2
+
+    async def test_answers_keep_their_order(self, gate):
+        async with serving({"double": model()}) as server, connected(server) as raw:
+            raw.send(request(INFER, json_body(request_id="large").encode()))
+            raw.send(request(INFER, json_body(SMALL, request_id="small").encode()))
+            await until(gate.reached.is_set)
+            gate.opened.set()
+            assert [json.loads((await raw.answer())[2])["id"] for _ in range(2)] == ["large", "small"]
+
+    async def test_other_clients_are_answered_meanwhile(self, gate):
+        async with serving({"double": model()}) as server, connected(server) as raw:
+            raw.send(request(INFER, json_body().encode()))
+            await until(gate.reached.is_set)
+            assert (await ask(server, INFER, json_body(SMALL).encode()))[0] == 200
+            gate.opened.set()
+            assert (await raw.answer())[0] == 200
+
+    async def test_a_client_that_goes_away_leaves_nothing(self, gate):
+        async with serving({"double": model()}) as server:
+            async with connected(server) as raw:
+                raw.send(request(INFER, json_body().encode()))
+                await until(gate.reached.is_set)
+            await until(lambda: not server._hub.connections)
+            gate.opened.set()
+            # The thread takes one after the other, so that the first has ended by then.
+            assert (await ask(server, INFER, json_body().encode()))[0] == 200
+            served = server.repository.find("double")
+            assert (served.pending, server.api.in_flight) == (0, 0)
+            assert served.engine.statistics().succeeded == 1
+
+    @pytest.mark.parametrize(
+        ("body", "says"),
+        [
+            (json_body().replace("0.25]", "]"), "not valid JSON"),
+            (json_body(), "unknown"),
+            (json_body().replace('"shape": [1,', '"shape": [2,'), "values, but shape"),
+        ],
+        ids=["JSON", "model", "shape"],
+    )
+    async def test_what_is_wrong_is_said_and_counted(self, body, says):
+        path = INFER if says != "unknown" else "/v2/models/other/infer"
+        async with serving({"double": model()}) as server, connected(server) as raw:
+            for _ in range(2):
+                raw.send(request(path, body.encode()))
+                status, _, answer = await raw.answer()
+                assert status in (400, 404)
+                assert says in json.loads(answer)["error"]
+            failed = server.repository.find("double").failures["OTHER"]
+            assert failed == (2 if says != "unknown" else 0)
+
+
+class TestWebsocket:
+    async def test_large_messages(self, threads):
+        async with serving({"double": model()}) as server, opened(server) as socket:
+            await socket.send(json_body(request_id="7"))
+            answer = await said(socket)
+            assert json.loads(answer)["id"] == "7"
+            assert values_of(answer) == [0.5] * COUNT
+            assert threads == [("decode_split", False), ("encode", False)]
+            session = session_of(server)
+            assert (session.in_flight, session._answer_nbytes, session.is_full) == (0, 0, False)
+
+    async def test_messages_keep_their_order(self, gate):
+        """Both are for one id, so that the second would be refused if it was taken too early or too late."""
+        async with serving({"double": model()}) as server, opened(server) as socket:
+            await socket.send(json_body(request_id="large"))
+            await until(gate.reached.is_set)
+            await socket.send(json_body(SMALL, request_id="small"))
+            await socket.send(json.dumps({"cancel": "large"}))
+            session = session_of(server)
+            await until(lambda: session.is_full and session.in_flight == 1)
+            gate.opened.set()
+            answers = [json.loads(await said(socket)) for _ in range(2)]
+            assert {answer["id"] for answer in answers} == {"large", "small"}
+
+    async def test_a_client_that_goes_away_leaves_nothing(self, gate):
+        async with serving({"double": model()}) as server:
+            async with opened(server) as socket:
+                await socket.send(json_body(request_id="large"))
+                await until(gate.reached.is_set)
+                session = session_of(server)
+                socket.transport.abort()
+                # Nothing is read from it meanwhile, so that it is seen to be gone only afterwards.
+                gate.opened.set()
+                await until(lambda: not server._hub.connections)
+            served = server.repository.find("double")
+            await until(lambda: (served.pending, server.api.in_flight, session.in_flight) == (0, 0, 0))
+            assert session._answer_nbytes == 0
+            assert not session._encoding
+
+    async def test_what_is_wrong_is_said(self):
+        async with serving({"double": model()}) as server, opened(server) as socket:
+            await socket.send(json_body(request_id="7").replace("0.25]", '"x"]'))
+            answer = json.loads(await said(socket))
+            assert (answer["id"], answer["status"]) == ("7", 400)
+            await socket.send(json_body(request_id="8").replace("0.25]", "]"))
+            assert "not valid JSON" in json.loads(await said(socket))["error"]
+            await socket.send(json.dumps({"ping": [0.25] * COUNT}))
+            assert json.loads(await said(socket)) == {"pong": [0.25] * COUNT}
+
+    async def test_draining_waits_for_what_is_decoded(self, gate):
+        async with serving({"double": model()}) as server, opened(server) as socket:
+            await socket.send(json_body(request_id="7"))
+            await until(gate.reached.is_set)
+            session_of(server)  # It is there, and not idle.
+            server._hub.drain()
+            gate.opened.set()
+            assert json.loads(await said(socket))["status"] == 503
+            await asyncio.wait_for(socket.wait_closed(), WAIT_S)
+            assert socket.close_code == 1001
+
+
+class TestGrpc:
+    @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+    async def test_typed_contents(self, threads, is_stream):
+        import grpc
+
+        kinds = message_classes()
+        message = kinds["ModelInferRequest"](model_name="double")
+        tensor = message.inputs.add(name="input", datatype="BYTES")
+        tensor.shape.extend([1, COUNT])
+        tensor.contents.bytes_contents.extend([b"abc"] * COUNT)
+        body = message.SerializeToString()
+        assert len(body) > FAST_NBYTES
+        service = "/inference.GRPCInferenceService/"
+        async with (
+            serving({"double": model("S8")}, grpc=True) as server,
+            grpc.aio.insecure_channel(server.grpc_target) as channel,
+        ):
+            async with asyncio.timeout(WAIT_S):
+                if is_stream:
+                    call = channel.stream_stream(service + "ModelStreamInfer")()
+                    for _ in range(2):
+                        await call.write(body)
+                    await call.done_writing()
+                    kind = kinds["ModelStreamInferResponse"]
+                    answers = [kind.FromString(raw).infer_response async for raw in call]
+                else:
+                    call = channel.unary_unary(service + "ModelInfer")
+                    answers = [kinds["ModelInferResponse"].FromString(await call(body)) for _ in range(2)]
+        assert [answer.raw_output_contents[0] for answer in answers] == [b"\3\0\0\0abc" * COUNT] * 2
+        assert sorted(threads) == sorted([("decode", False), ("encode", False)] * 2)
+
+
+def opened(server):
+    return connect(server.http_url.replace("http", "ws") + "/v2/ws", max_size=None)
+
+
+async def said(socket):
+    async with asyncio.timeout(WAIT_S):
+        return await socket.recv()
+
+
+def session_of(server):
+    (connection,) = server._hub.connections
+    return connection._session
