@@ -4,11 +4,14 @@ This is the only importer of ``websockets``.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
+from asynctrt.kserve.datatypes import Buffer
 from asynctrt.serving.api import ModelRoute, error_answer
-from asynctrt.serving.http import HttpConnection, Hub, Writing
+from asynctrt.serving.frame_cutter import FrameCutter
+from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.websocket import (
     GOING_AWAY,
@@ -92,8 +95,15 @@ class SocketConnection(asyncio.Protocol):
         self._hub = hub
         self._protocol = protocol
         self._session = WebSocketSession(
-            hub.api, self._send, room=self._room, route=route, headers=headers, peer=peer
+            hub.api,
+            self._send,
+            room=self._room,
+            route=route,
+            headers=headers,
+            peer=peer,
+            send_pieces=self._send_pieces,
         )
+        self._cutter = FrameCutter(hub.settings.max_body)
         self._transport: Any = None
         self._pieces = bytearray()
         self._is_text = False
@@ -104,8 +114,6 @@ class SocketConnection(asyncio.Protocol):
         # The tick in which the first bytes of a message that is not complete yet were read.
         self._began: int | None = None
         self._is_partial = False
-        self._unread_nbytes = 0
-        """Bytes that were read of a frame that is not complete yet."""
         self._touched = hub.tick
         self._pinged = False
         self._closed_at: int | None = None
@@ -133,8 +141,9 @@ class SocketConnection(asyncio.Protocol):
         self._touched = self._hub.tick
         self._pinged = False
         protocol = self._protocol
-        protocol.receive_data(data)
-        self._unread_nbytes += len(data)
+        data = self._cutter.feed(data)
+        if data:  # Nothing at all would mean that the client has finished.
+            protocol.receive_data(data)
         self._is_flushing = True
         for event in protocol.events_received():
             if isinstance(event, Frame):
@@ -143,7 +152,7 @@ class SocketConnection(asyncio.Protocol):
                     self._frames.append(event)
                 else:
                     self._take(event)
-        if not self._is_partial and self._unread_nbytes <= 0:
+        if not self._is_partial and self._cutter.is_between_frames:
             self._began = None
         elif self._began is None:
             self._began = self._hub.tick
@@ -167,8 +176,6 @@ class SocketConnection(asyncio.Protocol):
 
     def _note(self, frame: Frame) -> None:
         """Note where messages begin and end. Control frames may come between the frames of a message."""
-        nbytes = len(frame.data)
-        self._unread_nbytes -= nbytes + (6 if nbytes < 126 else 8 if nbytes < 65536 else 14)
         if frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
             self._is_partial = not frame.fin
             if frame.fin:
@@ -186,9 +193,9 @@ class SocketConnection(asyncio.Protocol):
             self._pieces += frame.data
             if frame.fin:
                 pieces, self._pieces = self._pieces, bytearray()
-                self._receive(bytes(pieces))
+                self._receive(pieces)
 
-    def _receive(self, raw: bytes) -> None:
+    def _receive(self, raw: bytes | bytearray) -> None:
         if self._session.is_full or self._writing.since is not None:
             opcode = Opcode.TEXT if self._is_text else Opcode.BINARY
             self._frames.append(Frame(opcode, raw))
@@ -216,21 +223,38 @@ class SocketConnection(asyncio.Protocol):
             self._is_flushing = True
             self._hub.at_end_of_tick(self._flush)
 
+    def _send_pieces(self, pieces: Sequence[Buffer]) -> None:
+        """Send a binary message. A large one is neither put together nor copied: each would hold the loop."""
+        nbytes = sum(map(len, pieces))
+        if nbytes <= JOIN_NBYTES_MAX:
+            self._send(b"".join(pieces))
+        elif self._protocol.state is State.OPEN and not self._transport.is_closing():
+            self._write_pending()
+            self._written += nbytes
+            # The head of a frame with a size of 8 bytes, which a server does not mask.
+            self._transport.write(bytes((0x80 | Opcode.BINARY, 127)) + nbytes.to_bytes(8, "big"))
+            for piece in pieces:
+                self._transport.write(piece)
+
     def _flush(self) -> None:
         self._is_flushing = False
         if self._transport.is_closing():
             return
-        pieces = self._protocol.data_to_send()
-        if pieces:
-            raw = b"".join(pieces)
-            if raw:
-                self._written += len(raw)
-                self._transport.write(raw)
+        pieces = self._write_pending()
         if self._protocol.close_expected():
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
             if self._protocol.state is State.CLOSED or b"" in pieces:
                 self._transport.close()
+
+    def _write_pending(self) -> list[bytes]:
+        """Write what the library has to send, and return it; an empty piece ends the connection."""
+        pieces = self._protocol.data_to_send()
+        raw = b"".join(pieces)
+        if raw:
+            self._written += len(raw)
+            self._transport.write(raw)
+        return pieces
 
     def _room(self) -> None:
         """Continue with the waiting messages, now that requests have ended or the client reads again."""

@@ -122,8 +122,8 @@ class ServerSettings:
     max_json: int = setting(
         default=4 << 20,
         check=count(1),
-        doc="""Bytes of JSON in one request, and of all but raw tensors in one over gRPC: send large tensors as
-        binary data.""",
+        doc="""Bytes of JSON in one request, and of all but raw tensors in one over gRPC. Send large tensors
+        as binary data.""",
     )
     max_headers: int = setting(
         default=64 << 10,

@@ -22,7 +22,7 @@ with status 503, and the connection is closed with code 1001 once all others are
 
 import asyncio
 from base64 import urlsafe_b64decode
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -36,7 +36,7 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest, remember
 from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, split_id
-from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, Inference, ModelRoute, logger
+from asynctrt.serving.api import CANCELLED_STATUS, Api, Body, Headers, Inference, ModelRoute, logger
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.worker import pause
 
@@ -63,6 +63,7 @@ class WebSocketSession:
     """One connection's protocol. Its methods belong to the event loop, and neither wait nor raise.
 
     :param send: sends a message, ``bytes`` as binary and ``str`` as text.
+    :param send_pieces: sends a binary message that is given in pieces. Default: they are joined.
     :param room: called when :attr:`is_full` becomes false, or no request is in flight any more.
     :param route: the model of every request; ``None`` if each request names its own.
     :param peer: the client's address, for the access log.
@@ -74,6 +75,7 @@ class WebSocketSession:
         send: Callable[[Message], None],
         *,
         room: Callable[[], None] = lambda: None,
+        send_pieces: Callable[[Sequence[Buffer]], None] | None = None,
         route: ModelRoute | None = None,
         headers: Headers | None = None,
         peer: Any = None,
@@ -81,6 +83,7 @@ class WebSocketSession:
         self._peer = peer
         self._api = api
         self._send = send
+        self._send_pieces = send_pieces or (lambda pieces: self._send(b"".join(pieces)))
         self._room = room
         self._route = route
         self._headers = headers or {}
@@ -113,10 +116,11 @@ class WebSocketSession:
             or self._answer_nbytes >= self._answer_nbytes_max
         )
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: Message | bytearray) -> None:
         """Handle one message."""
         request_id = ""
         try:
+            raw: Body
             if isinstance(message, str):
                 raw = message.encode("utf-8", "surrogatepass")
                 head, start = raw, 0
@@ -153,7 +157,7 @@ class WebSocketSession:
         if not task.cancelled():
             self._room()
 
-    async def _receive_slowly(self, raw: bytes, head: bytes, start: int) -> None:
+    async def _receive_slowly(self, raw: Body, head: bytes, start: int) -> None:
         """Handle a message with much JSON."""
         request_id = ""
         try:
@@ -171,7 +175,7 @@ class WebSocketSession:
         await self._infer_slowly(route, raw, head, start, request_id, split_id(head)[1])
 
     async def _infer_slowly(
-        self, route: ModelRoute, raw: bytes, head: bytes, start: int, request_id: str, rest: bytes
+        self, route: ModelRoute, raw: Body, head: bytes, start: int, request_id: str, rest: bytes
     ) -> None:
         """Begin an inference that is decoded in a thread."""
         try:
@@ -198,7 +202,7 @@ class WebSocketSession:
 
     def cancel_all(self) -> None:
         """Cancel every request, as the client has gone away."""
-        self._send = _nowhere
+        self._send = self._send_pieces = _nowhere
         if self._decoding is not None:
             self._decoding.cancel()
         for task in self._encoding:
@@ -207,7 +211,7 @@ class WebSocketSession:
             inference.future.cancel()
 
     def _infer(
-        self, route: ModelRoute, raw: bytes, head: bytes, start: int, request_id: str, rest: bytes
+        self, route: ModelRoute, raw: Body, head: bytes, start: int, request_id: str, rest: bytes
     ) -> None:
         began_ns = clock.now_ns()
         served = self._api.repository.find(route.name, route.version)
@@ -285,7 +289,7 @@ class WebSocketSession:
         if encoded is not None:
             head, tensors = encoded
             if binary:
-                self._send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
+                self._send_pieces((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors))
             else:
                 self._send(head.decode())
         elif isinstance(error, asyncio.CancelledError):
@@ -336,18 +340,18 @@ def _id_of(content: Mapping[str, Any]) -> str:
     return given
 
 
-def _nowhere(message: Message) -> None:
+def _nowhere(message: Message | Sequence[Buffer]) -> None:
     """Discard the answer to a client that has gone away."""
 
 
-def _head_of(message: bytes) -> bytes:
+def _head_of(message: bytes | bytearray) -> bytes:
     length = int.from_bytes(message[:PREFIX_NBYTES], "little")
     if len(message) < PREFIX_NBYTES + length:
         raise RequestError(
             "a binary message must begin with the length of its JSON header in 4 bytes, little-endian; this "
             f"one has {len(message)} bytes in all and states a header of {length}"
         )
-    return message[PREFIX_NBYTES : PREFIX_NBYTES + length]
+    return bytes(message[PREFIX_NBYTES : PREFIX_NBYTES + length])
 
 
 def _route_of(content: Mapping[str, Any]) -> ModelRoute:

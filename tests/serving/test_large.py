@@ -204,6 +204,27 @@ class TestWebsocket:
             session = session_of(server)
             assert (session.in_flight, session._answer_nbytes, session.is_full) == (0, 0, False)
 
+    async def test_large_frames_in_both_directions(self):
+        """With a small message behind it, whose answer must not come into the middle of the large one."""
+        values = np.arange(500_000, dtype="f4")
+        async with serving({"double": model()}) as server, opened(server) as socket:
+            for number, given in enumerate((values, values[:3], values[:40_000])):
+                tensor = {"name": "input", "datatype": "FP32", "shape": [1, len(given)]}
+                tensor["parameters"] = {"binary_data_size": given.nbytes}
+                content = {"id": str(number), "model_name": "double", "inputs": [tensor]}
+                head = json.dumps(content | {"parameters": {"binary_data_output": True}}).encode()
+                await socket.send(len(head).to_bytes(4, "little") + head + given.tobytes())
+            answers = {}
+            for _ in range(3):
+                message = await said(socket)
+                start = 4 + int.from_bytes(message[:4], "little")
+                answers[json.loads(message[4:start])["id"]] = np.frombuffer(message[start:], "f4")
+            assert np.array_equal(answers["0"], 2 * values)
+            assert np.array_equal(answers["1"], 2 * values[:3])
+            assert np.array_equal(answers["2"], 2 * values[:40_000])
+            session = session_of(server)
+            assert (session.in_flight, session._answer_nbytes) == (0, 0)
+
     async def test_messages_keep_their_order(self, gate):
         """Both are for one id, so that the second would be refused if it was taken too early or too late."""
         async with serving({"double": model()}) as server, opened(server) as socket:

@@ -1,0 +1,116 @@
+"""Cut a client's large websocket frames into fragments while they arrive.
+
+A library takes a frame whole: it copies and unmasks 60 MiB at once, for which it would hold the event loop
+for 100 ms. A message may come in any number of fragments, and each of them is small.
+"""
+
+from typing import Final
+
+LARGE_NBYTES: Final = 128 << 10
+"""A larger frame is cut."""
+
+MASKED: Final = 0x80
+FINAL: Final = 0x80
+OPCODE: Final = 0x0F
+CONTROL: Final = 8
+"""Opcodes from here on are of control frames, which are small."""
+KEY_NBYTES: Final = 4
+
+
+class FrameCutter:
+    """Turn the bytes of a connection into others that mean the same, without large frames.
+
+    :param nbytes_max: the largest frame that is accepted; a larger one is left to the library to refuse.
+    """
+
+    def __init__(self, nbytes_max: int) -> None:
+        self._nbytes_max = nbytes_max
+        # A frame's head of which a part has come, or bytes that do not fill a multiple of the masking key.
+        self._kept = b""
+        self._left = 0
+        """Bytes of the current frame that are still to come."""
+        self._is_cutting = False
+        self._first = 0
+        """The first byte of the fragment that comes next."""
+        self._last = 0
+        """The first byte of the last fragment."""
+        self._key = b""
+
+    def __repr__(self) -> str:
+        state = "cutting" if self._is_cutting else "between frames" if self.is_between_frames else "passing"
+        return f"<FrameCutter {state} left={self._left}>"
+
+    @property
+    def is_between_frames(self) -> bool:
+        """Whether the last frame is complete and nothing of the next has come."""
+        return not self._left and not self._kept
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what is to be read in the place of ``data``."""
+        if not self._left and not self._kept and len(data) > 1:
+            size = data[1] & ~MASKED
+            if size < 126 and len(data) == 2 + KEY_NBYTES + size:
+                return data  # One small frame, as most.
+        if self._left >= len(data) and not self._is_cutting:
+            self._left -= len(data)
+            return data
+        out: list[bytes | memoryview] = []
+        rest = memoryview(self._kept + data if self._kept else data)
+        self._kept = b""
+        while rest:
+            if self._is_cutting:
+                rest = self._cut(rest, out)
+            elif self._left:
+                taken = rest[: self._left]
+                out.append(taken)
+                self._left -= len(taken)
+                rest = rest[len(taken) :]
+            else:
+                nbytes = self._read_head(rest, out)
+                if not nbytes:
+                    self._kept = bytes(rest)
+                    break
+                rest = rest[nbytes:]
+        return b"".join(out)
+
+    def _read_head(self, head: memoryview, out: list[bytes | memoryview]) -> int:
+        """Read a frame's head; return how many bytes it has, or 0 if it is not complete."""
+        if len(head) < 2:
+            return 0
+        size, is_masked = head[1] & ~MASKED, bool(head[1] & MASKED)
+        end = {126: 4, 127: 10}.get(size, 2)
+        start = end + KEY_NBYTES * is_masked
+        if len(head) < start:
+            return 0
+        nbytes = size if end == 2 else int.from_bytes(head[2:end], "big")
+        opcode = head[0] & OPCODE
+        self._left = nbytes
+        if not is_masked or opcode >= CONTROL or not LARGE_NBYTES < nbytes <= self._nbytes_max:
+            out.append(head[:start])
+            return start
+        self._is_cutting = True
+        self._key = bytes(head[end:start])
+        self._first = head[0] & ~FINAL
+        # If it is cut at all, the last fragment continues the message, and ends it if the frame did.
+        self._last = head[0] & FINAL
+        return start
+
+    def _cut(self, rest: memoryview, out: list[bytes | memoryview]) -> memoryview:
+        """Make a fragment of what has come of a large frame; return what follows it."""
+        is_last = len(rest) >= self._left
+        # The masking key goes round, and each fragment begins with its first byte.
+        nbytes = self._left if is_last else len(rest) // KEY_NBYTES * KEY_NBYTES
+        if not nbytes:
+            self._kept = bytes(rest)
+            return rest[:0]
+        first = self._first
+        if is_last:
+            first |= self._last
+            self._is_cutting = False
+        out += (bytes((first, MASKED | 127)), nbytes.to_bytes(8, "big"), self._key, rest[:nbytes])
+        self._first = 0  # What follows continues the message.
+        self._left -= nbytes
+        if not is_last and nbytes < len(rest):
+            self._kept = bytes(rest[nbytes:])
+            return rest[:0]
+        return rest[nbytes:]

@@ -1,0 +1,130 @@
+"""Large frames in fragments are the same messages, whatever pieces they come in."""
+
+import random
+
+import pytest
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from asynctrt.serving import frame_cutter
+from asynctrt.serving.frame_cutter import FrameCutter
+
+MAX = 10_000
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Frames count as large from 40 bytes on."""
+    monkeypatch.setattr(frame_cutter, "LARGE_NBYTES", 40)
+
+
+class Reader:
+    """What the library makes of bytes: messages with their opcodes, and how it ended."""
+
+    def __init__(self):
+        self.protocol = ServerProtocol(max_size=MAX)
+        self.protocol.state = State.OPEN
+        self.protocol.parser = self.protocol.parse()
+        next(self.protocol.parser)
+        self.messages = []
+        self.largest = 0
+        self._pieces = []
+
+    def feed(self, data):
+        if data:
+            self.protocol.receive_data(data)
+        for frame in self.protocol.events_received():
+            if frame.opcode >= 8:
+                self.messages.append((frame.opcode, bytes(frame.data)))
+                continue
+            self.largest = max(self.largest, len(frame.data))
+            self._pieces.append(frame)
+            if frame.fin:
+                data = b"".join(frame.data for frame in self._pieces)
+                self.messages.append((self._pieces[0].opcode, data))
+                self._pieces = []
+
+    @property
+    def said(self):
+        closing = self.protocol.close_sent
+        return self.messages, None if closing is None else closing.code
+
+
+def masked(opcode, data, *, fin=True):
+    return Frame(opcode, data, fin).serialize(mask=True)
+
+
+def in_pieces(dice, raw, most):
+    while raw:
+        nbytes = dice.randint(1, most)
+        yield raw[:nbytes]
+        raw = raw[nbytes:]
+
+
+def conversation(dice):
+    """Messages of some frames each, with control frames between them."""
+    raw = b""
+    for _ in range(dice.randint(1, 6)):
+        opcode = dice.choice((Opcode.TEXT, Opcode.BINARY))
+        count = dice.choice((1, 1, 2, 3))
+        for number in range(count):
+            data = dice.randbytes(dice.choice((0, 1, 39, 40, 41, 42, 43, 125, 126, 127, 300)))
+            if opcode is Opcode.TEXT:
+                data = data.hex().encode()
+            raw += masked(opcode if number == 0 else Opcode.CONT, data, fin=number == count - 1)
+            if dice.random() < 0.3:
+                raw += masked(Opcode.PING, dice.randbytes(dice.choice((0, 3, 125))))
+    return raw
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 50, 5000])
+def test_messages_are_the_same_in_any_pieces(most):
+    dice = random.Random(most)
+    for _ in range(60):
+        raw = conversation(dice)
+        if dice.random() < 0.3:
+            raw = bytearray(raw)
+            raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
+            raw = bytes(raw)
+        whole, cut, cutter = Reader(), Reader(), FrameCutter(MAX)
+        for piece in in_pieces(dice, raw, most):
+            whole.feed(piece)
+            cut.feed(cutter.feed(piece))
+        assert cut.said == whole.said
+
+
+def test_a_large_frame_is_read_in_pieces_as_it_comes():
+    data = bytes(range(256)) * 20
+    raw, reader, cutter = masked(Opcode.BINARY, data), Reader(), FrameCutter(MAX)
+    for start in range(0, len(raw), 500):
+        reader.feed(cutter.feed(raw[start : start + 500]))
+        assert cutter.is_between_frames == (start + 500 >= len(raw))
+    assert reader.messages == [(Opcode.BINARY, data)]
+    assert reader.largest <= 500
+
+
+@pytest.mark.parametrize("known", range(14))
+def test_a_head_of_which_a_part_has_come_is_not_between_frames(known):
+    cutter = FrameCutter(1 << 20)
+    raw = masked(Opcode.BINARY, bytes(70_000))
+    cutter.feed(raw[:known])
+    assert cutter.is_between_frames == (known == 0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (masked(Opcode.BINARY, bytes(MAX + 1))[:14], 1009),
+        (Frame(Opcode.BINARY, bytes(500)).serialize(mask=False), 1002),
+        (masked(Opcode.BINARY, bytes(MAX), fin=False) + masked(Opcode.CONT, b"ab"), 1009),
+        (bytes([0xC2]) + masked(Opcode.BINARY, bytes(500))[1:], 1002),
+        (masked(Opcode.CONT, bytes(500)), 1002),
+    ],
+    ids=["large", "unmasked", "two", "reserved", "continued"],
+)
+def test_what_the_library_refuses_is_left_to_it(raw, code):
+    whole, cut = Reader(), Reader()
+    whole.feed(raw)
+    cut.feed(FrameCutter(MAX).feed(raw))
+    assert cut.said == whole.said == ([], code)
