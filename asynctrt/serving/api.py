@@ -141,7 +141,8 @@ class Api:
     ``pages`` are further pages by path, such as the dashboard's. ``observe`` is called after each inference,
     for tracing. ``log`` is called with protocol, peer and inference after each one that did not come over
     HTTP: HTTP requests are logged by their connections. ``failed`` is called with each inference that failed
-    and why. ``checks_hosts`` is for a server that has no tokens.
+    and why. ``unauthorized`` counts refused tokens, hosts and origins. ``checks_hosts`` is for a server that
+    has no tokens.
     """
 
     repository: Repository
@@ -151,6 +152,7 @@ class Api:
     log: Callable[[str, Any, Inference], None] | None = None
     failed: Callable[[Inference, BaseException], None] | None = None
     in_flight: int = 0
+    unauthorized: int = 0
     checks_hosts: bool = False
     ids: RequestIds = field(default_factory=RequestIds)
     worker: Worker = field(default_factory=Worker)
@@ -305,6 +307,7 @@ class Api:
         matches = [hmac.compare_digest(given, token) for token in self._tokens]
         if kind.lower() != b"bearer" or not any(matches):
             what = "the bearer token is wrong" if given else "this server requires a bearer token"
+            self.unauthorized += 1
             raise UnauthorizedError(f"{what}: send the header Authorization: Bearer TOKEN")
 
     def _check_origin(self, headers: Headers) -> None:
@@ -314,6 +317,7 @@ class Api:
         text = headers[b"origin"].decode("latin-1")
         host = _host_of(text)
         if not host or host.encode("latin-1") != headers.get(b"host"):
+            self.unauthorized += 1
             raise UnauthorizedError(
                 f"pages of {text:.200} may not use this server: allow them with --allow-origins"
             )
@@ -374,6 +378,7 @@ class Api:
             name = text.rpartition(":")[0] or text
             own = (*self.settings.allow_hosts, self.settings.host, socket.gethostname())
             if name.lower() not in map(str.lower, own) and text not in own:
+                self.unauthorized += 1
                 raise UnauthorizedError(
                     f"this server does not answer as {text:.200}, as any name can be made to lead to it: "
                     "allow the name with --allow-hosts, or require a token with --tokens"
@@ -508,7 +513,7 @@ class Api:
 
     async def _decompressed(self, coding: bytes, body: Body) -> bytes:
         if coding not in (b"gzip", b"deflate"):
-            raise RequestError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
+            raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
         nbytes_max = self.settings.max_body
         if len(body) > OFF_LOOP_NBYTES_MIN:
             return await asyncio.to_thread(decompress, body, nbytes_max)
@@ -577,6 +582,8 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
     headers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, _MethodError):
         status, headers = 405, (("Allow", error.allowed),)
+    elif isinstance(error, _CodingError):
+        headers = (("Accept-Encoding", "gzip, deflate"),)
     elif isinstance(error, UnauthorizedError):
         headers = (("WWW-Authenticate", "Bearer"),)
     return Answer(status, (("Content-Type", "application/json"), *headers), (dump({"error": str(error)}),))
@@ -588,6 +595,12 @@ class _MethodError(RequestError):
     def __init__(self, message: str, allowed: str) -> None:
         super().__init__(message)
         self.allowed = allowed
+
+
+class _CodingError(RequestError):
+    """The body is compressed in a way that is not known here."""
+
+    http_status = 415
 
 
 def _host_of(origin: str) -> str:
@@ -644,6 +657,8 @@ def decompress(body: Body, nbytes_max: int) -> bytes:
         raise TooLargeError(f"the decompressed body exceeds the {nbytes_max} bytes that this server accepts")
     if not machine.eof:
         raise RequestError("the compressed body is truncated")
+    if machine.unused_data:
+        raise RequestError("something follows the compressed body; several gzip members are not accepted")
     return out
 
 

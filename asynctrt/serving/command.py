@@ -17,7 +17,7 @@ from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
-from asynctrt.serving.server_log import set_up_logging
+from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.validation import check_names
 
@@ -114,11 +114,7 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     """
     settings = config.settings
     set_up_logging(settings.log_format, settings.log_level)
-    if settings.log_format == "json":
-
-        def say(line: str) -> None:
-            logger.info("%s", " ".join(line.split()))
-
+    show = _shower(settings, say)
     shorten_switch_interval()
     add_cwd_to_path()
     repository, folders = config.repository(), config.folders()
@@ -127,7 +123,7 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     async with Server(repository, settings) as server:
         # It listens and handles signals before it loads models: health checks then report live, not ready.
         serving = asyncio.create_task(server.serve())
-        loading = asyncio.create_task(_load(server, say))
+        loading = asyncio.create_task(_load(server, show))
         tasks = [loading, serving]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -145,11 +141,19 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        say("stopped")
+        show("stopped")
     if server.lost:
         raise DeviceLostError(
             f"nothing can run {', '.join(server.lost)} any more in this process: start the server again"
         )
+
+
+def _shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[str], None]:
+    """Return what tells of the command's progress: in the log, if that is for programs."""
+    if settings.log_format == "json":
+        return lambda line: logger.info("%s", " ".join(line.split()))
+    # Names of models may come from files of others: they must not control the terminal.
+    return lambda line: say(line.translate(ESCAPES))
 
 
 async def _load(server: Server, say: Callable[[str], None]) -> None:

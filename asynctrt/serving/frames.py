@@ -244,7 +244,12 @@ class SocketConnection(asyncio.Protocol):
         if self._protocol.close_expected():
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
-            if self._protocol.state is State.CLOSED or b"" in pieces:
+            is_refused = self._protocol.state is not State.CLOSED and self._protocol.close_rcvd is None
+            if is_refused and b"" in pieces and self._transport.can_write_eof():
+                # The client may still be sending. Closing now would reset the connection, and with it the
+                # frame that says why; so what comes is dropped until it closes, or the sweep's time is up.
+                self._transport.write_eof()
+            elif self._protocol.state is State.CLOSED or b"" in pieces:
                 self._transport.close()
 
     def _write_pending(self) -> list[bytes]:

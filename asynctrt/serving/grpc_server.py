@@ -402,6 +402,13 @@ class GrpcServer:
             "Watch": grpc.unary_stream_rpc_method_handler(self._watch_health),
         }
 
+    def _service(self, body: bytes, context: Any) -> str:
+        """Return which service a client asks about. Which models there are is told with the token alone."""
+        service: str = self._read(self._kinds["HealthCheckRequest"], body).service
+        if service not in ("", SERVICE) and self._api.has_tokens:
+            self._api.authorize(f"/{HEALTH_SERVICE}/Check".encode(), _headers(context))
+        return service
+
     def _health(self, service: str) -> str:
         """Return the status of a model, or of the server for an empty name or its service's."""
         is_draining = self._is_draining or self._api.repository.is_draining
@@ -412,8 +419,8 @@ class GrpcServer:
             return "SERVICE_UNKNOWN"
         return "SERVING" if "READY" in states and not is_draining else "NOT_SERVING"
 
-    async def _check_health(self, body: bytes, _context: Any) -> bytes:
-        service = self._read(self._kinds["HealthCheckRequest"], body).service
+    async def _check_health(self, body: bytes, context: Any) -> bytes:
+        service = self._service(body, context)
         status = self._health(service)
         if status == "SERVICE_UNKNOWN":
             raise UnknownModelError(f"unknown model {service!r:.200}")
@@ -421,7 +428,7 @@ class GrpcServer:
 
     async def _watch_health(self, body: bytes, context: Any) -> None:
         try:
-            service = self._read(self._kinds["HealthCheckRequest"], body).service
+            service = self._service(body, context)
             await self._tell_health(service, context.write)
             failure = _explained(_stopping())
         except AsynctrtError as error:

@@ -533,6 +533,9 @@ class HttpConnection(asyncio.Protocol):
         elif self._reader is not None and self._reader.began is not None:
             if tick - self._reader.began > hub.request_ticks:
                 self._refuse(408, f"the request did not arrive within {hub.settings.request_timeout:g} s")
+            elif hub.is_draining and self._current is None and tick - self._touched > hub.refused_ticks:
+                # Uploads that go on are waited for, but not one that stands still.
+                self._refuse(503, "the server is stopping: use another one")
         elif self._current is None and tick - self._touched > hub.idle_ticks:
             self._close()
 

@@ -62,7 +62,8 @@ class HttpRequest:
     @property
     def is_websocket(self) -> bool:
         """Whether it asks for a websocket."""
-        return self.method == b"GET" and self.headers.get(b"upgrade", b"").lower() == b"websocket"
+        is_asked = self.headers.get(b"upgrade", b"").lower() == b"websocket"
+        return is_asked and self.method == b"GET" and self.version == "1.1"
 
 
 class RequestSink(Protocol):

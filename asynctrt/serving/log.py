@@ -33,13 +33,27 @@ class AccessLog:
         self._path = path
         self._lines: list[bytes] = []
         self._nbytes = 0
-        if str(path) == "-":
-            self._file: Any = sys.stdout.buffer
-            return
+        self._file = self._open()
+
+    def __repr__(self) -> str:
+        return f"<AccessLog {str(self._path)!r}>"
+
+    def _open(self) -> Any:
+        if str(self._path) == "-":
+            return sys.stdout.buffer
         try:
-            self._file = path.open("ab", buffering=0)
+            return self._path.open("ab", buffering=0)
         except OSError as error:
-            raise UsageError(f"cannot write the access log {str(path)!r}: {error}") from error
+            raise UsageError(f"cannot write the access log {str(self._path)!r}: {error}") from error
+
+    def reopen(self) -> None:
+        """Go on in a new file of the same name, now that the old one was renamed.
+
+        :raises UsageError: if it cannot be opened. Then the old file is still written.
+        """
+        file = self._open()
+        self.close()
+        self._file = file
 
     def write(
         self,

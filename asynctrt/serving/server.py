@@ -146,7 +146,7 @@ class Server:
             self.api.observe = find_tracing()
             self._failures = Failures()
             self.api.failed = self._failures.note
-            self._refusals = Refusals(self.repository, self._refused)
+            self._refusals = Refusals(self.repository, self._refused, lambda: self.api.unauthorized)
             tls = self._certificate.context if self._certificate is not None else None
             await self._listen(self._hub, settings.http_port, tls)
             if settings.metrics_port is not None:
@@ -189,8 +189,10 @@ class Server:
             await hangup.wait()
             hangup.clear()
             try:
+                if self._log is not None:
+                    self._log.reopen()
                 await self.reload()
-            except OptionsError as error:
+            except (OptionsError, UsageError) as error:
                 logger.error("SIGHUP: nothing has changed: %s", error)  # noqa: TRY400  (it says all)
             except Exception:
                 logger.exception("SIGHUP: nothing has changed")
@@ -213,7 +215,7 @@ class Server:
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
 
-        On SIGHUP it does what :meth:`reload` does; what is wrong is logged.
+        On SIGHUP it opens its access log anew, and does what :meth:`reload` does; what is wrong is logged.
 
         With ``on_device_lost="exit"`` it also stops, at once, when a device is lost; :attr:`lost` then names
         the models.

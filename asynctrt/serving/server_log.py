@@ -180,17 +180,20 @@ class Refusals:
 
     It takes differences of counters that exist anyway, so it costs requests nothing.
 
-    :param connections: returns how many connections were refused so far.
+    :param connections: returns how many connections were refused so far, and ``unauthorized`` how many
+        requests for their token, host or origin.
     """
 
     def __init__(
         self,
         repository: Repository,
         connections: Callable[[], int],
+        unauthorized: Callable[[], int] = lambda: 0,
         now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
         self._repository = repository
         self._connections = connections
+        self._unauthorized = unauthorized
         self._now_ns = now_ns
         self._told_ns = now_ns() - PERIOD_NS
         self._since_ns = now_ns()
@@ -218,12 +221,19 @@ class Refusals:
                     *(key.name, key.version, new[0], seconds, new[1], new[2]),
                     extra={"model": key.name, "version": key.version},
                 )
-            else:
+            elif key == "connections":
                 logger.warning("refused %d connections within %d s, beyond the limit", new[0], seconds)
+            else:
+                logger.warning(
+                    "refused %d requests within %d s for their token, host or origin", new[0], seconds
+                )
         self._since_ns = now_ns
 
     def _read(self) -> dict[Any, Iterable[int]]:
-        known: dict[Any, Iterable[int]] = {"connections": (self._connections(), 0, 0)}
+        known: dict[Any, Iterable[int]] = {
+            "connections": (self._connections(), 0, 0),
+            "unauthorized": (self._unauthorized(), 0, 0),
+        }
         for served in self._repository:
             if served.failures["REJECTED"]:
                 done = served.engine.statistics()

@@ -1,0 +1,188 @@
+"""Small findings of a review, each on a real socket."""
+
+import asyncio
+import gzip
+import json
+import logging
+import os
+import signal
+import zlib
+
+import grpc
+import pytest
+
+from asynctrt.kserve.protobuf import message_classes
+from asynctrt.serving import http as http_module
+from asynctrt.serving.command import serve
+from asynctrt.serving.frames import ConnectionClosed, connect
+from asynctrt.serving.server_log import PERIOD_NS
+from tests.helpers import until
+from tests.models import double_model
+from tests.serving.support import WAIT_S, ask, connected, request, serving
+
+pytestmark = pytest.mark.anyio
+INFER = "/v2/models/double/infer"
+BODY = b'{"inputs":[{"name":"input","datatype":"FP32","shape":[1,4],"data":[1,2,3,4]}]}'
+UPGRADE = {
+    "Upgrade": "websocket",
+    "Connection": "Upgrade",
+    "Sec_WebSocket_Version": "13",
+    "Sec_WebSocket_Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+}
+
+
+class TestCompressedBodies:
+    @pytest.mark.parametrize("coding", ["gzip", "deflate"])
+    async def test_what_follows_a_body_is_not_dropped_without_a_word(self, coding):
+        packed = gzip.compress(BODY) if coding == "gzip" else zlib.compress(BODY)
+        async with serving() as server:
+            assert (await ask(server, INFER, packed, Content_Encoding=coding))[0] == 200
+            for more in (packed, b"x"):
+                status, _, answer = await ask(server, INFER, packed + more, Content_Encoding=coding)
+                assert status == 400
+                assert "follows the compressed body" in json.loads(answer)["error"]
+
+    async def test_an_unknown_coding_is_415_and_says_which_are_known(self):
+        async with serving() as server:
+            status, headers, _ = await ask(server, INFER, BODY, Content_Encoding="br")
+        assert (status, headers["accept-encoding"]) == (415, "gzip, deflate")
+
+
+async def test_http_1_0_has_no_websockets():
+    async with serving() as server, connected(server) as raw:
+        raw.send(request("/v2/ws", **UPGRADE).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (await raw.answer())[0] == 404
+    async with serving() as server, connected(server) as raw:
+        raw.send(request("/v2/ws", **UPGRADE))
+        assert (await raw.answer())[0] == 101
+
+
+async def test_a_websocket_is_told_that_its_message_is_too_large():
+    """It is still sending by then: closing would reset the connection, and the reason would be lost."""
+    async with serving(max_body=100_000) as server, connected(server) as raw:
+        raw.send(request("/v2/ws", **UPGRADE))
+        assert (await raw.answer())[0] == 101
+        nbytes = 8 << 20
+        raw.send(bytes((0x82, 0xFF)) + nbytes.to_bytes(8, "big") + bytes(4))
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(nbytes >> 16):
+                raw.send(bytes(1 << 16))
+                await raw.writer.drain()
+        said = await raw.ended()
+        assert said[0] == 0x88
+        assert int.from_bytes(said[2:4], "big") == 1009
+        raw.close()
+        await until(lambda: not server._hub.connections)
+
+
+async def test_a_client_sees_the_reason():
+    async with serving(max_body=100_000) as server:
+        async with connect(server.http_url.replace("http", "ws") + "/v2/ws") as socket:
+            with pytest.raises(ConnectionClosed) as caught:
+                await socket.send(bytes(200_000))
+                await asyncio.wait_for(socket.recv(), WAIT_S)
+        assert caught.value.rcvd.code == 1009
+        await until(lambda: not server._hub.connections)
+
+
+async def test_an_upload_that_stands_still_does_not_hold_the_shutdown(monkeypatch):
+    monkeypatch.setattr(http_module, "REFUSED_S", 0.25)
+    async with serving(drain_timeout=WAIT_S) as server, connected(server) as raw:
+        raw.send(request(INFER, BODY)[:-10])
+        await until(lambda: any(c._reader.began is not None for c in server._hub.connections))
+        stopping = asyncio.create_task(server.stop())
+        status, headers, _ = await raw.answer()
+        assert (status, headers["connection"]) == (503, "close")
+        raw.close()
+        async with asyncio.timeout(WAIT_S / 2):
+            await stopping
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_which_models_there_are_is_told_with_the_token_alone(method):
+    kinds = message_classes()
+    async with (
+        serving(grpc=True, tokens=("secret",)) as server,
+        grpc.aio.insecure_channel(server.grpc_target) as channel,
+    ):
+
+        async def asked(service, token=None):
+            metadata = (("authorization", f"Bearer {token}"),) if token else None
+            body = kinds["HealthCheckRequest"](service=service).SerializeToString()
+            path = f"/grpc.health.v1.Health/{method}"
+            async with asyncio.timeout(WAIT_S):
+                if method == "Check":
+                    return await channel.unary_unary(path)(body, metadata=metadata)
+                call = channel.unary_stream(path)(body, metadata=metadata)
+                answer = await anext(aiter(call))
+                call.cancel()
+                return answer
+
+        serves = kinds["HealthCheckResponse"](status="SERVING").SerializeToString()
+        assert await asked("") == serves
+        assert await asked("double", "secret") == serves
+        for name in ("double", "other"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await asked(name)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_model_of_any_name_is_reached():
+    """As in Triton, /v2/models/stats is about all models. All else of one with that name is there."""
+    async with serving({"stats": double_model()}) as server:
+        assert (await ask(server, "/v2/models/stats/infer", BODY))[0] == 200
+        assert (await ask(server, "/v2/models/stats/ready"))[0] == 200
+        for path in ("/v2/models/stats/versions/1", "/v2/models/stat%73"):
+            status, _, body = await ask(server, path)
+            assert (status, json.loads(body)["name"]) == (200, "stats")
+
+
+async def test_floods_of_wrong_tokens_are_one_line(caplog):
+    async with serving(tokens=("secret",)) as server:
+        for _ in range(3):
+            assert (await ask(server, "/v2", Authorization="Bearer wrong"))[0] == 401
+        server._refusals._told_ns -= PERIOD_NS
+        server._refusals.tick()
+        lines = [record.getMessage() for record in caplog.records if "token" in record.getMessage()]
+        assert len(lines) == 1
+        assert lines[0].startswith("refused 3 requests within ")
+
+
+async def test_sighup_opens_the_access_log_anew(tmp_path, caplog):
+    path = tmp_path / "access.log"
+    async with serving(access_log=path) as server:
+        running = asyncio.create_task(server.serve())
+        assert (await ask(server, "/v2"))[0] == 200
+        await until(lambda: server._log._lines)
+        path.rename(tmp_path / "access.log.1")
+        with caplog.at_level(logging.INFO):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await until(lambda: any("reloaded" in record.getMessage() for record in caplog.records))
+        assert (await ask(server, "/v2/health/live"))[0] == 200
+        await until(lambda: server._log._lines)
+        # A folder that is gone: the file that is open is written on.
+        server._log._path = tmp_path / "no" / "access.log"
+        os.kill(os.getpid(), signal.SIGHUP)
+        await until(lambda: any("nothing has changed" in record.getMessage() for record in caplog.records))
+        running.cancel()
+        await asyncio.wait([running])
+    first, second = (json.loads(file.read_text()) for file in (tmp_path / "access.log.1", path))
+    assert (first["path"], second["path"]) == ("/v2", "/v2/health/live")
+
+
+async def test_names_do_not_control_the_terminal(monkeypatch):
+    """What the command says goes through one place, whatever is in it."""
+    from asynctrt.serving import command
+
+    async def load(server, say):
+        say("a model named \x1b[2Jred\x9b")
+        server._asked.set()
+
+    monkeypatch.setattr(command, "_load", load)
+    for name in ("set_up_logging", "shorten_switch_interval", "add_cwd_to_path"):
+        monkeypatch.setattr(command, name, lambda *_: None)
+    config = command.configure({"models": ["none.onnx"], "http_port": 0, "grpc": False}, {})
+    said = []
+    async with asyncio.timeout(WAIT_S):
+        await serve(config, said.append)
+    assert said == ["a model named \\x1b[2Jred\\x9b", "stopped"]
