@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from asynctrt import clock
+from asynctrt.errors import EngineClosedError
 
 PAUSE_S: Final = 0.0001
 """How long the thread sleeps after each piece of work.
@@ -30,6 +31,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Worker {'idle' if self._executor is None else 'started'}>"
@@ -38,13 +40,18 @@ class Worker:
         """Return what ``work`` returns; it calls :func:`pause` between pieces.
 
         Whoever is cancelled meanwhile goes on at once. ``work`` then ends in the thread, for nothing.
+
+        :raises EngineClosedError: after :meth:`close`.
         """
+        if self._is_closed:
+            raise EngineClosedError("this server is stopping: use another one")
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-decode")
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
-        """Take no more work. The thread ends after what it is doing."""
+        """Take no more work. The thread ends after what it is doing. Idempotent."""
+        self._is_closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None

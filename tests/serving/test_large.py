@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.function import FunctionModel
+from asynctrt.errors import EngineClosedError
 from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.kserve.protobuf import ProtobufCodec, message_classes
@@ -101,6 +102,8 @@ class TestWorker:
             await worker.run(lambda: 1 / 0)
         worker.close()
         worker.close()
+        with pytest.raises(EngineClosedError):
+            await worker.run(pause)
         await until(lambda: names[0] not in [thread.name for thread in threading.enumerate()])
 
     async def test_who_is_cancelled_does_not_wait(self):
