@@ -18,6 +18,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
+from asynctrt.scheduling.batch import Reason
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -904,7 +905,7 @@ class TestStatistics:
             "execution_count": 0,
             "inference_stats": dict.fromkeys((*names, "cache_hit", "cache_miss"), nothing),
             "response_stats": {},
-            "batches_launched": dict.fromkeys(("full", "idle", "delay", "deadline", "turn"), 0),
+            "batches_launched": dict.fromkeys(map(str, Reason), 0),
             "batch_stats": [],
         }
 
