@@ -1,0 +1,168 @@
+"""A device that only takes time: copies in and out in turn, computing in lanes that may hinder each other."""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+
+from asynctrt.scheduling.batch import Batch
+from asynctrt.simulation.latency import LatencyModel
+from asynctrt.simulation.timeline import Timeline
+
+
+class Flight:
+    """One batch on the device."""
+
+    __slots__ = (
+        "batch",
+        "compute_ns",
+        "copy_in_ns",
+        "copy_out_ns",
+        "error",
+        "hangs",
+        "landed",
+        "left_ns",
+        "started_ns",
+    )
+
+    def __init__(self, batch: Batch, landed: Callable[["Flight"], None]) -> None:
+        self.batch = batch
+        self.landed = landed
+        """Called when the device is done with it."""
+        self.copy_in_ns = self.compute_ns = self.copy_out_ns = 0
+        self.started_ns = 0
+        """When it began to compute."""
+        self.left_ns = 0.0
+        """How long it would still compute alone."""
+        self.hangs = False
+        """Whether it never ends computing."""
+        self.error: Exception | None = None
+        """How it ends, if not well."""
+
+
+class _Lane:
+    """Where one batch computes after the other: an arena, or a number of threads."""
+
+    __slots__ = ("free", "waiting")
+
+    def __init__(self, width: int) -> None:
+        self.free = width
+        self.waiting: deque[Flight] = deque()
+
+
+class VirtualDevice:
+    """Takes the time that a model of the latency says.
+
+    :param arenas: batches in one arena compute one after the other; 0: ``latency.lanes`` threads compute.
+    """
+
+    def __init__(self, timeline: Timeline, latency: LatencyModel, arenas: int, rng: random.Random) -> None:
+        self._timeline = timeline
+        self._latency = latency
+        self._random = rng
+        self._lanes = [_Lane(1) for _ in range(arenas)] or [_Lane(latency.lanes)]
+        self._copied_in_ns = self._copied_out_ns = 0
+        self.width = arenas or latency.lanes
+        """Batches that can compute at once."""
+        self.busy_ns = 0
+        """The time that batches have computed, summed over lanes."""
+        sigma = math.sqrt(math.log1p(latency.jitter**2))
+        self._sigma = sigma
+        self._mu = -sigma * sigma / 2  # So that the mean stays what it is.
+        self._active: dict[Flight, None] = {}
+        self._advanced_ns = 0
+        self._version = 0
+
+    def start(self, flight: Flight, slow: float = 1.0) -> None:
+        """Run a batch from now on.
+
+        :param slow: how many times longer it computes than usual.
+        """
+        batch = flight.batch
+        flight.copy_in_ns, compute_ns, flight.copy_out_ns = self._latency.cost(
+            batch.key.shape, batch.rows_run
+        )
+        if self._sigma:
+            slow *= self._random.lognormvariate(self._mu, self._sigma)
+        flight.compute_ns = compute_ns if slow == 1.0 else max(1, round(compute_ns * slow))
+        now_ns = self._timeline.now_ns
+        if flight.copy_in_ns:
+            # One engine copies in, one batch after the other.
+            self._copied_in_ns = max(self._copied_in_ns, now_ns) + flight.copy_in_ns
+            self._timeline.at(self._copied_in_ns, self._copied_in, flight)
+        elif self._copied_in_ns > now_ns:
+            self._timeline.at(self._copied_in_ns, self._copied_in, flight)
+        else:
+            self._copied_in(flight)
+
+    def _copied_in(self, flight: Flight) -> None:
+        lane = self._lane(flight)
+        if lane.free:
+            lane.free -= 1
+            self._compute(flight)
+        else:
+            lane.waiting.append(flight)
+
+    def _lane(self, flight: Flight) -> _Lane:
+        return self._lanes[flight.batch.arena or 0]
+
+    def _compute(self, flight: Flight) -> None:
+        now_ns = flight.started_ns = self._timeline.now_ns
+        if flight.hangs:
+            return  # And nothing else computes in its lane ever again.
+        if not self._latency.interference:
+            self._timeline.at(now_ns + flight.compute_ns, self._computed, flight)
+            return
+        self._advance()
+        flight.left_ns = float(flight.compute_ns)
+        self._active[flight] = None
+        self._await_next()
+
+    def _advance(self) -> None:
+        """Note how far the batches have come that compute side by side."""
+        now_ns = self._timeline.now_ns
+        if self._active:
+            done_ns = (now_ns - self._advanced_ns) / self._slowdown
+            for flight in self._active:
+                flight.left_ns -= done_ns
+        self._advanced_ns = now_ns
+
+    @property
+    def _slowdown(self) -> float:
+        return 1 + self._latency.interference * (len(self._active) - 1)
+
+    def _await_next(self) -> None:
+        self._version += 1
+        if self._active:
+            left_ns = min(flight.left_ns for flight in self._active) * self._slowdown
+            self._timeline.at(
+                self._timeline.now_ns + max(0, math.ceil(left_ns)), self._ended_beside, self._version
+            )
+
+    def _ended_beside(self, version: int) -> None:
+        if version != self._version:
+            return  # Others have come or gone since.
+        self._advance()
+        ended = [flight for flight in self._active if flight.left_ns <= 0.5]
+        for flight in ended:
+            del self._active[flight]
+        for flight in ended:
+            # Its device takes its time with others beside it, as a real one would.
+            flight.compute_ns = self._timeline.now_ns - flight.started_ns
+            self._computed(flight)
+        self._await_next()
+
+    def _computed(self, flight: Flight) -> None:
+        timeline = self._timeline
+        now_ns = timeline.now_ns
+        self.busy_ns += flight.compute_ns
+        lane = self._lane(flight)
+        if lane.waiting:
+            self._compute(lane.waiting.popleft())
+        else:
+            lane.free += 1
+        copied_ns = now_ns
+        if flight.copy_out_ns:
+            self._copied_out_ns = copied_ns = max(self._copied_out_ns, now_ns) + flight.copy_out_ns
+        # The loop notices it as one more event, also where that takes no time.
+        timeline.at(copied_ns + self._latency.overhead_ns, flight.landed, flight)

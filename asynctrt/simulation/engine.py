@@ -1,0 +1,264 @@
+"""What drives a scheduler in a simulated world: the driver's part, without rows, memory or an event loop."""
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from asynctrt.errors import (
+    AsynctrtError,
+    DeviceLostError,
+    DeviceMemoryError,
+    ExecutionError,
+)
+from asynctrt.scheduling.batch import Batch, RejectedBatch
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.simulation.arrivals import Arrival
+from asynctrt.simulation.device import Flight, VirtualDevice
+from asynctrt.simulation.timeline import Timeline
+
+FAULTS: Final = ("refused", "memory", "row", "slow", "hang", "lost")
+"""What can happen to a batch: the device refuses it, has no memory for it, one of its rows is bad, it takes
+far longer than usual, never ends, or the device is lost with it."""
+
+
+class Observer(Protocol):
+    """Sees everything that happens to one engine, when it has happened."""
+
+    def submitted(self, request: Request) -> None:
+        """See a request that is queued."""
+
+    def refused(self, request: Request, error: Exception) -> None:
+        """See a request that was not taken."""
+
+    def cancelled(self, request: Request, *, was_queued: bool) -> None:
+        """See a request whose caller has gone away."""
+
+    def expired(self, requests: list[Request], now_ns: int, arrived_by_ns: int) -> None:
+        """See requests whose deadline came while they were queued."""
+
+    def launched(self, batch: Batch, now_ns: int) -> None:
+        """See a batch that is about to be put on the device."""
+
+    def expected(self, batch: Batch, expected_ns: int | None) -> None:
+        """See in how many ns a batch that is on the device is expected to be done."""
+
+    def rejected(self, batch: RejectedBatch) -> None:
+        """See requests that left the queue because the model raised."""
+
+    def row_refused(self, request: Request) -> None:
+        """See a request of a batch in flight that fails alone."""
+
+    def answered(self, flight: Flight, now_ns: int) -> None:
+        """See a batch that has ended well."""
+
+    def failed(self, batch: Batch, *, quarantine: bool) -> None:
+        """See a batch that has failed."""
+
+    def arena_lost(self, arena: int) -> None:
+        """See an arena that is not used any more."""
+
+    def closed(self, requests: list[Request], error: AsynctrtError) -> None:
+        """See what was queued when the engine was closed."""
+
+    def pumped(self, now_ns: int) -> None:
+        """See that everything was launched that is to be launched now."""
+
+
+class VirtualEngine:
+    """Asks the scheduler what the driver asks, in the same order, and does what it says on a virtual device.
+
+    :param observer: sees everything that happens.
+    :param batch_timeout_ns: after how long a batch counts as hung; ``None``: never.
+    :param faults: what happens to batches, by their numbers, each with how much.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        scheduler: Scheduler,
+        device: VirtualDevice,
+        observer: Observer,
+        *,
+        has_arenas: bool,
+        batch_timeout_ns: int | None = None,
+        faults: dict[int, tuple[str, float]] | None = None,
+    ) -> None:
+        self._timeline = timeline
+        self.scheduler = scheduler
+        self.device = device
+        """Where its batches run."""
+        self._observer = observer
+        self._has_arenas = has_arenas
+        self._batch_timeout_ns = batch_timeout_ns
+        self._faults = faults or {}
+        self.offset_ns = 0
+        """How far its clock is ahead of the device's."""
+        self.lost: DeviceLostError | None = None
+        # A world in which several engines share a device has them told at once.
+        self.on_lost: Callable[[DeviceLostError], None] = self.lose
+        self.on_arena_lost: Callable[[int], None] = self.avoid
+        self.flights: dict[int, Flight] = {}
+        self.events = 0
+        """Requests that came, left or were answered, and batches that were launched or ended."""
+        self._pumped_ns = 0
+        self._alarm_ns = NO_DEADLINE_NS
+        self._pump_is_due = False
+
+    def submit(self, arrival: Arrival) -> Request | None:
+        """Queue a request, and pump at the end of the instant. ``None``: it was not taken."""
+        timeline = self._timeline
+        now_ns = timeline.now_ns + self.offset_ns
+        timeout_ns = arrival.timeout_ns
+        request = Request(
+            arrival.rows,
+            arrival.key,
+            arrival.priority,
+            now_ns,
+            NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns,
+        )
+        self.events += 1
+        try:
+            self.scheduler.submit(request)
+        except AsynctrtError as error:
+            self._observer.refused(request, error)
+            return None
+        self._observer.submitted(request)
+        if arrival.patience_ns is not None:
+            timeline.at(timeline.now_ns + arrival.patience_ns, self.cancel, request)
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            timeline.at(timeline.now_ns, self._pump, None)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Let the caller of a request go away."""
+        if self._timeline.is_late(self.cancel, request):
+            return
+        was_queued = self.scheduler.cancel(request)
+        self.events += 1
+        self._observer.cancelled(request, was_queued=was_queued)
+
+    def pump_soon(self) -> None:
+        """Pump at the end of the instant, whatever has happened."""
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            self._timeline.at(self._timeline.now_ns, self._pump, None)
+
+    def lose(self, why: DeviceLostError) -> None:
+        """Fail everything, and take nothing any more."""
+        if self.lost is not None:
+            return
+        self.lost = why
+        self._observer.closed(self.scheduler.close(why), why)
+        for flight in tuple(self.flights.values()):
+            self._fail(flight, quarantine=True)
+
+    def avoid(self, arena: int) -> None:
+        """Use an arena no more."""
+        self.scheduler.quarantine_arena(arena)
+        self._observer.arena_lost(arena)
+        self._lose_if_stuck()
+
+    def _pump(self, _: object) -> None:
+        timeline = self._timeline
+        if timeline.is_late(self._pump, None):
+            return
+        self._pump_is_due = False
+        scheduler = self.scheduler
+        now_ns = timeline.now_ns + self.offset_ns
+        if due := scheduler.expire(now_ns, self._pumped_ns):
+            self._expire(due, now_ns, self._pumped_ns)
+        self._pumped_ns = now_ns
+        while (decided := scheduler.next_batch(now_ns)) is not None:
+            if isinstance(decided, Batch):
+                self._start(decided, now_ns)
+            else:
+                self._observer.rejected(decided)
+        if scheduler.queued_rows and (due := scheduler.expire(now_ns)):
+            self._expire(due, now_ns, NO_DEADLINE_NS)
+        self._observer.pumped(now_ns)
+        wakeup_ns = scheduler.next_wakeup()
+        if wakeup_ns is not None and wakeup_ns < self._alarm_ns:
+            self._alarm_ns = wakeup_ns
+            timeline.at(wakeup_ns - self.offset_ns, self._wake, wakeup_ns)
+
+    def _wake(self, alarm_ns: int) -> None:
+        if self._timeline.is_late(self._wake, alarm_ns):
+            return
+        if alarm_ns == self._alarm_ns:
+            self._alarm_ns = NO_DEADLINE_NS
+        self.pump_soon()
+
+    def _expire(self, due: list[Request], now_ns: int, arrived_by_ns: int) -> None:
+        self.events += len(due)
+        self._observer.expired(due, now_ns, arrived_by_ns)
+
+    def _start(self, batch: Batch, now_ns: int) -> None:
+        self.events += 1
+        self._observer.launched(batch, now_ns)
+        flight = Flight(batch, self._landed)
+        self.flights[batch.number] = flight
+        kind, much = self._faults.get(batch.number, ("", 1.0)) if self._faults else ("", 1.0)
+        if kind == "memory":
+            flight.error = DeviceMemoryError("there is no memory for this batch")
+            self._fail(flight)
+            return
+        if kind == "lost":
+            self.on_lost(DeviceLostError("the device was lost"))
+            return
+        if kind == "row":
+            refused = batch.requests[int(much) % len(batch.requests)]
+            self.scheduler.fail_one(refused)
+            self._observer.row_refused(refused)
+        elif kind == "refused":
+            flight.error = ExecutionError("the model raised")
+        flight.hangs = kind == "hang"
+        self.device.start(flight, much if kind == "slow" else 1.0)
+        self._observer.expected(batch, self.scheduler.started(batch, now_ns))
+        if self._batch_timeout_ns is not None:
+            self._timeline.at(self._timeline.now_ns + self._batch_timeout_ns, self._hung, flight)
+
+    def _landed(self, flight: Flight) -> None:
+        batch, scheduler = flight.batch, self.scheduler
+        if batch.number not in self.flights:
+            return  # It was given up before, and has ended after all.
+        if self._timeline.is_late(self._landed, flight):
+            return
+        if flight.error is not None:
+            self._fail(flight)
+            return
+        now_ns = self._timeline.now_ns + self.offset_ns
+        if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):
+            scheduler.observe_copies(batch, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
+        if self._has_arenas:
+            scheduler.landed(batch, now_ns)
+        del self.flights[batch.number]
+        scheduler.finished(batch, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
+        self.events += 1 + len(batch.requests)
+        self._observer.answered(flight, now_ns)
+        if not self._pump_is_due:
+            self._pump(None)
+
+    def _fail(self, flight: Flight, *, quarantine: bool = False) -> None:
+        batch = flight.batch
+        del self.flights[batch.number]
+        self.scheduler.failed(batch, quarantine=quarantine)
+        self.events += 1 + len(batch.requests)
+        self._observer.failed(batch, quarantine=quarantine)
+        if not quarantine:
+            self.pump_soon()
+
+    def _hung(self, flight: Flight) -> None:
+        batch = flight.batch
+        if batch.number not in self.flights or self._timeline.is_late(self._hung, flight):
+            return
+        self._fail(flight, quarantine=True)
+        if batch.arena is not None:
+            self.on_arena_lost(batch.arena)
+        self._lose_if_stuck()
+
+    def _lose_if_stuck(self) -> None:
+        if self.scheduler.is_stuck:
+            self.lose(DeviceLostError("no context is left"))
+        else:
+            self.pump_soon()

@@ -1,0 +1,394 @@
+"""What must hold of a scheduler at every step, whatever happens in its world."""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from asynctrt.errors import AsynctrtError, InternalError, QueueFullError
+from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
+from asynctrt.scheduling.queues import LOOKAHEAD_MAX
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.simulation.device import Flight
+
+ENDS: Final = (State.DONE, State.FAILED, State.CANCELLED, State.EXPIRED)
+STARVED_BATCHES: Final = 200
+"""Batches of other buckets that may go first where they wait for a delay, too."""
+THOROUGH_EVERY: Final = 16
+"""One step in this many has its statistics checked as well, which takes longer than all else."""
+LOG_MAX: Final = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler was made with."""
+
+    policy: Policy
+    queue_rows_max: int
+    contexts: int
+    arenas: int
+    in_flight_max: int
+    rows_fixed: int | None = None
+    profile_of: Callable[[int], int] | None = None
+    """The profile for a number of rows, of a model that has profiles."""
+    is_calm: bool = False
+    """Whether every batch takes exactly what others like it took, so that expectations can be held to it."""
+
+
+class Rules:
+    """Keeps an account of its own of one engine, and raises as soon as the scheduler's differs."""
+
+    def __init__(self, scheduler: Scheduler, limits: Limits) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._number: dict[Request, int] = {}
+        self._queued: dict[Request, None] = {}
+        self._rows: Counter[BatchKey] = Counter()
+        self.in_flight: dict[int, Batch] = {}
+        self._slabs: dict[int, list[tuple[int, int]]] = {}
+        self._ends_ns: dict[int, int] = {}
+        self.quarantined: set[int] = set()
+        self._passed_over: Counter[BatchKey] = Counter()
+        self._keys: set[BatchKey] = set()
+        self.ends: Counter[State] = Counter()
+        self.reasons: Counter[Reason] = Counter()
+        self.refusals = self.rejections = self.steps = 0
+        self._rows_run = self._rows_padded = 0
+        self._pumped_ns = 0
+        self._is_closed = False
+        self.log: deque[str] = deque(maxlen=LOG_MAX)
+        """The last things that happened, in words."""
+
+    # ---- what it sees: the protocol of an observer
+
+    def submitted(self, request: Request) -> None:
+        number = self._number[request] = len(self._number) + 1
+        self._queued[request] = None
+        self._rows[request.key] += request.rows
+        self._keys.add(request.key)
+        self._say(request.arrival_ns, f"request {number} of {request.rows} rows is queued")
+        _hold(request.state is State.QUEUED, "a request that was taken is not queued")
+        _hold(self._scheduler.queued_rows <= self._limits.queue_rows_max, "the queue is over its bound")
+        self._check_counts()
+
+    def refused(self, request: Request, error: Exception) -> None:
+        self.refusals += 1
+        if isinstance(error, QueueFullError):
+            queued = sum(self._rows.values())
+            _hold(queued + request.rows > self._limits.queue_rows_max, "a request was refused with room left")
+        elif not self._is_closed:
+            known = isinstance(error.__cause__, ModelDefectError)
+            _hold(known, f"a request was refused: {type(error).__name__}: {error}")
+        self._check_counts()
+
+    def cancelled(self, request: Request, *, was_queued: bool) -> None:
+        is_queued = request in self._queued
+        _hold(was_queued is is_queued, "cancelling misjudged where a request was")
+        number = self._number[request]
+        if is_queued:
+            self._say(0, f"request {number} is cancelled in the queue")
+            _hold(request.state is State.CANCELLED, "a cancelled request goes on")
+            self._leave(request)
+        elif any(request in batch.requests for batch in self.in_flight.values()):
+            self._say(0, f"request {number} is cancelled in flight")
+            _hold(request.state is State.MASKED, "a request that was cancelled in flight is not masked")
+        self._check_counts()
+
+    def expired(self, requests: list[Request], now_ns: int, arrived_by_ns: int) -> None:
+        for request in requests:
+            self._say(now_ns, f"request {self._number[request]} expires")
+            _hold(request.deadline_ns <= now_ns, "a request expired before its deadline")
+            _hold(request.arrival_ns <= arrived_by_ns, "a request expired before it could be launched")
+            _hold(request.state is State.EXPIRED, "an expired request goes on")
+            self._leave(request)
+
+    def launched(self, batch: Batch, now_ns: int) -> None:
+        numbers = [self._number.get(request, 0) for request in batch.requests]
+        self._say(now_ns, f"{batch!r} with requests {numbers} is launched")
+        self._check_rows(batch)
+        self._check_deadlines(batch, now_ns)
+        self._check_order(batch)
+        self._check_turn(batch)
+        self._check_context(batch)
+        self._check_reason(batch, now_ns)
+        for request in batch.requests:
+            self._leave(request, is_final=False)
+        self.in_flight[batch.number] = batch
+        self.reasons[batch.reason] += 1
+        rows = [(self._number[request], row) for request in batch.requests for row in range(request.rows)]
+        self._slabs[batch.number] = rows[: batch.rows_run]
+        _hold(len(self.in_flight) <= self._limits.in_flight_max, "too many batches are in flight")
+
+    def expected(self, batch: Batch, expected_ns: int | None) -> None:
+        if expected_ns is not None:
+            _hold(expected_ns >= 0, "a batch is expected in the past")
+            self._ends_ns[batch.number] = batch.launched_ns + expected_ns
+
+    def rejected(self, batch: RejectedBatch) -> None:
+        self.rejections += 1
+        known = isinstance(batch.error.__cause__, ModelDefectError)
+        _hold(known, f"a batch was rejected: {type(batch.error).__name__}: {batch.error}")
+        for request in batch.requests:
+            _hold(request.state is State.FAILED, "a rejected request goes on")
+            self._leave(request)
+        self._check_counts()
+
+    def row_refused(self, request: Request) -> None:
+        _hold(request.state is State.MASKED, "a request that failed alone goes on")
+        # Its caller has the error by now.
+        self.ends[State.FAILED] += 1
+        self._number[request] = -self._number[request]
+
+    def answered(self, flight: Flight, now_ns: int) -> None:
+        batch = flight.batch
+        self._say(now_ns, f"batch {batch.number} is answered")
+        del self.in_flight[batch.number]
+        slab, offset = self._slabs.pop(batch.number), 0
+        for request in batch.requests:
+            number = self._number[request]
+            if request.state is State.DONE:
+                # What the driver cuts out of the slab for this caller.
+                rows = slab[offset : offset + request.rows]
+                own = [(number, row) for row in range(request.rows)]
+                _hold(rows == own, f"request {number} got the rows {rows}")
+            offset += request.rows
+            self._end(request, State.DONE)
+        self._rows_run += batch.rows
+        self._rows_padded += batch.rows_run - batch.rows
+        if self._limits.is_calm and batch.number in self._ends_ns:
+            _hold(
+                self._ends_ns.pop(batch.number) <= now_ns, f"batch {batch.number} was expected after its end"
+            )
+        self._check_counts()
+
+    def failed(self, batch: Batch, *, quarantine: bool) -> None:
+        self._say(0, f"batch {batch.number} fails{', and hangs' * quarantine}")
+        del self.in_flight[batch.number]
+        del self._slabs[batch.number]
+        for request in batch.requests:
+            self._end(request, State.FAILED)
+        if quarantine:
+            self.quarantined |= {batch.context} if batch.arena is None else self._neighbours(batch.arena)
+        self._check_counts()
+
+    def arena_lost(self, arena: int) -> None:
+        self.quarantined |= self._neighbours(arena)
+
+    def closed(self, requests: list[Request], error: AsynctrtError) -> None:
+        self._say(0, f"the engine is closed: {error}")
+        self._is_closed = True
+        for request in requests:
+            _hold(request.state is State.FAILED, "a request that was queued at the end goes on")
+            self._leave(request)
+        _hold(not self._queued, "closing left requests in the queue")
+
+    def pumped(self, now_ns: int) -> None:
+        self.steps += 1
+        self._pumped_ns = now_ns
+        self._check_waiting(now_ns)
+        self._check_counts()
+        if self.steps % THOROUGH_EVERY == 0:
+            self._check_statistics()
+
+    # ---- what it checks
+
+    def end(self, submitted: int) -> None:
+        """Check, after everything has drained, that all were answered and nothing is left.
+
+        :param submitted: the requests that were submitted, refused ones included.
+        """
+        scheduler = self._scheduler
+        _hold(not self._queued, f"{len(self._queued)} requests wait for ever")
+        _hold(not self.in_flight, "a batch never ended")
+        _hold(scheduler.is_idle, "the scheduler is not idle although everything has ended")
+        _hold(self.ends.total() + self.refusals == submitted, "requests have vanished")
+        self._check_counts()
+        self._check_statistics()
+
+    def _leave(self, request: Request, *, is_final: bool = True) -> None:
+        _hold(request in self._queued, f"request {self._number.get(request)} left the queue twice")
+        del self._queued[request]
+        self._rows[request.key] -= request.rows
+        if not self._rows[request.key]:
+            del self._rows[request.key]
+            self._passed_over.pop(request.key, None)
+        if is_final:
+            self.ends[request.state] += 1
+
+    def _end(self, request: Request, otherwise: State) -> None:
+        """Count a request of a batch that has ended."""
+        if self._number[request] < 0:
+            _hold(request.state is State.CANCELLED, "a request that failed alone was answered again")
+            return  # It was counted when it failed.
+        is_masked = request.state is State.CANCELLED
+        _hold(request.state in (otherwise, State.CANCELLED), f"{request!r} ended otherwise than its batch")
+        self.ends[State.CANCELLED if is_masked else otherwise] += 1
+
+    def _check_rows(self, batch: Batch) -> None:
+        limits = self._limits
+        policy = limits.policy
+        _hold(len(set(batch.requests)) == len(batch.requests) > 0, "a request is in a batch twice")
+        rows = sum(request.rows for request in batch.requests)
+        _hold(batch.rows == rows, f"a batch of {rows} rows counts {batch.rows}")
+        _hold(rows <= batch.rows_run <= policy.rows_max, f"a batch runs {batch.rows_run} of {rows} rows")
+        for request in batch.requests:
+            _hold(request in self._queued, "a request was launched that was not queued")
+            _hold(request.key == batch.key, "requests of different keys share a batch")
+            _hold(request.state is State.IN_FLIGHT, "a launched request is not in flight")
+        sizes = policy.captured.sizes if batch.key.shape == () else ()
+        padded = sizes[bisect_left(sizes, rows) :][:1]
+        allowed: tuple[int, ...] = (rows, *padded) if limits.rows_fixed is None else (limits.rows_fixed,)
+        if policy.is_alone:
+            allowed = (policy.rows_max,)
+            _hold(len(batch.requests) == 1, "a request that is to be alone has company")
+        elif batch.key.slab is not None:
+            _hold(self._rows[batch.key] == rows, "the rows of a slab were launched in parts")
+        _hold(batch.rows_run in allowed, f"{rows} rows were padded to {batch.rows_run}")
+        profile = None if limits.profile_of is None else limits.profile_of(batch.rows_run)
+        _hold(batch.profile == profile, f"{batch.rows_run} rows run with profile {batch.profile}")
+
+    def _check_deadlines(self, batch: Batch, now_ns: int) -> None:
+        for request in batch.requests:
+            had_chance = request.arrival_ns <= self._pumped_ns
+            _hold(request.deadline_ns > now_ns or not had_chance, "a request was launched after its deadline")
+
+    def _check_order(self, batch: Batch) -> None:
+        """Among requests that may share a batch: the urgent first, and in order of arrival."""
+        inside = set(batch.requests)
+        mates = [request for request in self._queued if request.key == batch.key]
+        urgent = max(request.priority for request in mates)
+        first = [request for request in mates if request.priority == urgent]
+        heads = {first[0], min(first, key=lambda request: request.deadline_ns)}
+        _hold(bool(heads & inside), "a batch leaves the head of its queue behind")
+        passed: Counter[int] = Counter()
+        for request in mates:
+            if request in inside:
+                continue
+            passed[request.priority] += 1
+            if passed[request.priority] > LOOKAHEAD_MAX:
+                continue
+            for other in inside:
+                jumps = other.priority < request.priority or (
+                    other.priority == request.priority
+                    and self._number[other] > self._number[request]
+                    and other.deadline_ns >= request.deadline_ns
+                )
+                _hold(
+                    not jumps or other.rows < request.rows,
+                    f"request {self._number[other]} went before request {self._number[request]}",
+                )
+
+    def _check_turn(self, batch: Batch) -> None:
+        """Among those that may not share one: no bucket is passed over again and again."""
+        urgency = max(request.priority for request in batch.requests)
+        waiting: dict[BatchKey, int] = {}
+        for request in self._queued:
+            waiting[request.key] = max(waiting.get(request.key, 0), request.priority)
+        self._passed_over.pop(batch.key, None)
+        delay_ns = self._limits.policy.delay_ns_max
+        turns = 2 * len(self._keys) + (STARVED_BATCHES if delay_ns else 0)
+        for key, priority in waiting.items():
+            if key != batch.key and priority >= urgency:
+                _hold(priority == urgency or bool(delay_ns), "a less urgent bucket went first")
+                self._passed_over[key] += 1
+                _hold(self._passed_over[key] <= turns, "a bucket is passed over again and again")
+
+    def _check_context(self, batch: Batch) -> None:
+        limits = self._limits
+        _hold(0 <= batch.context < limits.contexts, f"there is no context {batch.context}")
+        busy = {other.context for other in self.in_flight.values()}
+        _hold(batch.context not in busy, "a context was given out twice: two batches in one arena, unordered")
+        _hold(batch.context not in self.quarantined, "a context was given out that is out of use")
+        arena = batch.context % limits.arenas if limits.arenas else None
+        _hold(batch.arena == arena, "a context was given another arena than its own")
+
+    def _check_reason(self, batch: Batch, now_ns: int) -> None:
+        policy, in_flight = self._limits.policy, len(self.in_flight)
+        is_saturated = in_flight >= policy.concurrency
+        # What leaves the queue makes a bucket smaller that was full or ready before.
+        if batch.reason is Reason.FULL:
+            _hold(self._rows[batch.key] >= policy.rows_max, "a batch is called full that is not")
+        if is_saturated:
+            some_full = any(rows >= policy.rows_max for rows in self._rows.values())
+            _hold(some_full, "a batch was launched although the device has enough to do")
+        elif batch.reason in (Reason.DELAY, Reason.DEADLINE):
+            has_left = self.ends[State.CANCELLED] or self.ends[State.EXPIRED]
+            mates = [request for request in self._queued if request.key == batch.key]
+            oldest_ns = min(request.arrival_ns for request in mates)
+            due_ns = min(request.deadline_ns for request in mates) - DEADLINE_MARGIN_NS
+            is_over = oldest_ns + policy.delay_ns_max <= now_ns or due_ns <= now_ns
+            _hold(is_over or bool(has_left), "a batch was launched before its delay was over")
+
+    def _check_waiting(self, now_ns: int) -> None:
+        """Nothing waits that could run, and what waits for a time is told it."""
+        if not self._queued:
+            return
+        limits, scheduler = self._limits, self._scheduler
+        policy, in_flight = limits.policy, len(self.in_flight)
+        busy = {batch.context for batch in self.in_flight.values()}
+        free = limits.contexts - len(busy | self.quarantined)
+        oldest = next(iter(self._queued))
+        deadline_ns = min(request.deadline_ns for request in self._queued)
+        _hold(deadline_ns > now_ns, "a request waits although its deadline has come")
+        wakeup_ns = scheduler.next_wakeup()
+        if deadline_ns != NO_DEADLINE_NS:
+            _hold(wakeup_ns is not None and wakeup_ns <= deadline_ns, "nobody watches a deadline")
+        if not free or in_flight >= limits.in_flight_max:
+            return
+        _hold(bool(in_flight), "work waits while nothing is in flight")
+        full = any(rows >= policy.rows_max for rows in self._rows.values())
+        _hold(not full, "a full batch waits although a context is free")
+        if in_flight >= policy.concurrency:
+            return
+        end_ns = oldest.arrival_ns + policy.delay_ns_max
+        _hold(now_ns < end_ns, "work waits although the device has room and its delay is over")
+        if deadline_ns != NO_DEADLINE_NS:
+            end_ns = min(end_ns, deadline_ns - DEADLINE_MARGIN_NS)
+        _hold(wakeup_ns is not None and wakeup_ns <= max(end_ns, now_ns), "nobody watches the end of a delay")
+
+    def _check_counts(self) -> None:
+        scheduler = self._scheduler
+        _hold(scheduler.queued_requests == len(self._queued), "queued requests are miscounted")
+        _hold(scheduler.queued_rows == sum(self._rows.values()), "queued rows are miscounted")
+        _hold(scheduler.in_flight == len(self.in_flight), "batches in flight are miscounted")
+        is_stuck = len(self.quarantined) == self._limits.contexts
+        _hold(scheduler.is_stuck == is_stuck, "contexts that are out of use are miscounted")
+
+    def _check_statistics(self) -> None:
+        snapshot = self._scheduler.snapshot()
+        counters, ends = snapshot.counters, self.ends
+        # Those that are masked are counted when that is done.
+        masked = sum(
+            request.state is State.MASKED and self._number[request] > 0
+            for batch in self.in_flight.values()
+            for request in batch.requests
+        )
+        found = counters.succeeded, counters.failed, counters.cancelled, counters.expired
+        right = ends[State.DONE], ends[State.FAILED], ends[State.CANCELLED] + masked, ends[State.EXPIRED]
+        _hold(found == right, f"{found} requests are counted by their ends, instead of {right}")
+        rows = counters.rows, counters.rows_padded
+        _hold(rows == (self._rows_run, self._rows_padded), "rows that were run are miscounted")
+        known = {reason: count for reason, count in counters.launched.items() if count}
+        _hold(known == self.reasons, "the reasons of batches are miscounted")
+        _hold(self._scheduler.queued_by_key() == self._rows, "the rows of a bucket are miscounted")
+        quarantined = snapshot.contexts_quarantined
+        _hold(quarantined == len(self.quarantined), f"{quarantined} contexts are counted out of use")
+
+    def _neighbours(self, arena: int) -> set[int]:
+        return set(range(arena, self._limits.contexts, self._limits.arenas))
+
+    def _say(self, now_ns: int, what: str) -> None:
+        self.log.append(f"{now_ns / 1e6:12.3f} ms  {what}" if now_ns else f"{'':16}{what}")
+
+
+class ModelDefectError(Exception):
+    """What the simulated model raises when it is asked about its profiles."""
+
+
+def _hold(condition: bool, broken: str) -> None:  # noqa: FBT001  (reads as an assertion)
+    if not condition:
+        raise InternalError(broken)
