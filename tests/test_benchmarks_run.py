@@ -26,6 +26,8 @@ LEAST = {
     "scrape": ["--models", "3", "--scrapes", "2"],
     "loop_pauses": ["--repeats", "1", "--sizes", "1", "--only", "JSON numbers"],
     "lateness": ["--seconds", "0.4", "--repeats", "1"],
+    "simulation": ["--seconds", "0.1", "--repeats", "1", "--seeds", "3"],
+    "prediction": ["--seconds", "0.3", "--fit-seconds", "0.1", "--repeats", "1"],
     "truth": ["--seconds", "2"],
     "generation": ["--seconds", "0.1", "--repeats", "1"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],

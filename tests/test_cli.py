@@ -72,7 +72,18 @@ def test_version_and_help():
 
 @pytest.mark.tier2
 def test_help_fits_a_narrow_terminal():
-    for command in ("demo", "bench", "doctor", "inspect", "keys", "sign", "verify", "serve", "load"):
+    for command in (
+        "demo",
+        "bench",
+        "doctor",
+        "inspect",
+        "keys",
+        "sign",
+        "verify",
+        "serve",
+        "load",
+        "simulate",
+    ):
         code, out, _ = asynctrt_command(command, "--help", columns=80)
         assert code == 0
         assert max(map(len, out.splitlines())) <= 80

@@ -35,7 +35,12 @@ OPTIONAL = {
     "typer": {"cli.py"},
     "uvicorn": set(),
     "websockets": {"serving/frames.py"},
-    "rich": {"bench_terminal.py", "cli.py", "loadtest/terminal.py", "simulation/terminal.py"},  # Two bring it.
+    "rich": {
+        "bench_terminal.py",
+        "cli.py",
+        "loadtest/terminal.py",
+        "simulation/terminal.py",
+    },  # Two bring it.
     "magika": set(),  # The demo reads its files and never imports it.
     "cuda": {"devices/cuda/bindings.py", "testing/tensorrt/cuda.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.

@@ -169,7 +169,16 @@ UNTESTED = {
 def test_tests_mirror_the_package():
     """Each module has a test of its name, or one that imports it, in its package's folder or contract/."""
     missing = []
-    for folder in ("scheduling", "runtime", "devices", "backends", "kserve", "serving", "loadtest"):
+    for folder in (
+        "scheduling",
+        "runtime",
+        "devices",
+        "backends",
+        "kserve",
+        "serving",
+        "loadtest",
+        "simulation",
+    ):
         tests = [path for top in (folder, "contract") for path in (ROOT / "tests" / top).rglob("test_*.py")]
         names = {path.name for path in tests}
         tried = {name for path in tests for name in imported(path)}

@@ -20,7 +20,7 @@ from asynctrt.simulation.rules import Limits, Rules
 from asynctrt.simulation.scenario import DefectiveProfiles, Disturbance, Scenario, scenario_of
 from asynctrt.simulation.timeline import Timeline
 
-STEPS_MAX: Final = 200_000
+STEPS_MAX: Final = 50_000
 """Things that may happen in one small world before it counts as one that never ends."""
 SHRINK_RUNS_MAX: Final = 600
 """Worlds that are tried to find a smaller one."""
@@ -151,7 +151,8 @@ class World:
             timeline.at(item.at_ns, self._disturb, item)
         steps = 0
         while timeline.entries:
-            steps += timeline.run_until(timeline.entries[0][0])
+            timeline.run_next()
+            steps += 1
             self._check_users()
             if steps > STEPS_MAX:
                 raise InternalError("the world never comes to rest: it is woken again and again")

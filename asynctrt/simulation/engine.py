@@ -87,7 +87,8 @@ class VirtualEngine:
         self.scheduler = scheduler
         self.device = device
         """Where its batches run."""
-        self._observer = observer
+        self.observer = observer
+        """Sees everything that happens."""
         self._has_arenas = has_arenas
         self._batch_timeout_ns = batch_timeout_ns
         self._faults = faults or {}
@@ -120,9 +121,9 @@ class VirtualEngine:
         try:
             self.scheduler.submit(request)
         except AsynctrtError as error:
-            self._observer.refused(request, error)
+            self.observer.refused(request, error)
             return None
-        self._observer.submitted(request)
+        self.observer.submitted(request)
         if arrival.patience_ns is not None:
             timeline.at(timeline.now_ns + arrival.patience_ns, self.cancel, request)
         if not self._pump_is_due:
@@ -136,7 +137,7 @@ class VirtualEngine:
             return
         was_queued = self.scheduler.cancel(request)
         self.events += 1
-        self._observer.cancelled(request, was_queued=was_queued)
+        self.observer.cancelled(request, was_queued=was_queued)
 
     def pump_soon(self) -> None:
         """Pump at the end of the instant, whatever has happened."""
@@ -149,14 +150,14 @@ class VirtualEngine:
         if self.lost is not None:
             return
         self.lost = why
-        self._observer.closed(self.scheduler.close(why), why)
+        self.observer.closed(self.scheduler.close(why), why)
         for flight in tuple(self.flights.values()):
             self._fail(flight, quarantine=True)
 
     def avoid(self, arena: int) -> None:
         """Use an arena no more."""
         self.scheduler.quarantine_arena(arena)
-        self._observer.arena_lost(arena)
+        self.observer.arena_lost(arena)
         self._lose_if_stuck()
 
     def _pump(self, _: object) -> None:
@@ -173,10 +174,10 @@ class VirtualEngine:
             if isinstance(decided, Batch):
                 self._start(decided, now_ns)
             else:
-                self._observer.rejected(decided)
+                self.observer.rejected(decided)
         if scheduler.queued_rows and (due := scheduler.expire(now_ns)):
             self._expire(due, now_ns, NO_DEADLINE_NS)
-        self._observer.pumped(now_ns)
+        self.observer.pumped(now_ns)
         wakeup_ns = scheduler.next_wakeup()
         if wakeup_ns is not None and wakeup_ns < self._alarm_ns:
             self._alarm_ns = wakeup_ns
@@ -191,11 +192,11 @@ class VirtualEngine:
 
     def _expire(self, due: list[Request], now_ns: int, arrived_by_ns: int) -> None:
         self.events += len(due)
-        self._observer.expired(due, now_ns, arrived_by_ns)
+        self.observer.expired(due, now_ns, arrived_by_ns)
 
     def _start(self, batch: Batch, now_ns: int) -> None:
         self.events += 1
-        self._observer.launched(batch, now_ns)
+        self.observer.launched(batch, now_ns)
         flight = Flight(batch, self._landed)
         self.flights[batch.number] = flight
         kind, much = self._faults.get(batch.number, ("", 1.0)) if self._faults else ("", 1.0)
@@ -209,12 +210,12 @@ class VirtualEngine:
         if kind == "row":
             refused = batch.requests[int(much) % len(batch.requests)]
             self.scheduler.fail_one(refused)
-            self._observer.row_refused(refused)
+            self.observer.row_refused(refused)
         elif kind == "refused":
             flight.error = ExecutionError("the model raised")
         flight.hangs = kind == "hang"
         self.device.start(flight, much if kind == "slow" else 1.0)
-        self._observer.expected(batch, self.scheduler.started(batch, now_ns))
+        self.observer.expected(batch, self.scheduler.started(batch, now_ns))
         if self._batch_timeout_ns is not None:
             self._timeline.at(self._timeline.now_ns + self._batch_timeout_ns, self._hung, flight)
 
@@ -235,7 +236,7 @@ class VirtualEngine:
         del self.flights[batch.number]
         scheduler.finished(batch, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
         self.events += 1 + len(batch.requests)
-        self._observer.answered(flight, now_ns)
+        self.observer.answered(flight, now_ns)
         if not self._pump_is_due:
             self._pump(None)
 
@@ -244,7 +245,7 @@ class VirtualEngine:
         del self.flights[batch.number]
         self.scheduler.failed(batch, quarantine=quarantine)
         self.events += 1 + len(batch.requests)
-        self._observer.failed(batch, quarantine=quarantine)
+        self.observer.failed(batch, quarantine=quarantine)
         if not quarantine:
             self.pump_soon()
 

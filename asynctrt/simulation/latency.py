@@ -174,6 +174,11 @@ def parse_latency(content: Any, where: str) -> LatencyModel:
             f'{where!r} has no "batches": give a table, or the --json report of `asynctrt load MODEL` '
             "or `asynctrt bench MODEL`"
         )
+    return _of_table(content, where)
+
+
+def _of_table(content: dict[str, Any], where: str) -> LatencyModel:
+    """Return the model that a table of our own describes."""
     check_names(content, NAMES, f"key in {where}")
     numbers = {name: _number(content.get(name, usual), f"{where}, {name}") for name, usual in EXTRAS.items()}
     if numbers["lanes"] != int(numbers["lanes"]) or not 1 <= numbers["lanes"] <= ROWS_MAX:

@@ -64,28 +64,34 @@ class Collected:
 class _Watcher:
     """Counts what happens to one engine, in as few steps as possible."""
 
-    def __init__(self, into: Collected, told: "Callable[[int], None] | None") -> None:
+    def __init__(self, into: Collected) -> None:
         self._into = into
-        self._told = told
-        """Called with rows that are no longer to be done."""
+        self._in_flight = 0
+        self.drain: _Drain | None = None
+        """Told of everything, where requests are given to the device that is done first."""
 
     def submitted(self, request: Request) -> None:
-        pass
+        if self.drain is not None:
+            self.drain.taken(request.rows)
 
     def refused(self, request: Request, error: Exception) -> None:
         self._shed(request, "deadline" if isinstance(error, DeadlineError) else "queue full")
 
     def cancelled(self, request: Request, *, was_queued: bool) -> None:
         self._into.cancelled += 1
-        if was_queued and self._told is not None:
-            self._told(request.rows)
+        if was_queued and self.drain is not None:
+            self.drain.taken(-request.rows)
 
     def expired(self, requests: list[Request], now_ns: int, arrived_by_ns: int) -> None:
         for request in requests:
             self._shed(request, "deadline")
+            if self.drain is not None:
+                self.drain.taken(-request.rows)
 
     def launched(self, batch: Batch, now_ns: int) -> None:
-        pass
+        self._in_flight += 1
+        if self.drain is not None:
+            self.drain.launched(batch)
 
     def expected(self, batch: Batch, expected_ns: int | None) -> None:
         pass
@@ -112,8 +118,9 @@ class _Watcher:
         into.compute_ns += flight.compute_ns * count
         into.copy_out_ns += flight.copy_out_ns * count
         into.last.append((flight, now_ns))
-        if self._told is not None:
-            self._told(batch.rows)
+        self._in_flight -= 1
+        if self.drain is not None and not self._in_flight:
+            self.drain.idle()
 
     def failed(self, batch: Batch, *, quarantine: bool) -> None:
         pass
@@ -130,52 +137,91 @@ class _Watcher:
     def _shed(self, request: Request, why: str) -> None:
         self._into.shed[why] += 1
         self._into.shed_ns.append(request.arrival_ns)
-        if self._told is not None:
-            self._told(request.rows)
+
+
+class _Drain:
+    """When one device is expected to be done with all that it was given."""
+
+    __slots__ = ("_at_once", "_change", "_latency", "_number", "_queued", "_row_ns", "_timeline", "_until_ns")
+
+    def __init__(
+        self,
+        number: int,
+        timeline: Timeline,
+        latency: LatencyModel,
+        rows_max: int,
+        at_once: int,
+        change: Callable[[int, int], None],
+    ) -> None:
+        self._number = number
+        self._timeline = timeline
+        self._latency = latency
+        self._at_once = at_once
+        self._change = change
+        # What waits is expected to run in full batches.
+        self._row_ns = latency.table.cost(rows_max).total_ns // rows_max // at_once
+        self._queued = 0
+        self._until_ns = 0
+
+    def taken(self, rows: int) -> None:
+        """Note rows that were queued; fewer than 0: that left the queue."""
+        self._queued += rows
+        self._tell()
+
+    def launched(self, batch: Batch) -> None:
+        """Note a batch."""
+        self._queued -= batch.rows
+        takes_ns = self._latency.cost(batch.key.shape, batch.rows_run).total_ns // self._at_once
+        self._until_ns = max(self._until_ns, self._timeline.now_ns) + takes_ns
+        self._tell()
+
+    def idle(self) -> None:
+        """Note that nothing is in flight."""
+        self._until_ns = self._timeline.now_ns
+        self._tell()
+
+    def _tell(self) -> None:
+        self._change(self._number, self._until_ns + self._queued * self._row_ns)
 
 
 class _Fleet:
     """Devices, and which of them takes a request."""
 
-    def __init__(self, settings: SimulationSettings, make: Callable[[Any], VirtualEngine]) -> None:
+    def __init__(
+        self, settings: SimulationSettings, make: Callable[[], VirtualEngine], watch: Callable[..., _Drain]
+    ) -> None:
+        self.engines = [make() for _ in range(settings.devices)]
         self._in_turn = settings.balance == "round-robin"
         self._next = 0
-        self._rows = [0] * settings.devices
-        is_watched = settings.devices > 1 and not self._in_turn
-        self.engines = [
-            make(self._teller(number) if is_watched else None) for number in range(settings.devices)
-        ]
-        # Rows to be done by each device, the fewest on top. An entry that is no longer true is skipped. All
-        # devices are alike, so the fewest rows are also the least time.
+        # When each is expected to be done, the earliest on top. An entry that is no longer true is skipped.
+        self._ends_ns = [0] * settings.devices
         self._heap = [(0, number) for number in range(settings.devices)]
+        if settings.devices > 1 and not self._in_turn:
+            for number, engine in enumerate(self.engines):
+                watcher = engine.observer
+                assert isinstance(watcher, _Watcher)
+                watcher.drain = watch(number, self._change)
 
     def submit(self, arrival: Arrival) -> None:
         """Give a request to a device."""
         if len(self.engines) == 1:
             self.engines[0].submit(arrival)
-            return
-        if self._in_turn:
-            number = self._next
-            self._next = (number + 1) % len(self.engines)
-            self.engines[number].submit(arrival)
-            return
-        heap, rows = self._heap, self._rows
-        while heap[0][0] != rows[heap[0][1]]:
-            heappop(heap)
-        number = heap[0][1]
-        self._change(number, arrival.rows)
-        self.engines[number].submit(arrival)
+        elif self._in_turn:
+            self.engines[self._next].submit(arrival)
+            self._next = (self._next + 1) % len(self.engines)
+        else:
+            heap, ends_ns = self._heap, self._ends_ns
+            while heap[0][0] != ends_ns[heap[0][1]]:
+                heappop(heap)
+            self.engines[heap[0][1]].submit(arrival)
 
-    def _teller(self, number: int) -> Callable[[int], None]:
-        return lambda rows: self._change(number, -rows)
-
-    def _change(self, number: int, rows: int) -> None:
-        self._rows[number] += rows
-        if len(self._heap) > 8 * len(self._rows) + 64:
-            self._heap = [(its, place) for place, its in enumerate(self._rows)]
+    def _change(self, number: int, end_ns: int) -> None:
+        self._ends_ns[number] = end_ns
+        if len(self._heap) > 8 * len(self._ends_ns) + 64:
+            self._heap = [(its_ns, place) for place, its_ns in enumerate(self._ends_ns)]
             heapify(self._heap)
         else:
-            heappush(self._heap, (self._rows[number], number))
+            heappush(self._heap, (end_ns, number))
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +371,7 @@ def _fleet(plan: Plan, timeline: Timeline, collected: Collected) -> _Fleet:
     )
     rng = random.Random(plan.seed)  # noqa: S311  (a simulation, not a secret)
 
-    def make(told: Callable[[int], None] | None) -> VirtualEngine:
+    def make() -> VirtualEngine:
         scheduler = Scheduler(
             policy=policy,
             shapes=Shapes(rows_max=plan.rows_max, profiles=None),
@@ -337,9 +383,15 @@ def _fleet(plan: Plan, timeline: Timeline, collected: Collected) -> _Fleet:
             times_all=not arenas,
         )
         device = VirtualDevice(timeline, latency, arenas, rng)
-        return VirtualEngine(timeline, scheduler, device, _Watcher(collected, told), has_arenas=arenas > 0)
+        return VirtualEngine(timeline, scheduler, device, _Watcher(collected), has_arenas=arenas > 0)
 
-    return _Fleet(settings, make)
+    def watch(number: int, change: Callable[[int, int], None]) -> _Drain:
+        # Lanes that hinder one another fully are as one.
+        width = arenas or latency.lanes
+        at_once = max(1, round(width / (1 + latency.interference * (width - 1))))
+        return _Drain(number, timeline, latency, plan.rows_max, at_once, change)
+
+    return _Fleet(settings, make, watch)
 
 
 def _predicted(

@@ -30,15 +30,20 @@ class Timeline:
         self.at(self.stalled_until_ns, call, argument)
         return True
 
-    def run_until(self, end_ns: int) -> int:
-        """Let everything happen that is due by a time, which is then the time; return how much it was."""
-        entries, done = self.entries, 0
+    def run_next(self) -> None:
+        """Let the next event happen, which is there."""
+        time_ns, _, call, argument = heappop(self.entries)
+        if time_ns > self.now_ns:
+            self.now_ns = time_ns
+        call(argument)
+
+    def run_until(self, end_ns: int) -> None:
+        """Let everything happen that is due by a time, which is then the time."""
+        entries = self.entries
         while entries and entries[0][0] <= end_ns:
             time_ns, _, call, argument = heappop(entries)
             if time_ns > self.now_ns:
                 self.now_ns = time_ns
             call(argument)
-            done += 1
         if end_ns > self.now_ns:
             self.now_ns = end_ns
-        return done

@@ -1,0 +1,310 @@
+"""Defects to plant in the scheduler: what is replaced, and what by.
+
+Each is one that a hasty change could make. A replacement takes the original as its first argument.
+"""
+
+from asynctrt.errors import QueueFullError
+from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.contexts import ContextAllocator
+from asynctrt.scheduling.counters import Counters
+from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
+from asynctrt.scheduling.request import NO_DEADLINE_NS, State
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+
+
+def last_come_first_served(original, self, rows_max):
+    chosen, rows, room = [], 0, rows_max
+    for request in reversed(list(self.waiting())):
+        if request.rows <= room:
+            chosen.append(request)
+            rows += request.rows
+            room -= request.rows
+    return tuple(chosen), rows
+
+
+def leave_the_head_behind(original, self, rows_max):
+    chosen, rows = original(self, rows_max)
+    return (chosen[1:], rows - chosen[0].rows) if len(chosen) > 1 else (chosen, rows)
+
+
+def one_row_too_many(original, self, rows_max):
+    return original(self, rows_max + 1)
+
+
+def rows_counted_twice(original, self, request):
+    needs_place = original(self, request)
+    self.rows += request.rows
+    return needs_place
+
+
+def a_request_in_two_batches(original, self, chosen, rows, after=State.IN_FLIGHT):
+    kept = chosen[-1]
+    original(self, chosen, rows, after)
+    if not self.requests:
+        kept.state = State.QUEUED
+        self._by_priority[-1 - kept.priority].append(kept)
+
+
+def a_context_is_never_given_back(original, self, context, arena):
+    if arena is not None:
+        self._users[arena] -= 1
+
+
+def a_context_is_given_back_early(original, self, profile=None):
+    context, arena = original(self, profile)
+    self._free[arena or 0].append(context)
+    self.free += 1
+    return context, arena
+
+
+def any_arena_for_any_context(original, self, profile=None):
+    context, arena = original(self, profile)
+    if arena is not None:
+        self._users[arena] -= 1
+        arena = (arena + 1) % len(self._users)
+        self._users[arena] += 1
+    return context, arena
+
+
+def users_are_never_less(original, self, context, arena):
+    if arena is not None:
+        self._users[arena] += 1
+    original(self, context, arena)
+
+
+def quarantine_of_one_context_alone(original, self, context, arena):
+    self.quarantined.add(context)
+    if arena is not None:
+        self._users[arena] -= 1
+
+
+def quarantine_for_a_while(original, self, context, arena):
+    original(self, context, arena)
+    self.quarantined.discard(context)
+    self._free[arena or 0].append(context)
+    self.free += 1
+
+
+def an_arena_is_avoided_by_its_first_context(original, self, arena):
+    self.quarantined.add(arena)
+
+
+def a_bucket_keeps_its_turn(original, self, bucket):
+    original(self, bucket)
+    if bucket.priority >= 0:
+        level = self._levels[bucket.priority]
+        (level.ready if bucket.is_ready else level.filling).move_to_end(bucket, last=False)
+
+
+def only_full_buckets_while_busy(original, self, now_ns, in_flight):
+    if in_flight < self._policy.concurrency or not self._full:
+        return original(self, now_ns, in_flight)
+    full = [bucket for level in reversed(self._levels) for bucket in level.ready if bucket.is_full]
+    return (full[0], Reason.FULL) if full else None
+
+
+def priorities_do_not_count(original, self, now_ns, in_flight):
+    self._priority_max = 0
+    return original(self, now_ns, in_flight)
+
+
+def nothing_beside_another_batch(original, self, now_ns, in_flight):
+    return None if in_flight else original(self, now_ns, in_flight)
+
+
+def full_ones_wait_too(original, self, now_ns, in_flight):
+    return None if in_flight >= self._policy.concurrency else original(self, now_ns, in_flight)
+
+
+def deadlines_are_not_looked_at(original, self, now_ns, arrived_by_ns=NO_DEADLINE_NS):
+    return []
+
+
+def deadlines_come_early(original, self, now_ns, arrived_by_ns):
+    return original(self, now_ns + 1_000_000, arrived_by_ns)
+
+
+def deadlines_spare_nobody(original, self, now_ns, arrived_by_ns):
+    return original(self, now_ns, NO_DEADLINE_NS)
+
+
+def nobody_is_woken(original, self):
+    return None
+
+
+def the_wakeup_is_for_delays_alone(original, self):
+    return self._buckets.wakeup_ns(len(self._in_flight)) if self._policy.delay_ns_max else None
+
+
+def the_delay_begins_anew_with_each(original, self):
+    return max((request.arrival_ns for request in self.waiting()), default=NO_DEADLINE_NS)
+
+
+def a_delay_of_no_length(original, self, oldest_arrival_ns, deadline_ns):
+    return 0
+
+
+def a_delay_passes_deadlines(original, self, oldest_arrival_ns, deadline_ns):
+    return oldest_arrival_ns + self.delay_ns_max
+
+
+def the_cancelled_stay_queued(original, self, request):
+    if request.state is State.QUEUED:
+        self._counters.cancelled += 1
+        return True
+    return original(self, request)
+
+
+def the_cancelled_are_answered(original, self, request):
+    if request.state is State.IN_FLIGHT:
+        self._counters.cancelled += 1
+        return False
+    return original(self, request)
+
+
+def a_tombstone_is_launched(original, self, request):
+    self.requests -= 1
+    self.rows -= request.rows
+
+
+def batches_are_not_forgotten(original, self, batch, now_ns, *times, **more):
+    original(self, batch, now_ns, *times, **more)
+    self._in_flight[batch.number] = batch
+
+
+def failures_are_not_counted(original, self, batch, *, quarantine=False):
+    before = self._counters.failed
+    original(self, batch, quarantine=quarantine)
+    self._counters.failed = before
+
+
+def a_queue_without_a_bound(original, self, rows, requests):
+    self._queue_rows_max += rows
+
+
+def a_queue_with_a_row_less(original, self, request):
+    if self._queued_rows + request.rows == self._queue_rows_max:
+        raise QueueFullError("one row too soon")
+    original(self, request)
+
+
+def closing_forgets_the_queue(original, self):
+    self.by_key.clear()
+    return []
+
+
+def too_much_in_flight(original, self, now_ns):
+    self._in_flight_max += 1
+    try:
+        return original(self, now_ns)
+    finally:
+        self._in_flight_max -= 1
+
+
+def rows_are_taken_before_the_model_is_asked(original, self, key, rows):
+    bucket = self._buckets.by_key[key]
+    self._queued_rows -= rows
+    result = original(self, key, rows)
+    self._queued_rows += rows
+    return result if bucket.rows else None
+
+
+def padding_to_the_largest(original, self, shape, rows, latency):
+    return max(self.captured.sizes, default=rows)
+
+
+def no_padding_at_all(original, self, shape, rows):
+    return rows
+
+
+def the_profile_of_fewer_rows(original, self, shape, rows):
+    return None if self._profiles is None else original(self, shape, max(rows // 2, 1))
+
+
+def slabs_in_parts(original, self, bucket, in_flight):
+    return min(max(bucket.rows // 2, bucket.head().rows), bucket.rows_max)
+
+
+def ends_are_expected_late(original, self, batch, now_ns):
+    expected_ns = original(self, batch, now_ns)
+    return None if expected_ns is None else 2 * expected_ns
+
+
+def the_batch_says_another_number_of_rows(original, self, now_ns):
+    decided = original(self, now_ns)
+    if isinstance(decided, Batch) and len(decided.requests) > 1:
+        changed = decided._replace(rows_run=decided.rows_run - 1)
+        self._in_flight[changed.number] = changed
+        return changed
+    return decided
+
+
+def padding_is_counted_as_rows(original, self, batch, *more):
+    original(self, batch._replace(rows=batch.rows_run), *more)
+
+
+def masked_ones_fail_with_their_batch(original, self, batch, *, quarantine=False):
+    for request in batch.requests:
+        request.state = State.IN_FLIGHT
+    original(self, batch, quarantine=quarantine)
+
+
+def an_empty_wakeup_storm(original, self):
+    return 0
+
+
+PLANTED = [
+    (BucketQueue, "choose", last_come_first_served),
+    (BucketQueue, "choose", leave_the_head_behind),
+    (BucketQueue, "choose", one_row_too_many),
+    (BucketQueue, "push", rows_counted_twice),
+    (BucketQueue, "take", a_request_in_two_batches),
+    (BucketQueue, "discard", a_tombstone_is_launched),
+    (BucketQueue, "oldest_arrival_ns", the_delay_begins_anew_with_each),
+    (ContextAllocator, "release", a_context_is_never_given_back),
+    (ContextAllocator, "release", users_are_never_less),
+    (ContextAllocator, "acquire", a_context_is_given_back_early),
+    (ContextAllocator, "acquire", any_arena_for_any_context),
+    (ContextAllocator, "quarantine", quarantine_of_one_context_alone),
+    (ContextAllocator, "quarantine", quarantine_for_a_while),
+    (ContextAllocator, "quarantine_arena", an_arena_is_avoided_by_its_first_context),
+    (Buckets, "launched", a_bucket_keeps_its_turn),
+    (Buckets, "pick", only_full_buckets_while_busy),
+    (Buckets, "pick", priorities_do_not_count),
+    (Buckets, "pick", nothing_beside_another_batch),
+    (Buckets, "pick", full_ones_wait_too),
+    (Buckets, "clear", closing_forgets_the_queue),
+    (DeadlineHeap, "pop_due", deadlines_come_early),
+    (DeadlineHeap, "pop_due", deadlines_spare_nobody),
+    (Scheduler, "expire", deadlines_are_not_looked_at),
+    (Scheduler, "next_wakeup", nobody_is_woken),
+    (Scheduler, "next_wakeup", the_wakeup_is_for_delays_alone),
+    (Scheduler, "next_wakeup", an_empty_wakeup_storm),
+    (Scheduler, "cancel", the_cancelled_stay_queued),
+    (Scheduler, "cancel", the_cancelled_are_answered),
+    (Scheduler, "finished", batches_are_not_forgotten),
+    (Scheduler, "failed", failures_are_not_counted),
+    (Scheduler, "failed", masked_ones_fail_with_their_batch),
+    (Scheduler, "_refuse", a_queue_without_a_bound),
+    (Scheduler, "submit", a_queue_with_a_row_less),
+    (Scheduler, "next_batch", too_much_in_flight),
+    (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
+    (Scheduler, "_rows_to_run", rows_are_taken_before_the_model_is_asked),
+    (Scheduler, "_rows_to_take", slabs_in_parts),
+    (Policy, "ready_ns", a_delay_of_no_length),
+    (Policy, "ready_ns", a_delay_passes_deadlines),
+    (Policy, "rows_to_run", padding_to_the_largest),
+    (Shapes, "padded_rows", no_padding_at_all),
+    (Shapes, "profile", the_profile_of_fewer_rows),
+    (CompletionEstimator, "started", ends_are_expected_late),
+    (Counters, "add_batch", padding_is_counted_as_rows),
+]
+
+
+def plant(monkeypatch, owner, name, defect):
+    """Put a defect in the place of a method."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *args, **more: defect(original, self, *args, **more))

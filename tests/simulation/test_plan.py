@@ -1,0 +1,218 @@
+"""Predictions, held to what queueing theory and arithmetic say."""
+
+import math
+
+import numpy as np
+import pytest
+
+from asynctrt.errors import OptionsError
+from asynctrt.loadtest.histogram import Counts
+from asynctrt.options import Options
+from asynctrt.simulation.drawing import pieces, report_of
+from asynctrt.simulation.latency import parse_latency
+from asynctrt.simulation.plan import as_json, make_plan, percentiles, simulate_plan
+from asynctrt.simulation.settings import SimulationSettings
+
+
+def table(*batches, **more):
+    names = ("rows", "compute_ms", "copy_in_ms", "copy_out_ms")
+    return parse_latency(
+        {"batches": [dict(zip(names, batch, strict=False)) for batch in batches], **more}, "x"
+    )
+
+
+def plan(arrivals, latency, options=None, **settings):
+    return make_plan(arrivals, latency, SimulationSettings(**settings), Options(**options or {}), 1)
+
+
+def predict(arrivals, latency, options=None, **settings):
+    return simulate_plan(plan(arrivals, latency, options, **settings))[0]
+
+
+ONE = {"max_rows": 1, "contexts": 64}
+
+
+def test_a_queue_of_exponential_arrivals_waits_as_theory_says():
+    """M/D/1: a mean wait of rho / (2 (1 - rho)) services before each."""
+    for load in (0.5, 0.8):
+        made = predict(f"poisson:{1000 * load:f}", table((1, 1.0)), ONE, seconds=40.0)
+        assert made.latency["mean"] == pytest.approx(1 + load / (2 * (1 - load)), rel=0.1)
+        assert made.busy_share == pytest.approx(load, rel=0.03)
+        assert made.throughput == pytest.approx(1000 * load, rel=0.02)
+
+
+def test_requests_beyond_the_capacity_fill_batches_and_then_are_shed():
+    latency = table((1, 1.0), (8, 4.5))
+    most = 8 / 4.5e-3
+    made = predict("poisson:4000", latency, {"max_rows": 8, "max_queue_rows": 64}, seconds=5.0)
+    assert made.throughput == pytest.approx(most, rel=0.01)
+    assert made.shed_share == pytest.approx(1 - most / 4000, rel=0.03)
+    assert set(made.shed) == {"queue full"}
+    assert made.mean_rows == pytest.approx(8, rel=0.01)
+    assert made.busy_share > 0.99
+    late = predict("poisson:4000", latency, {"max_rows": 8, "timeout": 0.02}, seconds=5.0)
+    assert set(late.shed) == {"deadline"}
+    assert late.goodput < late.throughput < 4000
+    assert late.latency["max"] < 20 + 2 * 4.5 * 2 + 0.1
+
+
+def test_every_request_is_accounted_for():
+    made = predict(
+        "bursts:3000",
+        table((1, 1.0), (8, 4.5)),
+        {"max_rows": 8, "timeout": 0.05, "max_queue_rows": 100},
+        seconds=2.0,
+        cancel=0.2,
+        patience=0.01,
+    )
+    shed = sum(made.shed.values())
+    assert made.cancelled > 0 < shed
+    # Whoever went away after the answer, or after it was shed, is counted among the cancelled as well.
+    assert made.answered + shed <= made.requests <= made.answered + shed + made.cancelled
+
+
+def test_copies_overlap_with_computing_in_arenas():
+    serial = table((1, 1.0, 1.0, 1.0))
+    alone = predict("constant:100", serial, ONE, seconds=2.0)
+    assert alone.latency["p50"] == alone.latency["max"] == pytest.approx(3.0)
+    for arenas, most in ((1, 1000), (4, 1000)):
+        made = predict(
+            "constant:2000",
+            serial,
+            {**ONE, "contexts": 8, "arenas": arenas, "max_queue_rows": 8},
+            seconds=2.0,
+            concurrency=8,
+        )
+        assert made.throughput == pytest.approx(most, rel=0.02), "copies take turns, beside the computing"
+
+
+def test_batches_side_by_side_hinder_each_other():
+    latency = table((1, 1.0))
+    options = {**ONE, "contexts": 4, "arenas": 4, "max_queue_rows": 4}
+    found = [
+        predict("constant:8000", latency, options, seconds=1.0, concurrency=4, interference=share).throughput
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert found == pytest.approx([4000, 4000 / 2.5, 1000], rel=0.02)
+
+
+def test_jitter_keeps_the_mean():
+    made = predict("constant:10", table((1, 1.0), jitter=0.5), ONE, seconds=500.0)
+    assert made.latency["mean"] == pytest.approx(1.0, rel=0.05)
+    assert made.latency["p99"] > 1.5
+
+
+def test_lanes_interference_and_jitter_of_the_settings_win():
+    made = plan("constant:10", table((1, 1.0), lanes=2, jitter=0.5), lanes=3, jitter=0.0).latency
+    assert (made.lanes, made.jitter, made.interference) == (3, 0.0, 0.0)
+
+
+def test_a_delay_makes_larger_batches_and_split_smaller_ones(tmp_path):
+    latency = table((1, 2.0), (32, 4.0), lanes=2)
+    plain = predict("poisson:800", latency, seconds=5.0)
+    delayed = predict("poisson:800", latency, {"max_delay": 0.02}, seconds=5.0)
+    assert delayed.mean_rows > 1.5 * plain.mean_rows
+    trace = tmp_path / "t.csv"
+    trace.write_text("time\n" + "".join(f"{group / 10}\n" * 8 for group in range(20)))
+    split, whole = (predict(str(trace), latency, split=does).mean_rows for does in (True, False))
+    # What a batch takes is known from the second group on.
+    assert (split, whole) == (pytest.approx(8 * 20 / 39), 8)
+
+
+def test_urgent_requests_and_shapes():
+    latency = table((1, 1.0), shapes={"long": [{"rows": 1, "compute_ms": 3.0}]})
+    made = predict("constant:10", latency, ONE, seconds=10.0, shapes="short,long", urgency="0@3,2")
+    assert made.latency["max"] == pytest.approx(3.0)
+    assert made.latency["mean"] == pytest.approx(2.0, rel=0.2)
+    with pytest.raises(OptionsError, match="set priorities to 6 or more"):
+        plan("constant:10", latency, urgency="5")
+
+
+def test_a_fleet_is_balanced_by_what_its_devices_have_to_do():
+    def both(latency, **settings):
+        return [
+            predict("poisson:1600", latency, ONE, seconds=5.0, devices=20, balance=balance, **settings)
+            for balance in ("least", "round-robin")
+        ]
+
+    # Where all take equally long, taking turns is giving each to the first that is done, as one queue would.
+    least, in_turn = both(table((1, 10.0)))
+    assert least.latency == in_turn.latency
+    shapes = {"long": [{"rows": 1, "compute_ms": 40.0}]}
+    least, in_turn = both(table((1, 5.0), shapes=shapes), shapes="short@6,long")
+    assert least.throughput == pytest.approx(in_turn.throughput, rel=0.02)
+    assert least.latency["p99"] < 0.7 * in_turn.latency["p99"]
+    assert least.busy_share == pytest.approx(0.8, rel=0.05)
+
+
+def test_a_fleet_knows_what_was_shed_and_cancelled():
+    """Otherwise a device whose requests leave would count as busy for ever."""
+    made = predict(
+        "poisson:400",
+        table((1, 10.0)),
+        {**ONE, "timeout": 0.03, "max_queue_rows": 3},
+        seconds=10.0,
+        devices=2,
+        cancel=0.3,
+    )
+    assert made.shed
+    assert made.busy_share > 0.97
+
+
+def test_the_warm_up_is_left_out():
+    whole = predict("constant:100", table((1, 1.0)), seconds=10.0)
+    made = predict("constant:100", table((1, 1.0)), seconds=10.0, warmup=5.0)
+    assert (whole.seconds, made.seconds) == (10.0, 5.0)
+    assert made.throughput == pytest.approx(whole.throughput, rel=0.01)
+
+
+def test_a_criterion_counts_what_was_shed():
+    latency = table((1, 1.0))
+    good = predict("constant:100", latency, seconds=10.0, slo=("p99<2ms", "throughput>90"))
+    assert good.slo == {"p99<2ms": True, "throughput>90": True}
+    assert good.goodput == good.throughput
+    options = {"max_rows": 1, "contexts": 2, "max_queue_rows": 1}
+    shed = predict("constant:1100", latency, options, seconds=5.0, slo=("p50<9ms,p95<9ms",))
+    assert shed.slo == {"p50<9ms": True, "p95<9ms": False}
+    errors = predict("constant:1100", latency, options, seconds=5.0, slo=("errors<1%",))
+    assert errors.slo == {"errors<1%": False}
+
+
+def test_percentiles_need_enough_requests():
+    assert percentiles(np.zeros(0, np.int64)) == {}
+    assert set(percentiles(np.arange(4))) == {"mean", "max"}
+    assert "p50" in percentiles(np.arange(5))
+    assert "p99" not in percentiles(np.arange(298))
+    found = percentiles(np.arange(1, 1001) * 10**6)
+    assert (found["p50"], found["p99"], found["max"], found["mean"]) == (500, 990, 1000, 500.5)
+
+
+def test_it_stops_when_told_with_the_figures_of_what_there_is():
+    made, _ = simulate_plan(plan("poisson:10000", table((1, 0.1)), seconds=20.0), lambda share: share < 0.1)
+    assert not made.complete
+    assert 1 < made.seconds < 4
+    assert made.throughput == pytest.approx(10000, rel=0.1)
+
+
+def test_requests_that_an_engine_would_split_are_refused():
+    with pytest.raises(OptionsError, match="a request has 100 rows and a batch holds 64"):
+        plan("poisson:10", table((1, 1.0)), rows="100")
+
+
+def test_the_report_is_that_of_a_load_test():
+    made = plan("poisson:4000", table((1, 1.0), (8, 4.5)), {"max_rows": 8, "max_queue_rows": 64}, seconds=2.0)
+    found, collected = simulate_plan(made)
+    report = report_of(made, found, collected, "poisson:4000")
+    (run,) = report.runs
+    assert len(Counts.decode(run.histogram)) == run.answered == found.answered
+    assert sum(moment.errors for moment in run.moments) == sum(found.shed.values())
+    assert sum(moment.sent * moment.seconds for moment in run.moments) == pytest.approx(
+        found.requests, abs=70
+    )
+    assert run.timeline
+    assert all(bar.begin <= bar.copied_in <= bar.started <= bar.computed <= bar.end for bar in run.timeline)
+    parts = list(pieces(collected, 0.0, found.seconds, 7))
+    assert math.isclose(sum(part[1] for part in parts), found.seconds)
+    content = as_json(made, found, "poisson:4000")
+    assert content["settings"]["max_rows"] == 8
+    assert parse_latency(content["latency_model"], "x").as_json() == made.latency.as_json()
