@@ -2,8 +2,9 @@
 
 ``python -m tests.benchmarks.loop_pauses``: a client in a process of its own sends one request after another.
 A callback that does nothing runs in every turn of the server's loop, and the longest time between two of them
-is what a request held it for. Beside it stands as long without a request, as the machine has pauses of its
-own. A loop that is always awake is the hardest case: it competes with threads for Python's lock.
+is what a request held it for. Beside it stand the CPU time of the loop's thread in a turn, which is steadier
+on a busy machine but leaves out waits for Python's lock, and as long without a request. A loop that is always
+awake is the hardest case: it competes with threads for the lock.
 """
 
 import asyncio
@@ -31,6 +32,21 @@ from tests.serving.support import serving
 MIB = 1 << 20
 NUMBERS = 262_000
 """About as many values of JSON, and byte strings, as a request may have."""
+
+
+class CpuWatch(Watch):
+    """Note also the most CPU time that the loop's thread used in a turn, whatever other processes do."""
+
+    def begin(self):
+        super().begin()
+        self.most_cpu_ns = 0
+        self._cpu_ns = time.thread_time_ns()
+
+    def _turn(self):
+        cpu_ns = time.thread_time_ns()
+        self.most_cpu_ns = max(self.most_cpu_ns, cpu_ns - self._cpu_ns)
+        self._cpu_ns = cpu_ns
+        super()._turn()
 
 
 def model(dtype, dims, dims_out, dtype_out=None):
@@ -297,7 +313,7 @@ async def measure(make, size, repeats):
         child.stdin.write(len(raw).to_bytes(8, "little") + raw)
         await child.stdin.drain()
         freeze_gc()
-        watch, held, alone = Watch(), [], []
+        watch, held, alone, computed = CpuWatch(), [], [], []
         for number in range(repeats + 1):
             child.stdin.write(b".")
             await child.stdin.drain()
@@ -307,13 +323,14 @@ async def measure(make, size, repeats):
             took_ns = time.monotonic_ns() - began_ns
             if number:  # The first makes slabs and caches.
                 held.append(watch.longest_ns / 1e6)
+                computed.append(watch.most_cpu_ns / 1e6)
             watch.begin()
             await asyncio.sleep(max(0.02, min(0.1, took_ns / 1e9)))
             alone.append(watch.longest_ns / 1e6)
         child.stdin.close()
         await child.wait()
         watch.stop()
-        return {"size": size, "held_ms": held, "alone_ms": alone}
+        return {"size": size, "computed_ms": computed, "held_ms": held, "alone_ms": alone}
 
 
 def main():
@@ -330,13 +347,13 @@ def main():
         for case in figures[kind]:
             times = [
                 f"{figure(case[of]):.1f}"
-                for of in ("held_ms", "alone_ms")
+                for of in ("computed_ms", "held_ms", "alone_ms")
                 for figure in (statistics.median, max)
             ]
             lines.append((kind, f"{case['size']:,}", *times))
     show(
         "The longest turn of the loop while one request is received, answered and sent, in ms",
-        ("", "values or bytes", "median", "most", "without: median", "most"),
+        ("", "values or bytes", "CPU: median", "most", "held: median", "most", "without: median", "most"),
         lines,
     )
     save(options.json, __doc__, figures)
