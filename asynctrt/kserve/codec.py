@@ -51,6 +51,7 @@ class RequestLayout:
         "is_simple",
         "outputs",
         "priority",
+        "rows",
         "timeout",
     )
 
@@ -64,6 +65,7 @@ class RequestLayout:
         self.inputs = inputs
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
         """Raw bytes of all inputs."""
+        self.rows = max([shape[0] for _, shape, _, _ in inputs], default=0)
         self.outputs = outputs
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
         self.answer_nbytes = _answer_nbytes(inputs, outputs)

@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import socket
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -32,12 +32,12 @@ from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest
 from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
 from asynctrt.kserve.json_pieces import Pause, no_pause
+from asynctrt.serving.admission import Caller
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER, RequestIds
-from asynctrt.serving.served import ServedModel
+from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import Worker, pause
-from asynctrt.tensors import InferResult
 
 EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -100,28 +100,6 @@ class ModelRoute(NamedTuple):
     verb: str
 
 
-class Inference:
-    """One inference in progress."""
-
-    __slots__ = ("began_ns", "future", "headers", "key", "request", "served")
-
-    def __init__(
-        self,
-        served: ServedModel,
-        request: DecodedRequest,
-        future: "asyncio.Future[InferResult]",
-        began_ns: int,
-        headers: Headers,
-    ) -> None:
-        self.served = served
-        self.request = request
-        self.future = future
-        self.began_ns = began_ns
-        self.headers = headers
-        self.key = 0
-        """Set by a caller that has to tell requests without an id apart."""
-
-
 Then = Callable[[Inference], None]
 
 
@@ -159,9 +137,14 @@ class Api:
     _hosts: set[bytes] = field(default_factory=set)
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()
+    _client_header: bytes = b""
+    _is_by_token: bool = False
+    _is_by_connection: bool = False
 
     def __post_init__(self) -> None:
         self.use_tokens(self.settings.tokens)
+        self._client_header = (self.settings.client_header or "").lower().encode()
+        self._is_by_connection = self.settings.share_by == "connection"
 
     @property
     def has_tokens(self) -> bool:
@@ -171,6 +154,17 @@ class Api:
     def use_tokens(self, tokens: Sequence[str]) -> None:
         """Accept these tokens from now on, and no others. Open connections are not closed."""
         self._tokens = tuple(token.encode() for token in tokens)
+        # One token for all tells nobody from anybody.
+        share_by = self.settings.share_by
+        self._is_by_token = share_by == "token" or (share_by == "auto" and len(self._tokens) > 1)
+
+    def client(self, caller: Caller, headers: Headers) -> Hashable:
+        """Return whose request it is: what shares a model with others, and waits for itself."""
+        if self._client_header and (name := headers.get(self._client_header)):
+            return name
+        if self._is_by_token and (given := headers.get(b"authorization")):
+            return given.partition(b" ")[2].strip()
+        return caller if self._is_by_connection else caller.address
 
     # ---- inference
 
@@ -202,7 +196,7 @@ class Api:
         return codec.is_slow(body, int(length) if length.isdigit() and len(length) < 19 else len(body))
 
     async def begin_slow(
-        self, route: ModelRoute, headers: Headers, body: Body, then: Then | None = None
+        self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, then: Then | None = None
     ) -> Inference:
         """Do as :meth:`begin` does, but decode in a thread."""
         began_ns = clock.now_ns()
@@ -211,12 +205,14 @@ class Api:
             decoding = partial(_decoded, served, headers, body, pause)
             del body  # Nothing else may keep it while the request waits.
             request = await self.worker.run(decoding)
-            return self.submit(served, request, began_ns, headers, then)
+            return self.submit(served, request, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
 
-    def begin(self, route: ModelRoute, headers: Headers, body: Body, then: Then | None = None) -> Inference:
+    def begin(
+        self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, then: Then | None = None
+    ) -> Inference:
         """Decode an inference request and submit it to its engine; ``then`` is called when it has ended.
 
         :raises AsynctrtError: if it is refused; the failure is counted already.
@@ -225,7 +221,7 @@ class Api:
         served = self.repository.find(route.name, route.version)
         try:
             request = _decoded(served, headers, body, no_pause)
-            return self.submit(served, request, began_ns, headers, then)
+            return self.submit(served, request, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
@@ -236,29 +232,31 @@ class Api:
         request: DecodedRequest,
         began_ns: int,
         headers: Headers,
+        caller: Caller,
         then: Then | None = None,
     ) -> Inference:
-        """Submit a decoded request to its engine and count its outcome. The caller may cancel its future.
+        """Submit a decoded request to its engine and count its outcome. The caller may cancel it.
 
+        :param caller: the connection that it came from.
         :raises QueueFullError: if the server is already answering ``max_requests`` requests.
         """
         if self.in_flight >= self.settings.max_requests:
             raise QueueFullError(f"the server is answering {self.in_flight} requests, its limit: retry later")
-        future = served.submit(request)
+        name = self.client(caller, headers)
+        inference = served.submit(request, caller, name, began_ns, headers, self._ended)
+        inference.then = then
         self.in_flight += 1
-        inference = Inference(served, request, future, began_ns, headers)
-        future.add_done_callback(partial(self._ended, inference, then))
         return inference
 
-    def _ended(self, inference: Inference, then: Then | None, future: "asyncio.Future[InferResult]") -> None:
+    def _ended(self, inference: Inference) -> None:
         self.in_flight -= 1
-        error = inference.served.ended(future, inference.began_ns)
+        error = inference.served.ended(inference)
         if error is not None and self.failed is not None:
             self.failed(inference, error)
         if self.observe is not None:
             self.observe(inference)
-        if then is not None:
-            then(inference)
+        if inference.then is not None:
+            inference.then(inference)
 
     async def infer_answer(self, inference: Inference) -> Answer:
         """Return the answer to an inference whose future is done, encoded in a thread if that takes long.
@@ -273,14 +271,16 @@ class Api:
 
     # ---- everything
 
-    async def respond(self, method: str, path: bytes, headers: Headers, body: Body) -> Answer:
+    async def respond(
+        self, method: str, path: bytes, headers: Headers, body: Body, caller: Caller | None = None
+    ) -> Answer:
         """Answer any request. Errors become answers too."""
         try:
             self.authorize(path, headers)
             coding = headers.get(b"content-encoding", b"identity").strip().lower()
             if coding != b"identity" and body:
                 body = await self._decompressed(coding, body)
-            return await self._respond(method, path, headers, body)
+            return await self._respond(method, path, headers, body, caller or Caller())
         except Exception as error:
             return error_answer(error, headers)
 
@@ -386,7 +386,9 @@ class Api:
         if len(self._hosts) < HOSTS_MAX:
             self._hosts.add(host)
 
-    async def _respond(self, method: str, path: bytes, headers: Headers, body: Body) -> Answer:
+    async def _respond(
+        self, method: str, path: bytes, headers: Headers, body: Body, caller: Caller
+    ) -> Answer:
         text = path.decode("latin-1")
         page = self.pages.get(text)
         if page is not None:
@@ -395,7 +397,7 @@ class Api:
             return answer if isinstance(answer, Answer) else await answer
         route = self.route(path) if text != "/v2/models/stats" else None
         if route is not None:
-            return await self._model(method, route, headers, body)
+            return await self._model(method, route, headers, body, caller)
         match text.rstrip("/"):
             case "/v2":
                 _allow(method, "GET")
@@ -421,20 +423,18 @@ class Api:
         holds = self.repository.is_live if what == "live" else self.repository.is_ready
         return json_answer({what: holds}, 200 if holds else 503)
 
-    async def _model(self, method: str, route: ModelRoute, headers: Headers, body: Body) -> Answer:
+    async def _model(
+        self, method: str, route: ModelRoute, headers: Headers, body: Body, caller: Caller
+    ) -> Answer:
         if not route.verb and route.name.endswith(ELSEWHERE):
             self._refuse_elsewhere(route)
         _allow(method, "POST" if route.verb == "infer" else "GET")
         if route.verb == "infer":
             if self.is_slow(route, headers, body):
-                inference = await self.begin_slow(route, headers, body)
+                inference = await self.begin_slow(route, headers, body, caller)
             else:
-                inference = self.begin(route, headers, body)
-            try:
-                await inference.future
-            except asyncio.CancelledError:
-                inference.future.cancel()
-                raise
+                inference = self.begin(route, headers, body, caller)
+            await inference.answer()
             return await self.compressed(headers, await self.infer_answer(inference))
         if route.verb == "ready":
             try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, RequestError, TooLargeError, UsageError
+from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER
@@ -87,7 +88,10 @@ class _Found:
             return engine
         if not isinstance(engine, Engine):
             raise UsageError(f"expected an open engine, or a function that returns one, not {engine!r}")
-        repository = Repository(tensors_max=self.settings.max_tensors, json_max=self.settings.max_json)
+        settings = self.settings
+        repository = Repository(
+            tensors_max=settings.max_tensors, json_max=settings.max_json, waiting_max=settings.max_waiting
+        )
         repository.add(self._name, engine)
         return repository
 
@@ -114,7 +118,7 @@ class WebSocketEndpoint:
             authorize(api, PATH, headers)
             return self._found.route()
 
-        await _serve_websocket(api, enter, headers, receive, send)
+        await _serve_websocket(api, enter, headers, receive, send, scope.get("client"))
 
 
 class KServeApp:
@@ -133,7 +137,9 @@ class KServeApp:
         headers = {name.lower(): value for name, value in scope["headers"]}
         request_id = api.ids.of(headers)
         if scope["type"] == "websocket":
-            await _serve_websocket(api, lambda: authorize_route(api, path, headers), headers, receive, send)
+            await _serve_websocket(
+                api, lambda: authorize_route(api, path, headers), headers, receive, send, scope.get("client")
+            )
             return
         preflight = api.preflight(scope["method"].encode(), headers)
         try:
@@ -143,7 +149,9 @@ class KServeApp:
         if preflight is not None:
             answer = preflight
         else:
-            responding = asyncio.ensure_future(api.respond(scope["method"], path, headers, body))
+            responding = asyncio.ensure_future(
+                api.respond(scope["method"], path, headers, body, Caller(address_of(scope.get("client"))))
+            )
             leaving = asyncio.ensure_future(_disconnected(receive))
             try:
                 await asyncio.wait([responding, leaving], return_when="FIRST_COMPLETED")
@@ -202,6 +210,7 @@ async def _serve_websocket(
     headers: Headers,
     receive: Receive,
     send: Send,
+    peer: Any,
 ) -> None:
     await receive()  # The first event is websocket.connect.
     try:
@@ -213,14 +222,20 @@ async def _serve_websocket(
     offered = [item.strip() for item in headers.get(b"sec-websocket-protocol", b"").split(b",")]
     chosen = SUBPROTOCOL if SUBPROTOCOL.encode() in offered else None
     await send({"type": "websocket.accept", "subprotocol": chosen})
-    await _AsgiConnection(api, route, headers, receive, send).run()
+    await _AsgiConnection(api, route, headers, receive, send, peer).run()
 
 
 class _AsgiConnection:
     """One websocket, with a task that reads and one that writes."""
 
     def __init__(
-        self, api: Api, route: ModelRoute | None, headers: Headers, receive: Receive, send: Send
+        self,
+        api: Api,
+        route: ModelRoute | None,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+        peer: Any,
     ) -> None:
         self._settings = api.settings
         self._receive = receive
@@ -228,7 +243,7 @@ class _AsgiConnection:
         self._out: asyncio.Queue[Message] = asyncio.Queue()
         self._room = asyncio.Event()
         self._session = WebSocketSession(
-            api, self._out.put_nowait, room=self._room.set, route=route, headers=headers
+            api, self._out.put_nowait, room=self._room.set, route=route, headers=headers, peer=peer
         )
 
     async def run(self) -> None:

@@ -41,7 +41,9 @@ class ServeConfig:
         :raises UsageError: if two have the same name and version.
         """
         settings = self.settings
-        repository = Repository(tensors_max=settings.max_tensors, json_max=settings.max_json)
+        repository = Repository(
+            tensors_max=settings.max_tensors, json_max=settings.max_json, waiting_max=settings.max_waiting
+        )
         for source in self.models:
             if not source.is_folder:
                 opener = source.opener(self.device, settings.warmup)

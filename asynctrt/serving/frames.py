@@ -4,8 +4,9 @@ This is the only importer of ``websockets``.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
 from asynctrt.kserve.datatypes import Buffer
@@ -44,6 +45,13 @@ __all__ = [
     "connect",
     "upgrade",
 ]
+
+TURN_NS: Final = 500_000
+"""How long one connection's messages are handled before it is the turn of others."""
+
+SLICE_NBYTES: Final = 4 << 10
+LONG_SLICE_NBYTES: Final = 64 << 10
+"""Bytes that are parsed at a time: more of a message that is longer."""
 
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
@@ -117,8 +125,12 @@ class SocketConnection(asyncio.Protocol):
         self._touched = hub.tick
         self._pinged = False
         self._closed_at: int | None = None
-        # Messages that were read while the session was full.
-        self._frames: list[Frame] = []
+        # What was read and not handled yet: messages behind those that are answered, and bytes.
+        self._frames: deque[Frame] = deque()
+        self._unparsed = bytearray()
+        self._is_long = False
+        self._is_waiting = False
+        """Whether its next turn is due."""
 
     def __repr__(self) -> str:
         return f"<SocketConnection {self._session!r}>"
@@ -136,30 +148,17 @@ class SocketConnection(asyncio.Protocol):
         self._hub.discard(self)
         self._session.cancel_all()
         self._frames.clear()
+        self._unparsed.clear()
 
     def data_received(self, data: bytes) -> None:
         self._touched = self._hub.tick
         self._pinged = False
-        protocol = self._protocol
-        data = self._cutter.feed(data)
-        if data:  # Nothing at all would mean that the client has finished.
-            protocol.receive_data(data)
-        self._is_flushing = True
-        for event in protocol.events_received():
-            if isinstance(event, Frame):
-                self._note(event)
-                if self._frames:
-                    self._frames.append(event)
-                else:
-                    self._take(event)
-        if not self._is_partial and self._cutter.is_between_frames:
-            self._began = None
-        elif self._began is None:
-            self._began = self._hub.tick
-        self._flush()
-        self._throttle()
+        self._unparsed += data
+        if not self._is_waiting:
+            self._go_on()
 
     def eof_received(self) -> bool:
+        self._unparsed.clear()
         self._protocol.receive_eof()
         return False
 
@@ -181,6 +180,55 @@ class SocketConnection(asyncio.Protocol):
             if frame.fin:
                 self._began = None
 
+    def _go_on(self) -> None:
+        """Handle what was read, for as long as a turn is; then let others have theirs."""
+        self._is_waiting = False
+        was_flushing, self._is_flushing = self._is_flushing, True
+        now_ns = self._hub.now_ns
+        until_ns = now_ns() + TURN_NS
+        while not self._transport.is_closing():
+            if self._frames:
+                if self._is_held:
+                    break
+                self._take(self._frames.popleft())
+            elif self._unparsed:
+                self._parse()
+            else:
+                break
+            if now_ns() > until_ns and (self._frames or self._unparsed):
+                self._is_waiting = True
+                self._hub.loop.call_soon(self._go_on)
+                break
+        if was_flushing:
+            return  # Somebody else will.
+        self._flush()
+        self._throttle()
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether messages wait until requests have ended, or the client reads its answers."""
+        return self._session.is_full or self._writing.since is not None
+
+    def _parse(self) -> None:
+        """Parse some of what was read."""
+        protocol = self._protocol
+        nbytes = LONG_SLICE_NBYTES if self._is_long else SLICE_NBYTES
+        piece = bytes(self._unparsed[:nbytes])
+        del self._unparsed[:nbytes]
+        cut = self._cutter.feed(piece)
+        if cut:  # Nothing at all would mean that the client has finished.
+            protocol.receive_data(cut)
+        events = protocol.events_received()
+        self._is_long = not events
+        for event in events:
+            if isinstance(event, Frame):
+                self._note(event)
+                self._frames.append(event)
+        if not self._is_partial and self._cutter.is_between_frames:
+            self._began = None
+        elif self._began is None:
+            self._began = self._hub.tick
+
     def _take(self, frame: Frame) -> None:
         opcode = frame.opcode
         if opcode is Opcode.TEXT or opcode is Opcode.BINARY:
@@ -196,10 +244,6 @@ class SocketConnection(asyncio.Protocol):
                 self._receive(pieces)
 
     def _receive(self, raw: bytes | bytearray) -> None:
-        if self._session.is_full or self._writing.since is not None:
-            opcode = Opcode.TEXT if self._is_text else Opcode.BINARY
-            self._frames.append(Frame(opcode, raw))
-            return
         if not self._is_text:
             self._session.receive(raw)
             return
@@ -263,20 +307,16 @@ class SocketConnection(asyncio.Protocol):
 
     def _room(self) -> None:
         """Continue with the waiting messages, now that requests have ended or the client reads again."""
-        while self._frames and not self._session.is_full and self._writing.since is None:
-            frames, self._frames = self._frames, []
-            for number, frame in enumerate(frames):
-                self._take(frame)
-                if self._frames:
-                    self._frames += frames[number + 1 :]
-                    break
+        if (self._frames or self._unparsed) and not self._is_waiting and not self._is_held:
+            self._is_waiting = True
+            self._hub.loop.call_soon(self._go_on)
         self._throttle()
         if self._session.is_draining and not self._session.in_flight:
             self._say_goodbye()
 
     def _throttle(self) -> None:
         """Pause reading while the session is full or the client does not read, and resume it after."""
-        should_read = not self._session.is_full and self._writing.since is None and not self._frames
+        should_read = not self._is_held and not self._frames and not self._unparsed
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:
@@ -302,7 +342,7 @@ class SocketConnection(asyncio.Protocol):
                 why = f"the message did not arrive within {hub.settings.request_timeout:g} s"
                 self._protocol.fail(POLICY_VIOLATION, why)
                 self._flush()
-        elif not self._session.in_flight and not self._frames:
+        elif not self._session.in_flight and not self._frames and not self._unparsed:
             silent = tick - self._touched
             if silent > hub.idle_ticks:
                 self._transport.abort()

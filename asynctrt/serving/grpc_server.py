@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from asynctrt import clock
 from asynctrt.errors import (
@@ -34,10 +34,11 @@ from asynctrt.kserve.protobuf import (
     streamed,
     streamed_error,
 )
-from asynctrt.serving.api import Api, Headers, Inference, Then
+from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.request_id import METADATA
-from asynctrt.serving.served import ServedModel
+from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
 
@@ -93,6 +94,7 @@ class GrpcServer:
         self._kinds = message_classes()
         self._request = self._kinds["ModelInferRequest"]
         self._codecs: WeakKeyDictionary[ServedModel, ProtobufCodec] = WeakKeyDictionary()
+        self._callers: WeakValueDictionary[str, Caller] = WeakValueDictionary()
         self._streams: set[_Stream] = set()
         self._server: Any = None
         self._is_draining = False
@@ -296,13 +298,14 @@ class GrpcServer:
     async def _infer(self, body: bytes, context: Any) -> bytes:
         headers = self._inference_headers("ModelInfer", context)
         log = self._api.log
-        then = None if log is None else partial(log, "grpc", context.peer())
+        peer = context.peer()
+        then = None if log is None else partial(log, "grpc", peer)
         split = self._split(body)
         del body
-        inference = await self._begin(await self._parsed(split), split.raw, headers, then)
+        inference = await self._begin(await self._parsed(split), split.raw, headers, self._caller(peer), then)
         del split
-        # Cancelling this task cancels the future that it awaits, and so the request.
-        await inference.future
+        # Cancelling this task cancels the request.
+        await inference.answer()
         return await self._encoded(inference, bytes)
 
     async def _encoded(self, inference: Inference, wrap: Callable[[bytes], bytes]) -> bytes:
@@ -346,6 +349,13 @@ class GrpcServer:
         fields_max = 3 * settings.max_tensors + FIELDS_MAX
         return split_request(body, fields_max=fields_max, nbytes_max=settings.max_json)
 
+    def _caller(self, peer: str) -> Caller:
+        """Return what all calls of one connection share a model by."""
+        caller = self._callers.get(peer)
+        if caller is None:
+            caller = self._callers[peer] = Caller(address_of(peer))
+        return caller
+
     async def _parsed(self, split: SplitRequest) -> Any:
         """Parse what there is besides raw tensors, in a thread if it is much."""
         if split.is_slow:
@@ -357,6 +367,7 @@ class GrpcServer:
         request: Any,
         raw: list[memoryview] | None,
         headers: Headers,
+        caller: Caller,
         then: Then | None = None,
     ) -> Inference:
         """Decode a request, in a thread if that takes long, and submit it to its engine.
@@ -371,7 +382,7 @@ class GrpcServer:
                 decoded = await self._api.worker.run(partial(codec.decode, request, raw, pause))
             else:
                 decoded = codec.decode(request, raw)
-            return self._api.submit(served, decoded, began_ns, headers, then)
+            return self._api.submit(served, decoded, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
@@ -462,6 +473,7 @@ class _Stream:
         self._server = server
         self._context = context
         self._headers = headers
+        self._caller = server._caller(context.peer())
         self._taken_max = server._settings.max_requests_per_connection
         self._taken = 0
         """Requests that were read and whose answers are not written yet."""
@@ -482,7 +494,7 @@ class _Stream:
         finally:
             self._reader.cancel()
             for inference in self._in_flight:
-                inference.future.cancel()
+                inference.cancel()
             await asyncio.wait([self._reader])
         if not self._reader.cancelled():
             self._reader.result()
@@ -493,7 +505,11 @@ class _Stream:
 
     async def _read(self) -> None:
         while True:
-            while self._taken >= self._taken_max or self._answer_nbytes >= self._answer_nbytes_max:
+            while (
+                self._taken >= self._taken_max
+                or self._answer_nbytes >= self._answer_nbytes_max
+                or self._caller.has_much_waiting
+            ):
                 self._may_read.clear()
                 await self._may_read.wait()
             body = await self._context.read()
@@ -508,7 +524,7 @@ class _Stream:
             split = server._split(body)
             request = await server._parsed(split)
             request_id = request.id
-            inference = await server._begin(request, split.raw, self._headers, self._ended)
+            inference = await server._begin(request, split.raw, self._headers, self._caller, self._ended)
             self._in_flight.add(inference)
             self._answer_nbytes += inference.request.layout.answer_nbytes
         except Exception as error:

@@ -23,11 +23,11 @@ from asynctrt.errors import (
     TooLargeError,
     UnauthorizedError,
 )
+from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import (
     COMPRESS_NBYTES_MIN,
     Answer,
     Api,
-    Inference,
     ModelRoute,
     accepted_coding,
     encoded_answer,
@@ -36,6 +36,7 @@ from asynctrt.serving.api import (
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.served import Inference
 
 SWEEP_S: Final = 0.25
 """Seconds between checks of all connections for timeouts."""
@@ -93,6 +94,7 @@ class Hub:
         self.upgrade = upgrade
         self.log = log
         self.loop = asyncio.get_running_loop()
+        self.now_ns = clock.now_ns
         self.connections: set[Connection] = set()
         self.is_draining = False
         self.refused = 0
@@ -235,6 +237,7 @@ class HttpConnection(asyncio.Protocol):
         self._waiting_nbytes = 0
         self._is_throttled = False
         self._inference: Inference | None = None
+        self._caller: Caller | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_ending = False
         self._is_refused = False
@@ -266,7 +269,7 @@ class HttpConnection(asyncio.Protocol):
         self._hub.discard(self)
         self._waiting.clear()
         if self._inference is not None:
-            self._inference.future.cancel()
+            self._inference.cancel()
         if self._task is not None:
             self._task.cancel()
 
@@ -370,7 +373,9 @@ class HttpConnection(asyncio.Protocol):
             if self._api.is_slow(route, request.headers, request.body):
                 self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
                 return
-            self._inference = self._api.begin(route, request.headers, request.body, self._inferred)
+            self._inference = self._api.begin(
+                route, request.headers, request.body, self._caller or self.caller(), self._inferred
+            )
         except Exception as error:
             self._send(error_answer(error, request.headers))
         # The inputs are views of the body, which their batch releases.
@@ -380,7 +385,7 @@ class HttpConnection(asyncio.Protocol):
         """Begin an inference that is decoded in a thread."""
         body, request.body = request.body, b""
         try:
-            beginning = self._api.begin_slow(route, request.headers, body, self._inferred)
+            beginning = self._api.begin_slow(route, request.headers, body, self.caller(), self._inferred)
             del body
             inference = await beginning
         except Exception as error:
@@ -390,6 +395,12 @@ class HttpConnection(asyncio.Protocol):
         self._task = None
         # Its future may be done by now, but its callback comes later.
         self._inference = inference
+
+    def caller(self) -> Caller:
+        """Return what its requests share a model by."""
+        if self._caller is None:
+            self._caller = Caller(address_of(self._transport.get_extra_info("peername")))
+        return self._caller
 
     def _inferred(self, inference: Inference) -> None:
         """Answer an inference whose future is done."""
@@ -448,7 +459,7 @@ class HttpConnection(asyncio.Protocol):
         answer = self._api.preflight(request.method, request.headers)
         if answer is None:
             answer = await self._api.respond(
-                request.method.decode("latin-1"), request.path, request.headers, request.body
+                request.method.decode("latin-1"), request.path, request.headers, request.body, self.caller()
             )
         self._task = None
         self._send(answer)

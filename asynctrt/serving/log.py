@@ -7,8 +7,9 @@ from typing import Any, Final, Protocol
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
-from asynctrt.serving.api import CANCELLED_STATUS, Inference
+from asynctrt.serving.api import CANCELLED_STATUS
 from asynctrt.serving.request_id import HEADER
+from asynctrt.serving.served import Inference
 
 FLUSH_NBYTES: Final = 64 << 10
 

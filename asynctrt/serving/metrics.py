@@ -455,6 +455,26 @@ def _of_requests() -> Iterator[_Family]:
         lambda reading: reading.served.pending,
     )
     yield _value(
+        GaugeMetricFamily,
+        "asynctrt_waiting_requests",
+        "Requests that wait for their client's turn, before the queue.",
+        lambda reading: sum(one.gate.waiting for one in reading.served.admissions),
+    )
+    yield _value(
+        GaugeMetricFamily,
+        "asynctrt_waiting_rows",
+        "Rows of the requests that wait for their client's turn.",
+        lambda reading: sum(one.gate.waiting_rows for one in reading.served.admissions),
+    )
+    yield _values(
+        CounterMetricFamily,
+        "asynctrt_waiting_refused",
+        "Requests refused before the queue, by reason; crowded: their client had the most waiting; expired: "
+        "timed out behind others of their client.",
+        "reason",
+        lambda reading: reading.served.refused,
+    )
+    yield _value(
         CounterMetricFamily,
         "asynctrt_handover_seconds",
         "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "

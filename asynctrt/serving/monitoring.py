@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from asynctrt.errors import UnknownModelError
+from asynctrt.serving.admission import Caller
 from asynctrt.serving.api import Answer, Api, Body, Headers, ModelRoute, Page, error_answer
 from asynctrt.serving.asgi import KServeApp, Source
 from asynctrt.serving.dashboard import dashboard_pages
@@ -31,12 +32,14 @@ class PagesAlone(Api):
         """Return ``None``: no path is a model's."""
         return None
 
-    async def respond(self, method: str, path: bytes, headers: Headers, body: Body) -> Answer:
+    async def respond(
+        self, method: str, path: bytes, headers: Headers, body: Body, caller: Caller | None = None
+    ) -> Answer:
         """Answer a page."""
         if path.decode("latin-1") not in self.pages:
             known = ", ".join(name for name in self.pages if not name.startswith("/dashboard/"))
             return error_answer(UnknownModelError(f"there is nothing here but {known}"))
-        return await super().respond(method, path, headers, body)
+        return await super().respond(method, path, headers, body, caller)
 
 
 def metrics_alone(metrics: Metrics, settings: ServerSettings) -> Api:

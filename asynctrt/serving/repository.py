@@ -15,6 +15,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
+from asynctrt.serving.admission import WAITING_NBYTES_MAX
 from asynctrt.serving.entries import (
     LOADING,
     NOT_LOADED,
@@ -37,10 +38,17 @@ class Repository:
 
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param json_max: the largest JSON part of a request, in bytes.
+    :param waiting_max: bytes of the inputs that may wait for a model that is overloaded.
     """
 
-    def __init__(self, *, tensors_max: int = 64, json_max: int = JSON_NBYTES_MAX) -> None:
-        self._limits = {"tensors_max": tensors_max, "json_max": json_max}
+    def __init__(
+        self,
+        *,
+        tensors_max: int = 64,
+        json_max: int = JSON_NBYTES_MAX,
+        waiting_max: int = WAITING_NBYTES_MAX,
+    ) -> None:
+        self._limits = {"tensors_max": tensors_max, "json_max": json_max, "waiting_max": waiting_max}
         self._models: dict[str, Model] = {}
         self._places: list[Place] = []
         self._served: dict[tuple[str, str], ServedModel] = {}
@@ -360,9 +368,9 @@ class Repository:
 
         async def retire() -> None:
             try:
-                await served.engine.drain()
+                await served.drain()
             finally:
-                await served.engine.aclose()
+                await served.aclose()
 
         task = asyncio.create_task(retire())
         self._retiring[task] = served
@@ -423,7 +431,7 @@ class Repository:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._settled())
             for served in self:
-                tasks.create_task(served.engine.drain())
+                tasks.create_task(served.drain())
 
     async def aclose(self) -> None:
         """Close the engines that the repository has opened. Their remaining requests finish or fail."""
@@ -433,7 +441,7 @@ class Repository:
                 served, entry.served = entry.served, None
                 entry.reason = "closed"
                 if served is not None and entry.source is not None:
-                    await served.engine.aclose()
+                    await served.aclose()
         await _close(list(self._retiring.values()))
         await self._settled()
         self._served.clear()
@@ -446,4 +454,4 @@ class Repository:
 
 async def _close(models: Iterable[ServedModel]) -> None:
     for served in models:
-        await served.engine.aclose()
+        await served.aclose()

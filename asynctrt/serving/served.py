@@ -1,6 +1,7 @@
 """Serve one version of a model: decode its requests, count them, describe it to clients."""
 
 import asyncio
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
 from asynctrt import clock
@@ -9,6 +10,8 @@ from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
+from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission
+from asynctrt.serving.fairness import Lane
 from asynctrt.serving.latency import Latencies
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
@@ -18,6 +21,39 @@ LATENCIES_MAX: Final = 65536
 
 REASONS: Final = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 """Triton's labels for failures: overload, a client that went away, the model, a bad request."""
+
+Headers = Mapping[bytes, bytes]
+
+
+class Inference(Submission):
+    """One inference in progress."""
+
+    __slots__ = ("_on_end", "headers", "key", "served", "then")
+
+    def __init__(
+        self,
+        served: "ServedModel",
+        request: DecodedRequest,
+        began_ns: int,
+        headers: Headers,
+        lane: Lane,
+        admission: Admission,
+        priority: int,
+        on_end: "Callable[[Inference], None]",
+    ) -> None:
+        super().__init__(request, began_ns, lane, admission, priority)
+        self.served = served
+        self.headers = headers
+        self.key = 0
+        """Set by a caller that has to tell requests without an id apart."""
+        self.then: Callable[[Inference], None] | None = None
+        """Set by a caller that is to be called when it has ended."""
+        self._on_end = on_end
+
+    def ended(self, future: "asyncio.Future[InferResult]") -> None:
+        """Make room for others, and tell whoever waits for it."""
+        super().ended(future)
+        self._on_end(self)
 
 
 class ServedModel:
@@ -34,6 +70,7 @@ class ServedModel:
         *,
         tensors_max: int = 64,
         json_max: int = JSON_NBYTES_MAX,
+        waiting_max: int = WAITING_NBYTES_MAX,
     ) -> None:
         self.name = name
         self.version = version
@@ -47,6 +84,8 @@ class ServedModel:
             rows_max=engine.options.max_queue_rows,
             json_max=json_max,
         )
+        self.admission = Admission(engine, waiting_max)
+        self._urgent = None if engine.urgent is None else Admission(engine.urgent, waiting_max)
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
@@ -63,20 +102,63 @@ class ServedModel:
     def __repr__(self) -> str:
         return f"<ServedModel {self.name!r} version {self.version} {self.engine!r}>"
 
-    def submit(self, request: DecodedRequest) -> "asyncio.Future[InferResult]":
-        """Submit a decoded request to the engine; see :meth:`Engine.submit`."""
-        layout = request.layout
-        priority = layout.priority
+    def submit(
+        self,
+        request: DecodedRequest,
+        caller: Caller,
+        name: Hashable,
+        began_ns: int,
+        headers: Headers,
+        on_end: Callable[[Inference], None],
+    ) -> Inference:
+        """Submit a decoded request to the engine, once it is its client's turn.
+
+        :param caller: where it comes from, and ``name``: whose it is.
+        :param on_end: called when it has ended, to call :meth:`ended`.
+        :raises AsynctrtError: as :meth:`Engine.submit`, and if its client has too much waiting.
+        """
+        priority = request.layout.priority
+        admission = self.admission
         if priority:
             # On the wire 1 is the most urgent. Priorities beyond the last level mean the default.
             priority = max(0, self.engine.options.priorities - priority)
-        future = self.engine.submit(request.inputs, timeout=layout.timeout, priority=priority)
+            if self._urgent is not None and priority == self.engine.options.priorities - 1:
+                admission = self._urgent
+        lane = caller.lane(admission.gate, name)
+        inference = Inference(self, request, began_ns, headers, lane, admission, priority, on_end)
+        admission.submit(inference)
         self.pending += 1
-        return future
+        return inference
 
-    def ended(self, future: "asyncio.Future[InferResult]", began_ns: int) -> BaseException | None:
+    async def drain(self) -> None:
+        """Refuse new requests, and return once the accepted ones are answered."""
+        for admission in self.admissions:
+            await admission.drain()
+        await self.engine.drain()
+
+    async def aclose(self) -> None:
+        """Close the engine. What has not reached it fails."""
+        for admission in self.admissions:
+            admission.fail()
+        await self.engine.aclose()
+
+    @property
+    def admissions(self) -> tuple[Admission, ...]:
+        """The ways into its engine, one for urgent requests included if they have one of their own."""
+        return (self.admission,) if self._urgent is None else (self.admission, self._urgent)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many requests were refused before the engine's queue, by reason."""
+        return {
+            "crowded": sum(one.crowded for one in self.admissions),
+            "expired": sum(one.expired for one in self.admissions),
+        }
+
+    def ended(self, inference: Inference) -> BaseException | None:
         """Count the outcome of a request that was submitted with :meth:`submit`; return why it failed."""
         now_ns = clock.now_ns()
+        future, began_ns = inference.future, inference.began_ns
         self.pending -= 1
         if future.cancelled():
             self.failures["CANCELED"] += 1

@@ -15,10 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from asynctrt import clock
 from asynctrt.errors import DeviceError, InternalError
-from asynctrt.serving.api import Inference
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER
-from asynctrt.serving.served import ServedModel
+from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import LogFormat, LogLevel
 
 FIELDS: Final = ("request_id", "requests", "model", "version")
@@ -237,5 +236,10 @@ class Refusals:
         for served in self._repository:
             if served.failures["REJECTED"]:
                 done = served.engine.statistics()
-                known[served] = (served.failures["REJECTED"], done.refused, done.expired)
+                before = served.refused
+                known[served] = (
+                    served.failures["REJECTED"],
+                    done.refused + before["crowded"],
+                    done.expired + before["expired"],
+                )
         return known

@@ -20,6 +20,7 @@ from asynctrt.validation import (
 
 SECONDS_MAX: Final = 1e6
 OnDeviceLost = Literal["report", "exit"]
+ShareBy = Literal["auto", "token", "address", "connection"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -151,6 +152,26 @@ class ServerSettings:
         doc="""Requests in flight on one websocket or gRPC stream, and calls on one gRPC connection. The
         server reads no more while there are more, or while their answers have more than ``max_body``
         bytes.""",
+    )
+
+    share_by: ShareBy = setting(
+        default="auto",
+        check=choice(*get_args(ShareBy)),
+        doc="""What tells clients apart, who share a model equally when it is overloaded: their ``token``,
+        their ``address`` (of IPv6, their network), or each ``connection``. ``auto``: ``token`` if there are
+        several, else ``address``. The connections of one client share what it gets.""",
+    )
+    client_header: str | None = setting(
+        default=None,
+        check=TEXT.or_none,
+        doc="""A header that names the client, for a server behind a proxy that sets it and lets no client set
+        it, such as ``X-Real-IP``. Requests without it are shared by ``share_by``. Default: none.""",
+    )
+    max_waiting: int = setting(
+        default=256 << 20,
+        check=count(1),
+        doc="""Bytes of the inputs that wait for a model that is overloaded; rows are limited by the engine's
+        ``max_queue_rows``. Beyond either the client that has the most waiting is answered 503.""",
     )
 
     request_timeout: float = setting(

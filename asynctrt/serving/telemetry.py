@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from asynctrt import clock
-from asynctrt.serving.api import Inference
 from asynctrt.serving.latency import Exemplar
+from asynctrt.serving.served import Inference
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

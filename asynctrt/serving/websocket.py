@@ -36,8 +36,9 @@ from asynctrt.errors import (
 from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest, remember
 from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, split_id
-from asynctrt.serving.api import CANCELLED_STATUS, Api, Body, Headers, Inference, ModelRoute, logger
-from asynctrt.serving.served import ServedModel
+from asynctrt.serving.admission import Caller, address_of
+from asynctrt.serving.api import CANCELLED_STATUS, Api, Body, Headers, ModelRoute, logger
+from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.worker import pause
 
 PREFIX_NBYTES: Final = 4
@@ -66,7 +67,7 @@ class WebSocketSession:
     :param send_pieces: sends a binary message that is given in pieces. Default: they are joined.
     :param room: called when :attr:`is_full` becomes false, or no request is in flight any more.
     :param route: the model of every request; ``None`` if each request names its own.
-    :param peer: the client's address, for the access log.
+    :param peer: the client's address.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class WebSocketSession:
         self._send_pieces = send_pieces or (lambda pieces: self._send(b"".join(pieces)))
         self._room = room
         self._route = route
-        self._headers = headers or {}
+        self._headers = _with_token(headers or {})
+        self._caller = Caller(address_of(peer))
         self._in_flight_max = api.settings.max_requests_per_connection
         self._answer_nbytes_max = api.settings.max_body
         self._answer_nbytes = 0
+        self._was_full = False
         self._flights: dict[str | int, Inference] = {}
         self._number = 0
         # The model of each header seen before, without its id: headers repeat.
@@ -109,12 +112,15 @@ class WebSocketSession:
 
     @property
     def is_full(self) -> bool:
-        """Whether to read no more for now: too many requests are in flight, or too many bytes of answers."""
-        return (
+        """Whether to read no more for now: too many requests are in flight, or rows wait, or bytes of answers
+        are due. ``room`` is called once that has changed."""
+        self._was_full = (
             self._decoding is not None
             or len(self._flights) >= self._in_flight_max
             or self._answer_nbytes >= self._answer_nbytes_max
+            or self._caller.has_much_waiting
         )
+        return self._was_full
 
     def receive(self, message: Message | bytearray) -> None:
         """Handle one message."""
@@ -208,7 +214,7 @@ class WebSocketSession:
         for task in self._encoding:
             task.cancel()
         for inference in list(self._flights.values()):
-            inference.future.cancel()
+            inference.cancel()
 
     def _infer(
         self, route: ModelRoute, raw: Body, head: bytes, start: int, request_id: str, rest: bytes
@@ -232,7 +238,7 @@ class WebSocketSession:
         if request.id in self._flights:
             raise RequestError(f"a request with id {request.id!r} is in flight: give each its own id")
         then = self._ended if binary else self._ended_text
-        inference = self._api.submit(served, request, began_ns, self._headers, then)
+        inference = self._api.submit(served, request, began_ns, self._headers, self._caller, then)
         self._answer_nbytes += request.layout.answer_nbytes
         if request.id:
             self._flights[request.id] = inference
@@ -281,7 +287,6 @@ class WebSocketSession:
         self, inference: Inference, encoded: Encoded | None, error: BaseException | None, *, binary: bool
     ) -> None:
         request = inference.request
-        was_full = self.is_full
         del self._flights[request.id or inference.key]
         self._answer_nbytes -= request.layout.answer_nbytes
         if self._api.log is not None:
@@ -297,7 +302,7 @@ class WebSocketSession:
             self._say({"id": request.id, **content} if request.id else content, binary=binary)
         else:
             self._failed(request.id, error, binary=binary)
-        if was_full or not self._flights:
+        if self._was_full or not self._flights:
             self._room()
 
     def _control(self, content: Mapping[str, Any], *, binary: bool) -> bool:
@@ -315,7 +320,7 @@ class WebSocketSession:
                 raise RequestError(f"cancel must be the id of a request, a string, not {brief(cancel)}")
             inference = self._flights.get(cancel)
             if inference is not None:
-                inference.future.cancel()
+                inference.cancel()
             return True
         return False
 
@@ -396,9 +401,14 @@ def authorize(api: Api, path: bytes, headers: Headers) -> None:
 
     :raises UnauthorizedError: if either is refused.
     """
+    api.authorize(path, _with_token(headers))
+
+
+def _with_token(headers: Headers) -> Headers:
+    """Return a client's headers, with the token that it offered as a subprotocol in that of HTTP."""
     if b"authorization" not in headers:
         for offered in headers.get(b"sec-websocket-protocol", b"").split(b","):
             token = _token_of(offered.strip())
             if token:
-                headers = {**headers, b"authorization": b"Bearer " + token}
-    api.authorize(path, headers)
+                return {**headers, b"authorization": b"Bearer " + token}
+    return headers

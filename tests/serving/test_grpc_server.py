@@ -378,7 +378,7 @@ class TestErrors:
         async with serving() as served:
             model = served.api.repository.find("double")
 
-            def broken(call):
+            def broken(*call):
                 raise RuntimeError("the secret")
 
             monkeypatch.setattr(model, "submit", broken)

@@ -417,6 +417,7 @@ class TestHangUps:
         device = LatchDevice(concurrency=1)
         async with serving(engine={"device": device, "contexts": 1, "max_rows": 8}) as server:
             engine = engine_of(server)
+            served = server.repository.find("double")
             host, port = address(server)
             async with connected(server) as first, connected(server) as patient:
                 first.send(infer(1))
@@ -430,12 +431,13 @@ class TestHangUps:
                     await loop.sock_connect(one, (host, port))
                     await loop.sock_sendall(one, infer(2) + infer(3))
                     sockets.append(one)
-                await until(lambda: engine.statistics().queued_requests == 401)
+                await until(lambda: served.pending == 402)
                 for one in sockets:
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     one.close()
-                await until(lambda: engine.statistics().cancelled == 400)
-                assert engine.statistics().queued_requests == 1
+                await until(lambda: served.failures["CANCELED"] == 400)
+                await until(lambda: engine.statistics().queued_requests == 1)
+                assert (served.pending, served.admission.gate.waiting) == (2, 0)
                 await until(lambda: len(server._hub.connections) == 2)
                 device.open()
                 assert outputs(await first.answer()) == [2]

@@ -10,6 +10,7 @@ import pytest
 import asynctrt
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving import sampler as module
+from asynctrt.serving.admission import Caller
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import MODEL_FIELDS, Sampler, batch_bounds, percentiles_ms, resident_nbytes
 from asynctrt.testing import LatchDevice
@@ -60,10 +61,11 @@ class Bench:
         served = self.repository.find("double", version)
         for size in sizes:
             call = served.codec.decode(*message(size))
-            future = served.submit(call)
-            await asyncio.wait([future])
-            served.ended(future, module.clock.now_ns())
-            if not future.exception():
+            began_ns = module.clock.now_ns()
+            call = served.submit(call, Caller(), None, began_ns, {}, lambda _: None)
+            await asyncio.wait([call.future])
+            served.ended(call)
+            if not call.future.exception():
                 served.latencies_ns[-1] = took_ns
 
 

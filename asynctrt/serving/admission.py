@@ -1,0 +1,448 @@
+"""Let requests into an engine as its :class:`Gate` decides: pass, wait, take their turn, be refused."""
+
+import asyncio
+from collections.abc import Callable, Hashable
+from functools import partial
+from ipaddress import IPv6Address, ip_address
+from typing import Any, Final
+from urllib.parse import unquote
+
+from asynctrt import clock
+from asynctrt.engine import Engine
+from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError
+from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.serving.fairness import NO_DEADLINE_NS, Gate, Lane, Ticket
+from asynctrt.tensors import Array, InferResult
+from asynctrt.validation import timeout_ns_of
+
+WAITING_NBYTES_MAX: Final = 256 << 20
+"""Default limit for the bytes of inputs that wait for a model."""
+
+FULL_BATCHES: Final = 4
+"""Batches that are let in at the least while nobody is kept waiting by that."""
+
+MIXED_FACTOR: Final = 8
+"""How many times as many rows are let in of a model whose rows differ in shape: they share no batch."""
+
+LANES_MAX: Final = 16
+"""Lanes that a connection keeps: one for each model and client that its requests name."""
+
+JOIN_ON_LOOP_NBYTES_MAX: Final = 4 << 20
+"""Answers of a split request up to this size are joined by the event loop."""
+
+
+class Caller:
+    """One connection, from which requests come.
+
+    :param address: the client's, as :func:`address_of` gives it.
+    """
+
+    __slots__ = ("__weakref__", "_lanes", "address")
+
+    def __init__(self, address: Hashable = None) -> None:
+        self.address = address
+        self._lanes: dict[tuple[Gate, Hashable], Lane] = {}
+
+    def __repr__(self) -> str:
+        return f"<Caller {self.address!r}>"
+
+    @property
+    def has_much_waiting(self) -> bool:
+        """Whether to read no more from it for now: what it has waiting is more than its turns need."""
+        return any(lane.has_much_waiting for lane in self._lanes.values())
+
+    def lane(self, gate: Gate, name: Hashable) -> Lane:
+        """Return its lane at a gate, for the client of that name."""
+        lane = self._lanes.get((gate, name))
+        if lane is None:
+            if len(self._lanes) >= LANES_MAX:
+                self._lanes.clear()
+            lane = self._lanes[gate, name] = gate.lane(name)
+        return lane
+
+
+def address_of(peer: Any) -> str | None:
+    """Return a client's address, from a socket's or from gRPC's name of it; ``None`` if there is none.
+
+    Of IPv6 it is the network: a client has 2**64 addresses there.
+    """
+    if isinstance(peer, str):  # "ipv4:127.0.0.1:1234", "ipv6:%5B::1%5D:1234"
+        host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+    elif isinstance(peer, tuple | list) and peer:
+        host = str(peer[0])
+    else:
+        return None
+    if ":" in host:
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return host
+        if isinstance(address, IPv6Address):
+            mapped = address.ipv4_mapped
+            return str(mapped) if mapped is not None else f"{int(address) >> 64:x}::/64"
+    return host or None
+
+
+class Submission(Ticket):
+    """A request on its way through an :class:`Admission`."""
+
+    __slots__ = ("_admitted", "admission", "began_ns", "future", "has_future", "request")
+
+    def __init__(
+        self, request: DecodedRequest, began_ns: int, lane: Lane, admission: "Admission", priority: int
+    ) -> None:
+        # What the base class does, without the call: one is made for each request.
+        self.lane = lane
+        self.rows = request.layout.rows
+        self.nbytes = 0
+        self.priority = priority
+        self.deadline_ns = NO_DEADLINE_NS
+        self.is_waiting = self.is_light = self.is_inside = False
+        self.request = request
+        self.admission = admission
+        self.began_ns = began_ns
+        self.future: asyncio.Future[InferResult]
+        """Its answer, which is there once it was let into the engine, or refused."""
+        self.has_future = False
+        self._admitted: asyncio.Future[None] | None = None
+
+    def cancel(self) -> None:
+        """Give it up, wherever it is: its client has gone, or wants it no more."""
+        if self.has_future:
+            self.future.cancel()
+        else:
+            self.admission.give_up(self)
+
+    async def answer(self) -> InferResult:
+        """Wait for its answer. Whoever is cancelled meanwhile cancels it."""
+        if not self.has_future:
+            self._admitted = asyncio.get_running_loop().create_future()
+            try:
+                await self._admitted
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+        return await self.future
+
+    def ended(self, _: "asyncio.Future[InferResult]") -> None:
+        """Make room for others."""
+        self.admission.ended(self)
+
+    def go_on(self, future: "asyncio.Future[InferResult]") -> None:
+        """Take the future that gives its answer."""
+        self.future = future
+        self.has_future = True
+        future.add_done_callback(self.ended)
+        if self._admitted is not None and not self._admitted.done():
+            self._admitted.set_result(None)
+
+
+class _Part(Ticket):
+    """A batch of a request that has more rows than one, at the gate."""
+
+    __slots__ = ("future", "inputs", "whole")
+
+    def __init__(self, whole: "_Whole", inputs: dict[str, Array], rows: int, nbytes: int) -> None:
+        submission = whole.submission
+        super().__init__(
+            submission.lane,
+            rows,
+            nbytes=nbytes,
+            priority=submission.priority,
+            deadline_ns=submission.deadline_ns,
+        )
+        self.whole = whole
+        self.inputs = inputs
+        self.future: asyncio.Future[InferResult] | None = None
+
+
+class _Whole:
+    """A request that waits in parts, so that others come in between."""
+
+    __slots__ = ("future", "left", "parts", "submission")
+
+    def __init__(self, submission: Submission, future: "_WholeAnswer") -> None:
+        self.submission = submission
+        self.future = future
+        self.parts: list[_Part] = []
+        self.left = 0
+        """Parts that are not answered yet."""
+
+
+class _WholeAnswer(asyncio.Future[InferResult]):
+    """The answer to a request that waits in parts: to cancel it is to give them up."""
+
+    admission: "Admission"
+    whole: _Whole
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        if not super().cancel(msg):
+            return False
+        self.admission.drop_parts(self.whole)
+        return True
+
+
+class Admission:
+    """The way into one engine.
+
+    :param nbytes_max: bytes of the inputs that may wait for it.
+    """
+
+    def __init__(self, engine: Engine, nbytes_max: int = WAITING_NBYTES_MAX) -> None:
+        self._engine = engine
+        options = engine.options
+        batch_rows = engine.max_rows
+        contexts = engine.statistics().contexts
+        in_flight = min(options.max_in_flight or contexts, contexts)
+        # A device is busy with half of its contexts, or two: the others wait for it. One more batch queues.
+        busy = min(in_flight, max(2, in_flight // 2)) + 1
+        factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR
+        full_rows = max(in_flight + 1, FULL_BATCHES) * batch_rows * factor
+        self.gate = Gate(
+            batch_rows=batch_rows,
+            busy_rows=busy * batch_rows * factor,
+            full_rows=full_rows,
+            waiting_rows_max=max(0, options.max_queue_rows - full_rows),
+            waiting_nbytes_max=nbytes_max,
+        )
+        self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
+        self._is_filling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = NO_DEADLINE_NS
+        self._joining: set[asyncio.Task[InferResult]] = set()
+        self._closed = ""
+        self._empty: asyncio.Event = asyncio.Event()
+        self._empty.set()
+        self.crowded = 0
+        """Requests that were refused because too much waited."""
+        self.expired = 0
+        """Requests whose timeout passed while they waited."""
+
+    def __repr__(self) -> str:
+        return f"<Admission {self.gate!r}>"
+
+    def submit(self, submission: Submission) -> None:
+        """Let a request into the engine, or let it wait.
+
+        :raises AsynctrtError: as :meth:`Engine.submit`, and if its client has too much waiting.
+        """
+        gate = self.gate
+        if self._closed:
+            raise EngineClosedError(self._closed)
+        if gate.enter(submission, submission.began_ns):
+            request = submission.request
+            try:
+                submission.future = future = self._engine.submit(
+                    request.inputs, timeout=request.layout.timeout, priority=submission.priority
+                )
+            except BaseException:
+                gate.end(submission)
+                raise
+            submission.has_future = True
+            future.add_done_callback(submission.ended)
+            return
+        self._wait(submission)
+
+    def ended(self, ticket: Ticket) -> None:
+        """Note that a request was answered, or failed. One that was never let in changes nothing."""
+        gate = self.gate
+        gate.end(ticket)
+        if gate.waiting and not self._is_filling:
+            # Not at once: a batch's answers come one by one, and all its rows are free after the last.
+            self._is_filling = True
+            asyncio.get_running_loop().call_soon(self._fill)
+
+    def give_up(self, submission: Submission) -> None:
+        """Cancel a request that waits."""
+        if self.gate.leave(submission):
+            self._refuse(submission, None)
+            self._note_empty()
+
+    def drop_parts(self, whole: _Whole) -> None:
+        """Give up the parts of a request that is done, failed or cancelled."""
+        parts, whole.parts = whole.parts, []
+        for part in parts:
+            if part.future is not None:
+                part.future.cancel()
+            else:
+                self.gate.leave(part)
+        self._note_empty()
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when none waits any more."""
+        self._closed = f"{self._engine.name!r} is draining: send to another engine"
+        await self._empty.wait()
+
+    def fail(self) -> None:
+        """Refuse new requests, and fail those that wait: the engine is closed."""
+        self._closed = f"{self._engine.name!r} is closed"
+        for ticket in self.gate.clear():
+            self._refuse(ticket, EngineClosedError(self._closed))
+        self._note_empty()
+
+    # ---- waiting
+
+    def _wait(self, submission: Submission) -> None:
+        gate = self.gate
+        request = submission.request
+        timeout = request.layout.timeout
+        timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
+        if timeout_ns is not None:
+            submission.deadline_ns = clock.now_ns() + timeout_ns
+        submission.nbytes = sum([array.nbytes for array in request.inputs.values()])
+        crowded, has_room = gate.make_room(submission)
+        for ticket in crowded:
+            self._refuse(ticket, self._too_much())
+        self.crowded += len(crowded) + (not has_room)
+        if not has_room:
+            raise self._too_much()
+        self._empty.clear()
+        if submission.rows > gate.batch_rows:
+            self._wait_in_parts(submission)
+        else:
+            gate.wait(submission)
+        if timeout_ns is not None:
+            self._set_timer()
+        if not gate.rows:
+            self._fill()  # Nothing is in the engine whose end would let it in.
+
+    def _wait_in_parts(self, submission: Submission) -> None:
+        gate = self.gate
+        future = _WholeAnswer(loop=asyncio.get_running_loop())
+        future.admission = self
+        future.whole = whole = _Whole(submission, future)
+        submission.go_on(future)
+        inputs, rows = submission.request.inputs, submission.rows
+        for start in range(0, rows, gate.batch_rows):
+            part = {name: array[start : start + gate.batch_rows] for name, array in inputs.items()}
+            nbytes = sum([array.nbytes for array in part.values()])
+            whole.parts.append(_Part(whole, part, min(gate.batch_rows, rows - start), nbytes))
+        whole.left = len(whole.parts)
+        for one in whole.parts:
+            gate.wait(one)
+
+    def _fill(self) -> None:
+        """Let in what there is room for."""
+        self._is_filling = False
+        self._expire()
+        for ticket in self.gate.admit(clock.now_ns()):
+            self._launch(ticket)
+        self._note_empty()
+
+    def _launch(self, ticket: Ticket) -> None:
+        """Submit a request whose turn it was to the engine."""
+        assert isinstance(ticket, Submission | _Part)
+        timeout = None
+        if ticket.deadline_ns != NO_DEADLINE_NS:
+            timeout = max(1, ticket.deadline_ns - clock.now_ns()) / 1e9
+        inputs = ticket.inputs if isinstance(ticket, _Part) else ticket.request.inputs
+        try:
+            future = self._engine.submit(inputs, timeout=timeout, priority=ticket.priority)
+        except AsynctrtError as error:
+            self.ended(ticket)
+            self._refuse(ticket, error)
+            return
+        if isinstance(ticket, _Part):
+            ticket.inputs = {}
+            ticket.future = future
+            future.add_done_callback(partial(self._part_ended, ticket))
+        else:
+            ticket.go_on(future)
+
+    def _refuse(self, ticket: Ticket, error: AsynctrtError | None) -> None:
+        """Answer a request that does not wait any more with an error; without one, that it is cancelled."""
+        if isinstance(ticket, _Part):
+            whole = ticket.whole
+            if error is not None and not whole.future.done():
+                whole.future.set_exception(error)
+            self.drop_parts(whole)
+            return
+        assert isinstance(ticket, Submission)
+        future: asyncio.Future[InferResult] = asyncio.get_running_loop().create_future()
+        if error is None:
+            future.cancel()
+        else:
+            future.set_exception(error)
+        ticket.go_on(future)
+
+    def _part_ended(self, part: _Part, done: "asyncio.Future[InferResult]") -> None:
+        """Go on with a request when one of its parts has ended."""
+        self.ended(part)
+        whole = part.whole
+        whole.left -= 1
+        error = None if done.cancelled() else done.exception()
+        if whole.future.done():
+            return
+        if done.cancelled():
+            whole.future.cancel()
+        elif error is not None:
+            whole.future.set_exception(error)
+            self.drop_parts(whole)
+        elif not whole.left:
+            parts, whole.parts = whole.parts, []
+            results = [part.future.result() for part in parts if part.future is not None]
+            if sum(array.nbytes for one in results for array in one.values()) <= JOIN_ON_LOOP_NBYTES_MAX:
+                _finish(whole.future, partial(InferResult.join, results))
+            else:
+                joining = asyncio.create_task(asyncio.to_thread(InferResult.join, results))
+                self._joining.add(joining)
+                joining.add_done_callback(partial(self._joined, whole.future))
+
+    def _joined(self, future: "asyncio.Future[InferResult]", task: "asyncio.Task[InferResult]") -> None:
+        self._joining.discard(task)
+        _finish(future, task.result)
+
+    def _expire(self) -> None:
+        """Refuse what has waited for longer than it allowed."""
+        now_ns = clock.now_ns()
+        for ticket in self.gate.due(now_ns):
+            assert isinstance(ticket, Submission | _Part)
+            submission = ticket if isinstance(ticket, Submission) else ticket.whole.submission
+            waited_ms = (now_ns - submission.began_ns) / 1e6
+            self.expired += 1
+            self._refuse(
+                ticket,
+                DeadlineError(
+                    f"its timeout passed after {waited_ms:.3f} ms behind other requests of its client; it "
+                    "did not reach the device. Allow more time, or send less"
+                ),
+            )
+
+    def _set_timer(self) -> None:
+        """Look at deadlines again when the earliest has come."""
+        earliest_ns = self.gate.earliest_ns()
+        if earliest_ns is None or earliest_ns >= self._timer_ns:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_ns = earliest_ns
+        delay_s = max(0, earliest_ns - clock.now_ns()) / 1e9
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._timer_ns = NO_DEADLINE_NS
+        self._expire()
+        self._note_empty()
+        self._set_timer()
+
+    def _note_empty(self) -> None:
+        if not self.gate.waiting:
+            self._empty.set()
+
+    def _too_much(self) -> QueueFullError:
+        gate = self.gate
+        return QueueFullError(
+            f"{gate.waiting_rows} rows with {gate.waiting_nbytes} bytes wait for {self._engine.name!r}, and "
+            "this client has the most of them. Wait for answers before sending more, or retry later"
+        )
+
+
+def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:
+    """Answer with what ``work`` returns or raises."""
+    if future.done():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)

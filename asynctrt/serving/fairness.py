@@ -1,0 +1,491 @@
+"""Decide whose request goes next when more come than a model can do. Pure: no asyncio, no clock.
+
+An engine's queue is first come, first served, so whoever fills it makes everybody wait. Before it stands a
+:class:`Gate`, which keeps it so short that what is in it goes with the next batches. While there is room,
+requests pass at once. Otherwise each waits behind others of its own client, and clients take turns that are
+worth the same number of rows (deficit round robin); the connections of one client take turns in the same way.
+Who has but little in the engine need not wait at all.
+
+A priority orders the requests of one client. It does not change whose turn it is, so that nobody gets more by
+calling everything urgent.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import Final, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+NO_DEADLINE_NS: Final = 2**63 - 1
+
+SHARED_NS: Final = 1_000_000_000
+"""For how long after a request of one client has overtaken another's the engine's queue is kept short."""
+
+LIGHT_SHARE: Final = 4
+"""The rows of a batch, divided by this, are what a client may have in the engine whatever others do."""
+
+RESERVE_SHARE: Final = 8
+"""The rows of a batch, divided by this, stay free in a queue that is kept short, for those who come late."""
+
+TURN_SHARE: Final = 4
+"""The rows of a batch, divided by this, are what one turn is worth."""
+
+MUCH_BATCHES: Final = 4
+"""A connection that has this many batches of rows waiting need not be read for now."""
+
+DEAD_MIN: Final = 64
+"""Below this many deadlines of requests that are gone, to drop them is not worth its cost."""
+
+
+class Ticket:
+    """One request at the gate.
+
+    :param rows: what it costs.
+    :param nbytes: what it holds while it waits.
+    :param priority: a larger one goes first among those of its client.
+    """
+
+    __slots__ = ("deadline_ns", "is_inside", "is_light", "is_waiting", "lane", "nbytes", "priority", "rows")
+
+    def __init__(
+        self,
+        lane: "Lane",
+        rows: int,
+        *,
+        nbytes: int = 0,
+        priority: int = 0,
+        deadline_ns: int = NO_DEADLINE_NS,
+    ) -> None:
+        self.lane = lane
+        self.rows = rows
+        self.nbytes = nbytes
+        self.priority = priority
+        self.deadline_ns = deadline_ns
+        self.is_waiting = False
+        self.is_inside = False
+        """Whether it is in the engine."""
+        self.is_light = False
+        """Whether it has passed because its client had but little in the engine."""
+
+    def __repr__(self) -> str:
+        return f"<Ticket rows={self.rows}{' waiting' if self.is_waiting else ''}>"
+
+
+class _Sharer(Protocol):
+    """Who takes turns: a client, or one of its connections."""
+
+    deficit: int
+    is_in_turn: bool
+
+    def head(self) -> Ticket | None: ...
+
+
+S = TypeVar("S", bound=_Sharer)
+
+
+class _Turns(Generic[S]):
+    """Those that have something waiting, in the order of their turns, each worth ``rows``."""
+
+    __slots__ = ("_ring", "_rows")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._ring: deque[S] = deque()
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(self._ring)
+
+    def add(self, one: S) -> None:
+        """Let one take part, if it does not already."""
+        if not one.is_in_turn:
+            one.is_in_turn = True
+            self._ring.append(one)
+
+    def next(self) -> S | None:
+        """Return whose turn it is. That does not change before its head is gone."""
+        ring = self._ring
+        while ring:
+            one = ring[0]
+            head = one.head()
+            if head is None:
+                one.is_in_turn = False
+                one.deficit = 0
+                ring.popleft()
+            elif one.deficit >= head.rows or len(ring) == 1:
+                return one
+            else:
+                one.deficit += self._rows
+                ring.rotate(-1)
+        return None
+
+
+class _Queue:
+    """The requests of one connection that have the same priority, first come, first served."""
+
+    __slots__ = ("deficit", "is_in_turn", "tickets", "waiting")
+
+    def __init__(self) -> None:
+        self.deficit = 0
+        self.is_in_turn = False
+        self.tickets: deque[Ticket] = deque()
+        """Those that left from the middle stay until they come up."""
+        self.waiting = 0
+
+    def push(self, ticket: Ticket) -> None:
+        self.tickets.append(ticket)
+        self.waiting += 1
+
+    def head(self) -> Ticket | None:
+        """Return the oldest request that waits."""
+        tickets = self.tickets
+        while tickets:
+            if tickets[0].is_waiting:
+                return tickets[0]
+            tickets.popleft()
+        return None
+
+    def latest(self) -> Ticket | None:
+        """Return the latest request that waits."""
+        tickets = self.tickets
+        while tickets:
+            if tickets[-1].is_waiting:
+                return tickets[-1]
+            tickets.pop()
+        return None
+
+    def left(self) -> None:
+        """Note that one does not wait any more; forget those that left, if they are more than the others."""
+        self.waiting -= 1
+        if len(self.tickets) > 2 * self.waiting + DEAD_MIN:
+            self.tickets = deque([ticket for ticket in self.tickets if ticket.is_waiting])
+
+
+class Client:
+    """What one client has at a gate. Its connections keep it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_turn_rows",
+        "_turns",
+        "deficit",
+        "is_in_turn",
+        "light_rows",
+        "rows",
+        "waiting_nbytes",
+        "waiting_rows",
+    )
+
+    def __init__(self, turn_rows: int) -> None:
+        self._turn_rows = turn_rows
+        # By priority, the most urgent first.
+        self._turns: dict[int, _Turns[_Queue]] = {}
+        self.deficit = 0
+        self.is_in_turn = False
+        self.rows = 0
+        """Rows in the engine, queued or in flight."""
+        self.light_rows = 0
+        """Rows in the engine that were light when they passed."""
+        self.waiting_rows = 0
+        self.waiting_nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Client waiting_rows={self.waiting_rows}>"
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Yield the requests that wait, the most urgent first."""
+        for turns in self._turns.values():
+            for queue in turns:
+                for ticket in queue.tickets:
+                    if ticket.is_waiting:
+                        yield ticket
+
+    def add(self, queue: _Queue, priority: int) -> None:
+        """Let a connection's queue take part in the turns."""
+        turns = self._turns.get(priority)
+        if turns is None:
+            self._turns[priority] = turns = _Turns(self._turn_rows)
+            self._turns = dict(sorted(self._turns.items(), reverse=True))
+        turns.add(queue)
+
+    def head(self) -> Ticket | None:
+        """Return what it sends next: the most urgent, of the connection whose turn it is."""
+        for turns in self._turns.values():
+            queue = turns.next()
+            if queue is not None:
+                return queue.head()
+        return None
+
+    def latest(self) -> Ticket | None:
+        """Return the request that it would send last: of the least urgent, the latest of who has the most."""
+        for turns in reversed(self._turns.values()):
+            queue = max(turns, key=_waiting, default=None)
+            if queue is not None and (ticket := queue.latest()) is not None:
+                return ticket
+        return None
+
+
+class Lane:
+    """What one connection of a client has at a gate."""
+
+    __slots__ = ("_much_rows", "_queues", "client", "rows", "waiting", "waiting_rows")
+
+    def __init__(self, client: Client, much_rows: int) -> None:
+        self.client = client
+        self._much_rows = much_rows
+        self.rows = 0
+        """Rows in the engine, queued or in flight."""
+        self.waiting = 0
+        """Requests that wait."""
+        self.waiting_rows = 0
+        self._queues: dict[int, _Queue] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lane rows={self.rows} waiting={self.waiting}>"
+
+    @property
+    def has_much_waiting(self) -> bool:
+        """Whether more than its turns need waits here, so that its connection need not be read."""
+        return self.waiting_rows >= self._much_rows
+
+    def queue(self, priority: int) -> _Queue:
+        """Return the queue of its requests with a priority."""
+        queue = self._queues.get(priority)
+        if queue is None:
+            queue = self._queues[priority] = _Queue()
+        return queue
+
+
+class Gate:
+    """Stand before one engine's queue.
+
+    :param batch_rows: rows that one batch holds.
+    :param busy_rows: rows in the engine that keep the device busy while others take their turns.
+    :param full_rows: rows in the engine, at least as many, that nothing is gained by exceeding.
+    :param waiting_rows_max: rows that may wait here; ``waiting_nbytes_max`` bytes. Beyond them the client
+        that has the most waiting is refused. With 0 rows nothing ever waits: everything passes.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_rows: int,
+        busy_rows: int,
+        full_rows: int,
+        waiting_rows_max: int,
+        waiting_nbytes_max: int,
+    ) -> None:
+        reserve_rows = batch_rows // RESERVE_SHARE
+        self.batch_rows = batch_rows
+        self._full_rows = full_rows
+        self._short_rows = busy_rows - reserve_rows
+        self._step_rows = max(1, batch_rows - reserve_rows)
+        self._light_rows = max(1, batch_rows // LIGHT_SHARE)
+        self._turn_rows = max(1, batch_rows // TURN_SHARE)
+        self._much_rows = MUCH_BATCHES * batch_rows
+        self._waiting_rows_max = waiting_rows_max
+        self._waiting_nbytes_max = waiting_nbytes_max
+        # Rows in the engine beyond which requests wait.
+        self._window_rows = full_rows
+        self._shared_until_ns = 0
+        # When somebody last had more in the engine than is light.
+        self._heavy_client_ns = self._heavy_lane_ns = -SHARED_NS
+        self._clients: WeakValueDictionary[Hashable, Client] = WeakValueDictionary()
+        self._turns: _Turns[Client] = _Turns(self._turn_rows)
+        self._deadlines: list[tuple[int, int, Ticket]] = []
+        self._order = count()
+        self.rows = 0
+        """Rows in the engine, queued or in flight."""
+        self.waiting = 0
+        """Requests that wait."""
+        self.waiting_rows = 0
+        self.waiting_nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Gate rows={self.rows} waiting={self.waiting} waiting_rows={self.waiting_rows}>"
+
+    def lane(self, name: Hashable) -> Lane:
+        """Return a new connection's lane, of the client of that name."""
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = Client(self._turn_rows)
+        return Lane(client, self._much_rows)
+
+    def enter(self, ticket: Ticket, now_ns: int) -> bool:
+        """Return whether a request passes at once; it counts as in the engine then."""
+        lane, rows = ticket.lane, ticket.rows
+        client = lane.client
+        if client.rows + rows > self._light_rows:
+            self._heavy_client_ns = now_ns
+            if lane.rows + rows > self._light_rows:
+                self._heavy_lane_ns = now_ns
+        if (self.waiting or self.rows + rows > self._short_rows) and self._waiting_rows_max:
+            self._look(ticket, now_ns)
+            if self.waiting or self.rows + rows > self._window_rows:
+                if not self._is_light(ticket):
+                    return False
+                ticket.is_light = True
+                client.light_rows += rows
+        ticket.is_inside = True
+        lane.rows += rows
+        client.rows += rows
+        self.rows += rows
+        return True
+
+    def _look(self, ticket: Ticket, now_ns: int) -> None:
+        """Keep the engine's queue short for a while if this request is held up by those of others."""
+        lane, rows, most = ticket.lane, ticket.rows, self._light_rows
+        since_ns = now_ns - SHARED_NS
+        if (lane.rows + rows <= most and self._heavy_lane_ns > since_ns) or (
+            lane.client.rows + rows <= most and self._heavy_client_ns > since_ns
+        ):
+            self._shared_until_ns = now_ns + SHARED_NS
+            self._window_rows = self._short_rows
+
+    def _is_light(self, ticket: Ticket) -> bool:
+        """Return whether a request need not wait though others do: it may not overtake its own client's."""
+        lane, most = ticket.lane, self._light_rows
+        light_rows = lane.client.light_rows + ticket.rows
+        if ticket.priority > 0:
+            # What is urgent does not wait behind what its client has waiting, or in the engine.
+            return light_rows <= 2 * most
+        return light_rows <= most and not lane.waiting and lane.rows + ticket.rows <= most
+
+    def make_room(self, ticket: Ticket) -> tuple[list[Ticket], bool]:
+        """Take waiting requests away, of whoever has the most, so that a new one can wait.
+
+        :returns: those to refuse, and whether there is room now: not, if its own client has the most.
+        """
+        crowded: list[Ticket] = []
+        client = ticket.lane.client
+        while self.waiting:
+            # What is kept for the client with the most, the new request included, is what is too much.
+            if self.waiting_rows + ticket.rows > self._waiting_rows_max:
+                heaviest = max(self._turns, key=_waiting_rows)
+                is_own = client.waiting_rows + ticket.rows >= heaviest.waiting_rows
+            elif self.waiting_nbytes + ticket.nbytes > self._waiting_nbytes_max:
+                heaviest = max(self._turns, key=_waiting_nbytes)
+                is_own = client.waiting_nbytes + ticket.nbytes >= heaviest.waiting_nbytes
+            else:
+                break
+            if is_own:
+                return crowded, False
+            latest = heaviest.latest()
+            assert latest is not None, "a client has the most waiting, and nothing waits"
+            self.leave(latest)
+            crowded.append(latest)
+        return crowded, True
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let a request wait for its client's turn."""
+        lane, client = ticket.lane, ticket.lane.client
+        ticket.is_waiting = True
+        queue = lane.queue(ticket.priority)
+        queue.push(ticket)
+        lane.waiting += 1
+        client.add(queue, ticket.priority)
+        self._turns.add(client)
+        self.waiting += 1
+        self._count(lane, ticket.rows, ticket.nbytes)
+        if ticket.deadline_ns != NO_DEADLINE_NS:
+            if len(self._deadlines) > 2 * self.waiting + DEAD_MIN:
+                self._deadlines = [entry for entry in self._deadlines if entry[2].is_waiting]
+                heapify(self._deadlines)
+            heappush(self._deadlines, (ticket.deadline_ns, next(self._order), ticket))
+
+    def leave(self, ticket: Ticket) -> bool:
+        """Take a waiting request away: its client has gone, or it was refused. False if it does not wait."""
+        if not ticket.is_waiting:
+            return False
+        self._forget(ticket)
+        return True
+
+    def admit(self, now_ns: int) -> list[Ticket]:
+        """Take the waiting requests that there is room for in the engine, and count them as in there."""
+        if self._window_rows != self._full_rows and now_ns >= self._shared_until_ns:
+            self._window_rows = self._full_rows
+        is_short = self._window_rows != self._full_rows
+        admitted: list[Ticket] = []
+        step = 0
+        while (client := self._turns.next()) is not None:
+            ticket = client.head()
+            assert ticket is not None, "a client has its turn with nothing to send"
+            rows = ticket.rows
+            if self.rows and self.rows + rows > self._window_rows:
+                break
+            step += rows
+            if is_short and admitted and step > self._step_rows:
+                break  # A batch that is full would be launched now, and those who come late not be in it.
+            lane = ticket.lane
+            client.deficit = max(0, client.deficit - rows)
+            queue = lane.queue(ticket.priority)
+            queue.deficit = max(0, queue.deficit - rows)
+            self._forget(ticket)
+            ticket.is_inside = True
+            lane.rows += rows
+            client.rows += rows
+            self.rows += rows
+            admitted.append(ticket)
+        return admitted
+
+    def end(self, ticket: Ticket) -> None:
+        """Note that a request is in the engine no more. Idempotent."""
+        if not ticket.is_inside:
+            return
+        ticket.is_inside = False
+        lane, rows = ticket.lane, ticket.rows
+        lane.rows -= rows
+        lane.client.rows -= rows
+        self.rows -= rows
+        if ticket.is_light:
+            lane.client.light_rows -= rows
+
+    def earliest_ns(self) -> int | None:
+        """Return the earliest deadline of a request that waits."""
+        deadlines = self._deadlines
+        while deadlines and not deadlines[0][2].is_waiting:
+            heappop(deadlines)
+        return deadlines[0][0] if deadlines else None
+
+    def due(self, now_ns: int) -> list[Ticket]:
+        """Take away and return the waiting requests whose deadline has come."""
+        due: list[Ticket] = []
+        while (deadline_ns := self.earliest_ns()) is not None and deadline_ns <= now_ns:
+            ticket = heappop(self._deadlines)[2]
+            self.leave(ticket)
+            due.append(ticket)
+        return due
+
+    def clear(self) -> list[Ticket]:
+        """Take away and return everything that waits."""
+        waiting = [ticket for client in self._turns for ticket in client]
+        for ticket in waiting:
+            self._forget(ticket)
+        return waiting
+
+    def _forget(self, ticket: Ticket) -> None:
+        ticket.is_waiting = False
+        ticket.lane.waiting -= 1
+        ticket.lane.queue(ticket.priority).left()
+        self.waiting -= 1
+        self._count(ticket.lane, -ticket.rows, -ticket.nbytes)
+
+    def _count(self, lane: Lane, rows: int, nbytes: int) -> None:
+        client = lane.client
+        lane.waiting_rows += rows
+        client.waiting_rows += rows
+        client.waiting_nbytes += nbytes
+        self.waiting_rows += rows
+        self.waiting_nbytes += nbytes
+
+
+def _waiting(queue: _Queue) -> int:
+    return queue.waiting
+
+
+def _waiting_rows(client: Client) -> int:
+    return client.waiting_rows
+
+
+def _waiting_nbytes(client: Client) -> int:
+    return client.waiting_nbytes
