@@ -18,8 +18,10 @@ from asynctrt.validation import timeout_ns_of
 WAITING_NBYTES_MAX: Final = 256 << 20
 """Default limit for the bytes of inputs that wait for a model."""
 
-FULL_BATCHES: Final = 4
-"""Batches that are let in at the least while nobody is kept waiting by that."""
+FULL_BATCHES: Final = 16
+FULL_BATCHES_MIN: Final = 4
+"""Batches that are let in while nobody is kept waiting by that: within half of what the engine may queue, and
+at the least."""
 
 MIXED_FACTOR: Final = 8
 """How many times as many rows are let in of a model whose rows differ in shape: they share no batch."""
@@ -37,11 +39,15 @@ class Caller:
     :param address: the client's, as :func:`address_of` gives it.
     """
 
-    __slots__ = ("__weakref__", "_lanes", "address")
+    __slots__ = ("__weakref__", "_gate", "_lane", "_lanes", "_name", "address")
 
     def __init__(self, address: Hashable = None) -> None:
         self.address = address
         self._lanes: dict[tuple[Gate, Hashable], Lane] = {}
+        # The one of the latest request, as the next one is mostly of the same.
+        self._gate: Gate | None = None
+        self._name: Hashable = None
+        self._lane: Lane | None = None
 
     def __repr__(self) -> str:
         return f"<Caller {self.address!r}>"
@@ -49,15 +55,21 @@ class Caller:
     @property
     def has_much_waiting(self) -> bool:
         """Whether to read no more from it for now: what it has waiting is more than its turns need."""
+        lane = self._lane
+        if lane is None or (not lane.waiting and len(self._lanes) == 1):
+            return False
         return any(lane.has_much_waiting for lane in self._lanes.values())
 
     def lane(self, gate: Gate, name: Hashable) -> Lane:
         """Return its lane at a gate, for the client of that name."""
+        if gate is self._gate and name is self._name and self._lane is not None:
+            return self._lane
         lane = self._lanes.get((gate, name))
         if lane is None:
             if len(self._lanes) >= LANES_MAX:
                 self._lanes.clear()
             lane = self._lanes[gate, name] = gate.lane(name)
+        self._gate, self._name, self._lane = gate, name, lane
         return lane
 
 
@@ -197,7 +209,10 @@ class Admission:
         # A device is busy with half of its contexts, or two: the others wait for it. One more batch queues.
         busy = min(in_flight, max(2, in_flight // 2)) + 1
         factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR
-        full_rows = max(in_flight + 1, FULL_BATCHES) * batch_rows * factor
+        full_rows = max(
+            max(in_flight + 1, FULL_BATCHES_MIN) * batch_rows * factor,
+            min(FULL_BATCHES * batch_rows, options.max_queue_rows // 2),
+        )
         self.gate = Gate(
             batch_rows=batch_rows,
             busy_rows=busy * batch_rows * factor,
@@ -289,7 +304,9 @@ class Admission:
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
         if timeout_ns is not None:
             submission.deadline_ns = clock.now_ns() + timeout_ns
-        submission.nbytes = sum([array.nbytes for array in request.inputs.values()])
+        submission.nbytes = request.layout.binary_nbytes or sum(
+            [array.nbytes for array in request.inputs.values()]
+        )
         crowded, has_room = gate.make_room(submission)
         for ticket in crowded:
             self._refuse(ticket, self._too_much())

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 NO_DEADLINE_NS: Final = 2**63 - 1
 
-SHARED_NS: Final = 1_000_000_000
+SHARED_NS: Final = 10_000_000_000
 """For how long after a request of one client has overtaken another's the engine's queue is kept short."""
 
 LIGHT_SHARE: Final = 4

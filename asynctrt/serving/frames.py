@@ -188,7 +188,7 @@ class SocketConnection(asyncio.Protocol):
         until_ns = now_ns() + TURN_NS
         while not self._transport.is_closing():
             if self._frames:
-                if self._is_held:
+                if self._session.is_full or self._writing.since is not None:
                     break
                 self._take(self._frames.popleft())
             elif self._unparsed:
@@ -199,9 +199,8 @@ class SocketConnection(asyncio.Protocol):
                 self._is_waiting = True
                 self._hub.loop.call_soon(self._go_on)
                 break
-        if was_flushing:
-            return  # Somebody else will.
-        self._flush()
+        if not was_flushing:  # Else it is due at the end of this tick.
+            self._flush()
         self._throttle()
 
     @property

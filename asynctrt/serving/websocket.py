@@ -114,13 +114,13 @@ class WebSocketSession:
     def is_full(self) -> bool:
         """Whether to read no more for now: too many requests are in flight, or rows wait, or bytes of answers
         are due. ``room`` is called once that has changed."""
-        self._was_full = (
+        self._was_full = is_full = (
             self._decoding is not None
             or len(self._flights) >= self._in_flight_max
             or self._answer_nbytes >= self._answer_nbytes_max
             or self._caller.has_much_waiting
         )
-        return self._was_full
+        return is_full
 
     def receive(self, message: Message | bytearray) -> None:
         """Handle one message."""
