@@ -119,7 +119,7 @@ def test_a_load_test_in_an_applications_tests(names, tmp_path):
 
 
 def test_every_flag_of_a_load_test_that_is_named_is_there():
-    section = README[README.index("## Under load") : README.index("## Options")]
+    section = README[README.index("## Under load") : README.index("## Without a device")]
     known = {*SETTING_NAMES, *(flag[0] for flag in LOAD_FLAGS)}
     flags = re.findall(r"--([a-z][\w-]*)", section)
     assert len(flags) > 25
