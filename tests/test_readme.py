@@ -15,6 +15,7 @@ from asynctrt.loadtest.session import SETTING_NAMES
 from asynctrt.options import Options
 from asynctrt.serving.command import configure, read_config
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.simulation.settings import FLAGS, SimulationSettings
 from tests.benchmarks import tables
 from tests.models import double_onnx, rows
 from tests.serving.test_asgi import running
@@ -121,6 +122,16 @@ def test_a_load_test_in_an_applications_tests(names, tmp_path):
 def test_every_flag_of_a_load_test_that_is_named_is_there():
     section = README[README.index("## Under load") : README.index("## Without a device")]
     known = {*SETTING_NAMES, *(flag[0] for flag in LOAD_FLAGS)}
+    flags = re.findall(r"--([a-z][\w-]*)", section)
+    assert len(flags) > 25
+    assert {flag.replace("-", "_") for flag in flags} <= known
+
+
+def test_every_flag_of_a_simulation_that_is_named_is_there():
+    section = README[README.index("## Without a device") : README.index("## Options")]
+    section += (ROOT / "docs" / "simulation.md").read_text()
+    fields = {field.name for cls in (SimulationSettings, Options) for field in dataclasses.fields(cls)}
+    known = {*fields, *(flag[0] for flag in FLAGS), "sweep"}
     flags = re.findall(r"--([a-z][\w-]*)", section)
     assert len(flags) > 25
     assert {flag.replace("-", "_") for flag in flags} <= known
