@@ -35,6 +35,8 @@ class Outcome:
     reasons: Counter[Reason] = field(default_factory=Counter)
     refusals: int = 0
     rejections: int = 0
+    bisections: int = 0
+    displacements: int = 0
     quarantined: int = 0
     padded: int = 0
     lost: int = 0
@@ -202,6 +204,8 @@ class World:
             outcome.reasons += rules.reasons
             outcome.refusals += rules.refusals
             outcome.rejections += rules.rejections
+            outcome.bisections += rules.bisections
+            outcome.displacements += rules.displacements
             outcome.quarantined += len(rules.quarantined)
             outcome.padded += engine.scheduler.snapshot().counters.rows_padded
             outcome.lost += engine.lost is not None

@@ -27,6 +27,9 @@ class Observer(Protocol):
     def submitted(self, request: Request) -> None:
         """See a request that is queued."""
 
+    def displaced(self, requests: list[Request], by: Request) -> None:
+        """See requests that left a full queue for a more urgent one, which is told next."""
+
     def refused(self, request: Request, error: Exception) -> None:
         """See a request that was not taken."""
 
@@ -53,6 +56,9 @@ class Observer(Protocol):
 
     def failed(self, batch: Batch, *, quarantine: bool) -> None:
         """See a batch that has failed."""
+
+    def bisected(self, batch: Batch) -> None:
+        """See a batch that has failed and whose halves are tried again."""
 
     def arena_lost(self, arena: int) -> None:
         """See an arena that is not used any more."""
@@ -123,6 +129,10 @@ class VirtualEngine:
         except AsynctrtError as error:
             self.observer.refused(request, error)
             return None
+        if self.scheduler.displaced:
+            displaced, self.scheduler.displaced = self.scheduler.displaced, []
+            self.events += len(displaced)
+            self.observer.displaced(displaced, request)
         self.observer.submitted(request)
         if arrival.patience_ns is not None:
             timeline.at(timeline.now_ns + arrival.patience_ns, self.cancel, request)
@@ -226,7 +236,13 @@ class VirtualEngine:
         if self._timeline.is_late(self._landed, flight):
             return
         if flight.error is not None:
-            self._fail(flight)
+            if scheduler.bisect(batch):
+                del self.flights[batch.number]
+                self.events += 1
+                self.observer.bisected(batch)
+                self.pump_soon()
+            else:
+                self._fail(flight)
             return
         now_ns = self._timeline.now_ns + self.offset_ns
         if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):

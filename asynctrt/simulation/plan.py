@@ -74,6 +74,12 @@ class _Watcher:
         if self.drain is not None:
             self.drain.taken(request.rows)
 
+    def displaced(self, requests: list[Request], by: Request) -> None:
+        for request in requests:
+            self._shed(request, "displaced")
+            if self.drain is not None:
+                self.drain.taken(-request.rows)
+
     def refused(self, request: Request, error: Exception) -> None:
         self._shed(request, "deadline" if isinstance(error, DeadlineError) else "queue full")
 
@@ -123,6 +129,9 @@ class _Watcher:
             self.drain.idle()
 
     def failed(self, batch: Batch, *, quarantine: bool) -> None:
+        pass
+
+    def bisected(self, batch: Batch) -> None:
         pass
 
     def arena_lost(self, arena: int) -> None:

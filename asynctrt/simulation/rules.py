@@ -10,7 +10,7 @@ from asynctrt.errors import AsynctrtError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import LOOKAHEAD_MAX
+from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.simulation.device import Flight
@@ -49,6 +49,8 @@ class Rules:
         self._queued: dict[Request, None] = {}
         self._rows: Counter[BatchKey] = Counter()
         self.in_flight: dict[int, Batch] = {}
+        # Parts of batches that failed, which are to be launched again.
+        self._again: deque[tuple[Request, ...]] = deque()
         self._slabs: dict[int, list[tuple[int, int]]] = {}
         self._ends_ns: dict[int, int] = {}
         self.quarantined: set[int] = set()
@@ -56,7 +58,7 @@ class Rules:
         self._keys: set[BatchKey] = set()
         self.ends: Counter[State] = Counter()
         self.reasons: Counter[Reason] = Counter()
-        self.refusals = self.rejections = self.steps = 0
+        self.refusals = self.rejections = self.bisections = self.displacements = self.steps = 0
         self._rows_run = self._rows_padded = 0
         self._pumped_ns = 0
         self._is_closed = False
@@ -75,10 +77,24 @@ class Rules:
         _hold(self._scheduler.queued_rows <= self._limits.queue_rows_max, "the queue is over its bound")
         self._check_counts()
 
+    def displaced(self, requests: list[Request], by: Request) -> None:
+        self.displacements += len(requests)
+        queued = sum(self._rows.values())
+        for request in requests:
+            self._say(by.arrival_ns, f"request {self._number[request]} makes room")
+            is_full = queued + by.rows > self._limits.queue_rows_max
+            _hold(is_full, "more requests were displaced than had to be")
+            _hold(request.priority < by.priority, "a request was displaced by one that is not more urgent")
+            _hold(request.state is State.FAILED, "a displaced request goes on")
+            queued -= request.rows
+            self._leave(request)
+
     def refused(self, request: Request, error: Exception) -> None:
         self.refusals += 1
         if isinstance(error, QueueFullError):
             queued = sum(self._rows.values())
+            if len(self._rows) <= DISPLACED_FROM_MAX:
+                queued = sum(other.rows for other in self._queued if other.priority >= request.priority)
             _hold(queued + request.rows > self._limits.queue_rows_max, "a request was refused with room left")
         elif not self._is_closed:
             known = isinstance(error.__cause__, ModelDefectError)
@@ -93,7 +109,7 @@ class Rules:
             self._say(0, f"request {number} is cancelled in the queue")
             _hold(request.state is State.CANCELLED, "a cancelled request goes on")
             self._leave(request)
-        elif any(request in batch.requests for batch in self.in_flight.values()):
+        elif any(request in requests for requests in self._under_way()):
             self._say(0, f"request {number} is cancelled in flight")
             _hold(request.state is State.MASKED, "a request that was cancelled in flight is not masked")
         self._check_counts()
@@ -110,6 +126,12 @@ class Rules:
         numbers = [self._number.get(request, 0) for request in batch.requests]
         self._say(now_ns, f"{batch!r} with requests {numbers} is launched")
         self._check_rows(batch)
+        if batch.reason is Reason.AGAIN:
+            self._check_context(batch)
+            self._take_again(batch.requests)
+            self._note_launch(batch)
+            return
+        self._check_queued(batch)
         self._check_deadlines(batch, now_ns)
         self._check_order(batch)
         self._check_turn(batch)
@@ -117,6 +139,9 @@ class Rules:
         self._check_reason(batch, now_ns)
         for request in batch.requests:
             self._leave(request, is_final=False)
+        self._note_launch(batch)
+
+    def _note_launch(self, batch: Batch) -> None:
         self.in_flight[batch.number] = batch
         self.reasons[batch.reason] += 1
         rows = [(self._number[request], row) for request in batch.requests for row in range(request.rows)]
@@ -132,9 +157,14 @@ class Rules:
         self.rejections += 1
         known = isinstance(batch.error.__cause__, ModelDefectError)
         _hold(known, f"a batch was rejected: {type(batch.error).__name__}: {batch.error}")
+        if batch.requests[0] not in self._queued:
+            self._take_again(batch.requests)
         for request in batch.requests:
             _hold(request.state is State.FAILED, "a rejected request goes on")
-            self._leave(request)
+            if request in self._queued:
+                self._leave(request)
+            else:
+                self._end(request, State.FAILED)
         self._check_counts()
 
     def row_refused(self, request: Request) -> None:
@@ -175,20 +205,41 @@ class Rules:
             self.quarantined |= {batch.context} if batch.arena is None else self._neighbours(batch.arena)
         self._check_counts()
 
+    def bisected(self, batch: Batch) -> None:
+        self.bisections += 1
+        self._say(0, f"batch {batch.number} fails, and its halves are tried again")
+        _hold(len(batch.requests) > 1, "a batch of one request was bisected")
+        del self.in_flight[batch.number]
+        del self._slabs[batch.number]
+        left = [request for request in batch.requests if request.state is State.IN_FLIGHT]
+        half = (len(left) + 1) // 2
+        self._again += [tuple(part) for part in (left[:half], left[half:]) if part]
+        for request in batch.requests:
+            if request.state is not State.IN_FLIGHT:
+                self._end(request, State.FAILED)
+        self._check_counts()
+
     def arena_lost(self, arena: int) -> None:
         self.quarantined |= self._neighbours(arena)
 
     def closed(self, requests: list[Request], error: AsynctrtError) -> None:
         self._say(0, f"the engine is closed: {error}")
         self._is_closed = True
+        for part in self._again:
+            for request in part:
+                self._end(request, State.FAILED)
+        again = {request for part in self._again for request in part}
+        self._again.clear()
         for request in requests:
             _hold(request.state is State.FAILED, "a request that was queued at the end goes on")
-            self._leave(request)
+            if request not in again:
+                self._leave(request)
         _hold(not self._queued, "closing left requests in the queue")
 
     def pumped(self, now_ns: int) -> None:
         self.steps += 1
         self._pumped_ns = now_ns
+        self._forget_again()
         self._check_waiting(now_ns)
         self._check_counts()
         if self.steps % THOROUGH_EVERY == 0:
@@ -203,11 +254,32 @@ class Rules:
         """
         scheduler = self._scheduler
         _hold(not self._queued, f"{len(self._queued)} requests wait for ever")
+        _hold(not self._again, "a part of a batch that failed is never tried again")
         _hold(not self.in_flight, "a batch never ended")
         _hold(scheduler.is_idle, "the scheduler is not idle although everything has ended")
         _hold(self.ends.total() + self.refusals == submitted, "requests have vanished")
         self._check_counts()
         self._check_statistics()
+
+    def _under_way(self) -> list[tuple[Request, ...]]:
+        return [*(batch.requests for batch in self.in_flight.values()), *self._again]
+
+    def _take_again(self, requests: tuple[Request, ...]) -> None:
+        """Expect the part of a failed batch that has waited longest, but for those who have left since."""
+        self._forget_again()
+        _hold(bool(self._again), "a batch again of which no part failed")
+        part = self._again.popleft()
+        left = tuple(request for request in part if request.state is not State.CANCELLED)
+        for request in part:
+            if request.state is State.CANCELLED:
+                self._end(request, State.FAILED)
+        _hold(requests == left, "a part of a failed batch came back as something else")
+
+    def _forget_again(self) -> None:
+        """Let go of the parts whose callers have all left."""
+        while self._again and all(request.state is State.CANCELLED for request in self._again[0]):
+            for request in self._again.popleft():
+                self._end(request, State.FAILED)
 
     def _leave(self, request: Request, *, is_final: bool = True) -> None:
         _hold(request in self._queued, f"request {self._number.get(request)} left the queue twice")
@@ -236,7 +308,6 @@ class Rules:
         _hold(batch.rows == rows, f"a batch of {rows} rows counts {batch.rows}")
         _hold(rows <= batch.rows_run <= policy.rows_max, f"a batch runs {batch.rows_run} of {rows} rows")
         for request in batch.requests:
-            _hold(request in self._queued, "a request was launched that was not queued")
             _hold(request.key == batch.key, "requests of different keys share a batch")
             _hold(request.state is State.IN_FLIGHT, "a launched request is not in flight")
         sizes = policy.captured.sizes if batch.key.shape == () else ()
@@ -245,11 +316,15 @@ class Rules:
         if policy.is_alone:
             allowed = (policy.rows_max,)
             _hold(len(batch.requests) == 1, "a request that is to be alone has company")
-        elif batch.key.slab is not None:
+        elif batch.key.slab is not None and batch.reason is not Reason.AGAIN:
             _hold(self._rows[batch.key] == rows, "the rows of a slab were launched in parts")
         _hold(batch.rows_run in allowed, f"{rows} rows were padded to {batch.rows_run}")
         profile = None if limits.profile_of is None else limits.profile_of(batch.rows_run)
         _hold(batch.profile == profile, f"{batch.rows_run} rows run with profile {batch.profile}")
+
+    def _check_queued(self, batch: Batch) -> None:
+        for request in batch.requests:
+            _hold(request in self._queued, "a request was launched that was not queued")
 
     def _check_deadlines(self, batch: Batch, now_ns: int) -> None:
         for request in batch.requests:
@@ -316,7 +391,7 @@ class Rules:
             some_full = any(rows >= policy.rows_max for rows in self._rows.values())
             _hold(some_full, "a batch was launched although the device has enough to do")
         elif batch.reason in (Reason.DELAY, Reason.DEADLINE):
-            has_left = self.ends[State.CANCELLED] or self.ends[State.EXPIRED]
+            has_left = self.ends[State.CANCELLED] or self.ends[State.EXPIRED] or self.displacements
             mates = [request for request in self._queued if request.key == batch.key]
             oldest_ns = min(request.arrival_ns for request in mates)
             due_ns = min(request.deadline_ns for request in mates) - DEADLINE_MARGIN_NS
@@ -325,19 +400,21 @@ class Rules:
 
     def _check_waiting(self, now_ns: int) -> None:
         """Nothing waits that could run, and what waits for a time is told it."""
-        if not self._queued:
-            return
         limits, scheduler = self._limits, self._scheduler
         policy, in_flight = limits.policy, len(self.in_flight)
         busy = {batch.context for batch in self.in_flight.values()}
         free = limits.contexts - len(busy | self.quarantined)
+        has_room = free > 0 and in_flight < limits.in_flight_max
+        _hold(not (self._again and has_room), "a part of a failed batch waits although a context is free")
+        if not self._queued:
+            return
         oldest = next(iter(self._queued))
         deadline_ns = min(request.deadline_ns for request in self._queued)
         _hold(deadline_ns > now_ns, "a request waits although its deadline has come")
         wakeup_ns = scheduler.next_wakeup()
         if deadline_ns != NO_DEADLINE_NS:
             _hold(wakeup_ns is not None and wakeup_ns <= deadline_ns, "nobody watches a deadline")
-        if not free or in_flight >= limits.in_flight_max:
+        if not has_room:
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
         full = any(rows >= policy.rows_max for rows in self._rows.values())
@@ -364,8 +441,8 @@ class Rules:
         # Those that are masked are counted when that is done.
         masked = sum(
             request.state is State.MASKED and self._number[request] > 0
-            for batch in self.in_flight.values()
-            for request in batch.requests
+            for requests in self._under_way()
+            for request in requests
         )
         found = counters.succeeded, counters.failed, counters.cancelled, counters.expired
         right = ends[State.DONE], ends[State.FAILED], ends[State.CANCELLED] + masked, ends[State.EXPIRED]

@@ -252,6 +252,23 @@ def masked_ones_fail_with_their_batch(original, self, batch, *, quarantine=False
     original(self, batch, quarantine=quarantine)
 
 
+def halves_are_forgotten(original, self, batch):
+    is_done = original(self, batch)
+    self._again.clear()
+    return is_done
+
+
+def halves_overlap(original, self, batch):
+    is_done = original(self, batch)
+    if is_done and self._again:
+        self._again.append(self._again[-1])
+    return is_done
+
+
+def any_request_makes_room(original, self, below, rows):
+    return original(self, below + 1, rows)
+
+
 def an_empty_wakeup_storm(original, self):
     return 0
 
@@ -294,6 +311,9 @@ PLANTED = [
     (Scheduler, "next_batch", the_batch_says_another_number_of_rows),
     (Scheduler, "_rows_to_run", rows_are_taken_before_the_model_is_asked),
     (Scheduler, "_rows_to_take", slabs_in_parts),
+    (Scheduler, "bisect", halves_are_forgotten),
+    (Scheduler, "bisect", halves_overlap),
+    (Buckets, "least_urgent", any_request_makes_room),
     (Policy, "ready_ns", a_delay_of_no_length),
     (Policy, "ready_ns", a_delay_passes_deadlines),
     (Policy, "rows_to_run", padding_to_the_largest),

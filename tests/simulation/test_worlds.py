@@ -23,7 +23,16 @@ def test_the_rules_hold_and_the_worlds_see_whatever_can_happen():
         assert isinstance(found, Outcome), "\n".join(found.lines())
         seen.ends += found.ends
         seen.reasons += found.reasons
-        for name in ("refusals", "rejections", "quarantined", "padded", "lost", "events"):
+        for name in (
+            "refusals",
+            "rejections",
+            "bisections",
+            "displacements",
+            "quarantined",
+            "padded",
+            "lost",
+            "events",
+        ):
             setattr(seen, name, getattr(seen, name) + getattr(found, name))
         scenario = scenario_of(seed)
         faults.update(fault.kind for fault in scenario.faults)
@@ -32,6 +41,7 @@ def test_the_rules_hold_and_the_worlds_see_whatever_can_happen():
     assert set(seen.reasons) == set(Reason)
     assert set(faults) == set(FAULTS)
     assert set(disturbances) >= {"stall", "jump"}
+    assert min(seen.bisections, seen.displacements) > 0
     assert min(seen.refusals, seen.rejections, seen.quarantined, seen.padded, seen.lost) > 0
     assert seen.ends[State.DONE] > 0.5 * seen.ends.total(), "most is answered"
 
