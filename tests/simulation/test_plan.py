@@ -32,6 +32,7 @@ def predict(arrivals, latency, options=None, **settings):
 ONE = {"max_rows": 1, "contexts": 64}
 
 
+@pytest.mark.tier2
 def test_a_queue_of_exponential_arrivals_waits_as_theory_says():
     """M/D/1: a mean wait of rho / (2 (1 - rho)) services before each."""
     for load in (0.5, 0.8):
