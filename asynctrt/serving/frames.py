@@ -72,11 +72,11 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
         protocol.receive_data(b"\r\n".join(lines) + b"\r\n\r\n")
         asked = next((event for event in protocol.events_received() if isinstance(event, Request)), None)
         if asked is None:
-            raise CallerError(f"invalid websocket request: {protocol.handshake_exc}")
+            raise _refusal(protocol)
         response = protocol.accept(asked)
         response.headers["X-Request-ID"] = hub.api.ids.of(request.headers).decode()
         if response.status_code != 101:
-            raise CallerError(f"invalid websocket request: {protocol.handshake_exc}")
+            raise _refusal(protocol)
     except AsynctrtError as error:
         connection.answer(request, error_answer(error))
         return
@@ -87,6 +87,23 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     socket.connection_made(transport)
     if rest:
         socket.data_received(rest)
+
+
+def _refusal(protocol: ServerProtocol) -> CallerError:
+    """Return the error that says why a websocket is refused."""
+    error = CallerError(f"invalid websocket request: {protocol.handshake_exc}")
+    _forget_frames(protocol.handshake_exc)
+    return error
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error that the library keeps.
+
+    They lead to the connection, and back: what it has read would stay in memory until the next collection.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 class SocketConnection(asyncio.Protocol):
@@ -149,6 +166,7 @@ class SocketConnection(asyncio.Protocol):
         self._session.cancel_all()
         self._frames.clear()
         self._unparsed.clear()
+        _forget_frames(self._protocol.parser_exc)
 
     def data_received(self, data: bytes) -> None:
         self._touched = self._hub.tick

@@ -271,7 +271,9 @@ class HttpConnection(asyncio.Protocol):
         if self._inference is not None:
             self._inference.cancel()
         if self._task is not None:
+            # A task that was cancelled keeps its frame, which has the connection and its request's body.
             self._task.cancel()
+            self._task = None
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -474,7 +476,8 @@ class HttpConnection(asyncio.Protocol):
         nbytes = sum([len(piece) for piece in answer.body])
         lines = [f"HTTP/1.1 {status} ".encode(), REASONS[status], b"\r\n"]
         lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in answer.headers]
-        lines.append(b"Content-Length: %d\r\n" % nbytes)
+        if status != 204:  # Which has no body, and must not say how long it is.
+            lines.append(b"Content-Length: %d\r\n" % nbytes)
         if not request.keep_alive or self._hub.is_draining:
             request.keep_alive = False
             lines.append(b"Connection: close\r\n")
@@ -506,7 +509,10 @@ class HttpConnection(asyncio.Protocol):
             # The client may still be sending. Closing now would discard the answer, so input is read and
             # dropped until the client closes or the sweep's timeout passes.
             self._end()
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # The client has reset the connection, and the transport does not know it yet.
+                self._transport.abort()
         elif not request.keep_alive:
             self._close()
         elif self._waiting:

@@ -123,10 +123,11 @@ class RequestReader:
         while self._parser is not None and len(rest):
             fed = rest
             rest = b""
+            position = None
             try:
                 self._parser.feed_data(fed)
             except httptools.HttpParserUpgrade as upgrade:
-                rest = self._after_upgrade(memoryview(fed)[upgrade.args[0] :])
+                position = upgrade.args[0]
             except httptools.HttpParserCallbackError:
                 logger.exception("failed to parse a request")
                 self._refuse(500, "internal error; see the server's log")
@@ -134,6 +135,9 @@ class RequestReader:
                 self._refuse(400, f"not a valid HTTP request: {error}")
             else:
                 self._count(len(fed))
+            if position is not None:
+                # Not where it was caught: it would be the context of every error from here on.
+                rest = self._after_upgrade(memoryview(fed)[position:])
 
     def close(self) -> None:
         """Read no more, and release what was read."""

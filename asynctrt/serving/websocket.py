@@ -208,7 +208,10 @@ class WebSocketSession:
 
     def cancel_all(self) -> None:
         """Cancel every request, as the client has gone away."""
+        # They are methods of the connection, which holds its session: in a cycle both would stay in memory,
+        # with what was read of a message, until the next collection.
         self._send = self._send_pieces = _nowhere
+        self._room = _nothing
         if self._decoding is not None:
             self._decoding.cancel()
         for task in self._encoding:
@@ -347,6 +350,10 @@ def _id_of(content: Mapping[str, Any]) -> str:
 
 def _nowhere(message: Message | Sequence[Buffer]) -> None:
     """Discard the answer to a client that has gone away."""
+
+
+def _nothing() -> None:
+    """Continue with nothing."""
 
 
 def _head_of(message: bytes | bytearray) -> bytes:

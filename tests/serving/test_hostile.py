@@ -87,6 +87,7 @@ class TestPages:
         async with serving(tokens=("s3cret",), allow_origins=(PAGE,)) as server:
             status, headers, _ = await ask(server, INFER, Origin=PAGE, **asked)
             assert (status, headers["access-control-allow-origin"], headers["vary"]) == (204, PAGE, "Origin")
+            assert "content-length" not in headers
             assert "POST" in headers["access-control-allow-methods"]
             allowed = headers["access-control-allow-headers"].split(", ")
             assert {"Authorization", "X-Request-ID"} <= set(allowed)
