@@ -61,7 +61,7 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     """
     try:
         route = authorize_route(hub.api, request.path, request.headers)
-        protocol = ServerProtocol(
+        protocol = _Protocol(
             subprotocols=[SUBPROTOCOL],  # type: ignore[list-item]  # It is a NewType of str.
             select_subprotocol=lambda _, offered: SUBPROTOCOL if SUBPROTOCOL in offered else None,  # type: ignore[arg-type, return-value]
             max_size=hub.settings.max_body,
@@ -87,6 +87,16 @@ def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: by
     socket.connection_made(transport)
     if rest:
         socket.data_received(rest)
+
+
+class _Protocol(ServerProtocol):
+    """The library's protocol, for clients that close in the middle of a message."""
+
+    def recv_frame(self, frame: Frame) -> None:
+        """Take a frame; one that closes may come between the frames of a message, which is then given up."""
+        if frame.opcode is Opcode.CLOSE:
+            self.current_size = None
+        super().recv_frame(frame)
 
 
 def _refusal(protocol: ServerProtocol) -> CallerError:
