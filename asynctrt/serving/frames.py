@@ -12,7 +12,7 @@ from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
 from asynctrt.kserve.datatypes import Buffer
 from asynctrt.serving.api import ModelRoute, error_answer
 from asynctrt.serving.frame_cutter import FrameCutter
-from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing
+from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
 from asynctrt.serving.websocket import (
     GOING_AWAY,
@@ -319,7 +319,7 @@ class SocketConnection(asyncio.Protocol):
             if is_refused and b"" in pieces and self._transport.can_write_eof():
                 # The client may still be sending. Closing now would reset the connection, and with it the
                 # frame that says why; so what comes is dropped until it closes, or the sweep's time is up.
-                self._transport.write_eof()
+                end_writing(self._transport)
             elif self._protocol.state is State.CLOSED or b"" in pieces:
                 self._transport.close()
 

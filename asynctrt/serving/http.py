@@ -216,6 +216,14 @@ def unsent_nbytes(transport: Any) -> int:
     return int.from_bytes(raw, sys.byteorder)
 
 
+def end_writing(transport: Any) -> None:
+    """Tell the client that nothing more comes, and go on reading."""
+    try:
+        transport.write_eof()
+    except OSError:  # The client has reset the connection, and the transport does not know it yet.
+        transport.abort()
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection. Its requests are answered in order, one at a time."""
 
@@ -509,10 +517,7 @@ class HttpConnection(asyncio.Protocol):
             # The client may still be sending. Closing now would discard the answer, so input is read and
             # dropped until the client closes or the sweep's timeout passes.
             self._end()
-            try:
-                self._transport.write_eof()
-            except OSError:  # The client has reset the connection, and the transport does not know it yet.
-                self._transport.abort()
+            end_writing(self._transport)
         elif not request.keep_alive:
             self._close()
         elif self._waiting:

@@ -140,7 +140,7 @@ async def test_every_frame_is_answered_as_it_should_be(monkeypatch, step):
             async with connected(server) as raw:
                 raw.send(handshake())
                 await raw.answer()
-                # What has been read when a client closes is not answered any more, so it waits for its answers.
+                # What was read when a client closes is not answered any more, so it waits for its answers.
                 waits = due and sent[-1] is GOOD
                 wire, last = b"".join(sent[:-1] if waits else sent), GOOD if waits else b""
                 for start in range(0, len(wire), step):
