@@ -201,11 +201,10 @@ async def test_halves_of_one_slab_run_beside_each_other():
         assert owner.is_unused
 
 
-@pytest.mark.parametrize("graphs", ["off", "auto"])
-async def test_a_refused_enqueue_is_tried_again(device, graphs):
+async def test_a_refused_enqueue_is_tried_again(device):
     subject = Subject(device)
     try:
-        async with subject.open(graphs=graphs) as engine:
+        async with subject.open(graphs="off") as engine:
             await subject.check(engine)
             subject.double.fail_next("enqueue")
             async with asyncio.timeout(WAIT_S):
