@@ -140,6 +140,23 @@ def test_two_versions_of_one_name(tmp_path):
     assert checks_of(packaged) >= {("library.twice", Level.WARNING)}
 
 
+def test_a_family_that_is_there_twice_is_one_finding(tmp_path):
+    names = [f"libcudnn{part}.so.9" for part in ("", "_graph", "_ops")]
+    kinds = {name.replace(".", "__"): ELF for name in names}
+    first = files(tmp_path / "a", **kinds)
+    second = files(tmp_path / "b", **{name: ELF + b"2" for name in kinds})
+    where = [
+        (folder / name, source)
+        for folder, source in ((first, "ldconfig"), (second, "package"))
+        for name in names
+    ]
+    taken = {name: answered({"path": str(first / name)}) for name in names}
+    (finding,) = report(search_path=found(*where), libraries=taken).find("library.twice")
+    assert "libcudnn.so.9 is there twice, as are 2 more of its family" in finding.what
+    assert str(first) in finding.what
+    assert str(second) in finding.what
+
+
 @pytest.mark.parametrize(
     ("entry", "check", "level"),
     [

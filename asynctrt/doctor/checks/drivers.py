@@ -171,7 +171,9 @@ def _initialised(facts: Facts) -> Iterator[Finding]:
             "Update the driver",
         )
     names = ", ".join(gpu["name"] for gpu in facts.gpus)
-    yield ok("driver", f"CUDA {version}{module}: {len(facts.gpus)} GPUs ({names})")
+    yield ok(
+        "driver", f"CUDA {version}{module}: {len(facts.gpus)} GPU{'s' * (len(facts.gpus) != 1)} ({names})"
+    )
     hidden = _hidden(facts)
     if hidden:
         yield hidden

@@ -119,7 +119,8 @@ def _refused(name: str, first: Candidate, said: str) -> Finding:
 
 
 def _shadowed(facts: Facts) -> Iterator[Finding]:
-    """Find names for which there are several different files."""
+    """Find names for which there are several different files. A family such as cuDNN's is one finding."""
+    twice: dict[tuple[str, ...], list[str]] = {}
     for name in facts.search_path.names():
         visible = _different(list(facts.search_path.named(name)))
         outcome = facts.libraries.get(name)
@@ -138,15 +139,20 @@ def _shadowed(facts: Facts) -> Iterator[Finding]:
             one for one in facts.search_path.candidates if one.name == name and one.source == "package"
         ]
         if taken and packaged and len(_different([visible[0], packaged[0]] if visible else packaged)) > 1:
-            yield warning(
-                "library.twice",
-                f"{name} is there twice: the loader takes {taken} ({_version(visible[0])}), and a Python "
-                f"package brings {packaged[0].path} ({_version(packaged[0])})",
-                "The first that a process loads serves everything in it, so that it depends on the order of "
-                "imports which one that is.",
-                "Take the folder of the first out of the search path where Python packages are used, or "
-                "install both in one version",
-            )
+            brought = packaged[0]
+            versions = _version(visible[0] if visible else brought), _version(brought)
+            twice.setdefault((str(Path(taken).parent), str(brought.path.parent), *versions), []).append(name)
+    for (taken_from, brought_in, taken_version, brought_version), names in twice.items():
+        more = f", as are {len(names) - 1} more of its family" if len(names) > 1 else ""
+        yield warning(
+            "library.twice",
+            f"{names[0]} is there twice{more}: the loader takes it from {taken_from} ({taken_version}), and a "
+            f"Python package brings it in {brought_in} ({brought_version})",
+            "The first that a process loads serves everything in it, so that it depends on the order of "
+            "imports which one that is.",
+            "Take the folder of the first out of the search path where Python packages are used, or "
+            "install both in one version",
+        )
 
 
 def _different(candidates: list[Candidate]) -> list[Candidate]:
