@@ -144,7 +144,7 @@ def test_a_family_that_is_there_twice_is_one_finding(tmp_path):
     names = [f"libcudnn{part}.so.9" for part in ("", "_graph", "_ops")]
     kinds = {name.replace(".", "__"): ELF for name in names}
     first = files(tmp_path / "a", **kinds)
-    second = files(tmp_path / "b", **{name: ELF + b"2" for name in kinds})
+    second = files(tmp_path / "b", **dict.fromkeys(kinds, ELF + b"2"))
     where = [
         (folder / name, source)
         for folder, source in ((first, "ldconfig"), (second, "package"))

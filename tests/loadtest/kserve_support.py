@@ -27,7 +27,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import free_port, until
 from tests.models import double, double_model, failing_model, rows
-from tests.serving.support import WAIT_S, engine_of, serving
+from tests.serving.support import WAIT_S, engine_of, serving, taken
 from tests.serving.tls import certificate
 
 ROOT = Path(__file__).parent.parent.parent
@@ -395,7 +395,7 @@ class ServerContract:
             async with target_at(where) as target:
                 prepared = target.prepare({"input": rows(1)}, 0)
                 futures = [target.start(prepared) for _ in range(5)]
-                await until(lambda: engine_of(server).statistics().submitted == 5)
+                await until(lambda: taken(server) == 5)
                 await relay.cut()
                 for future in futures:
                     error = await fails(future)

@@ -11,7 +11,7 @@ from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without
 from tests.models import rows
-from tests.serving.support import engine_of
+from tests.serving.support import taken
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +42,7 @@ class TestOurServer(ServerContract):
         async with served as server, self.open(server) as target:
             prepared = target.prepare({"input": rows(1)}, 0)
             futures = [target.start(prepared) for _ in range(20)]
-            await until(lambda: engine_of(server).statistics().submitted == 8)
+            await until(lambda: taken(server) == 8)
             device.open()
             for future in futures:
                 assert target.outputs(await future)["output"][0, 0] == 2
@@ -51,7 +51,7 @@ class TestOurServer(ServerContract):
         async with self.latched() as (target, server, device):
             prepared = target.prepare({"input": rows(1)}, 0)
             futures = [target.start(prepared) for _ in range(8)]
-            await until(lambda: engine_of(server).statistics().submitted == 8)
+            await until(lambda: taken(server) == 8)
             sockets = [one for one in server._hub.connections if "SocketConnection" in repr(one)]
             assert len(sockets) == 4
             sockets[0].abort()

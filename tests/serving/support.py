@@ -60,6 +60,12 @@ def engine_of(server, name="double", version=""):
     return server.repository.find(name, version).engine
 
 
+def taken(server, name="double", version=""):
+    """How many requests a model has taken: those that its engine has, and those that wait before it."""
+    served = server.repository.find(name, version)
+    return served.engine.statistics().submitted + served.admission.gate.waiting
+
+
 def address(server):
     """Host and port of a server's HTTP."""
     host, _, port = server.http_url.partition("://")[2].rpartition(":")

@@ -146,8 +146,8 @@ def _shadowed(facts: Facts) -> Iterator[Finding]:
         more = f", as are {len(names) - 1} more of its family" if len(names) > 1 else ""
         yield warning(
             "library.twice",
-            f"{names[0]} is there twice{more}: the loader takes it from {taken_from} ({taken_version}), and a "
-            f"Python package brings it in {brought_in} ({brought_version})",
+            f"{names[0]} is there twice{more}: the loader takes it from {taken_from} ({taken_version}), a "
+            f"Python package has it in {brought_in} ({brought_version})",
             "The first that a process loads serves everything in it, so that it depends on the order of "
             "imports which one that is.",
             "Take the folder of the first out of the search path where Python packages are used, or "
