@@ -377,7 +377,7 @@ class Engine:
         return (self,) if self._urgent is None else (self, self._urgent)
 
     def _lane(self, priority: int) -> "Engine":
-        """It, or the one for urgent requests."""
+        """Return the engine that runs requests of this priority: this one, or its part for urgent ones."""
         return self if self._urgent is None or priority < self._options.priorities - 1 else self._urgent
 
     async def suspend(self) -> None:

@@ -163,12 +163,6 @@ def sign(digest: bytes, key_path: Path) -> str:
     :raises UsageError: if it cannot be read, is none, or can be read by others.
     """
     raw = _read(key_path, "a private key")
-    mode = stat.S_IMODE(key_path.stat().st_mode)
-    if mode & 0o077:
-        raise UsageError(
-            f"the private key {str(key_path)!r} can be read by others (mode {mode:o}). Make a new one if it "
-            f"has been; otherwise: chmod 600 {key_path}"
-        )
     try:
         key = serialization.load_pem_private_key(raw, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -179,6 +173,12 @@ def sign(digest: bytes, key_path: Path) -> str:
     if not isinstance(key, Ed25519PrivateKey):
         raise UsageError(
             f"{str(key_path)!r} is a key of another kind. Keys are Ed25519: asynctrt keys new NAME"
+        )
+    mode = stat.S_IMODE(key_path.stat().st_mode)
+    if mode & 0o077:
+        raise UsageError(
+            f"the private key {str(key_path)!r} can be read by others (mode {mode:o}). Make a new one if it "
+            f"has been; otherwise: chmod 600 {key_path}"
         )
     public = TrustedKey(key_path.name, key.public_key().public_bytes_raw())
     content = {

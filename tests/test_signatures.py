@@ -150,6 +150,13 @@ def test_files_that_others_can_write_or_read_are_not_used(made, tmp_path):
         signatures.sign(DIGEST, folder / "mine")
 
 
+def test_the_public_key_in_place_of_the_private_one(made):
+    """Others may read it, but that is not what is wrong."""
+    folder, _, _ = made
+    with pytest.raises(UsageError, match="is no private key in PEM"):
+        signatures.sign(DIGEST, folder / "mine.pub")
+
+
 def test_files_that_are_no_keys(made, tmp_path):
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey

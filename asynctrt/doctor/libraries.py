@@ -82,7 +82,7 @@ class SearchPath:
 
 
 ALWAYS: Final = ("libcuda.so.1", "libnvidia-ml.so.1")
-"""Libraries of the driver, which are looked for though there is no file of that name."""
+"""Libraries of the driver, which are looked for even where no file has such a name."""
 
 
 def read_search_path(

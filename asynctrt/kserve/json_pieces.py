@@ -32,7 +32,7 @@ _BLANKS: Final = b" \t\r\n"
 
 
 def no_pause() -> None:
-    """Do nothing between pieces of work: nobody waits for this thread."""
+    """Do nothing between pieces of work: there are too few of them to hold anybody up."""
 
 
 def loads_in_pieces(raw: bytes, loads: Callable[[bytes], Any], pause: Pause) -> Any:

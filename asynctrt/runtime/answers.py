@@ -30,8 +30,9 @@ def typed_error(model: str, requests: Sequence[Request], error: BaseException) -
     else:
         failed = ExecutionError(
             f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
-            f"{describe(error)}. Other batches are not affected; if the rows of one request caused it, "
-            "isolate_failures=True finds which and answers the others"
+            f"{describe(error)}. Other batches are not affected. With isolate_failures=True such a batch is "
+            "tried again in halves, so that only the requests at fault fail, unless so many failed before "
+            "that the model is at fault"
         )
     failed.__cause__ = error
     return failed

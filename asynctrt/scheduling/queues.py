@@ -116,8 +116,12 @@ class BucketQueue:
         return oldest_ns
 
     def newest(self, priority: int) -> Iterator[Request]:
-        """Yield the queued requests of one priority, the one that came last first."""
-        return (request for request in reversed(self._by_priority[-1 - priority]) if request.state is QUEUED)
+        """Return the queued requests of one priority, the one that came last first."""
+        queue = self._by_priority[-1 - priority]
+        while queue and queue[-1].state is not QUEUED:
+            queue.pop()
+            self._tombstones -= 1
+        return (request for request in reversed(queue) if request.state is QUEUED)
 
     def choose(self, rows_max: int) -> tuple[tuple[Request, ...], int]:
         """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.

@@ -216,6 +216,22 @@ class TestTheQueue:
         submit(plan, priority=1)
         assert plan.displaced == [requests[1]]
 
+    def test_who_has_left_is_passed_over_once(self):
+        """However many have been cancelled at the end of the queue, the next urgent request costs no more."""
+        plan = scheduler(queue_rows_max=4000)
+        requests = [submit(plan) for _ in range(4000)]
+        for request in requests[2001:]:
+            plan.cancel(request)
+        for _ in range(1999):
+            submit(plan, shape="other", priority=1)
+        submit(plan, priority=1)
+        assert plan.displaced == [requests[2000]]
+        assert count_operations(lambda: submit(plan, priority=1)) < 400
+        assert plan.displaced == [requests[2000], requests[1999]]
+        assert plan.queued_rows == 4000
+        while plan.next_batch(0) is not None:
+            pass
+
     @pytest.mark.parametrize("buckets", [10, 5000])
     def test_displacing_takes_as_much_work_with_ten_buckets_as_with_thousands(self, buckets):
         plan = scheduler(queue_rows_max=buckets)

@@ -90,7 +90,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
                 "Take the folder compat out of LD_LIBRARY_PATH if CUDA does not start"
                 if compat
                 else "Restart the machine after an update of the driver. In a container, take libcuda out of "
-                "the image: the container's runtime brings that of the machine",
+                "the image: the container's runtime mounts the machine's own",
             )
 
 

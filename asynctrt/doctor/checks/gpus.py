@@ -10,7 +10,7 @@ FULL_NBYTES: Final = 512 << 20
 """With less free memory, CUDA itself and a small engine hardly fit."""
 
 FULL_SHARE: Final = 0.1
-"""With a smaller share of free memory, somebody else uses the GPU."""
+"""If less than this share of its memory is free, something else is using the GPU."""
 
 EXCLUSIVE: Final = (1, 3)
 """``EXCLUSIVE`` of old drivers, and ``EXCLUSIVE_PROCESS``."""

@@ -122,7 +122,7 @@ def _library(name: str, version: str, value: dict[str, Any], library: dict[str, 
             "tensorrt.mismatch",
             f"The bindings of {name} are version {version}, and the library says {told} ({path})",
             "Bindings that call a library of another version crash or read wrong values; plans are refused "
-            "with version numbers that nobody expects.",
+            "with version numbers that make no sense.",
             f"Take the folder of that library out of LD_LIBRARY_PATH, or reinstall: pip install "
             f"--force-reinstall 'asynctrt[{EXTRAS[name]}]'",
         )
