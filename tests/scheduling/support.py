@@ -1,5 +1,6 @@
 """What the tests of the scheduler share: one with small numbers, and the profiles of a model."""
 
+import gc
 import sys
 
 from asynctrt.scheduling.batch import Batch, Reason
@@ -102,11 +103,15 @@ def count_operations(function):
         return trace
 
     before = sys.gettrace()
+    # A collection in the middle would count what finalises the garbage of other tests.
+    gc.collect()
+    gc.disable()
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        gc.enable()
     return operations
 
 
