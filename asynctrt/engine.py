@@ -321,6 +321,7 @@ class Engine:
             arena_busy_share=self._busy_share(counters.busy_ns),
             arena_nbytes=self._pool.arenas_nbytes,
             arena_nbytes_private=self._capacity.contexts * self._model.enqueue_nbytes,
+            lanes=self._scheduler.lanes_chosen(),
             graphs=self._pool.captured.sizes,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
             module_loading=self._device.module_loading,

@@ -130,18 +130,24 @@ class EngineParts:
     def create_scheduler(self, options: Options) -> Scheduler:
         """Make the scheduler of an engine that stands on them."""
         device, model, capacity = self.device, self.model, self.capacity
+        concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
+        is_pipelined = device.is_pipelined and model.occupies_device
+        lanes_max = 1
+        if is_pipelined:
+            # Each context works in an arena of its own, or waits for others there.
+            lanes_max = min(capacity.arenas or capacity.contexts, capacity.in_flight_max)
+            concurrency += lanes_max - 1
         return Scheduler(
             policy=Policy(
                 rows_max=capacity.rows_max,
                 delay_ns_max=int(options.max_delay * 1e9),
                 # What has no context to run on keeps no device busy.
-                concurrency=min(
-                    device.concurrency if model.occupies_device else capacity.in_flight_max,
-                    capacity.in_flight_max,
-                ),
+                concurrency=min(concurrency, capacity.in_flight_max),
                 is_parallel=device.is_parallel and model.occupies_device and model.rows_fixed is None,
                 captured=self.pool.captured,
                 is_alone=options.deterministic,
+                is_pipelined=is_pipelined,
+                lanes_max=lanes_max,
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,

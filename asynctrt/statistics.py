@@ -66,7 +66,7 @@ class BatchTrace:
     """Rows that the device executed: more than ``rows`` where the batch was padded."""
     requests: int
     reason: str
-    """The reason for launching it: ``full``, ``idle``, ``delay``, ``deadline`` or ``turn``."""
+    """The reason for launching it: ``full``, ``idle``, ``ahead`` …: see :attr:`Statistics.launched`."""
     is_timed: bool
     """Whether the device timed it; if not, the times are those of other batches of its size."""
     launched_ns: int
@@ -107,8 +107,8 @@ class Statistics:
     launched: Mapping[str, int]
     """Batches by the reason for launching them, those in flight included: ``full`` (the batch could not
     grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (one would have
-    passed), ``turn`` (it was the bucket's turn when another bucket was full), ``again`` (a part of one that
-    failed)."""
+    passed), ``turn`` (it was the bucket's turn when another bucket was full), ``ahead`` (the device was about
+    to be done with the one before it), ``again`` (a part of one that failed)."""
     queue_ns: int
     """Time in the queue, summed over the answered requests."""
     copy_in_ns: int
@@ -134,6 +134,9 @@ class Statistics:
     """Bytes of enqueue memory, shared with the other engines on it."""
     arena_nbytes_private: int
     """Bytes that a private workspace for each context would take instead."""
+    lanes: Mapping[int, int]
+    """How many batches compute side by side, where that turned out to be faster than one after the other, by
+    the most rows of the batches that do. Empty on a device that does not copy while it computes."""
     graphs: tuple[int, ...]
     """The batch sizes that are captured as CUDA graphs."""
     memory_nbytes: int
@@ -142,10 +145,11 @@ class Statistics:
     """When CUDA loads kernels: ``lazy``, or ``eager`` (``CUDA_MODULE_LOADING``), which takes more memory;
     ``None`` on a device that is not a GPU."""
     by_batch_rows: Mapping[int, BatchStatistics]
-    """Batches by their number of rows. Of this mapping, and of ``launched``, a frozen copy is kept."""
+    """Batches by their number of rows. Of this mapping, of ``launched`` and of ``lanes``, a frozen copy is
+    kept."""
 
     def __post_init__(self) -> None:
-        for name in ("launched", "by_batch_rows"):
+        for name in ("launched", "lanes", "by_batch_rows"):
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     def joined(self, other: "Statistics") -> "Statistics":

@@ -43,6 +43,7 @@ LEAST_ON_GPU = {
     "sharing": ["--seconds", "0.05", "--repeats", "1", "--mib", "1"],
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
+    "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
     "million": ["--batches", "2000"],
 }
 """Without a GPU they run on the host device."""

@@ -23,6 +23,7 @@ def snapshot(**changes):
             "module_loading": None,
             "graphs": (1, 8),
             "launched": {"full": 3},
+            "lanes": {7: 2},
             "by_batch_rows": sizes,
         }
         | changes

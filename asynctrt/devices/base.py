@@ -217,6 +217,11 @@ class Device(Protocol):
         """Return whether batches side by side take no longer than one alone, as on cores of their own."""
 
     @property
+    def is_pipelined(self) -> bool:
+        """Return whether a batch is copied in while another computes, so that it pays to put it on the device
+        just before that ends."""
+
+    @property
     def prefers_graphs(self) -> bool:
         """Return whether launching a graph is cheaper than putting its work on a stream again."""
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding
 from asynctrt.devices.arenas import Arena, Arenas
-from asynctrt.devices.base import Buffer, Device, check_room, mib
+from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, InputError
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
 from asynctrt.runtime.staging import (
@@ -40,7 +40,8 @@ logger = logging.getLogger("asynctrt")
 class BatchEvents:
     """The events of a batch on its way. Those that take times cost the CPU more, and the GPU some.
 
-    Without times there are ``computed``, which the next batch in the arena waits for, and ``copied_out``.
+    Without times there are ``computed``, which the next batch in the arena and in the lane waits for, and
+    ``copied_out``.
     """
 
     __slots__ = ("begun", "computed", "copied_in", "copied_out", "started")
@@ -51,6 +52,19 @@ class BatchEvents:
         self.begun = device.create_event(is_timed=True) if are_timed else None
         self.copied_in = device.create_event(is_timed=True) if are_timed else None
         self.started = device.create_event(is_timed=True) if are_timed else None
+
+
+class Lane:
+    """Batches that compute one after the other, on whichever streams, as side by side they would be slower.
+
+    Unlike the order in an arena, nothing but speed depends on theirs.
+    """
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: Event | None = None
+        """Done when the latest batch in it has computed; ``None`` once that is so, or was given up."""
 
 
 class PooledContext:
@@ -148,8 +162,11 @@ class PooledContext:
         binding = self.binding(source)
         return not isinstance(binding, SlowBinding) or binding.may_block(rows, profile=source.batch.profile)
 
-    def enqueue(self, source: RowSource, events: BatchEvents) -> None:
-        """Put a whole batch on the stream and return at once. This is the one order of things."""
+    def enqueue(self, source: RowSource, events: BatchEvents, lane: Lane | None = None) -> None:
+        """Put a whole batch on the stream and return at once. This is the one order of things.
+
+        :param lane: what it computes in, after the batches that are there.
+        """
         stream, arena, batch = self.stream, self.arena, source.batch
         if events.begun is not None:
             stream.record(events.begun)
@@ -157,14 +174,10 @@ class PooledContext:
             source.put_in(stream)
             if events.copied_in is not None:
                 stream.record(events.copied_in)
-        memory = None
-        if arena is not None:
-            memory = arena.memory
-            # What this very stream did before is over before anyway.
-            if arena.last_use is not None and not self.was_last_in_arena:
-                stream.wait(arena.last_use)
-            if events.started is not None:
-                stream.record(events.started)
+        self._wait_for_turn(lane)
+        if (arena is not None or lane is not None) and events.started is not None:
+            stream.record(events.started)
+        memory = None if arena is None else arena.memory
         captured = self._captured.get(batch.rows_run) if source.inputs is source.slab else None
         if captured is not None:
             captured.graph.launch(stream=stream)
@@ -176,6 +189,17 @@ class PooledContext:
             stream.record(events.copied_out)
         if arena is not None:
             arena.last_use = events.computed
+        if lane is not None:
+            lane.last = events.computed
+
+    def _wait_for_turn(self, lane: Lane | None) -> None:
+        """Let the stream wait for the batches before, in the arena and in the lane."""
+        last_use = None if self.arena is None else self.arena.last_use
+        # What this very stream did before is over before anyway.
+        if last_use is not None and not self.was_last_in_arena:
+            self.stream.wait(last_use)
+        if lane is not None and lane.last is not None and lane.last is not last_use:
+            self.stream.wait(lane.last)
 
     def enqueue_end(self, source: RowSource, events: BatchEvents) -> None:
         """After :meth:`enqueue` raised: mark the end of what it had put on the stream by then."""

@@ -29,7 +29,7 @@ from asynctrt.errors import (
 from asynctrt.runtime import staging
 from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_error
 from asynctrt.runtime.completion import Reaper, Waiting
-from asynctrt.runtime.contexts import ContextPool
+from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs
 from asynctrt.runtime.staging import FilledSlab
@@ -88,6 +88,7 @@ class Driver:
         self._flights: dict[int, InFlight] = {}
         # Batches for which a thread allocates memory, and the slab of slots that each one's rows lie in.
         self._growing: dict[int, tuple[Batch, FilledSlab | None]] = {}
+        self._lanes = [Lane() for _ in range(scheduler.lanes_max)]
         # Batches that were given up: what they use may still be read and written.
         self._given_up: dict[int, InFlight] = {}
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
@@ -283,7 +284,8 @@ class Driver:
             self._flights[batch.number] = flight
             nbytes = source.staged_nbytes
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
-                self._copiers.copy(source.stage, nbytes, partial(self._staged_off_loop, flight))
+                parts = source.parts(self._copiers.threads_max)
+                self._copiers.copy_in_parts(parts, nbytes, partial(self._staged_off_loop, flight, len(parts)))
             else:
                 source.stage()
                 self._staged(flight)
@@ -320,11 +322,15 @@ class Driver:
             if growing[1] is not None:
                 growing[1].ended()
 
-    def _staged_off_loop(self, flight: InFlight, error: BaseException | None) -> None:
-        """Go on with a batch whose rows were copied by another thread."""
+    def _staged_off_loop(self, flight: InFlight, parts: int, error: BaseException | None) -> None:
+        """Go on with a batch whose rows were copied by other threads."""
         if flight.batch.number not in self._flights:
             return
-        if error is not None:
+        if error is not None and parts > 1:
+            source = flight.source
+            done = partial(self._staged_off_loop, flight, 1)
+            self._copiers.copy(source.stage, source.staged_nbytes, done)
+        elif error is not None:
             self._fail(flight.batch, error)
         else:
             self._staged(flight)
@@ -392,7 +398,8 @@ class Driver:
         context = flight.context
         try:
             self._device.activate()
-            context.enqueue(flight.source, flight.events)
+            lane = flight.batch.lane
+            context.enqueue(flight.source, flight.events, None if lane is None else self._lanes[lane])
         except BaseException as error:
             # Part of the batch may be on the stream already: its context is free when that has run.
             flight.error = error
@@ -438,6 +445,8 @@ class Driver:
                 on_hung=partial(self._hung, flight),
                 order_group=batch.arena,
             )
+        if not self._in_pump and self._scheduler.has_lanes and self._scheduler.queued_rows:
+            self._schedule_pump()  # It can be told now when the next one is to be launched.
 
     def _landed(self, flight: InFlight) -> None:
         """Copy the outputs of a batch out that the device is done with, off the loop if they are large."""
@@ -460,8 +469,7 @@ class Driver:
                 self._note_usual_times(flight)
             elif copies[0] or copies[1]:
                 self._scheduler.observe_copies(batch, copy_in_ns=copies[0], copy_out_ns=copies[1])
-            if batch.arena is not None:
-                self._scheduler.landed(batch, landed_ns)
+            self._computed(flight, landed_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
@@ -481,6 +489,19 @@ class Driver:
             return
         self._answer(flight, landed_ns, values)
 
+    def _computed(self, flight: InFlight, landed_ns: int) -> None:
+        """Tell where batches compute one after the other that this one has."""
+        batch = flight.batch
+        if batch.lane is not None or batch.arena is not None:
+            self._leave_lane(flight)
+            self._scheduler.landed(batch, landed_ns)
+
+    def _leave_lane(self, flight: InFlight) -> None:
+        """Let no batch wait for the event of one that is over, which may be recorded for another one next."""
+        number = flight.batch.lane
+        if number is not None and self._lanes[number].last is flight.events.computed:
+            self._lanes[number].last = None
+
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
         """Let the halves of a batch that the model failed be tried again, or fail it."""
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
@@ -494,6 +515,7 @@ class Driver:
             and self._scheduler.bisect(flight.batch)
         ):
             del self._flights[flight.batch.number]
+            self._leave_lane(flight)
             flight.ended()
             self._schedule_pump()
             self._tell_if_idle()
@@ -558,6 +580,8 @@ class Driver:
     def _fail(self, batch: Batch, error: BaseException, *, quarantine: bool = False) -> None:
         """End a batch with an error for each caller that still waits; the next batch goes on."""
         flight = self._flights.pop(batch.number, None)
+        if flight is not None:
+            self._leave_lane(flight)
         self._scheduler.failed(batch, quarantine=quarantine)
         for request in batch.requests:
             answer_error(request, typed_error(self._name, batch.requests, error))

@@ -55,7 +55,7 @@ class InFlight:
             copy_in_ns = events.copied_in.elapsed_ns(before)
             record.copy_in_ns += copy_in_ns
             before = events.copied_in
-        if self.context.arena is not None and events.started is not None:
+        if (self.context.arena is not None or self.batch.lane is not None) and events.started is not None:
             record.arena_wait_ns = events.started.elapsed_ns(before)
             before = events.started
         record.compute_ns = events.computed.elapsed_ns(before)

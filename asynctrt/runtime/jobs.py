@@ -11,7 +11,7 @@ batch, so ``then`` is prompt on a loop that is never idle as well, and what hang
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -88,13 +88,39 @@ class Copiers(Jobs):
     """
 
     def __init__(self, reaper: Reaper, now_ns: Callable[[], int], *, threads_max: int | None = None) -> None:
-        super().__init__("asynctrt-copy", threads_max or min(cores(), COPIERS_MAX), reaper, now_ns)
+        self.threads_max = threads_max or min(cores(), COPIERS_MAX)
+        super().__init__("asynctrt-copy", self.threads_max, reaper, now_ns)
 
     def copy(
         self, copy: Callable[[], object], nbytes: int, then: Callable[[BaseException | None], object]
     ) -> None:
         """Run ``copy``, which copies ``nbytes``, in a thread. The rest is as in :meth:`submit`."""
         self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS)
+
+    def copy_in_parts(
+        self,
+        parts: Sequence[Callable[[], object]],
+        nbytes: int,
+        then: Callable[[BaseException | None], object],
+    ) -> None:
+        """Run all ``parts``, which copy ``nbytes`` together, in a thread each; then ``then``, once.
+
+        It is called with what the first of them raised that did, when the last has ended.
+        """
+        if len(parts) == 1:
+            self.copy(parts[0], nbytes, then)
+            return
+        left, first = len(parts), None
+
+        def ended(error: BaseException | None) -> None:
+            nonlocal left, first
+            left -= 1
+            first = first or error
+            if not left:
+                then(first)
+
+        for part in parts:
+            self.copy(part, nbytes // len(parts), ended)
 
 
 class _Job:

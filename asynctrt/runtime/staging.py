@@ -10,8 +10,10 @@ that leaves no holes where a request was cancelled, and what only waits needs no
 (``tests/benchmarks/copies.py``).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -26,6 +28,9 @@ from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size a batch's output is copied as one block, of which each result is a view. A result that
 is kept then keeps at most this much memory; larger outputs are copied request by request."""
+
+PART_NBYTES_MIN: Final = 1 << 20
+"""Several threads stage a batch, each at least so much of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +255,35 @@ class RowSource:
             for view in self.slab.inputs:
                 view[batch.rows : batch.rows_run] = view[0]
 
+    def parts(self, parts_max: int) -> list[Callable[[], object]]:
+        """Return what does the same as :meth:`stage`, in parts for several threads.
+
+        :meth:`stage` is to follow if one of them raises: it finds out whose rows cannot be staged.
+        """
+        rows_run = self.batch.rows_run
+        parts = min(parts_max, self.staged_nbytes // PART_NBYTES_MIN, rows_run)
+        if parts < 2:
+            return [self.stage]
+        ends = [rows_run * number // parts for number in range(parts + 1)]
+        return [partial(self._stage_part, *between) for between in pairwise(ends)]
+
+    def _stage_part(self, start: int, stop: int) -> None:
+        """Stage some rows of the batch, padding among them."""
+        batch = self.batch
+        end = min(stop, batch.rows)
+        spans = self.spans or spans_of(batch.requests)
+        for index, view in enumerate(self.slab.inputs):
+            arrays = self.arrays_of(index)
+            inside = [
+                array[max(start - span.start, 0) : end - span.start]
+                for array, span in zip(arrays, spans, strict=True)
+                if span.start < end and span.stop > start
+            ]
+            if inside:
+                np.concatenate(inside, out=view[start:end])
+            if stop > batch.rows:
+                view[max(start, batch.rows) : stop] = arrays[0][0]
+
     def arrays_of(self, index: int) -> Sequence[Array]:
         """Return the rows of each request for one input."""
         requests = self.batch.requests
@@ -322,6 +356,12 @@ class SlotSource(RowSource):
             return layout.input_row_nbytes * (self.batch.rows_run - self.batch.rows)
         return layout.input_row_nbytes * self.batch.rows_run
 
+    def parts(self, parts_max: int) -> list[Callable[[], object]]:
+        """Return what stages the batch, in one part if only padding is to be staged."""
+        if not self.has_copies_in and self.inputs is self.slab:
+            return super().parts(parts_max)
+        return [self.stage]
+
     def stage(self) -> None:
         """Gather the rows where that is needed, and stage the padding."""
         batch = self.batch
@@ -388,6 +428,10 @@ class DeviceSource(RowSource):
         self.device_outputs = None
         self.has_copies_in = True
         self.has_copies_out = self.has_copies_out or batch.key.outputs_on_device
+
+    def parts(self, parts_max: int) -> list[Callable[[], object]]:
+        """Return :meth:`stage` alone."""
+        return [self.stage]
 
     @property
     def staged_nbytes(self) -> int:

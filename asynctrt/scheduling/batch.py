@@ -20,6 +20,8 @@ class Reason(StrEnum):
     """Waiting longer would have let the deadline of one of its requests pass."""
     TURN = "turn"
     """It was its turn among buckets of which another was full, on a device with enough to do."""
+    AHEAD = "ahead"
+    """The device was about to be done with the batch before it: staged and copied in, it is there in time."""
     AGAIN = "again"
     """It is a part of a batch that failed."""
 
@@ -43,6 +45,8 @@ class Batch(NamedTuple):
     """Whether the device takes its times."""
     reason: Reason
     launched_ns: int
+    lane: int | None = None
+    """Batches in one lane compute one after the other; ``None`` where the device sees to that."""
 
     def __repr__(self) -> str:
         return (

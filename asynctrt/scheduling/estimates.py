@@ -5,7 +5,7 @@ waiting too long costs more than looking too early.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch
@@ -13,6 +13,11 @@ from asynctrt.scheduling.batch import Batch
 WINDOW: Final = 16
 SHAPES_MAX: Final = 256
 QUANTILE: Final = 4  # The expectation is the value a quarter of the way up the sorted window.
+STAGING_QUANTILE: Final = 0.75
+
+LEAD_MARGIN_NS: Final = 100_000
+"""How long before it is needed a batch is in place, as far as can be told: what is late leaves a device idle,
+and what is early has missed some requests."""
 
 TIMED_EVERY: Final = 8
 """One batch in this many is timed by the device, since timing costs the CPU and the GPU a few µs each."""
@@ -24,25 +29,31 @@ TIMED_ALWAYS_NS: Final = 5_000_000
 class _Window:
     """The last few durations of one size, and the expectation that follows from them."""
 
-    __slots__ = ("known_ns", "recent")
+    __slots__ = ("known_ns", "quantile", "recent")
 
-    def __init__(self) -> None:
+    def __init__(self, quantile: float) -> None:
         self.recent: deque[int] = deque(maxlen=WINDOW)
         self.known_ns: int | None = None
+        self.quantile = quantile
 
     @property
     def expected_ns(self) -> int:
         if self.known_ns is None:
-            self.known_ns = sorted(self.recent)[len(self.recent) // QUANTILE]
+            self.known_ns = sorted(self.recent)[int(len(self.recent) * self.quantile)]
         return self.known_ns
 
 
 class LatencyHistory:
-    """Durations in ns of the last few batches, by what they cost the same by and by their rows."""
+    """Durations in ns of the last few batches, by what they cost the same by and by their rows.
 
-    __slots__ = ("_shapes",)
+    :param quantile: which of the durations of one size is expected: by default the one that a quarter of them
+        are shorter than.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_quantile", "_shapes")
+
+    def __init__(self, *, quantile: float = 1 / QUANTILE) -> None:
+        self._quantile = quantile
         self._shapes: OrderedDict[Hashable, dict[int, _Window]] = OrderedDict()
 
     def observe(self, shape: Hashable, rows: int, duration_ns: int) -> None:
@@ -56,7 +67,7 @@ class LatencyHistory:
             self._shapes.move_to_end(shape)
         window = sizes.get(rows)
         if window is None:
-            window = sizes[rows] = _Window()
+            window = sizes[rows] = _Window(self._quantile)
         window.recent.append(duration_ns)
         window.known_ns = None
 
@@ -90,21 +101,24 @@ class LatencyHistory:
 class CompletionEstimator:
     """Expected ends of batches, and which batches the device is to time.
 
-    Batches in one arena compute one after the other, while their copies overlap with the computing of others;
-    so the expected end of one depends on those ahead of it. Estimates err on the early side.
+    Batches in one lane, or else in one arena, compute one after the other, while their copies overlap with
+    the computing of others; so the expected end of one depends on those ahead of it. Estimates err on the
+    early side.
 
+    :param lines: how many lanes there are, or arenas where there are no lanes.
     :param compute: the measured compute times, which the policy decides by too.
     """
 
-    def __init__(self, *, arenas: int, compute: LatencyHistory) -> None:
+    def __init__(self, *, lines: int, compute: LatencyHistory) -> None:
         self._compute = compute
+        self._staging = LatencyHistory(quantile=STAGING_QUANTILE)
         self._copy_in = LatencyHistory()
         self._copy_out = LatencyHistory()
-        # Until when each arena is known to have computed, and what is in flight there, in order: from when
+        # Until when each line is known to have computed, and what is in flight there, in order: from when
         # on a batch can compute, and for how long. An end that was seen moves all those behind it, so each
         # expectation is told from the last truth and no error is carried along.
-        self._computed_ns = [0] * arenas
-        self._ahead: list[dict[int, tuple[int, int]]] = [{} for _ in range(arenas)]
+        self._computed_ns = [0] * lines
+        self._ahead: list[dict[int, tuple[int, int]]] = [{} for _ in range(lines)]
 
     def wants_times(self, number: int, shape: Hashable, rows: int) -> bool:
         """Return whether the device is to time this batch: a new size, a long one, or a sample."""
@@ -124,18 +138,31 @@ class CompletionEstimator:
     def started(self, batch: Batch, now_ns: int) -> int | None:
         """Return in how many ns the batch is expected to be done; ``None`` if none like it was seen yet."""
         rows, copies = batch.rows_run, batch.key.copy_key
+        if batch.lane is not None:
+            self._staging.observe(copies, rows, now_ns - batch.launched_ns)
         compute_ns = self._compute.expected_ns(batch.key.cost_key, rows)
         if compute_ns is None:
             return None
         copied_in_ns = now_ns + (self._copy_in.expected_ns(copies, rows) or 0)
         computed_ns = copied_in_ns + compute_ns
-        if batch.arena is not None:
-            ahead = self._ahead[batch.arena]
-            ahead[batch.number] = copied_in_ns, compute_ns
-            computed_ns = self._computed_ns[batch.arena]
-            for ready_ns, takes_ns in ahead.values():
-                computed_ns = max(computed_ns, ready_ns) + takes_ns
+        line = _line(batch)
+        if line is not None:
+            self._ahead[line][batch.number] = copied_in_ns, compute_ns
+            computed_ns = self._computed_by_ns(line)
         return computed_ns + (self._copy_out.expected_ns(copies, rows) or 0) - now_ns
+
+    def free_ns(self, lines: Sequence[int]) -> int:
+        """Return when the first of these lanes is expected to have computed all that is in it."""
+        return min(map(self._computed_by_ns, lines))
+
+    def lead_ns(self, copies: Hashable, rows: int) -> int:
+        """Return how long before a batch can compute it is to be launched: to be staged and copied in."""
+        staged_ns = self._staging.expected_ns(copies, rows) or 0
+        return staged_ns + (self._copy_in.expected_ns(copies, rows) or 0) + LEAD_MARGIN_NS
+
+    def is_known(self, number: int, line: int) -> bool:
+        """Return whether the end of a batch on the device can be told."""
+        return number in self._ahead[line]
 
     def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
         """Remember the copy times that the device measured."""
@@ -143,17 +170,29 @@ class CompletionEstimator:
         self._copy_out.observe(batch.key.copy_key, batch.rows_run, copy_out_ns)
 
     def landed(self, batch: Batch, now_ns: int) -> None:
-        """Note that the batch is done. Those behind it in its arena move with it."""
-        if batch.arena is not None:
-            ahead = self._ahead[batch.arena]
+        """Note that the batch is done. Those behind it move with it."""
+        line = _line(batch)
+        if line is not None:
+            ahead = self._ahead[line]
             # Copies out may end in another order; what was launched before this one has computed, too.
             for number in [number for number in ahead if number <= batch.number]:
                 del ahead[number]
             copy_out_ns = self._copy_out.expected_ns(batch.key.copy_key, batch.rows_run) or 0
-            computed_ns = self._computed_ns[batch.arena]
-            self._computed_ns[batch.arena] = max(computed_ns, now_ns - copy_out_ns)
+            self._computed_ns[line] = max(self._computed_ns[line], now_ns - copy_out_ns)
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: none waits for it any more, and it says nothing about others."""
-        if batch.arena is not None:
-            self._ahead[batch.arena].pop(batch.number, None)
+        line = _line(batch)
+        if line is not None:
+            self._ahead[line].pop(batch.number, None)
+
+    def _computed_by_ns(self, line: int) -> int:
+        computed_ns = self._computed_ns[line]
+        for ready_ns, takes_ns in self._ahead[line].values():
+            computed_ns = max(computed_ns, ready_ns) + takes_ns
+        return computed_ns
+
+
+def _line(batch: Batch) -> int | None:
+    """Return what a batch computes in, one after the other."""
+    return batch.arena if batch.lane is None else batch.lane

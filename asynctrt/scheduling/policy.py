@@ -6,6 +6,8 @@ Decisions only: nothing here changes anything. For a free context:
 - With nothing in flight, whatever is queued launches at once: a delay must never tax an idle engine.
 - With enough batches in flight to keep the device busy, nothing launches unless some bucket is full. Then the
   turn decides among all buckets that are ready, so that full ones cannot keep the others waiting.
+- On a device that copies while it computes (``is_pipelined``), a batch that is not full is put there just in
+  time: when the one before it is about to have computed, less the time for gathering and copying its rows.
 - Otherwise a batch launches when its oldest request has waited ``delay_ns_max``, by default at once, or
   shortly before a deadline in it passes. The wait counts from that arrival and never restarts.
 
@@ -51,6 +53,9 @@ class Policy:
     :param concurrency: how many batches keep the device busy.
     :param is_parallel: whether batches side by side take no longer than one alone.
     :param captured: the batch sizes that were captured.
+    :param is_pipelined: whether batches wait for one another on the device, each copied in while the one
+        before it computes, so that they are to be launched just in time.
+    :param lanes_max: batches that may compute side by side there.
     :param is_alone: whether each request is a batch of its own, whatever else is queued.
     """
 
@@ -60,6 +65,8 @@ class Policy:
     is_parallel: bool = False
     captured: Captured = NOT_CAPTURED
     is_alone: bool = False
+    is_pipelined: bool = False
+    lanes_max: int = 1
 
     def ready_ns(self, oldest_arrival_ns: int, deadline_ns: int) -> int:
         """Return when a bucket that is not full has waited long enough, in ns."""

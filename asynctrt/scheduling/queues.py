@@ -207,7 +207,8 @@ class Buckets:
         self._order = count()
         self.waiting = 0
         """Buckets with work."""
-        self._full = 0
+        self.full = 0
+        """Buckets that fill a batch."""
 
     def __len__(self) -> int:
         return self.waiting
@@ -233,7 +234,7 @@ class Buckets:
             self.waiting += 1
             if bucket.rows >= bucket.rows_max:
                 bucket.is_full = True
-                self._full += 1
+                self.full += 1
             elif self._has_delay:
                 self._levels[priority].filling[bucket] = None
                 self._await_delay(bucket)
@@ -262,7 +263,7 @@ class Buckets:
         bucket.priority = -1
         bucket.is_ready = False
         if bucket.is_full:
-            self._full -= 1
+            self.full -= 1
             bucket.is_full = False
         if bucket.requests and (head := bucket.head()) is not None:
             self._place(bucket, head.priority)
@@ -275,7 +276,7 @@ class Buckets:
         for level in self._levels:
             level.ready.clear()
             level.filling.clear()
-        self.waiting = self._full = 0
+        self.waiting = self.full = 0
         return queued
 
     def least_urgent(self, below: int, rows: int) -> list[Request]:
@@ -303,7 +304,7 @@ class Buckets:
         """Return the bucket to launch from now, and why; ``None`` when none should."""
         if self._delays:
             self._end_delays(now_ns)
-        if in_flight >= self._policy.concurrency and not self._full:
+        if in_flight >= self._policy.concurrency and not self.full:
             return None
         priority = self._priority_max
         while True:
@@ -347,7 +348,7 @@ class Buckets:
         is_ready = bucket.is_ready or is_full or not self._has_delay
         if priority == bucket.priority and is_ready is bucket.is_ready:
             if is_full is not bucket.is_full:
-                self._full += 1 if is_full else -1
+                self.full += 1 if is_full else -1
                 bucket.is_full = is_full
             return
         self._remove(bucket)
@@ -362,7 +363,7 @@ class Buckets:
         bucket.priority = priority
         if priority > self._priority_max:
             self._priority_max = priority
-        self._full += bucket.is_full
+        self.full += bucket.is_full
         self.waiting += 1
         level = self._levels[priority]
         if bucket.is_ready:
@@ -376,7 +377,7 @@ class Buckets:
             return
         level = self._levels[bucket.priority]
         del (level.ready if bucket.is_ready else level.filling)[bucket]
-        self._full -= bucket.is_full
+        self.full -= bucket.is_full
         self.waiting -= 1
         bucket.priority = -1
         bucket.is_full = False

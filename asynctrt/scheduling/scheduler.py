@@ -15,7 +15,8 @@ from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import Captured, Policy
+from asynctrt.scheduling.lanes import Lanes
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Captured, Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
@@ -34,6 +35,10 @@ from asynctrt.scheduling.shapes import Shapes
 BISECTIONS_MAX: Final = 16
 """Batches that may be bisected before another one has to end well. One bad request among 64 takes six, each
 of which has a half that ends well; a model that always fails runs 2 x 16 batches more, and then none."""
+
+
+AHEAD_MAX: Final = 1
+"""Batches that are not full and are launched ahead of time, while others compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,14 @@ class Scheduler:
         self._contexts = ContextAllocator(contexts=contexts, arenas=arenas, arena_users=arena_users)
         self._counters = Counters()
         self._latency = LatencyHistory()
-        self._estimator = CompletionEstimator(arenas=arenas, compute=self._latency)
+        self._lanes = Lanes(policy.lanes_max, policy.rows_max) if policy.is_pipelined else None
+        lines = arenas if self._lanes is None else policy.lanes_max
+        self._estimator = CompletionEstimator(lines=lines, compute=self._latency)
+        # With lanes: batches that are being staged, those whose end cannot be told, and when the next batch
+        # is to be launched.
+        self._being_staged: set[int] = set()
+        self._unknown: set[int] = set()
+        self._due_ns: int | None = None
         self._closed: AsynctrtError | None = None
         self._is_over = False
         self._number = 0
@@ -108,6 +120,20 @@ class Scheduler:
             f"<Scheduler {state} queued={self.queued_requests} rows={self._queued_rows} "
             f"in_flight={len(self._in_flight)} {self._contexts!r}>"
         )
+
+    def lanes_chosen(self) -> dict[int, int]:
+        """Return how many batches compute side by side, if more than one, by the rows up to which they do."""
+        return {} if self._lanes is None else self._lanes.chosen()
+
+    @property
+    def has_lanes(self) -> bool:
+        """Return whether batches are launched just in time, so that the start of one may let another go."""
+        return self._lanes is not None
+
+    @property
+    def lanes_max(self) -> int:
+        """Return how many lanes there may be; 0 where the device sees to the order of batches."""
+        return 0 if self._lanes is None else self._policy.lanes_max
 
     @property
     def is_idle(self) -> bool:
@@ -240,6 +266,7 @@ class Scheduler:
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
         in_flight = len(self._in_flight)
+        self._due_ns = None
         if not self._contexts.free or in_flight >= self._in_flight_max:
             return None
         if self._again and (decided := self._next_again(now_ns)) is not None:
@@ -251,6 +278,8 @@ class Scheduler:
             return None
         bucket, reason = picked
         key = bucket.key
+        if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
+            return None
         if bucket.rows == 1:
             chosen, rows = bucket.choose(1)
         elif self._policy.is_alone and (head := bucket.head()) is not None:
@@ -262,15 +291,21 @@ class Scheduler:
             try:
                 rows_run, profile = self._rows_to_run(key, rows)
             except Exception as error:
-                bucket.take(chosen, rows, State.FAILED)
-                self._queued_rows -= rows
-                self._buckets.launched(bucket)
-                self._counters.failed += len(chosen)
-                return RejectedBatch(chosen, error)
+                return self._reject(bucket, chosen, rows, error)
         bucket.take(chosen, rows)
         self._queued_rows -= rows
         self._buckets.launched(bucket)
         return self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
+
+    def _reject(
+        self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, error: Exception
+    ) -> RejectedBatch:
+        """Take requests out of their queue that the model cannot be asked about."""
+        bucket.take(chosen, rows, State.FAILED)
+        self._queued_rows -= rows
+        self._buckets.launched(bucket)
+        self._counters.failed += len(chosen)
+        return RejectedBatch(chosen, error)
 
     def _launch(
         self,
@@ -285,12 +320,20 @@ class Scheduler:
         self._number = number = self._number + 1
         is_timed = self.times_all or self._estimator.wants_times(number, key.cost_key, rows_run)
         context, arena = self._contexts.acquire(profile)
+        lane = None
+        if (lanes := self._lanes) is not None:
+            lane = lanes.acquire(key.cost_key, rows)
+            if reason is Reason.IDLE and lanes.occupied:
+                reason = Reason.AHEAD
         # In 0.6 of the time that the constructor takes.
         batch = tuple.__new__(
             Batch,
-            (number, key, chosen, rows, rows_run, profile, context, arena, is_timed, reason, now_ns),
+            (number, key, chosen, rows, rows_run, profile, context, arena, is_timed, reason, now_ns, lane),
         )
         self._in_flight[number] = batch
+        if lanes is not None:
+            lanes.launched(batch)
+            self._being_staged.add(number)
         self._counters.launched[reason] += 1
         return batch
 
@@ -310,9 +353,36 @@ class Scheduler:
             return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
         return None
 
+    def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
+        """Return whether the next batch can still grow before the device would want it; note when that is."""
+        if self._buckets.full:
+            return False
+        rows, key = bucket.rows, bucket.key
+        count = lanes.allowed(key.cost_key, rows)
+        if lanes.occupied < count:
+            return False
+        due_ns = lanes.find_stuck(now_ns)
+        over = lanes.occupied - count
+        if over < 0 or due_ns is None:
+            return False
+        if over < AHEAD_MAX and not self._being_staged:
+            if self._unknown:
+                return False
+            free_ns = self._estimator.free_ns(lanes.usable(count))
+            due_ns = min(due_ns, free_ns - self._estimator.lead_ns(key.copy_key, rows))
+        if self._deadlines.entries and (deadline_ns := self._deadlines.earliest_ns()) is not None:
+            due_ns = min(due_ns, deadline_ns - DEADLINE_MARGIN_NS)
+        if due_ns <= now_ns:
+            return False
+        self._due_ns = due_ns
+        return True
+
     def next_wakeup(self) -> int | None:
-        """Return when to look again though nothing happens, in ns: a deadline, or the end of a delay."""
+        """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when a
+        batch is to be launched so that the device has it in time."""
         wakeup_ns = self._deadlines.earliest_ns() if self._deadlines.entries else None
+        if self._due_ns is not None and (wakeup_ns is None or self._due_ns < wakeup_ns):
+            wakeup_ns = self._due_ns
         if self._policy.delay_ns_max and self._contexts.free and len(self._in_flight) < self._in_flight_max:
             delay_ns = self._buckets.wakeup_ns(len(self._in_flight))
             if delay_ns is not None and (wakeup_ns is None or delay_ns < wakeup_ns):
@@ -324,11 +394,19 @@ class Scheduler:
 
         :returns: in how many ns it is expected to be done; ``None`` if none like it was seen yet.
         """
-        return self._estimator.started(batch, now_ns)
+        expected_ns = self._estimator.started(batch, now_ns)
+        if batch.lane is not None:
+            self._being_staged.discard(batch.number)
+            if expected_ns is None:
+                self._unknown.add(batch.number)
+            elif self._lanes is not None:
+                self._lanes.expect(batch.number, now_ns, expected_ns)
+        return expected_ns
 
     def landed(self, batch: Batch, now_ns: int) -> None:
         """Note that the device is done with a batch; its outputs are still to be copied to their callers."""
         self._estimator.landed(batch, now_ns)
+        self._left_lane(batch, now_ns)
 
     def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
         """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
@@ -354,6 +432,10 @@ class Scheduler:
         self._contexts.release(batch.context, batch.arena)
         if self._bisections < BISECTIONS_MAX:
             self._bisections += 1
+        if self._lanes is not None:
+            self._left_lane(batch, now_ns)
+            if batch.is_timed:
+                self._lanes.observe(batch, compute_ns)
         if batch.is_timed:
             self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
         self._counters.add_batch(
@@ -367,7 +449,7 @@ class Scheduler:
         # Whoever is masked was counted when that was done.
         self._counters.failed += sum(request.state is IN_FLIGHT for request in batch.requests)
         change_all(batch.requests, Change.FAIL)
-        self._estimator.forget(batch)
+        self._forget(batch)
         if quarantine:
             self._contexts.quarantine(batch.context, batch.arena)
         else:
@@ -385,7 +467,7 @@ class Scheduler:
             raise _not_in_flight(batch)
         self._bisections -= 1
         self._counters.bisected += 1
-        self._estimator.forget(batch)
+        self._forget(batch)
         self._contexts.release(batch.context, batch.arena)
         left = awaited(batch.requests)
         half = (len(left) + 1) // 2
@@ -425,6 +507,19 @@ class Scheduler:
         self._counters.failed += len(queued)
         return queued
 
+    def _left_lane(self, batch: Batch, now_ns: int) -> None:
+        if self._lanes is not None:
+            self._lanes.landed(batch, now_ns)
+            self._unknown.discard(batch.number)
+
+    def _forget(self, batch: Batch) -> None:
+        """Expect nothing any more of a batch that failed."""
+        self._estimator.forget(batch)
+        if self._lanes is not None:
+            self._lanes.forget(batch)
+            self._being_staged.discard(batch.number)
+            self._unknown.discard(batch.number)
+
     def _make_room(self, requests: Sequence[Request], rows: int) -> None:
         """Take less urgent requests out of a full queue, or raise and change nothing."""
         displaced = []
@@ -450,6 +545,8 @@ class Scheduler:
         if bucket.key.slab is not None:
             # Its rows lie in one slab, which one batch runs from; there are never more than it holds.
             return bucket.rows_max
+        if self._lanes is not None:
+            return self._rows_of_first_half(bucket) if not self._lanes.occupied else bucket.rows_max
         if bucket.rows < 2 or not self._policy.is_parallel:
             return bucket.rows_max
         head = bucket.head()
@@ -462,6 +559,24 @@ class Scheduler:
             in_flight=in_flight,
             latency=self._latency,
         )
+
+    def _rows_of_first_half(self, bucket: BucketQueue) -> int:
+        """Return the rows for an idle device: half of them, if it is faster to copy the others in while
+        these compute than to copy all of them in first."""
+        rows = min(bucket.rows, bucket.rows_max)
+        head = bucket.head()
+        half = max((rows + 1) // 2, 0 if head is None else head.rows)
+        if half >= rows:
+            return bucket.rows_max
+        cost, copies = bucket.key.cost_key, bucket.key.copy_key
+        whole_ns, half_ns = self._latency.expected_ns(cost, rows), self._latency.expected_ns(cost, half)
+        if whole_ns is None or half_ns is None:
+            return bucket.rows_max
+        lead_ns = self._estimator.lead_ns
+        first_ns = lead_ns(copies, half) + half_ns
+        # The second half is there when the first has computed, or as soon as it has been copied in.
+        halves_ns = max(first_ns, 2 * lead_ns(copies, half)) + half_ns
+        return half if halves_ns < lead_ns(copies, rows) + whole_ns else bucket.rows_max
 
     def _rows_to_run(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return the rows that the device executes for ``rows``, and the profile to do it with."""

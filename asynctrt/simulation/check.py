@@ -123,6 +123,7 @@ class World:
                 rows_fixed=rows_fixed,
                 profile_of=profiles.right_profile if scenario.has_profiles else None,
                 is_calm=scenario.is_calm,
+                batch_ns=scenario.latency().cost((), scenario.rows_max).total_ns,
             ),
         )
         engine = VirtualEngine(

@@ -15,14 +15,17 @@ class Flight:
 
     __slots__ = (
         "batch",
+        "behind",
         "compute_ns",
         "copy_in_ns",
         "copy_out_ns",
         "error",
         "hangs",
+        "is_copied_in",
         "landed",
         "left_ns",
         "started_ns",
+        "waits",
     )
 
     def __init__(self, batch: Batch, landed: Callable[["Flight"], None]) -> None:
@@ -38,6 +41,11 @@ class Flight:
         """Whether it never ends computing."""
         self.error: Exception | None = None
         """How it ends, if not well."""
+        self.waits = False
+        """Whether the batch before it in its lane has still to compute."""
+        self.behind: Flight | None = None
+        """The batch behind it in its lane."""
+        self.is_copied_in = False
 
 
 class _Lane:
@@ -61,6 +69,7 @@ class VirtualDevice:
         self._latency = latency
         self._random = rng
         self._lanes = [_Lane(1) for _ in range(arenas)] or [_Lane(latency.lanes)]
+        self._last_in_lane: dict[int, Flight] = {}
         self._copied_in_ns = self._copied_out_ns = 0
         self.width = arenas or latency.lanes
         """Batches that can compute at once."""
@@ -86,6 +95,10 @@ class VirtualDevice:
             slow *= self._random.lognormvariate(self._mu, self._sigma)
         flight.compute_ns = compute_ns if slow == 1.0 else max(1, round(compute_ns * slow))
         now_ns = self._timeline.now_ns
+        if batch.lane is not None:
+            if (before := self._last_in_lane.get(batch.lane)) is not None:
+                flight.waits, before.behind = True, flight
+            self._last_in_lane[batch.lane] = flight
         if flight.copy_in_ns:
             # One engine copies in, one batch after the other.
             self._copied_in_ns = max(self._copied_in_ns, now_ns) + flight.copy_in_ns
@@ -95,7 +108,15 @@ class VirtualDevice:
         else:
             self._copied_in(flight)
 
+    def abandon(self, flight: Flight) -> None:
+        """Let no batch that comes wait for one that hangs. Those that wait for it already do so for ever."""
+        if (number := flight.batch.lane) is not None and self._last_in_lane.get(number) is flight:
+            del self._last_in_lane[number]
+
     def _copied_in(self, flight: Flight) -> None:
+        flight.is_copied_in = True
+        if flight.waits:
+            return
         lane = self._lane(flight)
         if lane.free:
             lane.free -= 1
@@ -161,6 +182,11 @@ class VirtualDevice:
             self._compute(lane.waiting.popleft())
         else:
             lane.free += 1
+        if (behind := flight.behind) is not None:
+            behind.waits, flight.behind = False, None
+            if behind.is_copied_in:
+                self._copied_in(behind)
+        self.abandon(flight)
         copied_ns = now_ns
         if flight.copy_out_ns:
             self._copied_out_ns = copied_ns = max(self._copied_out_ns, now_ns) + flight.copy_out_ns

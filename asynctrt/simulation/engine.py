@@ -247,7 +247,7 @@ class VirtualEngine:
         now_ns = self._timeline.now_ns + self.offset_ns
         if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):
             scheduler.observe_copies(batch, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
-        if self._has_arenas:
+        if self._has_arenas or batch.lane is not None:
             scheduler.landed(batch, now_ns)
         del self.flights[batch.number]
         scheduler.finished(batch, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
@@ -269,6 +269,7 @@ class VirtualEngine:
         batch = flight.batch
         if batch.number not in self.flights or self._timeline.is_late(self._hung, flight):
             return
+        self.device.abandon(flight)
         self._fail(flight, quarantine=True)
         if batch.arena is not None:
             self.on_arena_lost(batch.arena)

@@ -372,11 +372,14 @@ def _fleet(plan: Plan, timeline: Timeline, collected: Collected) -> _Fleet:
     contexts = plan.contexts
     in_flight_max = min(options.max_in_flight or contexts, contexts)
     concurrency = settings.concurrency or (GPU_CONCURRENCY if arenas else latency.lanes)
+    lanes_max = min(arenas or 1, in_flight_max)
     policy = Policy(
         rows_max=plan.rows_max,
         delay_ns_max=int(options.max_delay * 1e9),
-        concurrency=min(concurrency, in_flight_max),
+        concurrency=min(concurrency + (lanes_max - 1 if arenas else 0), in_flight_max),
         is_parallel=settings.split or latency.splits,
+        is_pipelined=arenas > 0,
+        lanes_max=lanes_max,
     )
     rng = random.Random(plan.seed)  # noqa: S311  (a simulation, not a secret)
 

@@ -37,6 +37,8 @@ class Limits:
     """The profile for a number of rows, of a model that has profiles."""
     is_calm: bool = False
     """Whether every batch takes exactly what others like it took, so that expectations can be held to it."""
+    batch_ns: int = 0
+    """What the largest batch takes, if all is calm."""
 
 
 class Rules:
@@ -390,6 +392,8 @@ class Rules:
         if is_saturated:
             some_full = any(rows >= policy.rows_max for rows in self._rows.values())
             _hold(some_full, "a batch was launched although the device has enough to do")
+        elif batch.reason is Reason.AHEAD:
+            _hold(policy.is_pipelined and bool(in_flight), "a batch is called ahead of none")
         elif batch.reason in (Reason.DELAY, Reason.DEADLINE):
             has_left = self.ends[State.CANCELLED] or self.ends[State.EXPIRED] or self.displacements
             mates = [request for request in self._queued if request.key == batch.key]
@@ -421,11 +425,28 @@ class Rules:
         _hold(not full, "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
             return
+        if policy.is_pipelined:
+            self._check_just_in_time(now_ns, wakeup_ns)
+            return
         end_ns = oldest.arrival_ns + policy.delay_ns_max
         _hold(now_ns < end_ns, "work waits although the device has room and its delay is over")
         if deadline_ns != NO_DEADLINE_NS:
             end_ns = min(end_ns, deadline_ns - DEADLINE_MARGIN_NS)
         _hold(wakeup_ns is not None and wakeup_ns <= max(end_ns, now_ns), "nobody watches the end of a delay")
+
+    def _check_just_in_time(self, now_ns: int, wakeup_ns: int | None) -> None:
+        """What waits until the device wants it is launched by then: when the one batch there is has ended.
+
+        The scheduler has learned since what the batches before that one took, so it may be off by as much.
+        """
+        if len(self.in_flight) != 1 or self._limits.policy.delay_ns_max:
+            return
+        (number,) = self.in_flight
+        if number in self._ends_ns:
+            _hold(wakeup_ns is not None, "nobody watches when the device wants the next batch")
+            if self._limits.is_calm and wakeup_ns is not None:
+                late_ns = wakeup_ns - max(self._ends_ns[number], now_ns)
+                _hold(late_ns <= 2 * self._limits.batch_ns, "the next batch would be late")
 
     def _check_counts(self) -> None:
         scheduler = self._scheduler

@@ -56,6 +56,7 @@ class Scenario:
     queue_rows_max: int = 1024
     delay_ns: int = 0
     is_parallel: bool = False
+    is_pipelined: bool = False
     is_alone: bool = False
     times_all: bool = False
     captured: tuple[int, ...] = ()
@@ -96,13 +97,16 @@ class Scenario:
     def policy(self) -> Policy:
         """Return the rules of its engines."""
         captured = Captured(self.captured, direct_ns=40_000, graph_ns=5_000) if self.captured else Captured()
+        lanes_max = min(self.arenas or self.contexts, self.in_flight_max) if self.is_pipelined else 1
         return Policy(
             rows_max=self.rows_max,
             delay_ns_max=self.delay_ns,
-            concurrency=self.concurrency,
-            is_parallel=self.is_parallel,
+            concurrency=self.concurrency + lanes_max - 1,
+            is_parallel=self.is_parallel and not self.is_pipelined,
             captured=captured,
             is_alone=self.is_alone,
+            is_pipelined=self.is_pipelined,
+            lanes_max=lanes_max,
         )
 
     def described(self) -> list[str]:
@@ -194,6 +198,8 @@ def scenario_of(seed: int) -> Scenario:
         queue_rows_max=choose([rows_max, 4 * rows_max, 1024]),
         delay_ns=choose([0, 0, MS // 2, 5 * MS]),
         is_parallel=choose([False, False, True]),
+        # That leaves the numbers drawn for the others as they are.
+        is_pipelined=seed % 3 == 2,
         is_alone=kind == "alone",
         times_all=choose([False, True]),
         captured=tuple(sizes),

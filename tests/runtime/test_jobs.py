@@ -49,6 +49,27 @@ async def test_a_copy_runs_in_a_thread_and_its_end_is_told_on_the_loop():
     assert made.close()
 
 
+@pytest.mark.parametrize("fails", [(), (1,), (0, 2)])
+async def test_the_end_of_parts_is_told_once_when_all_of_them_have_ended(fails):
+    made, ended, all_there = Told(threads_max=3), [], threading.Barrier(3, timeout=WAIT_S)
+
+    def part(number):
+        all_there.wait()
+        ended.append(number)
+        if number in fails:
+            raise ValueError(number)
+
+    made.copiers.copy_in_parts(
+        [partial(part, number) for number in range(3)], 3000, partial(made._note, "all")
+    )
+    await made.until(1)
+    assert sorted(ended) == [0, 1, 2]
+    ((name, error, thread),) = made.told
+    assert (name, thread) == ("all", threading.get_ident())
+    assert error is None if not fails else error.args[0] in fails
+    assert made.close()
+
+
 @pytest.mark.parametrize(
     "kind", [ValueError, MemoryError, KeyboardInterrupt, SystemExit, asyncio.CancelledError]
 )

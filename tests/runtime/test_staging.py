@@ -9,6 +9,7 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, QueueFullError, UsageError
+from asynctrt.runtime import staging
 from asynctrt.runtime.staging import (
     RowSource,
     Slab,
@@ -102,6 +103,30 @@ def test_padding_is_a_copy_of_the_first_row():
     assert slab.inputs[0].tolist() == [[n, n] for n in (1, 2, 2, 1, 1, 1, -1, -1)]
     assert slab.inputs[1].tolist() == [10, 20, 20, 10, 10, 10, -1, -1]
     assert source.staged_nbytes == 6 * (8 + 8)
+
+
+@pytest.mark.parametrize("counts", [[8], [1] * 8, [1, 6, 1], [3, 2], [1]])
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_parts_do_together_what_is_done_at_once(monkeypatch, counts, parts):
+    monkeypatch.setattr(staging, "PART_NBYTES_MIN", 1)
+    rng = np.random.default_rng(0)
+    requests = [
+        make_request(rng.random((count, 2)).astype(FLOAT), rng.integers(0, 99, count)) for count in counts
+    ]
+    inputs = [TensorSpec("a", FLOAT, (2,)), TensorSpec("b", INT)]
+    at_once, in_parts = slab_of(inputs=inputs), slab_of(inputs=inputs)
+    stage(at_once, *requests, rows_run=8)
+    work = RowSource(make_batch(*requests, rows_run=8), in_parts).parts(parts)
+    assert len(work) == parts
+    for part in reversed(work):
+        part()
+    for expected, found in zip(at_once.inputs, in_parts.inputs, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_small_batches_are_staged_in_one_part():
+    source = RowSource(make_batch(make_request(np.zeros((2, 1), FLOAT))), slab_of())
+    assert source.parts(4) == [source.stage]
 
 
 class TestArraysThatChanged:

@@ -94,7 +94,7 @@ class Device:
         self.compute = LatencyHistory()
         if compute_ns is not None:
             self.compute.observe(SHAPE, 1, compute_ns)
-        self.estimator = CompletionEstimator(arenas=arenas, compute=self.compute)
+        self.estimator = CompletionEstimator(lines=arenas, compute=self.compute)
         self.number = 0
         if copy_in_ns or copy_out_ns:
             self.estimator.observe_copies(self.make(None), copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
@@ -269,7 +269,7 @@ def test_under_load_the_expectation_stays_close_to_the_truth(depth):
 def test_whatever_happens_nothing_is_expected_to_have_ended(arenas, events):
     """And once all have landed, the next batch is expected as if none had ever been there."""
     compute = LatencyHistory()
-    estimator = CompletionEstimator(arenas=arenas, compute=compute)
+    estimator = CompletionEstimator(lines=arenas, compute=compute)
     flights, now_ns, number = [], 10**9, 0
     for what, choice, took_ns in events:
         if what == "wait":

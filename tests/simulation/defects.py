@@ -8,6 +8,7 @@ from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
@@ -273,6 +274,10 @@ def an_empty_wakeup_storm(original, self):
     return 0
 
 
+def a_lane_is_never_left(original, self, batch, now_ns):
+    pass
+
+
 PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
@@ -321,6 +326,7 @@ PLANTED = [
     (Shapes, "profile", the_profile_of_fewer_rows),
     (CompletionEstimator, "started", ends_are_expected_late),
     (Counters, "add_batch", padding_is_counted_as_rows),
+    (Lanes, "landed", a_lane_is_never_left),
 ]
 
 

@@ -91,10 +91,11 @@ def test_batches_side_by_side_hinder_each_other():
     latency = table((1, 1.0))
     options = {**ONE, "contexts": 4, "arenas": 4, "max_queue_rows": 4}
     found = [
-        predict("constant:8000", latency, options, seconds=1.0, concurrency=4, interference=share).throughput
+        predict("constant:8000", latency, options, seconds=2.0, warmup=1.0, interference=share).throughput
         for share in (0.0, 0.5, 1.0)
     ]
-    assert found == pytest.approx([4000, 4000 / 2.5, 1000], rel=0.02)
+    # It takes a while to find out that more lanes pay.
+    assert found == pytest.approx([4000, 4000 / 2.5, 1000], rel=0.03)
 
 
 def test_jitter_keeps_the_mean():

@@ -117,6 +117,10 @@ class CudaDevice(CudaContext):
         return False
 
     @property
+    def is_pipelined(self) -> bool:
+        return True
+
+    @property
     def prefers_graphs(self) -> bool:
         return True
 

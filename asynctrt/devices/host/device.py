@@ -101,7 +101,12 @@ class HostDevice:
 
     @property
     def is_parallel(self) -> bool:
-        return True
+        # With separate memory it is to do all that a GPU does.
+        return self._unified
+
+    @property
+    def is_pipelined(self) -> bool:
+        return not self._unified
 
     @property
     def prefers_graphs(self) -> bool:

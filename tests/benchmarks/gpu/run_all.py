@@ -20,6 +20,7 @@ QUICK = {
     "sharing": ["--seconds", "0.4"],
     "urgent": ["--seconds", "1"],
     "resnet": ["--seconds", "0.4", "--load-seconds", "2.5"],
+    "poisson": ["--seconds", "1.5", "--repeats", "2"],
     "million": ["--seconds", "170"],
 }
 FULL = {
@@ -29,6 +30,7 @@ FULL = {
     "sharing": ["--seconds", "2", "--repeats", "5"],
     "urgent": ["--seconds", "5"],
     "resnet": ["--seconds", "1", "--repeats", "5", "--load-seconds", "10"],
+    "poisson": [],
     "million": [],
 }
 QUICK_LIMIT_S = {
@@ -38,6 +40,7 @@ QUICK_LIMIT_S = {
     "sharing": 70,
     "urgent": 60,
     "resnet": 150,
+    "poisson": 170,
     "million": 190,
 }
 

@@ -1,0 +1,99 @@
+"""Batches that compute one after the other because the engine says so, on devices that copy meanwhile."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import DeviceLostError
+from asynctrt.scheduling.lanes import WARM_UP
+from asynctrt.tensors import TensorSpec
+from tests.contract.devices import DEVICES, Subject
+from tests.helpers import until
+from tests.models import rows
+
+pytestmark = pytest.mark.anyio
+WAIT_S = 30
+
+
+@pytest.fixture(params=[name for name in ("host-separate-memory", "cuda") if name in DEVICES])
+def device(request):
+    made = DEVICES[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def subject(device):
+    made = Subject(device)
+    yield made
+    made.double.release_hangs()
+    made.model.close()
+
+
+async def test_answers_are_right_and_batches_are_launched_ahead_of_time(subject):
+    async with subject.open(contexts=4, arenas=4) as engine:
+        for _ in range(WARM_UP):
+            await subject.check(engine)
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(20):
+                answers = await asyncio.gather(*[engine.infer(rows(number)) for number in range(40)])
+                for number, answer in enumerate(answers):
+                    for name, expected in subject.spec.expected({"input": rows(number)}).items():
+                        np.testing.assert_array_equal(answer[name], expected)
+        statistics = engine.statistics()
+        assert set(statistics.launched) >= {"ahead", "idle", "full"}
+        assert statistics.succeeded == WARM_UP + 800
+    assert subject.double.violations() == ()
+
+
+async def test_what_hangs_takes_along_who_waits_for_it_on_the_device_and_nobody_else(subject):
+    engine = await subject.open(contexts=4, arenas=4, batch_timeout=1.0, close_timeout=0.5)
+    for _ in range(WARM_UP):
+        await subject.check(engine)
+    subject.double.fail_next("hang")
+    held = asyncio.create_task(engine.infer(rows(1)))
+    await until(lambda: subject.double.hanging)
+    behind = asyncio.create_task(engine.infer(rows(2)))
+    await until(lambda: engine.statistics().in_flight_batches == 2)
+    for number in range(5):
+        await subject.check(engine, number)
+    assert not held.done()
+    with pytest.raises(DeviceLostError, match="batch_timeout of 1 s"):
+        await asyncio.wait_for(held, WAIT_S)
+    # The host device lets go of those that wait for what was given up; a GPU cannot.
+    (outcome,) = await asyncio.wait_for(asyncio.gather(behind, return_exceptions=True), WAIT_S)
+    assert isinstance(outcome, DeviceLostError | asynctrt.InferResult)
+    await subject.check(engine, 7)
+    assert engine.state == "open"
+    subject.double.release_hangs()
+    await engine.aclose()
+
+
+async def test_the_lanes_that_pay_are_found_and_are_in_the_statistics():
+    """Threads that sleep hinder each other so little that four are as good as four devices."""
+
+    def sleep(inputs, outputs):
+        time.sleep(0.002)
+        outputs["output"][...] = inputs["input"]
+
+    spec = TensorSpec("input", "float32", (4,))
+    model = FunctionModel(sleep, inputs=spec, outputs=TensorSpec("output", "float32", (4,)))
+    device = HostDevice(in_place="never", unified=False, threads=4)
+
+    async def caller(engine, number):
+        while not engine.statistics().lanes:
+            await engine.infer(rows(number))
+
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(model, device=device, contexts=4, max_rows=2) as engine,
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(16):
+            group.create_task(caller(engine, number))
+    assert max(engine.statistics().lanes.values()) in (2, 4)

@@ -1,0 +1,312 @@
+"""Batches on a device that copies while it computes: launched just in time, in as many lanes as pay."""
+
+from itertools import pairwise
+
+import pytest
+
+from asynctrt.scheduling.batch import Reason
+from asynctrt.scheduling.estimates import LEAD_MARGIN_NS
+from asynctrt.scheduling.lanes import FIRST_TRIAL, STUCK_NS_MIN, WARM_UP, Lanes
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+from tests.scheduling.support import KEY, make_batch, submit
+
+MS = 1_000_000
+COMPUTE_NS = 10 * MS
+COPY_NS = MS
+STAGING_NS = MS // 2
+LEAD_NS = STAGING_NS + COPY_NS + LEAD_MARGIN_NS
+
+
+def pipelined(*, rows_max=8, contexts=4, lanes_max=1, delay_ns_max=0):
+    """A scheduler that has seen batches of each size, which all take as long."""
+    policy = Policy(
+        rows_max,
+        delay_ns_max=delay_ns_max,
+        concurrency=1 + lanes_max,
+        is_pipelined=True,
+        lanes_max=lanes_max,
+    )
+    plan = Scheduler(
+        policy=policy,
+        shapes=Shapes(rows_max=rows_max, rows_fixed=None, profiles=None),
+        queue_rows_max=64,
+        priorities=3,
+        contexts=contexts,
+        arenas=0,
+        in_flight_max=contexts,
+    )
+    now_ns = 0
+    for number in range(WARM_UP):
+        submit(plan, rows=1 + number % rows_max, now_ns=now_ns)
+        now_ns = run(plan, plan.next_batch(now_ns), now_ns)
+    return plan, now_ns
+
+
+def run(plan, batch, now_ns):
+    """Let a batch go through the device, and return when it has."""
+    plan.started(batch, batch.launched_ns + STAGING_NS)
+    now_ns = max(now_ns, batch.launched_ns + STAGING_NS) + COPY_NS + COMPUTE_NS
+    end(plan, batch, now_ns)
+    return now_ns
+
+
+def end(plan, batch, now_ns):
+    if batch.is_timed:
+        plan.observe_copies(batch, copy_in_ns=COPY_NS, copy_out_ns=0)
+    plan.landed(batch, now_ns)
+    plan.finished(batch, now_ns, COPY_NS, COMPUTE_NS, 0)
+
+
+def in_flight(plan, now_ns, rows=1):
+    """Launch a batch and put it on the device."""
+    submit(plan, rows=rows, now_ns=now_ns)
+    batch = plan.next_batch(now_ns)
+    assert batch.reason is Reason.IDLE
+    plan.started(batch, now_ns + STAGING_NS)
+    return batch, now_ns + STAGING_NS + COPY_NS + COMPUTE_NS
+
+
+class TestJustInTime:
+    def test_a_batch_is_launched_so_early_that_it_has_been_copied_in_when_the_device_is_free(self):
+        plan, now_ns = pipelined()
+        first, free_ns = in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns + MS)
+        assert plan.next_batch(now_ns + MS) is None
+        assert plan.next_wakeup() == free_ns - LEAD_NS
+        assert plan.next_batch(free_ns - LEAD_NS - 1) is None
+        later = submit(plan, now_ns=free_ns - LEAD_NS - 1)
+        batch = plan.next_batch(free_ns - LEAD_NS)
+        assert (batch.reason, batch.rows) == (Reason.AHEAD, 2)
+        assert later in batch.requests, "it could grow until then"
+        assert (first.lane, batch.lane) == (0, 0)
+        assert plan.next_wakeup() is None
+
+    def test_one_batch_that_is_not_full_is_ahead_and_no_more(self):
+        plan, now_ns = pipelined()
+        first, free_ns = in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns)
+        ahead = plan.next_batch(free_ns - LEAD_NS)
+        plan.started(ahead, free_ns - LEAD_NS + STAGING_NS)
+        submit(plan, now_ns=free_ns)
+        assert plan.next_batch(free_ns) is None
+        end(plan, first, free_ns)
+        assert plan.next_batch(free_ns) is None, "there is one that computes now"
+        assert plan.next_wakeup() == free_ns + COMPUTE_NS - LEAD_NS
+
+    def test_with_nothing_in_flight_nothing_waits(self):
+        plan, now_ns = pipelined()
+        submit(plan, now_ns=now_ns)
+        assert plan.next_batch(now_ns).reason is Reason.IDLE
+
+    def test_what_has_landed_is_not_waited_for_though_its_outputs_are_being_copied(self):
+        plan, now_ns = pipelined()
+        first, free_ns = in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns)
+        plan.landed(first, free_ns)
+        assert plan.next_batch(free_ns).reason is Reason.IDLE
+
+    def test_a_full_batch_does_not_wait(self):
+        plan, now_ns = pipelined(rows_max=4)
+        in_flight(plan, now_ns)
+        submit(plan, rows=4, now_ns=now_ns)
+        assert plan.next_batch(now_ns).reason is Reason.FULL
+
+    def test_a_deadline_ends_the_wait(self):
+        plan, now_ns = pipelined()
+        in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns, deadline_ns=now_ns + 3 * MS)
+        assert plan.next_batch(now_ns) is None
+        assert plan.next_wakeup() == now_ns + 3 * MS - DEADLINE_MARGIN_NS
+        assert plan.next_batch(now_ns + 3 * MS - DEADLINE_MARGIN_NS) is not None
+
+    def test_while_a_batch_is_staged_no_other_is_launched(self):
+        plan, now_ns = pipelined()
+        submit(plan, now_ns=now_ns)
+        staged = plan.next_batch(now_ns)
+        submit(plan, now_ns=now_ns)
+        staged_ns = now_ns + STAGING_NS
+        assert plan.next_batch(staged_ns) is None
+        plan.started(staged, staged_ns)
+        assert plan.next_batch(staged_ns) is None
+        assert plan.next_wakeup() == staged_ns + COPY_NS + COMPUTE_NS - LEAD_NS
+
+    @pytest.mark.parametrize("fails", ["staged", "on the device"])
+    def test_a_batch_that_fails_is_not_waited_for(self, fails):
+        plan, now_ns = pipelined()
+        submit(plan, now_ns=now_ns)
+        batch = plan.next_batch(now_ns)
+        if fails == "on the device":
+            plan.started(batch, now_ns)
+        other, _ = submit(plan, now_ns=now_ns), plan.failed(batch)
+        assert plan.next_batch(now_ns).requests == (other,)
+
+    def test_next_to_a_batch_of_a_shape_that_was_never_seen_one_may_wait_on_the_device(self):
+        plan, now_ns = pipelined()
+        submit(plan, shape="never seen", now_ns=now_ns)
+        plan.started(plan.next_batch(now_ns), now_ns)
+        for _ in range(2):
+            submit(plan, now_ns=now_ns)
+            batch = plan.next_batch(now_ns)
+        assert batch is None
+        assert plan.in_flight == 2
+
+    def test_a_delay_of_its_own_counts_too(self):
+        plan, now_ns = pipelined(delay_ns_max=20 * MS)
+        _, free_ns = in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns)
+        assert plan.next_batch(free_ns - LEAD_NS) is None
+        assert plan.next_batch(now_ns + 20 * MS).reason is Reason.DELAY
+
+    def test_an_idle_device_gets_half_if_the_rest_is_copied_meanwhile(self):
+        plan, now_ns = pipelined()
+        # Copies take nearly as long as computing, and half of the rows half as long.
+        for rows in (2, 4):
+            for _ in range(16):
+                submit(plan, rows=rows, now_ns=now_ns)
+                batch = plan.next_batch(now_ns)
+                plan.started(batch, now_ns)
+                now_ns += 20 * MS
+                plan.observe_copies(batch, copy_in_ns=rows * 4 * MS, copy_out_ns=0)
+                plan.landed(batch, now_ns)
+                plan.finished(batch, now_ns, rows * 4 * MS, rows * 5 * MS, 0)
+        for _ in range(4):
+            submit(plan, now_ns=now_ns)
+        assert plan.next_batch(now_ns).rows == 2
+
+    def test_it_gets_all_of_them_if_halves_compute_for_as_long(self):
+        plan, now_ns = pipelined()
+        for _ in range(4):
+            submit(plan, now_ns=now_ns)
+        assert plan.next_batch(now_ns).rows == 4
+
+
+class TestWhatSeemsToHang:
+    def test_what_comes_uses_another_lane(self):
+        plan, now_ns = pipelined(lanes_max=4)
+        hangs, free_ns = in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns)
+        behind = plan.next_batch(free_ns)
+        plan.started(behind, free_ns)
+        assert behind.lane == hangs.lane
+        request = submit(plan, now_ns=free_ns)
+        assert plan.next_batch(free_ns + 1) is None
+        stuck_ns = plan.next_wakeup()
+        assert stuck_ns >= now_ns + STUCK_NS_MIN
+        other = plan.next_batch(stuck_ns)
+        assert other.requests == (request,)
+        assert other.lane != hangs.lane
+        plan.started(other, stuck_ns)
+        end(plan, other, stuck_ns + MS)
+        plan.failed(behind, quarantine=True)
+        plan.failed(hangs, quarantine=True)
+        submit(plan, now_ns=stuck_ns + MS)
+        assert plan.next_batch(stuck_ns + MS).lane == 0
+
+    def test_so_does_what_waits_for_a_batch_that_is_never_put_on_the_device(self):
+        plan, now_ns = pipelined(lanes_max=2)
+        submit(plan, now_ns=now_ns)
+        hangs = plan.next_batch(now_ns)
+        submit(plan, now_ns=now_ns)
+        assert plan.next_batch(now_ns) is None
+        assert plan.next_wakeup() == now_ns + STUCK_NS_MIN
+        assert plan.next_batch(now_ns + STUCK_NS_MIN).lane != hangs.lane
+
+
+class World:
+    """Keeps a device busy with batches of a number of rows, as many in each lane as there is work for."""
+
+    def __init__(self, lanes_max, rows_max, slower):
+        self.lanes = Lanes(lanes_max, rows_max)
+        self._slower = slower
+        self.now_ns = self._number = 0
+        self.seen = []
+        """The lanes that there were for each batch."""
+
+    def run(self, rows, batches):
+        """Let batches compute, two in each lane; ``slower(lanes, rows)`` says by how much they are slower."""
+        ends = {}
+        for _ in range(batches):
+            count = self.lanes.allowed("b", rows)
+            self.seen.append(count)
+            while len(ends) < 2 * count:
+                self._number += 1
+                batch = make_batch(
+                    self._number, key=KEY, rows=rows, lane=self.lanes.acquire(KEY.cost_key, rows)
+                )
+                batch = batch._replace(launched_ns=self.now_ns)
+                self.lanes.launched(batch)
+                ends[self._number] = batch
+            busy = min(count, len({batch.lane for batch in ends.values()}))
+            # One of them ends.
+            took_ns = self._slower(busy, rows) * COMPUTE_NS
+            self.now_ns += round(took_ns / busy)
+            done = ends.pop(min(ends))
+            self.lanes.landed(done, self.now_ns)
+            self.lanes.observe(done, round(took_ns))
+        for batch in ends.values():
+            self.lanes.forget(batch)
+        return self.lanes.allowed("b", rows)
+
+
+KEY = KEY._replace(shape="b")
+
+
+@pytest.mark.parametrize(
+    ("slower", "expected"),
+    [
+        (lambda lanes, rows: 1.0, 8),
+        (lambda lanes, rows: float(lanes), 1),
+        (lambda lanes, rows: 0.9 * lanes + 0.1, 1),
+        (lambda lanes, rows: 1.0 if lanes <= 4 else lanes / 4, 4),
+    ],
+    ids=["not at all", "as if one after the other", "hardly less", "from more than four on"],
+)
+def test_lanes_are_as_many_as_raise_the_throughput(slower, expected):
+    """``slower``: by how much batches side by side take longer than one alone."""
+    world = World(8, 8, slower)
+    world.run(8, WARM_UP)
+    assert world.lanes.allowed("b", 8) == 1
+    assert world.run(8, 4000) == expected
+    assert max(world.lanes.chosen().values(), default=1) == expected
+
+
+def test_small_batches_may_have_more_lanes_than_large_ones():
+    world = World(4, 64, lambda lanes, rows: 1.0)
+    world.run(64, 2000)
+    assert [world.lanes.allowed("b", rows) for rows in (1, 8, 64)] == [4, 4, 4], "what holds for large ones"
+    world = World(4, 64, lambda lanes, rows: float(lanes) if rows > 8 else 1.0)
+    for _ in range(40):
+        world.run(8, 100)
+        world.run(64, 100)
+    assert world.lanes.allowed("b", 64) == 1
+
+
+def test_batches_that_could_as_well_be_larger_get_no_more_lanes():
+    """Twice the rows take hardly longer, so they are better off in one batch."""
+    world = World(4, 16, lambda lanes, rows: 1.0 + rows / 100)
+    for _ in range(30):
+        world.run(16, 20)
+        world.run(4, 60)
+    assert world.lanes.allowed("b", 4) == world.lanes.allowed("b", 16) or world.lanes.allowed("b", 4) == 1
+
+
+def test_lanes_that_do_not_pay_any_more_are_given_up():
+    busy = [1.0]
+    world = World(2, 8, lambda lanes, rows: 1.0 if lanes == 1 else busy[0])
+    assert world.run(8, 1000) == 2
+    busy[0] = 2.0  # Another engine has come to the device, say.
+    assert world.run(8, 4000) == 1
+
+
+def test_a_trial_is_short_and_each_one_in_vain_is_followed_by_a_longer_pause():
+    world = World(2, 8, lambda lanes, rows: float(lanes))
+    world.run(8, 20_000)
+    tried = [number for number, lanes in enumerate(world.seen) if lanes == 2 and number >= WARM_UP]
+    begins = [number for number, before in zip(tried, [-100, *tried], strict=False) if number > before + 1]
+    assert 4 <= len(begins) <= 8
+    assert begins[0] >= FIRST_TRIAL
+    pauses = [later - earlier for earlier, later in pairwise(begins)]
+    assert all(later > 3 * earlier for earlier, later in pairwise(pauses))
+    assert len(tried) < 0.01 * 20_000
