@@ -125,7 +125,8 @@ class Statistics:
     """Contexts taken out of use because their work did not end."""
     arenas: int
     arena_waits: int
-    """Timed batches whose computation had to wait until their arena was free."""
+    """Timed batches that were on the device, copied in, before it was their turn: in their arena, or their
+    lane."""
     arena_wait_ns: int
     """The sum of those waits."""
     arena_busy_share: float

@@ -82,6 +82,7 @@ class Counters:
             self.batches_timed += 1
         if batch.arena is not None:
             self.busy_ns += compute_ns
+        if batch.arena is not None or batch.lane is not None:
             self.arena_wait_ns += arena_wait_ns
             self.arena_waits += arena_wait_ns > ARENA_WAIT_NS_MIN
         self.queue_ns += batch.launched_ns * answered - arrived_ns

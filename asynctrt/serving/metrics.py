@@ -444,7 +444,8 @@ def _of_requests() -> Iterator[_Family]:
         "asynctrt_batches_launched",
         "Batches by why they were launched; full: no more rows fitted; idle: the device had room; delay: "
         "max_delay was over; deadline: a timeout was near; turn: another bucket was full, but it was this "
-        "one's turn.",
+        "one's turn; ahead: the device was about to be done with the one before; again: a part of one that "
+        "failed.",
         "reason",
         lambda reading: reading.done.launched,
     )

@@ -66,6 +66,8 @@ def test_without_an_arena_none_was_busy():
     counters = Counters()
     add(counters, make_batch(arena=None), arena_wait_ns=10**6)
     assert (counters.busy_ns, counters.arena_waits, counters.arena_wait_ns) == (0, 0, 0)
+    add(counters, make_batch(arena=None, lane=0), arena_wait_ns=10**6)
+    assert (counters.busy_ns, counters.arena_waits, counters.arena_wait_ns) == (0, 1, 10**6), "in its lane"
 
 
 def test_all_ways_for_a_request_to_end_count_as_ended():

@@ -336,7 +336,7 @@
 
   const LAUNCHED = {
     full: "full", idle: "the device had room", delay: "max_delay was over", deadline: "a timeout was near",
-    turn: "its turn",
+    turn: "its turn", ahead: "the one before was nearly done", again: "part of one that failed",
   };
 
   function drawTables(model, newest) {

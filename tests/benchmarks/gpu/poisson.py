@@ -202,6 +202,12 @@ async def engine_under_load(device, subject, contexts, rates, options, figures):
                     if count > before.launched[why]
                 }
                 found["rows_a_batch"] = (after.rows - before.rows) / batches
+                timed = max(after.batches_timed - before.batches_timed, 1)
+                found["in_place_share"] = (after.arena_waits - before.arena_waits) / timed
+                found["in_place_us"] = (after.arena_wait_ns - before.arena_wait_ns) / timed / 1e3
+                found["compute_ms"] = (
+                    (after.compute_ns - before.compute_ns) / 1e6 / max(after.succeeded - before.succeeded, 1)
+                )
                 found["cores"] = (clock.cpu_ns() - cpu_ns) / (clock.now_ns() - start_ns)
                 runs.append((found, launched))
             figures[share][f"engine, {contexts} contexts"] = _medians([found for found, _ in runs])
@@ -253,13 +259,28 @@ def report(figures, device):
                 f"{case['p99_us'] / best:.2f}",
                 f"{case['rows_a_batch']:.1f}" if "rows_a_batch" in case else "",
                 f"{case['cores']:.2f}" if "cores" in case else "",
+                f"{case['in_place_share']:.0%}" if "in_place_share" in case else "",
+                f"{case['in_place_us']:.0f}" if "in_place_us" in case else "",
+                f"{case['compute_ms']:.2f}" if "compute_ms" in case else "",
                 str(int(case["errors"])) if case.get("errors") else "",
             )
             for name, case in found.items()
         ]
     show(
         "latency under Poisson arrivals, from when a request was due",
-        ("load", "batcher", "p50 ms", "p99 ms", "p99 / ideal", "rows a batch", "cores", "errors"),
+        (
+            "load",
+            "batcher",
+            "p50 ms",
+            "p99 ms",
+            "p99 / ideal",
+            "rows a batch",
+            "cores",
+            "in place",
+            "by µs",
+            "compute ms",
+            "errors",
+        ),
         lines,
         f"load: of {figures['capacity']:,.0f} images/s.",
         device=device,
