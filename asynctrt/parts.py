@@ -131,7 +131,8 @@ class EngineParts:
         """Make the scheduler of an engine that stands on them."""
         device, model, capacity = self.device, self.model, self.capacity
         concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
-        is_pipelined = device.is_pipelined and model.occupies_device
+        # Where putting a batch on the device takes as long as computing it, threads do that side by side.
+        is_pipelined = device.is_pipelined and model.occupies_device and not model.enqueue_may_block
         lanes_max = 1
         if is_pipelined:
             # Each context works in an arena of its own, or waits for others there.
