@@ -22,7 +22,7 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate
-from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer
+from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer, _Stream
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
@@ -544,6 +544,32 @@ class TestStreams:
             answers = [pb.ModelStreamInferResponse.FromString(body).infer_response async for body in stream]
             assert {answer.id: values(answer)[0] for answer in answers} == {"0": 0, "1": 2, "2": 4}
             assert (await stream.code()).name == "OK"
+
+    async def test_others_have_their_turn_between_two_messages(self, monkeypatch):
+        """However many messages a stream has sent, one is handled in an iteration of the loop."""
+        turn, handled = 0, []
+        begin = _Stream._begin
+
+        async def noted(stream, body):
+            handled.append(turn)
+            await begin(stream, body)
+
+        async def take_turns():
+            nonlocal turn
+            while True:
+                turn += 1
+                await asyncio.sleep(0)
+
+        monkeypatch.setattr(_Stream, "_begin", noted)
+        async with serving() as served:
+            stream = served.stream()
+            turns = asyncio.create_task(take_turns())
+            for _ in range(64):
+                await stream.write(request().SerializeToString())
+            await stream.done_writing()
+            assert len([body async for body in stream]) == 64
+            turns.cancel()
+        assert len(set(handled)) == len(handled) == 64
 
     async def test_no_more_than_its_share_is_taken(self):
         async with latched(max_requests_per_connection=4) as (served, device):
