@@ -47,10 +47,15 @@ class FrameCutter:
 
     def feed(self, data: bytes) -> bytes:
         """Return what is to be read in the place of ``data``."""
-        if not self._left and not self._kept and len(data) > 1:
-            size = data[1] & ~MASKED
-            if size < 126 and len(data) == 2 + KEY_NBYTES + size:
-                return data  # One small frame, as most.
+        if not self._left and not self._kept and len(data) > 3:
+            # Most are one frame, and one with a size of two bytes at most is small.
+            size, head_nbytes = data[1] & ~MASKED, 2 + KEY_NBYTES
+            if size == 126:
+                size, head_nbytes = data[2] << 8 | data[3], 4 + KEY_NBYTES
+            elif size == 127:
+                head_nbytes = len(data) + 1  # A large one, or one whose head is longer than it need be.
+            if len(data) == head_nbytes + size:
+                return data
         if self._left >= len(data) and not self._is_cutting:
             self._left -= len(data)
             return data

@@ -53,6 +53,10 @@ SLICE_NBYTES: Final = 4 << 10
 LONG_SLICE_NBYTES: Final = 64 << 10
 """Bytes that are parsed at a time: more of a message that is longer."""
 
+# Names of their own, as to look one up in an enumeration takes time for each message.
+TEXT, BINARY, CONT = Opcode.TEXT, Opcode.BINARY, Opcode.CONT
+DATA: Final = (BINARY, TEXT, CONT)
+
 
 def upgrade(connection: HttpConnection, hub: Hub, request: HttpRequest, rest: bytes) -> None:
     """Turn an HTTP connection into the websocket that its client asks for, or answer why not.
@@ -181,9 +185,11 @@ class SocketConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._touched = self._hub.tick
         self._pinged = False
-        self._unparsed += data
+        if self._unparsed or self._is_waiting or len(data) > SLICE_NBYTES:
+            self._unparsed += data
+            data = b""
         if not self._is_waiting:
-            self._go_on()
+            self._go_on(data)
 
     def eof_received(self) -> bool:
         self._unparsed.clear()
@@ -201,29 +207,29 @@ class SocketConnection(asyncio.Protocol):
 
     # ---- frames and messages
 
-    def _note(self, frame: Frame) -> None:
-        """Note where messages begin and end. Control frames may come between the frames of a message."""
-        if frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
-            self._is_partial = not frame.fin
-            if frame.fin:
-                self._began = None
+    def _go_on(self, piece: bytes = b"") -> None:
+        """Handle what was read, for as long as a turn is; then let others have theirs.
 
-    def _go_on(self) -> None:
-        """Handle what was read, for as long as a turn is; then let others have theirs."""
+        :param piece: a little that was read when nothing else was left to be parsed.
+        """
         self._is_waiting = False
         was_flushing, self._is_flushing = self._is_flushing, True
+        if piece and not self._transport.is_closing():
+            self._parse(piece)
         now_ns = self._hub.now_ns
-        until_ns = now_ns() + TURN_NS
+        until_ns = 0
         while not self._transport.is_closing():
             if self._frames:
-                if self._session.is_full or self._writing.since is not None:
+                if self._is_held:
                     break
                 self._take(self._frames.popleft())
             elif self._unparsed:
-                self._parse()
-            else:
+                self._parse(self._next_piece())
+            if not self._frames and not self._unparsed:
                 break
-            if now_ns() > until_ns and (self._frames or self._unparsed):
+            if not until_ns:
+                until_ns = now_ns() + TURN_NS
+            elif now_ns() > until_ns:
                 self._is_waiting = True
                 self._hub.loop.call_soon(self._go_on)
                 break
@@ -234,14 +240,18 @@ class SocketConnection(asyncio.Protocol):
     @property
     def _is_held(self) -> bool:
         """Whether messages wait until requests have ended, or the client reads its answers."""
-        return self._session.is_full or self._writing.since is not None
+        return self._writing.since is not None or self._session.is_full
 
-    def _parse(self) -> None:
-        """Parse some of what was read."""
-        protocol = self._protocol
+    def _next_piece(self) -> bytes:
+        """Return as much of what was read as is parsed at a time."""
         nbytes = LONG_SLICE_NBYTES if self._is_long else SLICE_NBYTES
         piece = bytes(self._unparsed[:nbytes])
         del self._unparsed[:nbytes]
+        return piece
+
+    def _parse(self, piece: bytes) -> None:
+        """Parse some of what was read."""
+        protocol = self._protocol
         cut = self._cutter.feed(piece)
         if cut:  # Nothing at all would mean that the client has finished.
             protocol.receive_data(cut)
@@ -249,8 +259,12 @@ class SocketConnection(asyncio.Protocol):
         self._is_long = not events
         for event in events:
             if isinstance(event, Frame):
-                self._note(event)
                 self._frames.append(event)
+                # Control frames may come between the frames of a message.
+                if event.opcode in DATA:
+                    self._is_partial = not event.fin
+                    if event.fin:
+                        self._began = None
         if not self._is_partial and self._cutter.is_between_frames:
             self._began = None
         elif self._began is None:
@@ -258,13 +272,13 @@ class SocketConnection(asyncio.Protocol):
 
     def _take(self, frame: Frame) -> None:
         opcode = frame.opcode
-        if opcode is Opcode.TEXT or opcode is Opcode.BINARY:
-            self._is_text = opcode is Opcode.TEXT
+        if opcode is BINARY or opcode is TEXT:
+            self._is_text = opcode is TEXT
             if frame.fin:
                 self._receive(bytes(frame.data))
                 return
             self._pieces = bytearray(frame.data)
-        elif opcode is Opcode.CONT:
+        elif opcode is CONT:
             self._pieces += frame.data
             if frame.fin:
                 pieces, self._pieces = self._pieces, bytearray()
@@ -300,10 +314,10 @@ class SocketConnection(asyncio.Protocol):
         if nbytes <= JOIN_NBYTES_MAX:
             self._send(b"".join(pieces))
         elif self._protocol.state is State.OPEN and not self._transport.is_closing():
-            self._write_pending()
+            self._write(self._protocol.data_to_send())
             self._written += nbytes
             # The head of a frame with a size of 8 bytes, which a server does not mask.
-            self._transport.write(bytes((0x80 | Opcode.BINARY, 127)) + nbytes.to_bytes(8, "big"))
+            self._transport.write(bytes((0x80 | BINARY, 127)) + nbytes.to_bytes(8, "big"))
             for piece in pieces:
                 self._transport.write(piece)
 
@@ -311,7 +325,9 @@ class SocketConnection(asyncio.Protocol):
         self._is_flushing = False
         if self._transport.is_closing():
             return
-        pieces = self._write_pending()
+        pieces = self._protocol.data_to_send()
+        if pieces:
+            self._write(pieces)
         if self._protocol.close_expected():
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
@@ -323,27 +339,26 @@ class SocketConnection(asyncio.Protocol):
             elif self._protocol.state is State.CLOSED or b"" in pieces:
                 self._transport.close()
 
-    def _write_pending(self) -> list[bytes]:
-        """Write what the library has to send, and return it; an empty piece ends the connection."""
-        pieces = self._protocol.data_to_send()
+    def _write(self, pieces: list[bytes]) -> None:
+        """Write what the library has to send. An empty piece ends the connection, which is left to others."""
         raw = b"".join(pieces)
         if raw:
             self._written += len(raw)
             self._transport.write(raw)
-        return pieces
 
     def _room(self) -> None:
         """Continue with the waiting messages, now that requests have ended or the client reads again."""
         if (self._frames or self._unparsed) and not self._is_waiting and not self._is_held:
             self._is_waiting = True
             self._hub.loop.call_soon(self._go_on)
-        self._throttle()
+        if not self._is_reading:
+            self._throttle()
         if self._session.is_draining and not self._session.in_flight:
             self._say_goodbye()
 
     def _throttle(self) -> None:
         """Pause reading while the session is full or the client does not read, and resume it after."""
-        should_read = not self._is_held and not self._frames and not self._unparsed
+        should_read = not (self._frames or self._unparsed or self._is_held)
         if should_read != self._is_reading and not self._transport.is_closing():
             self._is_reading = should_read
             if should_read:

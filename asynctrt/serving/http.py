@@ -23,6 +23,7 @@ from asynctrt.errors import (
     TooLargeError,
     UnauthorizedError,
 )
+from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import (
     COMPRESS_NBYTES_MIN,
@@ -309,6 +310,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             if request.method != b"OPTIONS":
                 self._api.authorize(request.path, request.headers)
+                request.is_authorized = True
         except UnauthorizedError as error:
             self.refuse(request, error.http_status, str(error))
             return
@@ -379,8 +381,9 @@ class HttpConnection(asyncio.Protocol):
 
     def _infer(self, route: ModelRoute, request: HttpRequest) -> None:
         try:
-            self._api.authorize(request.path, request.headers)
-            if self._api.is_slow(route, request.headers, request.body):
+            if not request.is_authorized:
+                self._api.authorize(request.path, request.headers)
+            if len(request.body) > FAST_NBYTES and self._api.is_slow(route, request.headers, request.body):
                 self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
                 return
             self._inference = self._api.begin(
@@ -421,7 +424,7 @@ class HttpConnection(asyncio.Protocol):
             return
         try:
             decoded, codec, result = inference.request, inference.served.codec, inference.future.result()
-            if codec.is_slow_answer(decoded.layout, result):
+            if not decoded.layout.is_simple and codec.is_slow_answer(decoded.layout, result):
                 self._task = self._hub.loop.create_task(self._answer_slowly(inference, request))
                 return
             head, tensors = codec.encode(decoded, result)

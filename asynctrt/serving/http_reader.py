@@ -43,7 +43,17 @@ logger = logging.getLogger("asynctrt.serving")
 class HttpRequest:
     """One complete request."""
 
-    __slots__ = ("began_ns", "body", "headers", "is_broken", "keep_alive", "method", "path", "version")
+    __slots__ = (
+        "began_ns",
+        "body",
+        "headers",
+        "is_authorized",
+        "is_broken",
+        "keep_alive",
+        "method",
+        "path",
+        "version",
+    )
 
     def __init__(
         self, method: bytes, path: bytes, version: str, headers: dict[bytes, bytes], *, keep_alive: bool
@@ -56,6 +66,8 @@ class HttpRequest:
         self.body: bytes | bytearray = b""
         self.keep_alive = keep_alive
         self.began_ns = 0
+        self.is_authorized = False
+        """Whether its token, host and origin were checked before its body."""
         self.is_broken = False
         """Whether it, or what came behind it, was refused before its end was read."""
 
@@ -134,7 +146,8 @@ class RequestReader:
             except httptools.HttpParserError as error:
                 self._refuse(400, f"not a valid HTTP request: {error}")
             else:
-                self._count(len(fed))
+                if self.began is not None:
+                    self._count(len(fed))
             if position is not None:
                 # Not where it was caught: it would be the context of every error from here on.
                 rest = self._after_upgrade(memoryview(fed)[position:])
@@ -149,8 +162,6 @@ class RequestReader:
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that completed nothing: of a header, a trailer or a chunk's extension without end."""
-        if self.began is None:
-            return
         # It is -1 after a piece in which the request began or its body grew: how much of that piece belongs
         # to what follows is unknown.
         self._unread_nbytes += nbytes if self._unread_nbytes >= 0 else 1

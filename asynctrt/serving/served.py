@@ -11,7 +11,7 @@ from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
 from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission
-from asynctrt.serving.fairness import Lane
+from asynctrt.serving.fairness import NO_DEADLINE_NS, Lane
 from asynctrt.serving.latency import Latencies
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
@@ -41,7 +41,17 @@ class Inference(Submission):
         priority: int,
         on_end: "Callable[[Inference], None]",
     ) -> None:
-        super().__init__(request, began_ns, lane, admission, priority)
+        # What the base classes do, without the calls: one is made for each request.
+        self.lane = lane
+        self.rows = request.layout.rows
+        self.nbytes = 0
+        self.priority = priority
+        self.deadline_ns = NO_DEADLINE_NS
+        self.is_waiting = self.is_light = self.is_inside = self.has_future = False
+        self.request = request
+        self.admission = admission
+        self.began_ns = began_ns
+        self._admitted = None
         self.served = served
         self.headers = headers
         self.key = 0
@@ -52,7 +62,7 @@ class Inference(Submission):
 
     def ended(self, future: "asyncio.Future[InferResult]") -> None:
         """Make room for others, and tell whoever waits for it."""
-        super().ended(future)
+        self.admission.ended(self)
         self._on_end(self)
 
 

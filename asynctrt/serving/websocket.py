@@ -261,7 +261,7 @@ class WebSocketSession:
             error = asyncio.CancelledError()
         elif (error := future.exception()) is None:
             result = future.result()
-            if codec.is_slow_answer(request.layout, result):
+            if not request.layout.is_simple and codec.is_slow_answer(request.layout, result):
                 work = partial(codec.encode, request, result, pause)
                 answering = self._answer_slowly(inference, work, binary=binary)
                 task = asyncio.get_running_loop().create_task(answering)

@@ -94,6 +94,17 @@ def test_messages_are_the_same_in_any_pieces(most):
         assert cut.said == whole.said
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 125, 126, 127, 128, 4000, 65_535])
+def test_a_small_frame_that_comes_whole_is_passed_on_as_it_is(nbytes):
+    """As most do: to take its head apart would cost a tenth of a small request."""
+    cutter = FrameCutter(1 << 20)
+    cutter._read_head = None
+    raw = masked(Opcode.BINARY, bytes(nbytes))
+    for _ in range(2):
+        assert cutter.feed(raw) is raw
+        assert cutter.is_between_frames
+
+
 def test_a_large_frame_is_read_in_pieces_as_it_comes():
     data = bytes(range(256)) * 20
     raw, reader, cutter = masked(Opcode.BINARY, data), Reader(), FrameCutter(MAX)

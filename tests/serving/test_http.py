@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.function import FunctionModel
+from asynctrt.serving.api import Api
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -64,6 +65,28 @@ class TestFraming:
             for value in range(20):
                 raw.send(infer(value, value + 1))
                 assert outputs(await raw.answer()) == [2 * value, 2 * value + 2]
+
+    async def test_each_request_is_authorized_once(self, monkeypatch):
+        checked = []
+        authorize = Api.authorize
+
+        def noted(api, path, headers):
+            checked.append(path)
+            authorize(api, path, headers)
+
+        monkeypatch.setattr(Api, "authorize", noted)
+        async with serving(tokens=("s3cret",)) as server, connected(server) as raw:
+            for send, status in (
+                (infer(1, Authorization="Bearer s3cret"), 200),
+                (request(INFER, method="POST", Authorization="Bearer s3cret"), 400),
+                (request("/v2", Authorization="Bearer s3cret"), 200),
+                (request(INFER, method="POST"), 401),
+                (infer(1), 401),
+            ):
+                checked.clear()
+                raw.send(send)
+                assert (await raw.answer())[0] == status
+                assert len(checked) == 1
 
     async def test_byte_by_byte(self):
         async with serving() as server, connected(server) as raw:
