@@ -409,8 +409,8 @@ def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Itera
     yield _value(
         GaugeMetricFamily,
         "asynctrt_drain_seconds",
-        "Estimated time to answer what is queued and in flight, in seconds; absent before the first batch.",
-        lambda reading: drain_s(reading.done),
+        "Estimated seconds until all that waits, is queued or in flight is answered; absent at first.",
+        lambda reading: drain_s(reading.done, _waiting_rows(reading)),
     )
     if busy_share is not None:
         yield _value(
@@ -465,7 +465,7 @@ def _of_requests() -> Iterator[_Family]:
         GaugeMetricFamily,
         "asynctrt_waiting_rows",
         "Rows of the requests that wait for their client's turn.",
-        lambda reading: sum(one.gate.waiting_rows for one in reading.served.admissions),
+        _waiting_rows,
     )
     yield _values(
         CounterMetricFamily,
@@ -486,6 +486,10 @@ def _of_requests() -> Iterator[_Family]:
 
 def _read(read: Read, reading: _Labelled) -> float:
     return read(reading.done)
+
+
+def _waiting_rows(reading: _Labelled) -> int:
+    return sum(one.gate.waiting_rows for one in reading.served.admissions)
 
 
 def _handover_s(reading: _Labelled) -> float:

@@ -204,20 +204,23 @@ def slots_of(done: Statistics) -> int:
     return done.arenas or done.contexts - done.contexts_quarantined
 
 
-def drain_s(done: Statistics) -> float | None:
-    """Estimate how long it takes to answer what is queued and in flight, in seconds.
+def drain_s(done: Statistics, waiting_rows: int = 0) -> float | None:
+    """Estimate how long it takes to answer what waits, is queued and is in flight, in seconds.
 
     It assumes batches of the largest size that has run, each with that size's mean time. ``None`` if no batch
     has run yet, or nothing is left to run one on.
+
+    :param waiting_rows: rows that are not in the engine's queue yet, but wait for their clients' turns.
     """
-    if not done.queued_rows and not done.in_flight_batches:
+    queued_rows = done.queued_rows + waiting_rows
+    if not queued_rows and not done.in_flight_batches:
         return 0.0
     slots = slots_of(done)
     if not done.by_batch_rows or not slots:
         return None
     rows, batches = max(done.by_batch_rows.items())
     ns = (batches.copy_in_ns + batches.compute_ns + batches.copy_out_ns) / batches.count
-    return (-(-done.queued_rows // rows) + done.in_flight_batches) * ns / slots / 1e9
+    return (-(-queued_rows // rows) + done.in_flight_batches) * ns / slots / 1e9
 
 
 def resident_nbytes() -> int | None:

@@ -288,6 +288,11 @@ class TestScaling:
             (size,) = done.by_batch_rows.values()
             batch_s = (size.copy_in_ns + size.compute_ns + size.copy_out_ns) / 1e9
             assert of(samples, "asynctrt_drain_seconds") == pytest.approx(4 * batch_s)
+            gate = api.repository.find("double").admission.gate
+            gate.waiting_rows = 3  # As if they waited for their client's turn: two more batches.
+            samples = (await scrape(api))[1]
+            assert of(samples, "asynctrt_drain_seconds") == pytest.approx(6 * batch_s)
+            gate.waiting_rows = 0
             device.open()
             assert await asyncio.gather(*tasks) == [200] * 4
 
