@@ -39,11 +39,10 @@ from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
+from asynctrt.serving.tls import TlsListener
 
 SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
-HANDSHAKE_S: Final = 10.0
-"""Time for a client's TLS handshake."""
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -64,7 +63,7 @@ class Server:
         self.api = Api(repository, self.settings, checks_hosts=not has_tokens)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[asyncio.Server | TlsListener] = []
         self._addresses: list[str] = []
         self._grpc: GrpcServer | None = None
         self._grpc_port = 0
@@ -151,7 +150,7 @@ class Server:
             await self._listen(self._hub, settings.http_port, tls)
             if settings.metrics_port is not None:
                 self._metrics_hub = Hub(metrics_alone(metrics, settings))
-                await self._listen(self._metrics_hub, settings.metrics_port, None)
+                await self._listen(self._metrics_hub, settings.metrics_port)
             if settings.grpc:
                 self._grpc = GrpcServer(self.api, settings, self._certificate)
                 self._grpc_port = await self._grpc.start()
@@ -243,16 +242,11 @@ class Server:
             for number in (*signals, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
-    async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None) -> None:
+    async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None = None) -> None:
         host = self.settings.host
         try:
             listener = await hub.loop.create_server(
-                hub,
-                host,
-                port,
-                ssl=tls,
-                backlog=BACKLOG,
-                ssl_handshake_timeout=None if tls is None else HANDSHAKE_S,
+                hub, host, port, backlog=BACKLOG, start_serving=tls is None
             )
         except OSError as error:
             fix = "Choose another port; 0 picks a free one"
@@ -262,7 +256,7 @@ class Server:
             elif number not in (errno.EADDRINUSE, None):
                 fix = "Use an address of this machine, such as 127.0.0.1 or 0.0.0.0"
             raise UsageError(f"cannot listen on {host} port {port}: {reason_of(error)}. {fix}") from error
-        self._listeners.append(listener)
+        self._listeners.append(listener if tls is None else TlsListener(hub, tls, listener, BACKLOG))
         self._addresses.append(_address(listener))
 
     def _connections(self) -> int:
@@ -335,7 +329,7 @@ class Server:
         if self._refusals is not None:
             self._refusals.tick(is_last=True)
         for listener in self._listeners:
-            listener.close()
+            listener.abort() if isinstance(listener, TlsListener) else listener.close()
         for hub in (self._hub, self._metrics_hub):
             if hub is not None:
                 hub.close()

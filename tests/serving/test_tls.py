@@ -1,0 +1,249 @@
+"""TLS: handshakes are counted and bounded, and large answers leave the loop to others."""
+
+import asyncio
+import gc
+import ssl
+import weakref
+from contextlib import asynccontextmanager, suppress
+
+import numpy as np
+import pytest
+from websockets.asyncio.client import connect
+
+from asynctrt.backends.function import FunctionModel
+from asynctrt.serving.http import REFUSED_MAX, HttpConnection
+from asynctrt.serving.tls import SLICE_NBYTES, TlsConnection
+from asynctrt.tensors import TensorSpec
+from tests.helpers import until
+from tests.models import rows
+from tests.serving.support import WAIT_S, request, serving
+from tests.serving.test_http import infer, outputs
+from tests.serving.test_websocket import binary
+from tests.serving.tls import certificate
+
+pytestmark = pytest.mark.anyio
+WIDE = 1 << 18
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return certificate(tmp_path_factory.mktemp("tls"))
+
+
+@asynccontextmanager
+async def encrypted(pair, **settings):
+    """A server with TLS, and a way to connect to it."""
+    chain, key = pair
+    context = ssl.create_default_context(cafile=chain)
+    async with serving(tls_certificate=chain, tls_key=key, **settings) as server, asyncio.timeout(WAIT_S):
+        port = int(server.http_url.rpartition(":")[2])
+
+        async def opened(tls=context):
+            return await asyncio.open_connection("127.0.0.1", port, ssl=tls)
+
+        yield server, opened
+
+
+async def answer_of(reader):
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.decode().splitlines()
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+    return int(lines[0].split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+def wide_model():
+    """A model whose answer has 1 MiB a row: its number, and those that follow."""
+
+    def count_on(inputs, outputs):
+        outputs["output"][...] = inputs["input"][:, :1] + np.arange(WIDE, dtype=np.float32)
+
+    given, made = TensorSpec("input", "float32", (4,)), TensorSpec("output", "float32", (WIDE,))
+    return FunctionModel(count_on, inputs=given, outputs=made)
+
+
+async def test_handshakes_count_as_connections(pair):
+    async with encrypted(pair, max_connections=2) as (server, opened):
+        silent = [await opened(None) for _ in range(2 + REFUSED_MAX)]
+        await until(lambda: f"handshakes={len(silent)}>" in repr(server._listeners))
+        reader, writer = await opened(None)
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        assert server._hub.refused == 1
+        for _, writer in silent:
+            writer.transport.abort()
+        await until(lambda: "handshakes=0>" in repr(server._listeners))
+        reader, writer = await opened()
+        writer.write(infer(1))
+        assert outputs(await answer_of(reader)) == [2]
+        assert server._hub.refused == 1
+        writer.close()
+
+
+async def test_a_server_stops_while_clients_shake_hands(pair):
+    async with encrypted(pair) as (server, opened):
+        reader, writer = await opened(None)
+        await until(lambda: "handshakes=1>" in repr(server._listeners))
+        await server.stop()
+        assert await reader.read() == b""
+        await until(lambda: "handshakes=0>" in repr(server._listeners))
+        writer.close()
+
+
+async def test_what_is_no_handshake_ends_the_connection(pair):
+    async with encrypted(pair) as (server, opened):
+        reader, writer = await opened(None)
+        writer.write(request("/v2"))
+        assert b"HTTP" not in await reader.read()
+        await until(lambda: "handshakes=0>" in repr(server._listeners))
+        assert not server._hub.connections
+        writer.close()
+
+
+async def test_large_answers_are_whole_and_in_order(pair):
+    async with encrypted(pair, models={"double": wide_model()}) as (_, opened):
+        reader, writer = await opened()
+        writer.write(infer(1) + infer(2) + request("/v2/health/live") + infer(3))
+        for number in (1, 2, None, 3):
+            status, headers, body = await answer_of(reader)
+            assert status == 200
+            if number is not None:
+                values = np.frombuffer(body[int(headers["inference-header-content-length"]) :], np.float32)
+                assert np.array_equal(values, number + np.arange(WIDE, dtype=np.float32))
+        writer.write(infer(4, Connection="close"))
+        assert len((await answer_of(reader))[2]) > 4 * WIDE
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_websocket_with_large_answers(pair):
+    async with encrypted(pair, models={"double": wide_model()}) as (server, _):
+        context = ssl.create_default_context(cafile=pair[0])
+        url = server.http_url.replace("https", "wss") + "/v2/models/double/ws"
+        async with connect(url, ssl=context, max_size=None, proxy=None) as socket:
+            for number in range(3):
+                await socket.send(binary(number, id=str(number)))
+            for _ in range(3):
+                raw = await socket.recv()
+                values = np.frombuffer(raw[-4 * WIDE :], np.float32)
+                assert np.array_equal(values, values[0] + np.arange(WIDE, dtype=np.float32))
+
+
+async def test_nothing_is_left_of_a_connection(pair):
+    async with encrypted(pair) as (server, opened):
+        gc.collect()
+        gc.disable()
+        try:
+            reader, writer = await opened()
+            writer.write(infer(1))
+            assert outputs(await answer_of(reader)) == [2]
+            (connection,) = map(weakref.ref, server._hub.connections)
+            assert isinstance(connection(), HttpConnection)
+            writer.transport.abort()
+            await until(lambda: connection() is None)
+        finally:
+            gc.enable()
+
+
+class Wire:
+    """A TLS transport that notes what is written."""
+
+    def __init__(self):
+        self.written = []
+        self.is_closed = False
+
+    def write(self, data):
+        self.written.append(bytes(data))
+
+    def is_closing(self):
+        return self.is_closed
+
+    def close(self):
+        self.is_closed = True
+
+    def get_write_buffer_size(self):
+        return 0
+
+
+class Writer(asyncio.Protocol):
+    """What the protocol of a connection is told."""
+
+    def __init__(self):
+        self.said = []
+
+    def pause_writing(self):
+        self.said.append("pause")
+
+    def resume_writing(self):
+        self.said.append("resume")
+
+    def connection_lost(self, exc):
+        self.said.append("lost")
+
+
+@pytest.fixture
+def ends():
+    wire, protocol = Wire(), Writer()
+    connection = TlsConnection(lambda: protocol)
+    connection.connection_made(wire)
+    return wire, protocol, connection
+
+
+class TestPieces:
+    async def test_one_is_encrypted_in_an_iteration_of_the_loop(self, ends):
+        wire, protocol, connection = ends
+        data = rows(*range(SLICE_NBYTES // 4)).tobytes()  # Four slices.
+        connection.write(data)
+        connection.write(b"behind")
+        for count in range(1, 6):
+            assert len(wire.written) == count
+            assert connection.get_write_buffer_size() == len(data) + 6 - sum(map(len, wire.written))
+            assert protocol.said == ["pause"] + ["resume"] * (count == 5)
+            await asyncio.sleep(0)
+        assert b"".join(wire.written) == data + b"behind"
+        assert max(map(len, wire.written)) == SLICE_NBYTES
+
+    async def test_little_is_written_at_once(self, ends):
+        wire, protocol, connection = ends
+        for data in (b"a", bytes(SLICE_NBYTES), b"c"):
+            connection.write(data)
+        assert wire.written == [b"a", bytes(SLICE_NBYTES), b"c"]
+        assert not protocol.said
+
+    async def test_who_reads_slowly_is_waited_for(self, ends):
+        wire, protocol, connection = ends
+        connection.write(bytes(3 * SLICE_NBYTES))
+        connection.pause_writing()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert len(wire.written) == 1
+        for _ in range(9):
+            connection.resume_writing()
+            connection.pause_writing()
+        assert len(wire.written) == 2, "it has one turn in an iteration"
+        await asyncio.sleep(0)
+        assert len(wire.written) == 2
+        assert protocol.said == ["pause"]
+        connection.resume_writing()
+        assert len(wire.written) == 3
+        assert protocol.said == ["pause", "resume"]
+
+    async def test_what_waits_is_sent_before_it_closes(self, ends):
+        wire, _, connection = ends
+        connection.write(bytes(2 * SLICE_NBYTES))
+        connection.close()
+        assert connection.is_closing()
+        assert not wire.is_closed
+        await asyncio.sleep(0)
+        assert len(wire.written) == 2
+        assert wire.is_closed
+
+    async def test_nothing_is_kept_for_who_has_gone(self, ends):
+        wire, protocol, connection = ends
+        connection.write(bytes(2 * SLICE_NBYTES))
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+        assert len(wire.written) == 1
+        assert connection.get_write_buffer_size() == 0
+        assert protocol.said == ["pause", "lost"]
+        connection.data_received(b"late")
