@@ -24,6 +24,7 @@ LEAST = {
     "hangups": ["--repeats", "1", "--seconds", "0.2", "--rate", "100", "--hang-ups", "5"],
     "soak": ["--requests", "3000"],
     "fairness": ["--repeats", "1", "--seconds", "0.2", "--only", "websocket, 1 row"],
+    "idle": ["--connections", "20", "--seconds", "0.2", "--only", "websocket"],
     "scrape": ["--models", "3", "--scrapes", "2"],
     "loop_pauses": ["--repeats", "1", "--sizes", "1", "--only", "JSON numbers"],
     "lateness": ["--seconds", "0.4", "--repeats", "1"],

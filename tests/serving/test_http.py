@@ -15,6 +15,8 @@ import pytest
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.serving.api import Api
+from asynctrt.serving.http import SWEEP_CONNECTIONS, Hub
+from asynctrt.serving.repository import Repository
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -57,6 +59,36 @@ def outputs(answer):
     length = int(headers["inference-header-content-length"])
     assert json.loads(body[:length])["outputs"][0]["parameters"]["binary_data_size"] == len(body) - length
     return np.frombuffer(body[length:], np.float32).reshape(-1, 4)[:, 0].tolist()
+
+
+async def test_many_connections_are_checked_in_turns():
+    """To check 10,000 at once would hold the loop for 9 ms, four times a second."""
+    checked = []
+
+    class Idle:
+        def check_times(self, tick):
+            checked.append(self)
+
+        def abort(self):
+            pass
+
+    hub = Hub(Api(Repository()))
+    idle = [Idle() for _ in range(2 * SWEEP_CONNECTIONS + 1)]
+    for one in idle:
+        hub.add(one)
+    hub._check(list(hub.connections))
+    for count in (SWEEP_CONNECTIONS, 2 * SWEEP_CONNECTIONS):
+        assert len(checked) == count
+        await asyncio.sleep(0)
+    assert set(checked) == set(idle)
+    assert len(checked) == len(idle)
+    checked.clear()
+    hub._check(list(hub.connections))
+    hub.discard(gone := next(one for one in idle if one not in checked))
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert set(checked) == set(idle) - {gone}, "it has gone meanwhile"
+    hub.close()
 
 
 class TestFraming:
