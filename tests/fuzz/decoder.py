@@ -4,32 +4,18 @@ The functions `check_*` are the properties. tests/serving/test_fuzz.py tries the
 this module with atheris, which looks for inputs that reach new lines. README.md has the commands.
 """
 
-import argparse
-import contextlib
 import json
 import math
 import re
 import struct
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import orjson
 
+from tests.fuzz.guided import Reader, instrumented, main
 
-def _instrumented():
-    """Have atheris measure the coverage of what is imported in this context, in a process that fuzzes."""
-    if __name__ != "__main__" or "--worker" not in sys.argv:
-        return contextlib.nullcontext()
-    import atheris
-
-    return atheris.instrument_imports(include=["asynctrt.kserve"])
-
-
-with _instrumented():
+with instrumented("asynctrt.kserve"):
     from asynctrt.errors import CallerError, UnsupportedError
     from asynctrt.kserve.datatypes import datatype_of, read_bytes
     from asynctrt.kserve.json_codec import JsonCodec, dump
@@ -205,31 +191,6 @@ def _are_same(array, data):
 # ---- the fuzzer
 
 
-class Reader:
-    """Turns the fuzzer's bytes into choices; beyond their end every choice is 0."""
-
-    def __init__(self, data):
-        self._data = data
-        self._position = 0
-
-    def take(self, count):
-        """Return the next `count` bytes, or fewer at the end."""
-        start, self._position = self._position, min(self._position + count, len(self._data))
-        return self._data[start : self._position]
-
-    def number(self, count=1):
-        """Return the next `count` bytes as a number."""
-        return int.from_bytes(self.take(count), "little")
-
-    def pick(self, choices):
-        """Return one of the choices."""
-        return choices[self.number() % len(choices)]
-
-    def rest(self):
-        """Return all remaining bytes."""
-        return self.take(len(self._data))
-
-
 SIZES = (
     0,
     1,
@@ -334,67 +295,6 @@ WORDS = [
 NUMBERS = ["-1", "0", "18446744073709551615", "9223372036854775807", "1e308", "1099511627776", "true", "null"]
 
 
-def fuzz(runs, folder, seed):
-    """Run the fuzzer in its own process, print what it found, and return its exit status."""
-    corpus, found = folder / "corpus", folder / "found"
-    corpus.mkdir()
-    found.mkdir()
-    for number, raw in enumerate(seeds()):
-        test_one_input(raw)
-        (corpus / f"seed{number}").write_bytes(raw)
-    dictionary = folder / "words"
-    dictionary.write_text(
-        "".join(f'"\\"{word}\\""\n' for word in WORDS) + "".join(f'"{n}"\n' for n in NUMBERS)
-    )
-    flags = [f"-runs={runs}", f"-seed={seed}", f"-dict={dictionary}", f"-artifact_prefix={found}/"]
-    flags += ["-max_len=4096", "-timeout=20", "-rss_limit_mb=4096", "-print_final_stats=1"]
-    command = [sys.executable, "-m", "tests.fuzz.decoder", "--worker", *flags, str(corpus)]
-    worker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace")
-    lines = []
-    for line in worker.stderr:
-        lines.append(line)
-        if re.match(r"#\d+\s+(INITED|pulse|NEW|DONE)", line):
-            print(line, end="", flush=True)
-    status = worker.wait()
-    reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", "".join(lines))
-    executed = re.findall(r"number_of_executed_units: (\d+)", "".join(lines))
-    print(
-        f"{executed[-1] if executed else 0} runs with seed {seed}; (edges, features, inputs): {reached[-1:]}"
-    )
-    for path in sorted(found.iterdir()):
-        kept = Path(tempfile.gettempdir()) / f"decoder-{path.name}"
-        kept.write_bytes(path.read_bytes())
-        print("".join(line for line in lines if not line.startswith("#"))[-4000:])
-        print(f"a finding: {path.read_bytes()!r}\nreplay it: python -m tests.fuzz.decoder --replay {kept}")
-    if status and not list(found.iterdir()):
-        print("".join(lines)[-4000:])
-    return status
-
-
-def work(flags):
-    """Fuzz in this process; does not return."""
-    import atheris
-
-    atheris.Setup([sys.argv[0], *flags], test_one_input)
-    atheris.Fuzz()
-
-
-def main():
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--replay", type=Path, help="a file with a failing input")
-    arguments = parser.parse_args()
-    if arguments.replay is not None:
-        test_one_input(arguments.replay.read_bytes())
-        print("no property is violated")
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        return fuzz(arguments.runs, Path(folder), arguments.seed)
-
-
 if __name__ == "__main__":
-    if "--worker" in sys.argv:
-        work(sys.argv[sys.argv.index("--worker") + 1 :])
-    sys.exit(main())
+    texts = [*(f'"{word}"' for word in WORDS), *NUMBERS]
+    main("tests.fuzz.decoder", __doc__, test_one_input, seeds, [text.encode() for text in texts])

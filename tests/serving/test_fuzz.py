@@ -38,6 +38,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.websocket import ID_CHARS_MAX, WebSocketSession
 from asynctrt.tensors import BatchRecord, InferResult
+from tests.fuzz import parsers
 from tests.fuzz.decoder import (
     INPUTS,
     OUTPUTS,
@@ -536,6 +537,20 @@ def test_the_fuzzers_own_beginnings_are_right():
 
     for raw in seeds():
         test_one_input(raw)
+
+
+def test_parsers_say_the_same_however_it_comes(monkeypatch):
+    for limit in parsers.SMALL:
+        monkeypatch.setattr(*limit)
+    dice = random.Random(SEED if FUZZ else 1)
+    for raw in parsers.seeds():
+        parsers.test_one_input(raw)
+        for _ in range(20 * max(1, FUZZ)):
+            changed = bytearray(raw)
+            for _ in range(dice.randrange(1, 4)):
+                start = dice.randrange(1, len(changed) + 1)
+                changed[start : start + dice.choice((0, 1, 1, 9))] = dice.randbytes(dice.choice((0, 1, 1, 4)))
+            parsers.test_one_input(bytes(changed))
 
 
 # ---- the websocket's protocol
