@@ -42,8 +42,9 @@ from asynctrt.errors import (
 )
 from asynctrt.loops import running_loop
 from asynctrt.opening import open as open_engine
-from asynctrt.options import SYNONYMS, Options
+from asynctrt.options import Options
 from asynctrt.statistics import Statistics
+from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensors import Array, TensorSpec
 from asynctrt.validation import check_names
 

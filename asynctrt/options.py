@@ -7,26 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from asynctrt.errors import OptionsError
+from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
 from asynctrt.validation import FLAG, Check, as_int, check_names, choice, count, duration, setting, validate
 
 MAX_ROWS_DEFAULT: Final = 64
-
-SYNONYMS: Final = {
-    "batch_size": "max_rows",
-    "max_batch_size": "max_rows",
-    "batch_wait_timeout_s": "max_delay",
-    "max_latency_ms": "max_delay",
-    "max_queue_delay": "max_delay",
-    "max_queue_delay_microseconds": "max_delay",
-    "max_wait_time": "max_delay",
-    "max_queue_size": "max_queue_rows",
-    "default_timeout_microseconds": "timeout",
-    "priority_levels": "priorities",
-    "num_instances": "contexts",
-    "workers": "contexts",
-}
-"""What other servers call some of these options, for the message to someone who comes from one of them."""
 
 Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""

@@ -8,7 +8,8 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import OptionsError
-from asynctrt.options import SYNONYMS, Options, Settings
+from asynctrt.options import Options, Settings
+from asynctrt.synonyms import SYNONYMS
 from asynctrt.validation import docs_of
 
 

@@ -1,4 +1,4 @@
-"""The README is right: its snippets run, its commands are those of CI, its tables are those of the code."""
+"""The README and the pages of docs/ are right: snippets run, tables are of the code, links lead somewhere."""
 
 import asyncio
 import dataclasses
@@ -6,7 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import asynctrt
@@ -17,68 +16,219 @@ from asynctrt.serving.command import configure, read_config
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, SimulationSettings
 from tests.benchmarks import tables
+from tests.helpers import needed
 from tests.models import double_onnx, rows
 from tests.serving.test_asgi import running
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DOCUMENTS = {document.name: document.read_text() for document in tables.DOCUMENTS}
+FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SHELL = re.findall(r"```sh\n(.*?)\n```", README, re.DOTALL)
+WAIT_S = 30
 
 
-@pytest.fixture(scope="module")
-def names():
-    """Return what the snippets define, without the first two, which run by themselves."""
-    scope = {"asynctrt": asynctrt, "np": np}
-    for snippet in PYTHON[2:]:
-        exec(snippet, scope)
-    return scope
+def snippets():
+    """Yield each fenced block of Python, but that which needs a server: `test_the_client_of_the_readme`."""
+    for name, text in DOCUMENTS.items():
+        for number, snippet in enumerate(FENCED.findall(text)):
+            if "ws://127.0.0.1:8000" not in snippet:
+                yield pytest.param(name, snippet, id=f"{name}-{number}")
 
 
-def test_the_ten_lines_run_as_they_are(capsys):
-    exec(PYTHON[0], {})
-    assert re.fullmatch(r"100 answers in \d calls, the last: 198\n", capsys.readouterr().out)
+def names_of(page, containing):
+    """Run a page's one snippet that contains a text in an empty namespace; return what it defines."""
+    (snippet,) = (text for text in FENCED.findall(DOCUMENTS[page]) if containing in text)
+    if "fastapi" in snippet:
+        needed(_is_here("fastapi"), "FastAPI is missing: pip install -e '.[dev]'")
+    names = {}
+    exec(compile(snippet, page, "exec"), names)
+    return names
 
 
-def test_the_lines_for_a_model_run_as_they_are(tmp_path, monkeypatch, capsys):
+def _is_here(module):
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True
+
+
+def bounded(coroutine):
+    async def run():
+        async with asyncio.timeout(WAIT_S):
+            return await coroutine
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("page", "snippet"), list(snippets()))
+def test_each_snippet_runs_by_itself(page, snippet, tmp_path, monkeypatch):
+    """Each in an empty namespace, as it stands; those that define functions are called below."""
+    if "fastapi" in snippet:
+        needed(_is_here("fastapi"), "FastAPI is missing: pip install -e '.[dev]'")
     double_onnx(tmp_path / "model.onnx")
     monkeypatch.chdir(tmp_path)
-    exec(PYTHON[1], {})
-    assert re.search(r"\[\[.*\]\] 64 Timing\(queue_ns=\d+", capsys.readouterr().out)
+    exec(compile(snippet, page, "exec"), {"__name__": "__main__"})
 
 
-def test_batching_priorities_overload(names, tmp_path, capsys):
-    path = double_onnx(tmp_path / "model.onnx")
-    result = asyncio.run(names["careful"](path, rows(3)))
+def test_the_eight_lines_say_what_they_should(capsys):
+    snippet = FENCED.findall(README)[0]
+    assert len([line for line in snippet.splitlines() if line]) == 8
+    exec(snippet, {})
+    assert re.findall(r"\d+", capsys.readouterr().out.replace("int64", "")) == [
+        str(2 * n) for n in range(100)
+    ]
+
+
+def test_the_client_of_the_readme(tmp_path, capsys):
+    (snippet,) = (text for text in FENCED.findall(README) if "connect(" in text)
+
+    async def run():
+        engine = await asynctrt.open(double_onnx(tmp_path / "model.onnx"))
+        async with engine, running_model(engine) as where:
+            names = {}
+            script = snippet.replace("127.0.0.1:8000", where).replace("asyncio.run(main())", "")
+            exec(script, names)
+            await names["main"]()
+
+    bounded(run())
+    assert "[2., 2., 2., 2.]" in capsys.readouterr().out
+
+
+def running_model(engine):
+    """Serve an engine as the model `model`; gives the address."""
+    from asynctrt.serving import kserve_app
+
+    return running(kserve_app(engine))
+
+
+def test_a_websocket_by_hand_and_with_the_client(tmp_path):
+    names = names_of("websocket.md", "by_hand")
+
+    async def run():
+        async with (
+            asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine,
+            running_model(engine) as where,
+        ):
+            by_hand = await names["by_hand"](f"ws://{where}/v2/ws", [1.0, 2.0, 3.0, 4.0])
+            return by_hand, await names["with_the_client"](f"ws://{where}/v2/ws", rows(4))
+
+    by_hand, with_client = bounded(run())
+    assert by_hand == [2.0, 4.0, 6.0, 8.0]
+    assert with_client.tolist() == rows(8).tolist()
+
+
+@pytest.mark.parametrize("page", ["README.md", "embedding.md"])
+def test_a_model_in_fastapi(page, tmp_path, monkeypatch):
+    import aiohttp
+
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(asynctrt, "tune_process", lambda: None)  # It would be for all tests of this process.
+    names = names_of(page, "FastAPI")
+
+    async def run():
+        async with running(names["app"]) as where, aiohttp.ClientSession(f"http://{where}") as client:
+            async with client.post("/predict", json=[1, 2, 3, 4]) as answer:
+                assert (answer.status, await answer.json()) == (200, [2.0, 4.0, 6.0, 8.0])
+            if page == "README.md":
+                return
+            async with client.post("/predict", json=[1, 2]) as answer:
+                assert (answer.status, "4" in (await answer.json())["error"]) == (400, True)
+            async with client.get("/monitoring/metrics") as answer:
+                assert "asynctrt_" in await answer.text()
+            async with client.get("/kserve/v2/health/ready") as answer:
+                assert answer.status == 200
+
+    bounded(run())
+
+
+def test_a_model_in_starlette(tmp_path, monkeypatch):
+    from asynctrt.client import connect
+
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    app = names_of("embedding.md", "app = Starlette(")["app"]
+
+    async def run():
+        async with running(app) as where, connect(f"ws://{where}/ws") as client:
+            return await client.infer("model", {"input": rows(4)})
+
+    assert bounded(run())["output"].tolist() == rows(8).tolist()
+
+
+def test_on_a_gpu(tmp_path):
+    on_a_gpu = names_of("README.md", "on_a_gpu")["on_a_gpu"]
+    result = bounded(on_a_gpu(double_onnx(tmp_path / "model.onnx"), rows(3), "host"))
+    assert result["output"].tolist() == rows(6).tolist()
+
+
+def test_batching_priorities_overload(tmp_path, capsys):
+    careful = names_of("tutorial.md", "careful")["careful"]
+    result = bounded(careful(double_onnx(tmp_path / "model.onnx"), rows(3)))
     assert result["output"].tolist() == rows(6).tolist()
     assert "succeeded=1" in capsys.readouterr().out
 
 
-def test_without_a_copy(names, tmp_path):
+def test_without_a_copy(tmp_path):
+    without_a_copy = names_of("tutorial.md", "without_a_copy")["without_a_copy"]
+
     async def run():
         async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
-            return await names["without_a_copy"](engine, rows(4))
+            return await without_a_copy(engine, rows(4))
 
-    assert asyncio.run(run()).tolist() == rows(8).tolist()
-
-
-def test_a_function_as_a_model(names):
-    assert (asyncio.run(names["use_it"]())["y"] == 2).all()
+    assert bounded(run()).tolist() == rows(8).tolist()
 
 
-def test_a_websocket_in_an_application_and_its_client(names, tmp_path, monkeypatch):
-    double_onnx(tmp_path / "model.onnx")
-    monkeypatch.chdir(tmp_path)
+def test_a_function_as_a_model():
+    assert (bounded(names_of("tutorial.md", "use_it")["use_it"]())["y"] == 2).all()
+
+
+def test_errors_around_a_call(tmp_path):
+    answer = names_of("errors.md", "answer")["answer"]
 
     async def run():
-        async with running(names["app"]) as address:
-            return await names["ask"](f"ws://{address}/ws", rows(4))
+        async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
+            return (await answer(engine, rows(4)))["output"], await answer(engine, rows(4)[:, :2])
 
-    assert asyncio.run(run()).tolist() == rows(8).tolist()
+    output, (status, said) = bounded(run())
+    assert output.tolist() == rows(8).tolist()
+    assert (status, "input" in said) == (400, True)
+
+
+def test_a_configuration_of_triton_is_as_the_page_says(tmp_path):
+    """The config.pbtxt of the page, read, has the options of the snippet beside it."""
+    from asynctrt.serving.model_config import read_model_config
+
+    (text,) = re.findall(r"```\n(name: .*?)```", DOCUMENTS["migrating.md"], re.DOTALL)
+    folder = tmp_path / "classifier"
+    folder.mkdir()
+    (folder / "config.pbtxt").write_text(text)
+    config = read_model_config(folder)
+    opening = names_of("migrating.md", "def classifier")["classifier"](
+        double_onnx(tmp_path / "m.onnx"), "host"
+    )
+
+    async def run():
+        async with opening as engine:
+            return engine.options
+
+    options = bounded(run())
+    assert config.device == "cuda:0"
+    assert set(config.options) >= {
+        "max_rows",
+        "max_delay",
+        "contexts",
+        "priorities",
+        "timeout",
+        "max_queue_rows",
+    }
+    assert {name: getattr(options, name) for name in config.options} == dict(config.options)
 
 
 def test_the_configuration_is_one(tmp_path):
-    (text,) = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+    (text,) = re.findall(r"```toml\n(.*?)```", DOCUMENTS["serving.md"], re.DOTALL)
     path = tmp_path / "serve.toml"
     path.write_text(text)
     planned = configure({}, read_config(path))
@@ -88,11 +238,12 @@ def test_the_configuration_is_one(tmp_path):
 
 
 def test_every_port_and_flag_that_is_named_is_there():
-    settings = ServerSettings()
-    assert f"127.0.0.1:{settings.http_port}/v2" in README
-    assert f"127.0.0.1:{settings.grpc_port}" in README
-    section = README[README.index("## Behind a socket") : README.index("## Under load")]
-    for flag in re.findall(r"`--([\w-]+)`", section):
+    settings, page = ServerSettings(), DOCUMENTS["serving.md"]
+    assert f"127.0.0.1:{settings.http_port}/v2" in page
+    assert f"127.0.0.1:{settings.grpc_port}" in page
+    flags = re.findall(r"`--([\w-]+)`", page)
+    assert len(flags) > 20
+    for flag in flags:
         assert hasattr(settings, flag.replace("-", "_")) or flag == "config"
 
 
@@ -102,56 +253,63 @@ def test_ci_runs_the_test_command():
 
 def test_the_commands_name_extras_that_there_are():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for command in SHELL:
+    commands = [
+        one for text in DOCUMENTS.values() for one in re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL)
+    ]
+    assert len(commands) > 8
+    for command in commands:
         for named in re.findall(r"\.\[([\w,]+)\]", command):
             assert set(named.split(",")) <= set(extras)
-    for extra in ("cpu", "cli", "demo", "serve", "load", "otel", "dev"):
-        assert f"`{extra}`" in README
-        assert extra in extras
+    for extra in extras:
+        assert f"`{extra}`" in DOCUMENTS["installing.md"]
 
 
-def test_a_load_test_in_an_applications_tests(names, tmp_path):
+def test_a_load_test_in_an_applications_tests(tmp_path):
+    is_fast_enough = names_of("load-testing.md", "is_fast_enough")["is_fast_enough"]
+
     async def run():
         async with asynctrt.open(double_onnx(tmp_path / "model.onnx")) as engine:
-            return await names["is_fast_enough"](engine)
+            return await is_fast_enough(engine)
 
-    holds, latency = asyncio.run(run())
+    holds, latency = bounded(run())
     assert holds == (latency["p99"] < 250)
 
 
 def test_every_flag_of_a_load_test_that_is_named_is_there():
-    section = README[README.index("## Under load") : README.index("## Without a device")]
     known = {*SETTING_NAMES, *(flag[0] for flag in LOAD_FLAGS)}
-    flags = re.findall(r"--([a-z][\w-]*)", section)
+    flags = re.findall(r"--([a-z][\w-]*)", DOCUMENTS["load-testing.md"])
     assert len(flags) > 25
     assert {flag.replace("-", "_") for flag in flags} <= known
 
 
 def test_every_flag_of_a_simulation_that_is_named_is_there():
-    section = README[README.index("## Without a device") : README.index("## Options")]
-    section += (ROOT / "docs" / "simulation.md").read_text()
     fields = {field.name for cls in (SimulationSettings, Options) for field in dataclasses.fields(cls)}
     known = {*fields, *(flag[0] for flag in FLAGS), "sweep"}
-    flags = re.findall(r"--([a-z][\w-]*)", section)
+    flags = re.findall(r"--([a-z][\w-]*)", DOCUMENTS["simulation.md"])
     assert len(flags) > 25
     assert {flag.replace("-", "_") for flag in flags} <= known
 
 
-def test_the_table_of_options_is_complete_and_right():
-    table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", README, re.MULTILINE))
-    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
-    assert list(table) == list(defaults)
-    for name, default in defaults.items():
-        if default is not None:
-            assert table[name].strip("`").replace('"', "'") == repr(default)
+def test_every_link_to_a_file_leads_to_one():
+    for document in tables.DOCUMENTS:
+        text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\((?!https:)([^)#\s]+)", text):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-TEXT = README.replace("\n", " ")
+def test_the_readme_is_short():
+    assert len(README.split()) < 1100
 
 
-def test_the_tables_of_figures_are_generated():
-    assert set(re.findall(r"<!-- table: ([\w-]+) -->", README)) == set(tables.TABLES)
-    assert tables.filled(README) == README, "the tables differ: python -m tests.benchmarks.tables"
+TEXT = (ROOT / "docs" / "benchmarks.md").read_text().replace("\n", " ")
+
+
+def test_the_tables_are_generated():
+    texts = {document: document.read_text() for document in tables.DOCUMENTS}
+    named = set(re.findall(r"<!-- table: ([\w-]+) -->", "".join(texts.values())))
+    assert named == set(tables.TABLES)
+    for document, text in texts.items():
+        assert tables.filled(text) == text, f"{document.name} differs: python -m tests.benchmarks.tables"
 
 
 class TestFiguresInSentences:
@@ -226,8 +384,3 @@ class TestFiguresInSentences:
         assert f"({gains[0]:.1f} and {gains[1]:.1f} times)" in TEXT
         grown = tables.figures("gpu-million")["resident_mib_growth"]
         assert f"leave the process {grown:.1f} MiB larger" in TEXT
-
-
-def test_the_picture_is_there():
-    assert (ROOT / ".readme" / "way.svg").exists()
-    assert ".readme/way.svg" in README

@@ -137,7 +137,6 @@ def test_the_top_level_is_what_it_should_be():
     assert top <= {
         ".ci",
         ".gitignore",
-        ".readme",
         "CHANGELOG.md",
         "LICENSE",
         "README.md",

@@ -1,17 +1,29 @@
-"""Write the README's tables of figures from the results that are kept: `python -m tests.benchmarks.tables`.
+"""Write the tables of the README and of `docs/`: `python -m tests.benchmarks.tables`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with NAME one of `TABLES`.
+Figures come from the results that are kept, options and errors from the code. A table stands between
+`<!-- table: NAME -->` and `<!-- end -->`, with NAME one of `TABLES`.
 """
 
+import dataclasses
+import inspect
 import json
 import re
 import statistics
 from pathlib import Path
 
+from asynctrt import errors
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.options import Options
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.simulation.settings import SimulationSettings
+from asynctrt.synonyms import COMMAND_SYNONYMS, SYNONYMS
+from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.validation import docs_of
 from tests.ran import KINDS
 
 ROOT = Path(__file__).parent.parent.parent
 README = ROOT / "README.md"
+DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -240,7 +252,106 @@ def gpu_resnet():
         yield cells
 
 
+def six():
+    """Yield the figures of the README: what a request costs, and what a GPU gains."""
+    yield "question", "figure"
+    host = {
+        (case["device"], case["callers"], case["max_delay"]): case["median"]
+        for case in results("overhead")["cases"]
+    }
+    yield (
+        "requests/s through `await infer`, 256 callers, a model that does nothing, one core",
+        thousands(host["host", 256, 0.0]["requests_per_s"]),
+    )
+    yield "round trip of a lone caller", f"{host['host', 1, 0.0]['round_trip_us']:.0f} µs"
+    served = figures("serving")["HTTP no-op, 64"]
+    yield (
+        "requests/s over HTTP, 64 connections, client and server on 2 cores",
+        hundreds(middle(served, "requests_per_s")),
+    )
+    full = figures("gpu-saturation")["cases"]["1000 us, 64 requests of 1"]["ratio"]["one stream"]
+    yield "H200: rows/s over a raw loop of the same batches of 1 ms", f"{full:.2f}"
+    resnet = figures("gpu-resnet")["images"]["float32"]["saturation"][-1]["ratio"]["one stream"]
+    yield "the same for ResNet-50, where the CPU copies 600 KB an image", f"{resnet:.2f}"
+    urgent = figures("gpu-urgent")["cases"]
+    before, after = (urgent[name]["p99_us"] / 1e3 for name in ("priority", "a share of 0.25"))
+    yield (
+        "H200: p99 of an urgent request beside a flood, without and with a share of its own",
+        f"{before:.1f} → {after:.1f} ms",
+    )
+
+
+def extras():
+    """Yield what each extra takes on disk."""
+    yield "extra", "for", "MB installed, with the core"
+    found = figures("extras")
+    for name, said in EXTRAS.items():
+        yield (f"`{name}`" if name != "core" else "none", said, str(found[name]["installed_mb"]))
+
+
+EXTRAS = {
+    "core": "`@asynctrt.batch`, Python functions as models, CUDA",
+    "cpu": "ONNX models on the CPU",
+    "cli": "the command `asynctrt`",
+    "inspect": "`asynctrt inspect` of ONNX models",
+    "demo": "`asynctrt demo`",
+    "serve": "`asynctrt serve`, `asynctrt.serving`, `asynctrt.client`",
+    "load": "`asynctrt load`, `asynctrt.loadtest`",
+    "trust": "`asynctrt keys`, `sign`, `verify`; plans that are opened only if they are signed",
+    "nvml": "figures of GPUs in a server's metrics",
+    "otel": "spans of requests for OpenTelemetry",
+    "lean": "TensorRT's lean runtime, CUDA 13",
+    "dispatch": "TensorRT's dispatch runtime, CUDA 13",
+    "rtx": "TensorRT for RTX, CUDA 13",
+}
+"""What each extra is for, by its name."""
+
+
+def settings_of(cls, *, flag=False):
+    """Return the function that yields the settings of a class: names, defaults and what they mean."""
+
+    def yielded():
+        yield "flag" if flag else "option", "default", "meaning"
+        texts = docs_of(cls)
+        for item in dataclasses.fields(cls):
+            name = f"--{item.name.replace('_', '-')}" if flag else item.name
+            default = "none" if item.default in (None, ()) else f"`{json.dumps(item.default)}`"
+            if isinstance(item.default, bool):
+                default = f"`{item.default}`"
+            text = re.sub(r"(?<![\w`])'([^']+)'(?!\w)", r"`\1`", texts[item.name])
+            yield f"`{name}`", default, text.replace("|", "\\|").replace(":mod:`logging`", "`logging`")
+
+    return yielded
+
+
+def typed_errors():
+    """Yield every error, its statuses, and what it means."""
+    yield "error", "is a", "HTTP", "gRPC", "meaning"
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.AsynctrtError):
+            text = " ".join(inspect.getdoc(kind).replace("``", "`").split())
+            bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+            yield f"`{name}`", bases, str(kind.http_status), f"`{kind.grpc_code}`", text
+
+
+def other_words():
+    """Yield what other programs call our options and flags."""
+    yield "theirs", "ours"
+    both = {**SYNONYMS, **COMMAND_SYNONYMS}
+    for theirs, ours in sorted(both.items()):
+        yield f"`{theirs}`", f"`{ours}`"
+
+
 TABLES = {
+    "six": six,
+    "extras": extras,
+    "options": settings_of(Options),
+    "tensorrt-options": settings_of(TensorRTOptions),
+    "server-settings": settings_of(ServerSettings, flag=True),
+    "load-settings": settings_of(LoadSettings, flag=True),
+    "simulation-settings": settings_of(SimulationSettings, flag=True),
+    "errors": typed_errors,
+    "synonyms": other_words,
     "overhead": overhead,
     "perceptron": perceptron,
     "serving": serving,
@@ -270,4 +381,5 @@ def filled(text):
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text()))

@@ -1,0 +1,18 @@
+"""How Sphinx builds the documentation: ``sphinx-build -W -b html docs build/docs``. Nothing is fetched."""
+
+import asynctrt
+
+project = "asynctrt"
+copyright = "the authors of asynctrt"  # noqa: A001  (Sphinx reads it.)
+release = version = asynctrt.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["README.md"]
+source_suffix = {".md": "markdown"}
+myst_heading_anchors = 3
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+suppress_warnings = ["myst.xref_missing"]  # Links to files of the source, which the site does not have.
+
+html_theme = "furo"
+html_title = f"asynctrt {release}"

@@ -1,0 +1,78 @@
+"""The documentation as a site: built offline with warnings as errors, read and searched in a browser."""
+
+import functools
+import http.server
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import anyio
+import pytest
+from playwright.async_api import async_playwright, expect
+
+from tests.helpers import needed
+from tests.serving.support import CHROMIUM_FLAGS
+
+pytestmark = [pytest.mark.tier2, pytest.mark.timeout(240)]
+DOCS = Path(__file__).parent.parent / "docs"
+WAIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    needed(find_spec("sphinx") and find_spec("furo") and find_spec("myst_parser"), "pip install -e '.[docs]'")
+    built = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(built)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return built
+
+
+def test_every_page_is_there(site):
+    pages = {page.stem for page in DOCS.glob("*.md")}
+    assert len(pages) > 15
+    assert {page.stem for page in site.glob("*.html")} >= pages
+    assert "Raises<span" in (site / "api.html").read_text(), "docstrings are not read as reStructuredText"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files and says nothing."""
+
+    def log_message(self, format, *args):  # noqa: A002
+        pass
+
+
+def test_a_search_finds_an_option_and_nothing_comes_from_elsewhere(site, chromium):
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            anyio.run(_search, server.server_port, chromium)
+        finally:
+            server.shutdown()
+
+
+async def _search(port, chromium):
+    asked, trouble = set(), []
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=chromium, args=CHROMIUM_FLAGS)
+        page = await browser.new_page(viewport={"width": 390, "height": 800})
+        page.on("request", lambda request: asked.add(urlsplit(request.url).hostname))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        await page.goto(f"http://127.0.0.1:{port}/search.html?q=urgent_share")
+        found = page.locator("ul.search a", has_text="Options")
+        await expect(found.first).to_be_visible(timeout=WAIT_S * 1000)
+        for name in ("index", "migrating", "options"):
+            await page.goto(f"http://127.0.0.1:{port}/{name}.html")
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 390, name
+        await browser.close()
+    assert asked == {"127.0.0.1"}
+    assert not trouble
