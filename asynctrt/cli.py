@@ -27,11 +27,13 @@ from asynctrt.plans.opened import open_file
 from asynctrt.plans.text import lines_of, lines_of_opened
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
+from asynctrt.synonyms import ALL_SYNONYMS, nearest_name
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.validation import docs_of
 
 try:
     import typer
+    import typer.core
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -58,9 +60,33 @@ LEVEL_STYLES: Final = {
 METAVARS: Final[dict[Any, str]] = {list[str] | None: "<str>"}
 """What the help shows for a type whose own name is long."""
 
+EXAMPLES: Final = {
+    "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
+    "bench": ("asynctrt bench overhead", "asynctrt bench model.onnx --max-rows 32 --dim length=128"),
+    "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
+    "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
+    "serve": (
+        "asynctrt serve model.onnx --max-rows 32 --max-delay 0.002",
+        "asynctrt serve classifier=model.plan --device cuda:0 --tokens-file tokens",
+        "asynctrt serve models/ --watch 5 --check",
+    ),
+    "load": (
+        "asynctrt load model.onnx --callers 64 --seconds 30",
+        "asynctrt load http://127.0.0.1:8000/v2/models/m --rate 500 --slo 'p99<20ms'",
+        "asynctrt load model.onnx --search --slo 'p99<20ms' --json -",
+    ),
+    "simulate": (
+        "asynctrt simulate --seeds 1000",
+        "asynctrt simulate --arrivals poisson:800 --latency model.json",
+    ),
+    "sign": ("asynctrt sign model.plan --key key",),
+    "verify": ("asynctrt verify model.plan",),
+}
+"""What the help of each command ends with: lines that fit 80 columns."""
+
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     help="A model behind [bold]await[/bold]: batching inference for asyncio.",
     rich_markup_mode="rich",
@@ -69,8 +95,35 @@ out = Console()
 err = Console(stderr=True)
 
 
+class _Command(typer.core.TyperCommand):
+    """A command that knows others' words for its flags, and ``--version``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args == ["--version"]:
+            _root(version=True)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Of typer's own copy of click, or of click, by the version of typer.
+            if type(error).__name__ == "NoSuchOption":
+                _suggest(error, [name for item in self.params if (name := item.name)])
+            raise
+
+
+def _suggest(error: Any, names: list[str]) -> None:
+    """Let the message about an unknown flag suggest the one that is meant, before those that look alike."""
+    given = error.option_name.removeprefix("--").removeprefix("no-").replace("-", "_")
+    meant = nearest_name(given, names, ALL_SYNONYMS, 0.75)
+    if meant is not None:
+        error.possibilities = [f"--{meant.replace('_', '-')}"]
+
+
 def main() -> None:
     """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
+    for info in (*app.registered_commands, *keys_app.registered_commands):
+        info.cls = _Command
+        examples = EXAMPLES.get(info.name or str(getattr(info.callback, "__name__", "")), ())
+        info.epilog = "\n\n".join(["Examples:", *examples]) if examples else None
     try:
         app()
     except AsynctrtError as error:
@@ -371,8 +424,9 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     def say(line: str) -> None:
         err.print(line, highlight=False, markup=False, soft_wrap=True)
 
+    job = command.check if given["check"] else command.serve
     try:
-        was_interrupted = _run(lambda: command.serve(config, say))
+        was_interrupted = _run(lambda: job(config, say))
     except DeviceLostError as error:
         say(f"error: {error}")
         raise typer.Exit(DEVICE_LOST) from error
@@ -396,6 +450,7 @@ def _serve_signature() -> inspect.Signature:
         ),
         _parameter("config", Path | None, None, typer.Option(help="A TOML file of settings and models.")),
         _parameter("device", str, "host", typer.Option(help="The device that models run on.")),
+        _flag("check", bool, False, "Load everything, say whether it could be served, and exit: 0 or 1."),
     ]
     parameters += _field_flags(ServerSettings, "The server")
     parameters += _field_flags(Options, "Engines, unless a model overrides it")
@@ -412,12 +467,16 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
             kind, default = list[str] | None, None
         elif str in get_args(kind):
             kind = str | None  # A rate, for example, is a number or a text.
-        flags.append(_flag(item.name, kind, default, texts[item.name], panel))
+        check = item.metadata["check"]
+        unit = "<seconds>" if check is not None and "of seconds" in check.expected else None
+        flags.append(_flag(item.name, kind, default, texts[item.name], panel, unit))
     return flags
 
 
-def _flag(name: str, kind: Any, default: Any, text: str, panel: str | None = None) -> inspect.Parameter:
-    """Return a flag that the help shows in a panel of this name."""
+def _flag(
+    name: str, kind: Any, default: Any, text: str, panel: str | None = None, metavar: str | None = None
+) -> inspect.Parameter:
+    """Return a flag that the help shows in a panel of this name, with this word for its value."""
     # A flag that is off by default is named here, so that it gets no --no- form: in a narrow terminal the
     # column of these forms would leave too little room for the names and the texts.
     names = [f"--{name.replace('_', '-')}"] if default is False else []
@@ -427,7 +486,7 @@ def _flag(name: str, kind: Any, default: Any, text: str, panel: str | None = Non
         rich_help_panel=panel,
         show_envvar=False,
         show_default=default is not None and default is not False,
-        metavar=METAVARS.get(kind),
+        metavar=metavar or METAVARS.get(kind),
     )
     return _parameter(name, kind, default, info)
 
@@ -468,7 +527,8 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
         err.print("[yellow]Interrupted before anything was measured.[/]")
         raise typer.Exit(INTERRUPTED)
     (report,) = reports
-    terminal.show(out, report, uncorrected=given["uncorrected"])
+    shown_on = err if planned.prints_json else out
+    terminal.show(shown_on, report, uncorrected=given["uncorrected"])
     failed = command.gate(planned, report)
     for why in failed:
         err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
@@ -497,7 +557,7 @@ LOAD_FLAGS: Final = (
         None,
         "Compare with another value, such as max_delay=0.002, in turns: A B A B.",
     ),
-    ("json", Path | None, None, "Write the report to this file as JSON."),
+    ("json", Path | None, None, "Write the report to this file as JSON; - is standard output."),
     ("report", Path | None, None, "Write the report to this file as an HTML page with plots."),
     ("png", Path | None, None, "Write the plots as PNG to this folder."),
     ("baseline", Path | None, None, "A JSON report for --fail-if to compare with."),

@@ -3,6 +3,8 @@
 They are for messages alone: who writes ``max_batch_size`` is told of ``max_rows``. None is accepted.
 """
 
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 SYNONYMS: Final = {
@@ -67,3 +69,16 @@ COMMAND_SYNONYMS: Final = {
     "log_verbose": "log_level",
 }
 """What other servers and load testers call flags: Triton, uvicorn, vLLM, k6, Locust, wrk, perf_analyzer."""
+
+ALL_SYNONYMS: Final = {**SYNONYMS, **COMMAND_SYNONYMS}
+
+
+def nearest_name(given: str, names: Iterable[str], others: Mapping[str, str], cutoff: float) -> str | None:
+    """Return the name that is most likely meant: the nearest, or what the nearest of ``others`` stands for.
+
+    :param cutoff: how alike they must be, from 0 to 1.
+    """
+    known = set(names)
+    meant = {other: name for other, name in others.items() if name in known}
+    found = difflib.get_close_matches(given, [*known, *meant], n=1, cutoff=cutoff)
+    return meant.get(found[0], found[0]) if found else None

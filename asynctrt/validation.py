@@ -15,7 +15,6 @@ values say together::
 """
 
 import dataclasses
-import difflib
 import math
 import operator
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import InputError, OptionsError
+from asynctrt.synonyms import nearest_name
 
 TIMEOUT_NS_MAX: Final = 2**62
 """The longest timeout, 146 years: added to a monotonic clock it still fits into 63 bits, as timers need."""
@@ -113,8 +113,8 @@ def check_names(
     valid = f"alid {kind}s{' ' * bool(where)}{where}: {', '.join(names)}"
     for name in given:
         if name not in names:
-            nearest = difflib.get_close_matches(str(name), [*names, *others], n=1, cutoff=0.4)
-            hint = f"did you mean {others.get(nearest[0], nearest[0])!r}? V" if nearest else "v"
+            nearest = nearest_name(str(name), names, others, 0.4)
+            hint = f"did you mean {nearest!r}? V" if nearest else "v"
             raise OptionsError(f"unknown {what} {name!r}; {hint}{valid}")
 
 

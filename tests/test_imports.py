@@ -126,6 +126,7 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
         "process",
         "serving",
         "statistics",
+        "synonyms",
         "tensors",
         "validation",
     }
@@ -141,6 +142,7 @@ def test_loadtest_sees_the_engine_the_client_and_the_protocol(path):
         "options",
         "process",
         "statistics",
+        "synonyms",
         "tensors",
         "validation",
     }

@@ -12,6 +12,7 @@ from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.options import Options
+from asynctrt.synonyms import ALL_SYNONYMS
 from asynctrt.validation import check_names
 
 
@@ -46,7 +47,7 @@ async def run(
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
-    check_names(settings, SETTING_NAMES, "setting of a load test")
+    check_names(settings, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):
         target = TargetSpec(str(target), model, token, device, options or Options())
     elif model is not None or token is not None or options is not None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,16 @@ class LoadPlan:
     @property
     def outputs(self) -> list[Path]:
         """The files and folders that will be written."""
-        return [path for path in (self.json, self.report, self.png) if path is not None]
+        return [
+            path
+            for path in (None if self.prints_json else self.json, self.report, self.png)
+            if path is not None
+        ]
+
+    @property
+    def prints_json(self) -> bool:
+        """Whether the JSON goes to standard output."""
+        return str(self.json) == "-"
 
 
 def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
@@ -143,13 +153,17 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
 def write(planned: LoadPlan, report: Report) -> list[Path]:
     """Write the files that were asked for, each completely or not at all, and return their paths.
 
+    ``--json -`` is standard output.
+
     :raises UsageError: for the first file that cannot be written, after all others were.
     """
     written: list[Path] = []
     failed: list[AsynctrtError] = []
     plots = figures(report) if planned.report or planned.png else []
     pages: list[tuple[Path, Callable[[], str | bytes]]] = []
-    if planned.json is not None:
+    if planned.prints_json:
+        sys.stdout.write(report.as_text())
+    elif planned.json is not None:
         pages.append((planned.json, report.as_text))
     if planned.report is not None:
         pages.append((planned.report, lambda: render(report, plots)))

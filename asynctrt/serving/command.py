@@ -19,6 +19,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.server_log import ESCAPES, set_up_logging
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.synonyms import ALL_SYNONYMS
 from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
@@ -77,7 +78,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
     names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
-    check_names(content, names, f"setting in {path}")
+    check_names(content, names, f"setting in {path}", synonyms=ALL_SYNONYMS)
     return content
 
 
@@ -148,6 +149,32 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         raise DeviceLostError(
             f"nothing can run {', '.join(server.lost)} any more in this process: start the server again"
         )
+
+
+async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
+    """Do all that serving does before it answers: read tokens and certificate, load every model; then end.
+
+    The ports are not those of the configuration, so that a server may run meanwhile.
+
+    :raises AsynctrtError: for what would keep it from serving.
+    """
+    settings = dataclasses.replace(
+        config.settings,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=None if config.settings.metrics_port is None else 0,
+        access_log=None,
+    )
+    add_cwd_to_path()
+    repository = config.repository()
+    for folder in config.folders():
+        repository.add_place(folder)
+    async with Server(repository, settings):
+        names = await repository.look_for_models()
+        await repository.load_all()
+    for warning in warnings_of(config.settings):
+        say(f"warning: {warning}")
+    say(f"all is well: {len(names)} model{'s' * (len(names) != 1)} on {config.device}")
 
 
 def _shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[str], None]:

@@ -1,0 +1,109 @@
+"""Others' words: each leads to a name that there is, at once, in Python and on the command line."""
+
+import inspect
+import json
+import re
+
+import pytest
+
+from asynctrt import cli, loadtest
+from asynctrt.errors import OptionsError
+from asynctrt.options import Options
+from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SYNONYMS, nearest_name
+from tests.models import double_onnx
+from tests.test_cli import asynctrt_command
+
+FLAGS = {
+    name: set(inspect.signature(getattr(cli, f"_{name}")).parameters)
+    for name in ("serve", "load", "simulate")
+}
+LOAD_TESTERS = {
+    "users": "callers",
+    "vus": "callers",
+    "concurrency": "callers",
+    "duration": "seconds",
+    "rps": "rate",
+    "qps": "rate",
+    "max_batch_size": "max_rows",
+}
+
+
+def test_each_means_something_that_there_is_and_none_is_a_name_itself():
+    names = set().union(*FLAGS.values())
+    assert set(ALL_SYNONYMS.values()) <= names
+    assert not set(SYNONYMS) & set(COMMAND_SYNONYMS)
+    for command in ("serve", "load"):
+        clashes = set(ALL_SYNONYMS) & FLAGS[command]
+        assert clashes <= {"output"}, f"{clashes} are flags of {command}, and so need no synonym"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), LOAD_TESTERS.items())
+def test_load_testers_words_are_understood(theirs, ours):
+    assert nearest_name(theirs, FLAGS["load"], ALL_SYNONYMS, 0.75) == ours
+
+
+def test_a_misspelt_synonym_is_understood_and_nonsense_is_not():
+    assert nearest_name("max_batch_sise", FLAGS["serve"], ALL_SYNONYMS, 0.75) == "max_rows"
+    assert nearest_name("qqqq", FLAGS["serve"], ALL_SYNONYMS, 0.75) is None
+
+
+def test_a_synonym_of_a_name_that_a_command_lacks_is_not_suggested():
+    assert nearest_name("rps", FLAGS["serve"], ALL_SYNONYMS, 0.75) is None
+
+
+@pytest.mark.anyio
+async def test_a_load_test_in_python_knows_them():
+    with pytest.raises(OptionsError, match="unknown setting .*'users'.*did you mean 'callers'"):
+        await loadtest.run("x", users=3)
+
+
+def test_options_in_python_know_them():
+    with pytest.raises(
+        OptionsError, match="unknown option 'max_ongoing_requests'; did you mean 'max_queue_rows'"
+    ):
+        Options.from_settings(None, {"max_ongoing_requests": 3})
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize(
+    ("command", "flag", "meant"),
+    [
+        ("load", "--rps", "--rate"),
+        ("serve", "--max-batch-size", "--max-rows"),
+    ],
+)
+def test_the_command_line_suggests_the_flag_that_is_meant(command, flag, meant):
+    code, _, err = asynctrt_command(command, "model.onnx", flag, "3")
+    assert code == 2
+    assert re.findall(r"--[\w-]+", err[err.index("No such") :]) == [flag, meant]
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize("command", ["bench", "doctor", "serve", "load"])
+def test_each_command_has_a_short_help_examples_and_the_version(command):
+    code, out, _ = asynctrt_command(command, "-h", columns=80)
+    examples = out[out.index("Examples:") :]
+    assert code == 0
+    assert f"asynctrt {command}" in examples
+    if command == "serve":
+        assert asynctrt_command(command, "--version")[1].startswith("asynctrt ")
+    if command in ("serve", "load"):
+        assert "<seconds>" in out
+
+
+@pytest.mark.tier2
+def test_a_configuration_is_checked_without_being_served(tmp_path):
+    path = double_onnx(tmp_path / "model.onnx")
+    code, _, err = asynctrt_command("serve", path, "--check")
+    assert (code, "all is well: 1 model on host" in err) == (0, True)
+    path.write_bytes(b"no model")
+    code, _, err = asynctrt_command("serve", path, "--check")
+    assert (code, "ModelError" in err) == (1, True)
+
+
+@pytest.mark.tier2
+def test_a_report_goes_to_standard_output(tmp_path):
+    path = double_onnx(tmp_path / "model.onnx")
+    code, out, _ = asynctrt_command("load", path, "--callers", "2", "--seconds", "0.2", "--json", "-")
+    assert code in (0, 4)
+    assert json.loads(out)["runs"]
