@@ -9,7 +9,18 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from asynctrt.errors import OptionsError
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
-from asynctrt.validation import FLAG, Check, as_int, check_names, choice, count, duration, setting, validate
+from asynctrt.validation import (
+    FLAG,
+    Check,
+    as_int,
+    check_names,
+    choice,
+    count,
+    documented,
+    duration,
+    setting,
+    validate,
+)
 
 MAX_ROWS_DEFAULT: Final = 64
 
@@ -90,6 +101,7 @@ TENSORRT: Final = Check(
 GRAPHS: Final = Check("'auto', 'off' or batch sizes ≥ 1, such as (1, 8, 64) or '1,8,64'", _graph_sizes)
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of one engine. Times are in seconds.

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
-from asynctrt.validation import FLAG, PATH, Check, as_int, check_names, choice, count, setting, validate
+from asynctrt.validation import (
+    FLAG,
+    PATH,
+    Check,
+    as_int,
+    check_names,
+    choice,
+    count,
+    documented,
+    setting,
+    validate,
+)
 
 FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
 """The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
@@ -63,6 +74,7 @@ PATHS: Final = Check("a path or a list of paths", _paths)
 STREAMING: Final = Check("'auto' or a whole number ≥ 0", _streaming)
 
 
+@documented
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRTOptions:
     """How a plan is loaded and run.

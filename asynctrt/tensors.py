@@ -6,7 +6,7 @@ carries one row or more.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,10 @@ class TensorSpec:
     name: str
     dtype: np.dtype[Any]
     dims: tuple[int | str, ...] = ()
+
+    if TYPE_CHECKING:
+        # What it takes is more than what it keeps, which a dataclass cannot say.
+        def __init__(self, name: str, dtype: npt.DTypeLike, dims: Sequence[int | str] = ()) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):

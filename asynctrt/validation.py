@@ -15,6 +15,7 @@ values say together::
 """
 
 import dataclasses
+import inspect
 import math
 import operator
 import os
@@ -23,10 +24,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asynctrt.errors import InputError, OptionsError
 from asynctrt.synonyms import nearest_name
+
+T = TypeVar("T")
 
 TIMEOUT_NS_MAX: Final = 2**62
 """The longest timeout, 146 years: added to a monotonic clock it still fits into 63 bits, as timers need."""
@@ -97,6 +100,18 @@ def docs_of(cls: type) -> dict[str, str]:
         item.name: " ".join(item.metadata["doc"].replace("``", "'").split())
         for item in dataclasses.fields(cls)
     }
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Add the documentation of each field to that of its class, for ``help()`` and for editors."""
+    lines = [f":param {item.name}: {' '.join(item.metadata['doc'].split())}" for item in _fields(cls)]
+    head, _, rest = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+    cls.__doc__ = "\n".join([head, "", *lines, *rest.splitlines()])
+    return cls
+
+
+def _fields(cls: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(cls)
 
 
 def check_names(

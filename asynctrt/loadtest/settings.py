@@ -14,6 +14,7 @@ from asynctrt.validation import (
     TEXTS,
     choice,
     count,
+    documented,
     duration,
     number,
     setting,
@@ -29,6 +30,7 @@ CALLERS_MAX: Final = 100_000
 PROCESSES_MAX: Final = 64
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
     """The settings of one load test. Times are in seconds, rates in requests per second.

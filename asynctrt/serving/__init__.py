@@ -56,3 +56,8 @@ def __getattr__(name: str) -> Any:
 
         return Server
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what there is, whether it was used yet or not."""
+    return sorted({*globals(), *__all__})

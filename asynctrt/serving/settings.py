@@ -13,6 +13,7 @@ from asynctrt.validation import (
     WORDS,
     choice,
     count,
+    documented,
     duration,
     setting,
     validate,
@@ -25,6 +26,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Listening addresses and limits of a server. Times are in seconds, sizes in bytes.

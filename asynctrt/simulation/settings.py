@@ -8,7 +8,18 @@ from asynctrt.errors import OptionsError
 from asynctrt.loadtest.criteria import Criterion, parse_slo
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.simulation.arrivals import Load, Mix, parse_load, parse_mix
-from asynctrt.validation import FLAG, TEXT, TEXTS, choice, count, duration, number, setting, validate
+from asynctrt.validation import (
+    FLAG,
+    TEXT,
+    TEXTS,
+    choice,
+    count,
+    documented,
+    duration,
+    number,
+    setting,
+    validate,
+)
 
 Balance = Literal["least", "round-robin"]
 
@@ -57,6 +68,7 @@ FLAGS: Final = (
 """Flags of the command besides the settings and the options of an engine: name, kind, default, help."""
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSettings:
     """The settings of a simulated load. Times are in seconds, rates in requests per second.

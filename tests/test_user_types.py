@@ -1,0 +1,120 @@
+"""What a user's type checker and editor make of asynctrt: strict mypy and pyright, `help()` and `dir()`."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import asynctrt
+from asynctrt import loadtest, serving
+from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.simulation.settings import SimulationSettings
+from tests.helpers import needed
+
+ROOT = Path(__file__).parent.parent
+PROJECT = """
+import asyncio
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+import asynctrt
+from asynctrt import loadtest
+from asynctrt.client import connect
+
+Floats = npt.NDArray[np.float32]
+
+
+@asynctrt.batch(max_rows=32)
+def double(x: Floats) -> Floats:
+    return x + x
+
+
+def model(inputs: Mapping[str, Floats]) -> Floats:
+    return inputs["x"] + inputs["x"]
+
+
+async def main() -> None:
+    x = asynctrt.TensorSpec("x", "float32", (16,))
+    y = asynctrt.TensorSpec("y", np.float32, ["length", 16])
+    options = asynctrt.Options(max_rows=8, max_delay=0.002)
+    served = asynctrt.FunctionModel(model, inputs=x, outputs=y)
+    async with asynctrt.open(served, options=options, timeout=0.5) as engine:
+        result = await engine.infer(np.ones((1, 16), np.float32), timeout=0.5)
+        print(result["y"].shape, engine.statistics().batches, result.timing.queue_ns)
+        async with engine.slot(rows=1) as slot:
+            slot["x"][...] = 1
+            print((await slot.infer())["y"].sum())
+        report = await loadtest.run(engine, rate=500, seconds=1, slo="p99<250ms")
+        print(report.holds, report.runs[0].latency["p99"])
+    async with connect("ws://127.0.0.1:8000/v2/ws") as client:
+        print((await client.infer("m", {"x": np.ones((1, 16), np.float32)}))["y"])
+    try:
+        print(await double(np.ones(4, np.float32)))
+    except asynctrt.OverloadError as error:
+        print(error.http_status)
+    asynctrt.tune_process()
+
+
+asyncio.run(main())
+"""
+WRONG = """
+import asynctrt
+
+asynctrt.TensorSpec(3, "float32")
+asynctrt.open("model.onnx", max_row=3)
+"""
+
+
+@pytest.mark.tier2
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_users_project_is_checked_strictly(checker, tmp_path):
+    for name, text in (("good.py", PROJECT), ("wrong.py", WRONG)):
+        (tmp_path / name).write_text(text)
+    if checker == "mypy":
+        command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
+    else:
+        needed(find_spec("basedpyright"), "basedpyright is missing: pip install -e '.[types]'")
+        (tmp_path / "pyrightconfig.json").write_text(
+            json.dumps({"typeCheckingMode": "strict", "extraPaths": [str(ROOT)]})
+        )
+        command = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
+    good, wrong = (
+        subprocess.run(
+            [*command, name],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=80,
+            env={**os.environ, "MYPYPATH": str(ROOT)},
+        )
+        for name in ("good.py", "wrong.py")
+    )
+    assert good.returncode == 0, good.stdout
+    assert wrong.returncode == 1
+    assert wrong.stdout.count("error:") + wrong.stdout.count("- error") >= 2, wrong.stdout
+    assert "max_row" in wrong.stdout
+
+
+@pytest.mark.parametrize(
+    "cls", [asynctrt.Options, asynctrt.TensorRTOptions, ServerSettings, LoadSettings, SimulationSettings]
+)
+def test_help_shows_each_setting(cls):
+    for item in dataclasses.fields(cls):
+        (line,) = (line for line in cls.__doc__.splitlines() if line.startswith(f":param {item.name}: "))
+        assert len(line) > len(item.name) + 20
+    assert cls.__doc__.splitlines()[-2].startswith((":param", ":raises")), "fields and errors are one list"
+
+
+@pytest.mark.parametrize("module", [asynctrt, loadtest, serving])
+def test_dir_shows_what_there_is(module):
+    assert set(module.__all__) <= set(dir(module))
