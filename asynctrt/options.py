@@ -59,7 +59,11 @@ def _graph_sizes(given: Any) -> str | tuple[int, ...]:
     """Return the batch sizes to capture in rising order; ``auto`` and ``off`` as they are."""
     if isinstance(given, str) and given in ("auto", "off"):
         return given
-    parts = map(int, given.split(",")) if isinstance(given, str) else map(as_int, given)
+    parts = (
+        map(int, given.strip("()[] ").rstrip(",").split(","))
+        if isinstance(given, str)
+        else map(as_int, given)
+    )
     sizes = sorted(set(parts))
     if not sizes or sizes[0] < 1:
         raise ValueError
@@ -210,7 +214,7 @@ class Options:
         default=60.0,
         check=duration().or_none,
         doc="""How long a batch may take on the device before it counts as hung: its callers fail with
-        ``DeviceLostError`` and its context is not used again. ``None``: no limit.""",
+        ``DeviceLostError`` and its context is not used again. ``None``, or ``inf`` as a flag: no limit.""",
     )
     close_timeout: float = setting(
         default=30.0,

@@ -185,3 +185,12 @@ def test_by_default_a_batch_that_hangs_is_given_up():
 @pytest.mark.parametrize("waiting", ["adaptive", "spin", "thread"])
 def test_ways_of_waiting(waiting):
     assert Options(waiting=waiting).waiting == waiting
+
+
+@pytest.mark.parametrize("written", ["(1, 8, 64)", "1,8,64", "[1, 8, 64]", (64, 8, 1)])
+def test_graphs_are_taken_as_the_help_shows_them(written):
+    assert Options(graphs=written).graphs == (1, 8, 64)
+
+
+def test_no_limit_can_be_said_as_a_flag():
+    assert Options(batch_timeout=float("inf")).batch_timeout == float("inf")
