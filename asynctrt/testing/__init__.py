@@ -1,10 +1,39 @@
 """Doubles for an application's own tests, held to the same contract suite as the real thing.
 
-``latch`` has a device whose batches end when the test says so; ``simulator`` runs the scheduler through
-millions of events from a seed; ``tensorrt`` has a strict TensorRT, for the host device and for CUDA.
+``LatchDevice`` is a device whose batches end when the test says so; ``StrictModel`` puts your own model on a
+strict double of TensorRT (``asynctrt.testing.tensorrt``), without a GPU; ``serve_locally`` is a server on a
+free port; ``asynctrt.testing.plugin`` has them as fixtures of pytest; ``simulate`` runs the scheduler
+through millions of events from a seed.
 """
 
-from asynctrt.testing.latch import LatchDevice
+from typing import TYPE_CHECKING, Any
+
+from asynctrt.testing.latch import LatchDevice, LatchError
 from asynctrt.testing.simulator import Simulation, simulate
 
-__all__ = ["LatchDevice", "Simulation", "simulate"]
+if TYPE_CHECKING:
+    from asynctrt.testing.server import LocalServer, serve_locally
+    from asynctrt.testing.strict import StrictModel
+
+__all__ = [
+    "LatchDevice",
+    "LatchError",
+    "LocalServer",
+    "Simulation",
+    "StrictModel",
+    "serve_locally",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs more than the core when it is used: a server needs the extra `serve`."""
+    if name in ("LocalServer", "serve_locally"):
+        from asynctrt.testing import server  # noqa: PLC0415
+
+        return getattr(server, name)
+    if name == "StrictModel":
+        from asynctrt.testing.strict import StrictModel  # noqa: PLC0415
+
+        return StrictModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,17 +5,23 @@
     device = LatchDevice()
     async with asynctrt.open(model, device=device) as engine:
         task = asyncio.create_task(engine.infer(rows))
-        await asyncio.sleep(0)      # ... until device.held == 1
+        await device.wait_held(1)
         device.release()            # the batch runs here and now
         await task
 """
 
+import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from asynctrt import clock
-from asynctrt.devices.host import HostDevice, HostStream
+from asynctrt.devices.base import Event
+from asynctrt.devices.host import HostDevice, HostStream, Work
 from asynctrt.devices.host.threads import Served, StreamThreads
+
+
+class LatchError(AssertionError):
+    """A test expected batches that are not there. The message says how many are held."""
 
 
 class LatchThreads(StreamThreads):
@@ -25,6 +31,8 @@ class LatchThreads(StreamThreads):
         super().__init__(1, "asynctrt-latch", now_ns)
         self.held: deque[Served] = deque()
         self.is_open = False
+        # Whoever waits for batches to be held is woken to count them again.
+        self.waiters: list[asyncio.Future[None]] = []
 
     def schedule(self, stream: Served) -> None:
         if self.is_open:
@@ -33,6 +41,34 @@ class LatchThreads(StreamThreads):
             if isinstance(stream, HostStream):
                 stream.is_computing = True  # Work that is held takes its time on the device.
             self.held.append(stream)
+            self.wake()
+
+    def wake(self) -> None:
+        """Let those who wait for held batches count again."""
+        for waiter in tuple(self.waiters):
+            waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class LatchStream(HostStream):
+    """A stream of a :class:`LatchDevice`: it knows whether a batch lies on it whole."""
+
+    has_batch = False
+    """Whether the end of the work on it is recorded. Before that a thread may still be adding to it."""
+
+    def launch(self, work: Work, *, label: Hashable) -> None:
+        self.has_batch = False
+        super().launch(work, label=label)
+
+    def record(self, event: Event) -> None:
+        super().record(event)
+        self.has_batch = True
+        if isinstance(self.threads, LatchThreads):
+            self.threads.wake()
 
 
 class LatchDevice(HostDevice):
@@ -56,6 +92,9 @@ class LatchDevice(HostDevice):
     def __repr__(self) -> str:
         return f"<LatchDevice {'open' if self._latch.is_open else 'closed'} held={self.held}>"
 
+    def create_stream(self) -> HostStream:
+        return self._keep(LatchStream)
+
     @property
     def is_parallel(self) -> bool:
         # The test decides how many rows make a batch, not a measurement.
@@ -66,8 +105,46 @@ class LatchDevice(HostDevice):
         """The number of batches that wait to be released."""
         return len(self._latch.held)
 
+    async def wait_held(self, batches: int = 1, *, timeout: float = 10.0) -> None:
+        """Wait until at least so many batches are held at once.
+
+        :param timeout: seconds after which the test has failed.
+        :raises LatchError: if fewer are held by then, or if the latch is open and holds none.
+        """
+        if self._latch.is_open:
+            raise LatchError("the latch is open, so it holds no batch back: call shut() before the request")
+        try:
+            async with asyncio.timeout(timeout):
+                while self._held_whole() < batches:
+                    waiter = asyncio.get_running_loop().create_future()
+                    self._latch.waiters.append(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        self._latch.waiters.remove(waiter)
+        except TimeoutError:
+            raise LatchError(
+                f"{self._held_whole()} of {batches} batches are held after {timeout:g} s. Requests sent "
+                "together share a batch, and an engine has as many under way as `contexts` and the latch's "
+                "`concurrency` allow; the others wait in its queue"
+            ) from None
+
+    def _held_whole(self) -> int:
+        return sum(getattr(stream, "has_batch", True) for stream in tuple(self._latch.held))
+
     def release(self, batches: int = 1, *, last: bool = False) -> None:
-        """Run held batches in this thread: the oldest, or the newest if ``last``."""
+        """Run held batches in this thread: the oldest, or the newest if ``last``.
+
+        :raises LatchError: if fewer are held. Then none is released.
+        """
+        if self.held < batches:
+            why = "a request reaches the device later"
+            if self._latch.is_open:
+                why = "the latch is open"
+            raise LatchError(
+                f"{batches} to be released, and {self.held} held: {why}. Wait for them: "
+                f"await device.wait_held({batches})"
+            )
         for _ in range(batches):
             held = self._latch.held
             stream = held.pop() if last else held.popleft()

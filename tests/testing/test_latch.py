@@ -1,6 +1,10 @@
 """The latch device: work is done when the test says so, and in the order that it says."""
 
-from asynctrt.testing import LatchDevice
+import asyncio
+
+import pytest
+
+from asynctrt.testing import LatchDevice, LatchError
 
 
 def launch(device, done, name):
@@ -30,3 +34,35 @@ def test_open_lets_everything_pass_and_shut_holds_again():
     device.shut()
     launch(device, done, "held again")
     assert len(done) == 2
+
+
+@pytest.mark.anyio
+async def test_a_test_waits_for_held_batches():
+    device, done = LatchDevice(), []
+
+    async def later(count):
+        for _ in range(count):
+            await asyncio.sleep(0)
+            stream = launch(device, done, "work")
+            stream.record(device.create_event())
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(device.wait_held(3))
+        group.create_task(later(3))
+    await device.wait_held(3)
+    with pytest.raises(LatchError, match="3 of 4 batches are held after 0 s"):
+        await device.wait_held(4, timeout=0)
+    device.release(3)
+    assert len(done) == 3
+
+
+@pytest.mark.anyio
+async def test_a_wait_that_cannot_end_and_a_release_that_is_too_early_say_so():
+    device = LatchDevice()
+    with pytest.raises(LatchError, match="2 to be released, and 0 held: a request reaches the device"):
+        device.release(2)
+    device.open()
+    with pytest.raises(LatchError, match="the latch is open, so it holds no batch back"):
+        await device.wait_held()
+    with pytest.raises(LatchError, match="0 held: the latch is open"):
+        device.release()

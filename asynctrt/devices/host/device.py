@@ -140,8 +140,11 @@ class HostDevice:
         return MemoryFigures(_available_nbytes() or total, total, self._held_nbytes, self._memory_nbytes)
 
     def create_stream(self) -> HostStream:
+        return self._keep(HostStream)
+
+    def _keep(self, kind: type[HostStream]) -> HostStream:
         handle = next(self._handles)
-        stream = HostStream(
+        stream = kind(
             threads=self._stream_threads, in_place=self._in_place, now_ns=self._now_ns, handle=handle
         )
         with self._lock:

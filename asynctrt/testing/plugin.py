@@ -1,0 +1,88 @@
+"""Fixtures for pytest: an engine, a server, a latch. Your ``conftest.py`` says what the model is.
+
+::
+
+    pytest_plugins = ["asynctrt.testing.plugin"]
+
+    @pytest.fixture
+    def asynctrt_model():
+        return "model.onnx"
+
+pytest does not load it by itself: that would import asynctrt, a third of a second, before each run of pytest
+in an environment that has asynctrt, whether it is about asynctrt or not.
+
+The fixtures that open something are asynchronous. They work with the plugin of anyio, which is installed with
+asynctrt, and with pytest-asyncio in either mode.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Generator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from asynctrt.engine import Engine
+from asynctrt.errors import UsageError
+from asynctrt.opening import open as open_engine
+from asynctrt.testing.latch import LatchDevice
+from asynctrt.testing.server import LocalServer, serve_locally
+
+
+def _async_fixture(function: Callable[..., Any]) -> Any:
+    if find_spec("pytest_asyncio") is None:
+        return pytest.fixture(function)
+    import pytest_asyncio  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415
+
+    return pytest_asyncio.fixture(function)
+
+
+@pytest.fixture
+def asynctrt_model() -> Any:
+    """Return the model of :func:`asynctrt_engine`: override it in your ``conftest.py``.
+
+    :raises UsageError: if it was not.
+    """
+    raise UsageError(
+        "the fixture asynctrt_engine has no model. Define a fixture `asynctrt_model` in conftest.py, or "
+        "beside the test, that returns one: a path, a FunctionModel, a StrictModel"
+    )
+
+
+@pytest.fixture
+def asynctrt_options() -> dict[str, Any]:
+    """Return the options that the engine is opened with: override it to set some, such as ``max_rows``."""
+    return {}
+
+
+@pytest.fixture
+def asynctrt_latch() -> Generator[LatchDevice, None, None]:
+    """Return a device that holds batches back: the engine is on it if the test asks for both."""
+    latch = LatchDevice()
+    yield latch
+    latch.open()
+
+
+@pytest.fixture
+def asynctrt_device(request: pytest.FixtureRequest, asynctrt_model: Any) -> Any:
+    """Return what the engine is on: the latch if the test asks for it, or the model's device, or the host."""
+    if "asynctrt_latch" in request.fixturenames:
+        return request.getfixturevalue("asynctrt_latch")
+    return getattr(asynctrt_model, "device", "host")
+
+
+@_async_fixture
+async def asynctrt_engine(
+    asynctrt_model: Any, asynctrt_device: Any, asynctrt_options: dict[str, Any]
+) -> AsyncGenerator[Engine, None]:
+    """Return an open engine, which is closed after the test. What a latch still holds is run first."""
+    async with open_engine(asynctrt_model, device=asynctrt_device, **asynctrt_options) as engine:
+        yield engine
+        if isinstance(asynctrt_device, LatchDevice):
+            asynctrt_device.open()
+
+
+@_async_fixture
+async def asynctrt_server(asynctrt_engine: Engine) -> AsyncGenerator[LocalServer, None]:
+    """Return a server of that engine on a free port of this machine; the model's name is "model"."""
+    async with serve_locally({"model": asynctrt_engine}) as server:
+        yield server

@@ -1,0 +1,68 @@
+"""A server of asynctrt in an application's own tests, on ports that the system picks."""
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import fields
+from typing import Any
+
+from asynctrt.engine import Engine
+from asynctrt.opening import open as open_engine
+from asynctrt.serving import Repository, Server, ServerSettings
+from asynctrt.validation import check_names
+
+
+class LocalServer:
+    """A server that listens on this machine alone. :func:`serve_locally` makes it.
+
+    :param server: the server, for what is not here.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def __repr__(self) -> str:
+        return f"<LocalServer {self.http_url}>"
+
+    @property
+    def http_url(self) -> str:
+        """The server's address for HTTP, such as ``http://127.0.0.1:40001``."""
+        return self.server.http_url
+
+    @property
+    def websocket_url(self) -> str:
+        """The address of its websocket for every model: what ``asynctrt.client.connect`` takes."""
+        return f"ws{self.http_url.removeprefix('http')}/v2/ws"
+
+    @property
+    def grpc_target(self) -> str | None:
+        """Its address for gRPC as ``host:port``; ``None`` unless it was served with ``grpc=True``."""
+        return self.server.grpc_target
+
+
+@asynccontextmanager
+async def serve_locally(
+    models: Mapping[str, Any], *, engine: Mapping[str, Any] | None = None, **settings: Any
+) -> AsyncGenerator[LocalServer, None]:
+    """Serve models on free ports for as long as the ``async with`` lasts.
+
+    ::
+
+        async with serve_locally({"double": model}) as server:
+            answer = httpx.get(f"{server.http_url}/v2/models/double")
+
+    :param models: by name, open engines, or anything that ``asynctrt.open`` takes.
+    :param engine: the options of the engines that are opened here, ``device`` among them.
+    :param settings: of the server (:class:`asynctrt.serving.ServerSettings`); gRPC is off by default.
+    :raises OptionsError: for a setting that there is not.
+    """
+    check_names(settings, [field.name for field in fields(ServerSettings)], "setting")
+    settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "drain_timeout": 5.0} | settings
+    async with AsyncExitStack() as stack:
+        repository = Repository()
+        for name, model in models.items():
+            opened = model
+            if not isinstance(model, Engine):
+                opened = await stack.enter_async_context(open_engine(model, **(engine or {})))
+            repository.add(name, opened)
+        server = Server(repository, ServerSettings(**settings))
+        yield LocalServer(await stack.enter_async_context(server))

@@ -1,0 +1,105 @@
+"""The fixtures, as the page about them uses them, in an application's own run of pytest."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asynctrt.client
+from asynctrt.errors import OptionsError
+from asynctrt.testing import LatchDevice, StrictModel, serve_locally
+from tests.models import double_model, double_onnx, rows
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "testing.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
+
+
+def pytest_in(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.tier2
+def test_the_page_runs_as_it_stands(tmp_path):
+    assert len(FILES) == 4
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    code, said = pytest_in(tmp_path)
+    assert code == 0, said
+    assert "5 passed" in said
+
+
+@pytest.mark.tier2
+def test_mistakes_are_explained(tmp_path):
+    """No model; a batch that never comes; a release before there is a batch."""
+    (tmp_path / "conftest.py").write_text(
+        FILES["conftest.py"].split("@pytest.fixture\ndef asynctrt_model")[0]
+    )
+    (tmp_path / "test_them.py").write_text(
+        "import pytest\n"
+        "pytestmark = pytest.mark.anyio\n"
+        "async def test_model(asynctrt_engine): pass\n"
+        "async def test_wait(asynctrt_latch): await asynctrt_latch.wait_held(2, timeout=0)\n"
+        "async def test_release(asynctrt_latch): asynctrt_latch.release()\n"
+    )
+    code, said = pytest_in(tmp_path)
+    assert code == 1
+    assert "Define a fixture `asynctrt_model` in conftest.py" in said
+    assert "0 of 2 batches are held after 0 s" in said
+    assert "await device.wait_held(1)" in said
+
+
+@pytest.mark.anyio
+async def test_a_server_for_a_test():
+    async with (
+        serve_locally({"double": double_model()}, engine={"max_rows": 2}) as server,
+        asynctrt.client.connect(server.websocket_url) as client,
+    ):
+        assert (await client.infer("double", {"input": rows(3)}))["output"].tolist() == rows(6).tolist()
+        assert repr(server) == f"<LocalServer {server.http_url}>"
+        assert server.grpc_target is None
+    with pytest.raises(OptionsError, match="ports"):
+        async with serve_locally({}, ports=1):
+            pass
+
+
+@pytest.mark.anyio
+async def test_an_onnx_file_on_the_strict_double(tmp_path):
+    model = StrictModel(double_onnx(tmp_path / "model.onnx"))
+    async with asynctrt.open(model, device=model.device) as engine:
+        assert (await engine.infer(rows(1, 2)))["output"].tolist() == rows(2, 4).tolist()
+    assert model.platform == "tensorrt_plan"
+    assert not model.violations()
+
+
+@pytest.mark.anyio
+async def test_a_strict_model_is_held_whole():
+    """Its batches are enqueued by a thread, and one that is only half there is not one that is held."""
+    from asynctrt.testing.tensorrt import EngineSpec, TensorIO
+
+    device = LatchDevice()
+    spec = EngineSpec(
+        inputs=(TensorIO("x", "float32", (-1, 1)),),
+        function=lambda inputs: {"y": -inputs["x"]},
+        function_outputs=(TensorIO("y", "float32", (-1, 1)),),
+    )
+    model = StrictModel(spec, device=device)
+    async with asynctrt.open(model, device=device) as engine:
+        for number in range(20):
+            future = engine.submit(np.full((1, 1), number, np.float32))
+            await device.wait_held()
+            device.release()
+            assert (await future)["y"][0, 0] == -number
+    assert not model.violations()
