@@ -173,7 +173,7 @@ class TestConnections:
             async with connect("ws://127.0.0.1:9/v2/ws", proxy=None):
                 pass
 
-    @pytest.mark.parametrize("url", ["http://127.0.0.1:1/", "nothing", ""])
+    @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/", "ws://", "nothing", ""])
     async def test_no_address_of_a_websocket(self, url):
         with pytest.raises(UsageError, match="ws://HOST:PORT"):
             async with connect(url, proxy=None):
@@ -208,7 +208,10 @@ class TestConnections:
 
     async def test_attempts(self):
         device = LatchDevice()
-        async with serving(engine={"device": device}) as server, client_of(server, attempts=2) as client:
+        async with (
+            serving(engine={"device": device}) as server,
+            client_of(server, attempts=2, idempotent=True) as client,
+        ):
             call = asyncio.create_task(client.infer("double", {"input": rows(1)}))
             await until(lambda: device.held == 1)
             for connection in list(server._hub.connections):

@@ -16,7 +16,7 @@ STANDARD = set(sys.stdlib_module_names)
 OPTIONAL = {
     "onnxruntime": {"backends/onnxruntime.py"},
     "google": {"kserve/protobuf.py"},
-    "aiohttp": {"loadtest/http_target.py"},
+    "aiohttp": {"client/http.py", "loadtest/http_target.py"},
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
     "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
@@ -24,7 +24,7 @@ OPTIONAL = {
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
     "scipy": {"loadtest/statistics.py"},
-    "yarl": {"loadtest/http_target.py"},  # aiohttp depends on it.
+    "yarl": {"client/http.py", "loadtest/http_target.py"},  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
     "cryptography": {"signatures.py"},
     "onnx": {"plans/onnx_file.py"},
@@ -34,7 +34,7 @@ OPTIONAL = {
     "starlette": set(),  # Only applications import it: our endpoints are plain ASGI.
     "typer": {"cli.py"},
     "uvicorn": set(),
-    "websockets": {"serving/frames.py"},
+    "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {
         "bench_terminal.py",
         "cli.py",
@@ -247,6 +247,13 @@ def test_a_missing_extra_is_named(command, target, missing, extra):
 def test_the_other_commands_need_nothing_of_a_load_test():
     heavy = {"aiohttp", "hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"}
     assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
+
+
+def test_a_client_needs_no_server():
+    code = "import asynctrt.client, asynctrt.client.http"
+    serving = {"grpc", "google", "httptools", "prometheus_client", "typer", "rich", "uvicorn"}
+    assert not loaded_by(code) & serving
+    assert "aiohttp" not in loaded_by("import asynctrt.client")
 
 
 def test_a_websocket_in_an_application_needs_no_server():

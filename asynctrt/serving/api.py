@@ -579,13 +579,13 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         logger.error("a request failed with an internal error", exc_info=error, extra=extra)
         return json_answer({"error": "internal error; see the server's log"}, 500)
     status = error.http_status
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str], ...] = (("Asynctrt-Error", type(error).__name__),)
     if isinstance(error, _MethodError):
         status, headers = 405, (("Allow", error.allowed),)
     elif isinstance(error, _CodingError):
         headers = (("Accept-Encoding", "gzip, deflate"),)
     elif isinstance(error, UnauthorizedError):
-        headers = (("WWW-Authenticate", "Bearer"),)
+        headers += (("WWW-Authenticate", "Bearer"),)
     return Answer(status, (("Content-Type", "application/json"), *headers), (dump({"error": str(error)}),))
 
 

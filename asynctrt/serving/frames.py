@@ -1,6 +1,6 @@
 """Speak websocket frames on an event loop, with the sans-I/O protocol of ``websockets``.
 
-This is the only importer of ``websockets``.
+This is the only importer of ``websockets`` on the server's side.
 """
 
 import asyncio
@@ -24,27 +24,12 @@ from asynctrt.serving.websocket import (
 )
 
 try:
-    from websockets.asyncio.client import ClientConnection, connect
-    from websockets.client import backoff
-    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
     from websockets.frames import Frame, Opcode
     from websockets.http11 import Request
     from websockets.protocol import State
     from websockets.server import ServerProtocol
 except ImportError as error:
     raise MissingExtraError("websockets need websockets: pip install 'asynctrt[serve]'") from error
-
-__all__ = [
-    "ClientConnection",
-    "ConnectionClosed",
-    "InvalidHandshake",
-    "InvalidStatus",
-    "InvalidURI",
-    "SocketConnection",
-    "backoff",
-    "connect",
-    "upgrade",
-]
 
 TURN_NS: Final = 500_000
 """How long one connection's messages are handled before it is the turn of others."""

@@ -14,6 +14,8 @@ instead of in an HTTP header. A request is answered in its own form.
   ``priority`` (1 is the most urgent) and ``timeout`` (µs in the queue).
 * ``{"cancel": "7"}`` cancels a request, which is then answered with status 499, or normally if it is too
   late.
+* ``{"id": "8", "metadata": true, "model_name": "m"}`` is answered
+  ``{"id": "8", "metadata": {"inputs": [...], "outputs": [...], ...}}``: KServe's description of the model.
 * ``{"ping": anything}`` is answered ``{"pong": anything}``.
 
 When the client disconnects, its requests are cancelled. When the server drains, new requests are answered
@@ -316,6 +318,12 @@ class WebSocketSession:
             except TypeError as error:  # orjson parses deeper nesting than it writes.
                 raise RequestError("the value of ping is nested too deep") from error
             self._send_json(pong, binary=binary)
+            return True
+        if content.get("metadata") is True and "inputs" not in content:
+            route = self._route or _route_of(content)
+            found = self._api.repository.find(route.name, route.version)
+            metadata = found.metadata(self._api.repository.versions(found.name))
+            self._say({"id": _id_of(content), "metadata": metadata}, binary=binary)
             return True
         if "cancel" in content:
             cancel = content["cancel"]

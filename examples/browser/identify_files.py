@@ -19,6 +19,7 @@ from starlette.responses import FileResponse, JSONResponse
 from starlette.routing import Route, WebSocketRoute
 
 import asynctrt
+from asynctrt.client import JAVASCRIPT
 from asynctrt.demo import MAX_ROWS, ContentModel
 from asynctrt.serving import websocket_endpoint
 
@@ -34,6 +35,11 @@ async def lifespan(app: Starlette) -> AsyncIterator[None]:
 
 async def page(_: Request) -> FileResponse:
     return FileResponse(HERE / "index.html")
+
+
+async def client(_: Request) -> FileResponse:
+    """Return asynctrt's own client for browsers."""
+    return FileResponse(JAVASCRIPT, media_type="text/javascript")
 
 
 async def describe(request: Request) -> JSONResponse:
@@ -58,6 +64,7 @@ async def describe(request: Request) -> JSONResponse:
 app: Starlette = Starlette(
     routes=[
         Route("/", page),
+        Route("/asynctrt.js", client),
         Route("/model.json", describe),
         # A function, as the engine exists only once the application has started.
         WebSocketRoute("/ws", websocket_endpoint(lambda: app.state.engine)),

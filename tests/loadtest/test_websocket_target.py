@@ -80,7 +80,7 @@ class TestOurServer(ServerContract):
                     pass
 
 
-@pytest.mark.parametrize(("missing", "what"), [("aiohttp", "[load]"), ("websockets", "[serve]")])
+@pytest.mark.parametrize(("missing", "what"), [("aiohttp", "[load]"), ("websockets", "[client]")])
 def test_a_missing_package_is_named(missing, what):
     said = import_without(missing, "websocket_target")
     assert said.startswith("asynctrt.errors.MissingExtraError: ")

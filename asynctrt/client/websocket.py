@@ -1,22 +1,16 @@
-"""Call a server over its websocket: many requests in flight on one connection.
-
-::
-
-    async with asynctrt.client.connect("ws://127.0.0.1:8000/v2/ws") as client:
-        outputs = await client.infer("resnet", {"input": rows}, timeout=0.5)
-        outputs["output"]
-"""
+"""Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
 from collections.abc import Generator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
 from asynctrt import errors
+from asynctrt.client.base import Client
+from asynctrt.client.persistence import NotConnectedError, persist, queue_timeout, remote_error
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
-    LifecycleError,
+    MissingExtraError,
     UsageError,
     copy_for,
 )
@@ -24,64 +18,24 @@ from asynctrt.kserve.client import as_array, describe_request, place_outputs, re
 from asynctrt.kserve.codec import PlacedTensor, remember
 from asynctrt.kserve.datatypes import Buffer, write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object, split_id
-from asynctrt.serving.frames import (
-    ClientConnection,
-    ConnectionClosed,
-    InvalidHandshake,
-    InvalidStatus,
-    InvalidURI,
-    backoff,
-)
-from asynctrt.serving.frames import (
-    connect as open_websocket,
-)
 from asynctrt.tensors import Array
+
+try:
+    from websockets.asyncio.client import ClientConnection
+    from websockets.asyncio.client import connect as open_websocket
+    from websockets.client import backoff
+    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+    from websockets.protocol import State
+except ImportError as error:
+    raise MissingExtraError(
+        "clients over websockets need websockets: pip install 'asynctrt[client]'"
+    ) from error
 
 PREFIX_NBYTES: Final = 4
 
 
-class RemoteError(AsynctrtError):
-    """The server answered with an error that asynctrt has no class for."""
-
-    status: int = 500
-    """The HTTP status of the answer."""
-
-
-def connect(
-    url: str,
-    *,
-    token: str | None = None,
-    max_in_flight: int = 256,
-    attempts: int = 1,
-    reconnect_timeout: float = 30.0,
-    max_size: int | None = None,
-    **settings: Any,
-) -> "Client":
-    """Return a client of the websocket at ``url``, to be entered with ``async with``.
-
-    :param url: ``ws://HOST:PORT/v2/ws`` for every model, ``.../v2/models/NAME/ws`` for one; ``wss://`` with
-        TLS.
-    :param token: the server's bearer token, if it requires one.
-    :param max_in_flight: requests in flight at once; further calls wait. Beyond the server's own limit
-        (``max_requests_per_connection``) requests wait on the connection.
-    :param attempts: how often a request is sent if its connection is lost, or the server is stopping or
-        starting. Use more than 1 only for models without side effects: a lost request may have been computed.
-    :param reconnect_timeout: seconds to keep trying to connect again after the connection was lost.
-    :param max_size: the largest answer in bytes; ``None`` for no limit.
-    :param settings: passed to ``websockets.asyncio.client.connect``: ``ssl``, ``proxy`` and others.
-    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1.
-    :raises ConnectionLostError: on entering, if there is no server.
-    :raises UnauthorizedError: on entering, if the server refuses the token.
-    """
-    if max_in_flight < 1 or attempts < 1:
-        raise UsageError(f"max_in_flight and attempts must be at least 1, not {max_in_flight} and {attempts}")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
-    return Client(url, settings, max_in_flight, attempts, reconnect_timeout)
-
-
-class Client:
-    """Made by :func:`connect`. Any number of tasks may use it at once."""
+class WebSocketClient(Client):
+    """Made by :func:`asynctrt.client.connect` for an address with ``ws`` or ``wss``."""
 
     def __init__(
         self,
@@ -90,17 +44,18 @@ class Client:
         max_in_flight: int,
         attempts: int,
         reconnect_timeout: float,
+        *,
+        idempotent: bool,
     ) -> None:
-        self.url = url
+        super().__init__(url, max_in_flight, attempts, idempotent=idempotent)
         self._settings = settings
-        self._attempts = attempts
         self._reconnect_timeout = reconnect_timeout
         self._room = asyncio.Semaphore(max_in_flight)
         self._socket: ClientConnection | None = None
         self._connected = asyncio.Event()
         self._lost: AsynctrtError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._waiting: dict[str, asyncio.Future[dict[str, Array]]] = {}
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._number = 0
         # Heads repeat except for the id: those of requests are cached by content, those of answers by bytes.
         self._heads: dict[Any, bytes] = {}
@@ -118,16 +73,8 @@ class Client:
         self._task = asyncio.create_task(self._run(self._socket))
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
     async def aclose(self) -> None:
-        """Close the connection; requests in flight fail with ``ConnectionLostError``. Idempotent."""
+        """Close the websocket, and stop connecting again. Idempotent."""
         self._lost = self._lost or ConnectionLostError("this client is closed")
         socket, self._socket = self._socket, None
         if self._task is not None:
@@ -140,54 +87,71 @@ class Client:
     async def infer(
         self,
         model: str,
-        inputs: Mapping[str, Any],
+        inputs: Any,
         *,
         version: str = "",
         outputs: Sequence[str] | None = None,
         timeout: float | None = None,
         priority: int = 0,
+        deadline: float | None = None,
+        idempotent: bool | None = None,
     ) -> dict[str, Array]:
-        """Run rows through a model of the server.
-
-        :param model: the model's name; ignored on the websocket of a single model.
-        :param version: the model's version; the newest if empty.
-        :param inputs: arrays by tensor name, each ``(rows, *dims)`` of the tensor's dtype; for BYTES, byte
-            strings or text.
-        :param outputs: the wanted outputs; all by default.
-        :param timeout: seconds that the request may be queued on the server.
-        :param priority: 1 is the most urgent; 0 means the model's default.
-        :raises AsynctrtError: the server's error, as :meth:`asynctrt.Engine.infer` would raise it.
-        :raises ConnectionLostError: if the connection is lost before the answer arrives.
-        """
+        """Send rows as one message: see :meth:`asynctrt.client.Client.infer`."""
+        if not isinstance(inputs, Mapping):
+            inputs = {await self._only_input(model, version): inputs}
         arrays = {name: as_array(name, value) for name, value in inputs.items()}
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
+        timeout = queue_timeout(timeout, deadline)
         rest = self._head(model, version, arrays, sizes, outputs, timeout, priority)
-        delays = _delays()
-        async with self._room:
-            for attempt in range(1, self._attempts + 1):
-                try:
-                    return await self._call(rest, tensors)
-                except (ConnectionLostError, LifecycleError) as error:
-                    if attempt == self._attempts or self._lost is not None:
-                        raise
-                    if isinstance(error, LifecycleError):
-                        # The server is about to stop, or has not loaded the model yet.
-                        await asyncio.sleep(next(delays))
-        raise AssertionError("the last attempt answers or raises")
+        if self._attempts == 1 and deadline is None:
+            async with self._room:
+                answer: dict[str, Array] = await self._call(rest, tensors)
+                return answer
 
-    async def _call(self, rest: bytes, tensors: list[Buffer]) -> dict[str, Array]:
+        async def send() -> dict[str, Array]:
+            async with self._room:
+                again: dict[str, Array] = await self._call(rest, tensors)
+                return again
+
+        return await persist(
+            send,
+            attempts=self._attempts,
+            is_idempotent=self._idempotent if idempotent is None else idempotent,
+            deadline=deadline,
+            is_over=lambda: self._lost is not None,
+        )
+
+    async def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
+        """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
+        content = {"metadata": True, "model_name": model, "model_version": version}
+        rest = b"," + dump(content)[1:]
+
+        async def send() -> dict[str, Any]:
+            answer: dict[str, Any] = await self._call(rest, [])
+            return answer
+
+        return await persist(
+            send,
+            attempts=self._attempts,
+            is_idempotent=True,
+            deadline=None,
+            is_over=lambda: self._lost is not None,
+        )
+
+    async def _call(self, rest: bytes, tensors: list[Buffer]) -> Any:
         if not self._connected.is_set():
             await self._connected.wait()  # It is also set when reconnecting is given up.
         if self._lost is not None:
             raise copy_for(self._lost)
         socket = self._socket
-        if socket is None:
-            raise ConnectionLostError(f"the connection to {self.url} was lost")
+        if socket is None or socket.state is not State.OPEN:
+            self._connected.clear()  # The receiving task learns of it later.
+            raise NotConnectedError(f"the connection to {self.url} was lost")
         self._number += 1
         number = str(self._number)
         head = b'{"id":"' + number.encode() + b'"' + rest
-        future: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
             await socket.send(b"".join((len(head).to_bytes(PREFIX_NBYTES, "little"), head, *tensors)))
@@ -301,7 +265,11 @@ class Client:
             content = parse_object(head, "the answer")
             request_id = content.get("id", request_id)
             if "error" in content:
-                self._settle(request_id, error=_error(content))
+                error = remote_error(content.get("type"), content.get("status"), content["error"])
+                self._settle(request_id, error=error)
+                return
+            if "metadata" in content:
+                self._settle(request_id, content["metadata"])
                 return
             known = place_outputs(content)
             remember(self._answers, rest, known)
@@ -312,7 +280,7 @@ class Client:
     def _settle(
         self,
         request_id: str,
-        outputs: dict[str, Array] | None = None,
+        outputs: dict[str, Any] | None = None,
         error: AsynctrtError | None = None,
     ) -> None:
         future = self._waiting.pop(request_id, None)
@@ -322,17 +290,6 @@ class Client:
             future.set_exception(error)
         elif outputs is not None:
             future.set_result(outputs)
-
-
-def _error(content: Mapping[str, Any]) -> AsynctrtError:
-    """Return the server's error, of the class that it had there if asynctrt has it."""
-    kind = getattr(errors, str(content.get("type")), None)
-    if isinstance(kind, type) and issubclass(kind, AsynctrtError):
-        return kind(content["error"])
-    remote = RemoteError(content["error"])
-    status = content.get("status")
-    remote.status = status if isinstance(status, int) else 500
-    return remote
 
 
 def _delays() -> Generator[float]:

@@ -1,0 +1,59 @@
+"""From an address to a client: the scheme decides which one."""
+
+from typing import Any
+
+from asynctrt.client.base import Client
+from asynctrt.client.websocket import WebSocketClient
+from asynctrt.errors import UsageError
+
+
+def connect(
+    url: str,
+    *,
+    token: str | None = None,
+    max_in_flight: int = 256,
+    attempts: int = 1,
+    idempotent: bool = False,
+    reconnect_timeout: float = 30.0,
+    max_size: int | None = None,
+    **settings: Any,
+) -> Client:
+    """Return a client of the server at ``url``, to be entered with ``async with``.
+
+    :param url: ``ws://HOST:PORT/v2/ws`` for every model, ``.../v2/models/NAME/ws`` for one; or
+        ``http://HOST:PORT`` for every model of any KServe V2 server; ``wss://`` and ``https://`` with TLS. A
+        websocket has many requests in flight on one connection; HTTP takes a connection for each.
+    :param token: the server's bearer token, if it requires one.
+    :param max_in_flight: requests in flight at once; further calls wait. Beyond the server's own limit
+        (``max_requests_per_connection``) requests wait on the connection.
+    :param attempts: how often a request is sent at most. It is sent again if the server has surely not begun
+        with it: it was not connected, its queue was full, or the model was not loaded.
+    :param idempotent: whether a request may be computed twice, so that it is also sent again if its
+        connection was lost, or the server stopped.
+    :param reconnect_timeout: seconds to keep trying to connect again after a websocket was lost.
+    :param max_size: the largest answer of a websocket in bytes; ``None`` for no limit.
+    :param settings: passed to ``websockets.asyncio.client.connect`` or to ``aiohttp.TCPConnector``: ``ssl``
+        and others.
+    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, or ``url`` has another scheme.
+    :raises MissingExtraError: for HTTP without aiohttp.
+    :raises ConnectionLostError: on entering, if there is no server at the address of a websocket.
+    :raises UnauthorizedError: on entering, if the websocket's server refuses the token.
+    """
+    scheme = url.partition("://")[0]
+    if scheme in ("http", "https"):
+        # Not before it is needed: applications that use websockets need no aiohttp.
+        from asynctrt.client.http import HttpClient  # noqa: PLC0415
+
+        return HttpClient(
+            url,
+            token=token,
+            max_in_flight=max_in_flight,
+            attempts=attempts,
+            idempotent=idempotent,
+            settings=settings,
+        )
+    if scheme not in ("ws", "wss"):
+        raise UsageError(f"{url!r} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
+    return WebSocketClient(url, settings, max_in_flight, attempts, reconnect_timeout, idempotent=idempotent)

@@ -1,0 +1,126 @@
+"""Whether a request may be sent again, and until when: what all clients do about servers that fail."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
+
+from asynctrt import errors
+from asynctrt.errors import (
+    AsynctrtError,
+    ConnectionLostError,
+    DeadlineError,
+    LifecycleError,
+    ModelNotReadyError,
+    QueueFullError,
+    SuspendedError,
+    UsageError,
+)
+
+T = TypeVar("T")
+
+DELAY_S_MIN: Final = 0.05
+DELAY_S_MAX: Final = 2.0
+"""The pause before a request is sent again; it doubles each time, and a random half of it is left out."""
+
+
+class RemoteError(AsynctrtError):
+    """The server answered with an error that asynctrt has no class for."""
+
+    status: int = 500
+    """The HTTP status of the answer."""
+
+
+class NotConnectedError(ConnectionLostError):
+    """There is no connection to the server, so the request was not sent."""
+
+
+NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError, SuspendedError)
+"""What says that the server has not begun with the request."""
+
+TRANSIENT: Final = (ConnectionLostError, LifecycleError)
+"""What another attempt may mend, after the request may have been computed."""
+
+GATEWAY: Final = (502, 503, 504)
+"""What proxies answer if a server is away, whether or not it has the request."""
+
+
+def may_repeat(error: AsynctrtError, *, is_idempotent: bool) -> bool:
+    """Return whether a request that failed with ``error`` may be sent again, and whether that may help."""
+    if isinstance(error, NOT_BEGUN):
+        return True
+    if isinstance(error, RemoteError):
+        return is_idempotent and error.status in GATEWAY
+    return is_idempotent and isinstance(error, TRANSIENT)
+
+
+async def persist(
+    send: Callable[[], Awaitable[T]],
+    *,
+    attempts: int,
+    is_idempotent: bool,
+    deadline: float | None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> T:
+    """Send a request until it is answered, up to ``attempts`` times and within ``deadline`` seconds.
+
+    :param is_over: returns whether no attempt can succeed any more.
+    :raises DeadlineError: if there is no answer within the deadline.
+    """
+    delay_s = DELAY_S_MIN
+    try:
+        async with asyncio.timeout(deadline) as limit:
+            while True:
+                attempts -= 1
+                try:
+                    return await send()
+                except AsynctrtError as error:
+                    if attempts < 1 or is_over() or not may_repeat(error, is_idempotent=is_idempotent):
+                        raise
+                # Many clients that lost one server do not come back at the same moment.
+                await asyncio.sleep(random.uniform(delay_s / 2, delay_s))  # noqa: S311  (not a secret)
+                delay_s = min(2 * delay_s, DELAY_S_MAX)
+    except TimeoutError as error:
+        if limit.expired() and not isinstance(error, DeadlineError):
+            raise DeadlineError(f"no answer within the deadline of {deadline:g} s") from None
+        raise
+
+
+def check_settings(max_in_flight: int, attempts: int) -> None:
+    """Check the settings that all clients have.
+
+    :raises UsageError: if one is less than 1.
+    """
+    if max_in_flight < 1 or attempts < 1:
+        raise UsageError(f"max_in_flight and attempts must be at least 1, not {max_in_flight} and {attempts}")
+
+
+def queue_timeout(timeout: float | None, deadline: float | None) -> float | None:
+    """Return how long a request may be queued on the server, in seconds: not beyond its deadline."""
+    if timeout is None or deadline is None:
+        return deadline if timeout is None else timeout
+    return min(timeout, deadline)
+
+
+def remote_error(kind: object, status: object, text: str) -> AsynctrtError:
+    """Return a server's error, of the class that it had there if asynctrt has it."""
+    found = getattr(errors, str(kind), None)
+    if isinstance(found, type) and issubclass(found, AsynctrtError):
+        return found(text)
+    remote = RemoteError(text)
+    remote.status = status if isinstance(status, int) else 500
+    return remote
+
+
+def only_input(model: str, metadata: Mapping[str, Any]) -> str:
+    """Return the name of a model's only input, for a caller who gave an array without one.
+
+    :raises UsageError: if it has several.
+    """
+    names = [str(item["name"]) for item in metadata["inputs"]]
+    if len(names) != 1:
+        raise UsageError(
+            f"{model!r} has the inputs {', '.join(map(repr, names))}, so it takes a mapping: "
+            f"infer({model!r}, {{{names[0]!r}: rows, ...}})"
+        )
+    return names[0]
