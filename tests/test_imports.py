@@ -16,7 +16,7 @@ STANDARD = set(sys.stdlib_module_names)
 OPTIONAL = {
     "onnxruntime": {"backends/onnxruntime.py"},
     "google": {"kserve/protobuf.py"},
-    "aiohttp": {"client/http.py", "loadtest/http_target.py"},
+    "aiohttp": {"client/http.py", "loadtest/http_target.py", "loadtest/plain_target.py"},
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.
     "hdrh": {"loadtest/histogram.py"},
     "jinja2": {"loadtest/page.py"},
@@ -24,7 +24,11 @@ OPTIONAL = {
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
     "scipy": {"loadtest/statistics.py"},
-    "yarl": {"client/http.py", "loadtest/http_target.py"},  # aiohttp depends on it.
+    "yarl": {
+        "client/http.py",
+        "loadtest/http_target.py",
+        "loadtest/plain_target.py",
+    },  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
     "cryptography": {"signatures.py"},
     "onnx": {"plans/onnx_file.py"},

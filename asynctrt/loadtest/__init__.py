@@ -16,9 +16,10 @@ from asynctrt.loadtest.settings import LoadSettings
 if TYPE_CHECKING:
     from asynctrt.loadtest.api import run
     from asynctrt.loadtest.report import Report, Run
+    from asynctrt.loadtest.saving import LoadReport
     from asynctrt.loadtest.targets import Target, TargetSpec
 
-__all__ = ["LoadSettings", "Report", "Run", "Target", "TargetSpec", "run"]
+__all__ = ["LoadReport", "LoadSettings", "Report", "Run", "Target", "TargetSpec", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +28,10 @@ def __getattr__(name: str) -> Any:
         from asynctrt.loadtest.api import run  # noqa: PLC0415
 
         return run
+    if name == "LoadReport":
+        from asynctrt.loadtest.saving import LoadReport  # noqa: PLC0415
+
+        return LoadReport
     if name in ("Report", "Run"):
         from asynctrt.loadtest import report  # noqa: PLC0415
 

@@ -1,5 +1,6 @@
 """``asynctrt.loadtest.run``, a load test from Python."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out
-from asynctrt.loadtest.report import Report
+from asynctrt.loadtest.saving import LoadReport
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
-from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.settings import LoadSettings, in_own_words
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.options import Options
 from asynctrt.synonyms import ALL_SYNONYMS
@@ -23,36 +24,57 @@ async def run(
     token: str | None = None,
     device: str = "host",
     options: Options | None = None,
+    body: Any = None,
+    headers: Mapping[str, str] | None = None,
+    method: str | None = None,
     sweep: Mapping[str, Sequence[Any]] | None = None,
     search: bool = False,
     compare: Mapping[str, Any] | None = None,
     precision: float = 0.05,
     **settings: Any,
-) -> Report:
+) -> LoadReport:
     """Measure a target from this process and event loop.
 
     :param target: an engine that is open; a path or ``module:factory``, opened for the test; the address of a
         server, ``http://HOST:PORT/v2/models/NAME``, ``grpc://HOST:PORT/NAME`` or
-        ``ws://HOST:PORT/v2/models/NAME/ws``; an async function that takes and returns arrays by name.
+        ``ws://HOST:PORT/v2/models/NAME/ws``; any other address of HTTP or of a websocket; an async function,
+        or ``module:name`` of one, that takes arrays by name, or nothing.
     :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
     :param device: the device of an engine that is opened for the test.
     :param options: the options of an engine that is opened for the test.
+    :param body: what to send to a server that does not speak KServe: text, or what JSON can hold, with
+        ``"${name}"`` where an array of ``inputs`` belongs.
+    :param headers: of HTTP, by name.
+    :param method: of HTTP. Default: POST with a body, GET without.
     :param sweep: settings or engine options by name, with the values to try in every combination.
     :param search: find the highest rate that holds the ``slo``, to within ``precision``.
     :param compare: settings or engine options of a second configuration; the two run in turn, A B A B.
     :param precision: the precision of a search, as a share of the rate.
-    :param settings: the fields of :class:`LoadSettings`: rate, callers, seconds, slo, ...
+    :param settings: the fields of :class:`LoadSettings`: rate, callers, seconds, slo, ... or what other load
+        testers call them: users, vus, concurrency, duration, rps, qps. ``inputs`` and ``expect`` may be
+        arrays by name.
     :raises OptionsError: for a setting that is unknown or impossible.
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
+    settings = in_own_words(settings)
     check_names(settings, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):
-        target = TargetSpec(str(target), model, token, device, options or Options())
-    elif model is not None or token is not None or options is not None:
+        target = TargetSpec(
+            str(target),
+            model,
+            token,
+            device,
+            options or Options(),
+            body if body is None or isinstance(body, str) else json.dumps(body),
+            tuple(f"{name}: {value}" for name, value in (headers or {}).items()),
+            method,
+        )
+    elif any(given is not None for given in (model, token, options, body, headers, method)):
         raise UsageError(
-            "model, token and options apply to paths and addresses only: this target is open already"
+            "model, token, options, body, headers and method apply to paths and addresses only: this target "
+            "is open already"
         )
     job = LoadJob(target, LoadSettings(**settings), sweep or {}, search, compare or {}, precision)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:

@@ -83,6 +83,9 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         given.get("token"),
         given.get("device", "host"),
         Options.from_settings(None, options),
+        given.get("body"),
+        tuple(given.get("header") or ()),
+        given.get("method"),
     )
     if spec.is_server and options:
         raise OptionsError(

@@ -9,10 +9,11 @@ from typing import Any, Final, Literal
 from asynctrt.bench import describe_machine
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loadtest.criteria import FIGURES
-from asynctrt.loadtest.report import Comparison, Interval, Report, Run
+from asynctrt.loadtest.report import Comparison, Interval, Run
+from asynctrt.loadtest.saving import LoadReport, describe_making
 from asynctrt.loadtest.search import Search
 from asynctrt.loadtest.session import LoadCase, LoadSession
-from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.loadtest.settings import Arrays, LoadSettings
 from asynctrt.loadtest.statistics import interval, ratio_interval
 from asynctrt.loadtest.targets import TargetSpec
 
@@ -110,7 +111,7 @@ class LoadJob:
         return [base.with_values(item, _said(item)) for item in values for _ in range(self.repeats)]
 
 
-async def carry_out(job: LoadJob, session: LoadSession) -> Report:
+async def carry_out(job: LoadJob, session: LoadSession) -> LoadReport:
     """Do the load test, or as much of it as can be done until the session is stopped.
 
     :raises AsynctrtError: if it cannot begin.
@@ -130,7 +131,7 @@ async def carry_out(job: LoadJob, session: LoadSession) -> Report:
     return make_report(job, session.runs, search)
 
 
-def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Report:
+def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> LoadReport:
     """Return the report of the runs.
 
     :raises UsageError: if there are none.
@@ -140,7 +141,7 @@ def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Rep
             "the load test ended before anything was measured: there is nothing to report. Choose a shorter "
             "warmup"
         )
-    return Report(
+    return LoadReport(
         kind=job.kind,
         target=_described(job.target),
         settings=_changed(job.settings),
@@ -149,6 +150,7 @@ def make_report(job: LoadJob, runs: Sequence[Run], search: Search | None) -> Rep
         intervals=_intervals(runs) if job.kind in ("run", "repeats") else {},
         search=search.result(job.settings.slo) if search is not None else None,
         comparison=_comparison(runs) if job.compare else None,
+        made=describe_making(),
     )
 
 
@@ -220,10 +222,17 @@ def _changed(settings: LoadSettings) -> dict[str, Any]:
     """Return the settings that differ from their defaults, and those that always matter."""
     always = ("rate", "callers", "seconds", "warmup", "rows", "answer_timeout", "pacing", "processes", "seed")
     return {
-        item.name: getattr(settings, item.name)
+        item.name: _told(getattr(settings, item.name))
         for item in dataclasses.fields(settings)
         if item.name in always or getattr(settings, item.name) != item.default
     }
+
+
+def _told(value: Any) -> Any:
+    """Return a setting as the report has it: of arrays their types and shapes."""
+    if isinstance(value, Arrays):
+        return {name or "array": f"{array.dtype.name} {array.shape}" for name, array in value.items()}
+    return value
 
 
 def _label(settings: LoadSettings) -> str:

@@ -47,7 +47,10 @@ class Local:
         async with opened(target, trace_batches=settings.trace_batches) as found:
             shapes = trace_shapes(read_trace(settings.trace)) if settings.trace is not None else ()
             wanted = replace(settings, rows=rows_of(settings))
-            samples = await asyncio.to_thread(make_samples, wanted, found.inputs, shapes)
+            if settings.inputs is None and getattr(found, "is_self_contained", False):
+                samples = [Sample({}, wanted.rows)]
+            else:
+                samples = await asyncio.to_thread(make_samples, wanted, found.inputs, shapes)
             if settings.reference is not None:
                 samples = await _with_answers(samples, target, settings)
             local = cls(found, samples)

@@ -10,7 +10,7 @@ import numpy as np
 
 from asynctrt.engine import Engine
 from asynctrt.errors import TargetError
-from asynctrt.loadtest.targets import BatchCounters, Call
+from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace, Statistics
 from asynctrt.tensors import Array, InferResult, TensorSpec
 
@@ -71,6 +71,13 @@ def engine_counters(statistics: Statistics) -> BatchCounters:
     )
 
 
+def _takes_nothing(call: Any) -> bool:
+    try:
+        return not inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        return False  # It is built in and does not say.
+
+
 class CallTarget:
     """Call an async function of the application, and measure whatever it does."""
 
@@ -78,8 +85,10 @@ class CallTarget:
     inputs: tuple[TensorSpec, ...] = ()
     in_flight_max = 16384
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Any) -> None:
         self.name = getattr(call, "__qualname__", type(call).__name__)
+        self.is_self_contained = _takes_nothing(call)
+        """Whether it takes no arguments, so that no inputs are needed."""
         self._call = call
         self._create_task = asyncio.get_running_loop().create_task
 
@@ -87,7 +96,7 @@ class CallTarget:
         return dict(inputs)
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
-        made = self._call(prepared)
+        made = self._call() if self.is_self_contained else self._call(prepared)
         if inspect.iscoroutine(made):
             return self._create_task(made)
         if asyncio.isfuture(made):

@@ -1,11 +1,16 @@
 """Opens the target of a load test. The only module that knows every kind of target."""
 
+import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
-from asynctrt.loading import name_of
+from asynctrt.loading import ATTRIBUTE, name_of
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.opening import open as open_engine
@@ -42,12 +47,31 @@ async def opened(
             await made.aclose()
 
 
+def _coroutine_function(where: str) -> Call | None:
+    """Return the coroutine function ``module:name``; ``None`` for anything else, which may be a model."""
+    module, mark, name = where.partition(":")
+    if not mark or not ATTRIBUTE.fullmatch(where) or Path(where).exists():
+        return None
+    try:
+        found: Any = attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError):
+        return None  # Whoever opens models says what is wrong.
+    return found if inspect.iscoroutinefunction(found) else None
+
+
 async def _open(spec: TargetSpec, *, trace_batches: bool) -> Target:
     if not spec.scheme:
+        call = _coroutine_function(spec.where)
+        if call is not None:
+            return CallTarget(call)
         engine = await open_engine(spec.where, device=spec.device, options=spec.options)
         name = name_of(spec.where)
         return EngineTarget(engine, owns=True, name=name, trace_batches=trace_batches)
     # Each module imports an optional dependency of its own.
+    if spec.is_plain:
+        from asynctrt.loadtest.plain_target import open_plain_target  # noqa: PLC0415
+
+        return await open_plain_target(spec)
     if spec.scheme in ("ws", "wss"):
         from asynctrt.loadtest.websocket_target import open_websocket_target  # noqa: PLC0415
 

@@ -97,6 +97,7 @@ def render(report: Report, plots: Sequence[Plot]) -> str:
             ("Target", list(flat(report.target))),
             ("Settings", list(flat(report.settings))),
             ("Machine", list(flat(report.machine))),
+            ("Report", list(flat(report.made))),
         ],
         has_void=bool(report.void),
     )

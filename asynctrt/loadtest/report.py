@@ -119,7 +119,7 @@ class Resources:
     """Mean power of the GPU, in W."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """Hold one run. Latencies are in ms by name: ``p50`` to ``p99.99``, ``mean``, ``max``; rates in
     requests/s."""
@@ -172,6 +172,11 @@ class Run:
     scenario: Mapping[str, Any] | None = None
     """The verdict by MLPerf's rules: whether the run is valid, and why not."""
 
+    def __repr__(self) -> str:
+        told = [f"{self.answered:,} of {self.requests:,} answered", f"{self.throughput:,.6g} requests/s"]
+        told += [f"{name} {self.latency[name]:.3g} ms" for name in ("p50", "p99") if name in self.latency]
+        return f"<Run {self.label!r}: {', '.join(told)}{', void' if self.void else ''}>"
+
     @property
     def holds(self) -> bool:
         """Whether the slo was met, and the figures are not void."""
@@ -223,6 +228,8 @@ class Report:
     """Intervals over the repetitions, by figure; empty with fewer than two."""
     search: SearchResult | None = None
     comparison: Comparison | None = None
+    made: Mapping[str, str] = field(default_factory=dict)
+    """When (``at``, ISO 8601), where (``host``) and by which ``command`` it was made."""
 
     @property
     def complete(self) -> bool:
@@ -252,12 +259,13 @@ class Report:
         """Return the JSON text of a report file."""
         return json.dumps(self.as_json(), indent=1) + "\n"
 
-    def save(self, path: Path) -> None:
-        """Write the report as JSON.
+    def save(self, path: str | Path) -> list[Path]:
+        """Write the report as JSON, and return the path.
 
         :raises UsageError: if it cannot be written; an existing file is then unchanged.
         """
-        write_whole(path, self.as_text())
+        write_whole(Path(path), self.as_text())
+        return [Path(path)]
 
 
 def mean_figures(runs: Sequence[Run]) -> dict[str, float]:

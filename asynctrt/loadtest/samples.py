@@ -137,18 +137,20 @@ def _row_nbytes(spec: TensorSpec, dims: Mapping[str, int]) -> int:
 
 
 def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator[Sample]:
-    path = settings.inputs
-    assert path is not None
-    if settings.reader is not None:
+    path: Any = settings.inputs
+    given: Any = path
+    if not isinstance(path, Path):
+        path = Path("inputs")  # What messages call the arrays of an application.
+    elif settings.reader is not None:
         yield from _read_folder(path, find_reader(settings.reader), settings, specs)
         return
-    if path.suffix not in (".npy", ".npz"):
+    elif path.suffix not in (".npy", ".npz"):
         raise UsageError(
             f"{str(path)!r} is neither an .npz nor an .npy: set a reader, module:function, which turns a "
             "file "
             "into arrays"
         )
-    arrays = _named(_load(path), specs, str(path))
+    arrays = _named(_load(given), specs, str(path))
     expected = _load(settings.expect) if settings.expect is not None else None
     if isinstance(expected, dict):  # Text is sent as bytes, so it comes back as bytes.
         expected = {
@@ -174,9 +176,13 @@ def _from_files(settings: LoadSettings, specs: Sequence[TensorSpec]) -> Iterator
         yield Sample(inputs, rows, expected=right)
 
 
-def _load(path: Path) -> Any:
-    """Load an array, or arrays by name. Objects are not loaded, because unpickling a file may run its
-    code."""
+def _load(path: Any) -> Any:
+    """Load an array, or arrays by name, or return those that were given instead of a path.
+
+    Objects are not loaded, because unpickling a file may run its code.
+    """
+    if not isinstance(path, Path):
+        return path[""] if list(path) == [""] else dict(path)
     try:
         with path.open("rb") as file:  # NumPy leaves a damaged file open.
             content = np.load(file, allow_pickle=False)

@@ -1,17 +1,23 @@
 """The settings of a load test. The command's flags have the same names."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import LoadProfile
 from asynctrt.loadtest.criteria import Criterion, parse_slo
+from asynctrt.tensors import Array
 from asynctrt.validation import (
     FLAG,
     PATH,
     TEXT,
     TEXTS,
+    Check,
     choice,
     count,
     documented,
@@ -25,9 +31,60 @@ Arrivals = Literal["poisson", "constant"]
 Pacing = Literal["auto", "adaptive", "spin", "timer"]
 Scenario = Literal["single-stream", "multi-stream", "server", "offline"]
 
+SYNONYMS: Final = {
+    "users": "callers",
+    "vus": "callers",
+    "clients": "callers",
+    "concurrency": "callers",
+    "connections": "callers",
+    "duration": "seconds",
+    "run_time": "seconds",
+    "time": "seconds",
+    "rps": "rate",
+    "qps": "rate",
+    "request_rate": "rate",
+    "iterations": "requests",
+    "num_requests": "requests",
+    "number_of_requests": "requests",
+    "timeout": "answer_timeout",
+    "threads": "processes",
+    "workers": "processes",
+    "batch_size": "rows",
+}
+"""What other load testers call the settings: k6, Locust, wrk, hey, ab, vegeta, perf_analyzer."""
+
+UNITS_S: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
 CALLERS_DEFAULT: Final = 64
 CALLERS_MAX: Final = 100_000
 PROCESSES_MAX: Final = 64
+
+
+class Arrays(dict[str, Array]):
+    """Arrays by name that an application gave instead of a file; one without a name is called "".
+
+    Settings are hashed and compared, and arrays cannot be: these are the same if they are the same object.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+def _path_or_arrays(value: Any) -> Any:
+    if isinstance(value, Arrays):
+        return value
+    if isinstance(value, np.ndarray):
+        return Arrays({"": value})
+    if isinstance(value, Mapping):
+        return Arrays({str(name): np.asarray(array) for name, array in value.items()})
+    return PATH.convert(value)
+
+
+PATH_OR_ARRAYS: Final = Check("a path, or arrays by name", _path_or_arrays)
+"""From Python arrays can be given; a flag is always a path."""
 
 
 @documented
@@ -156,7 +213,7 @@ class LoadSettings:
     )
     inputs: Path | None = setting(
         default=None,
-        check=PATH.or_none,
+        check=PATH_OR_ARRAYS.or_none,
         doc="""What to send: an .npz with an array for each input, an .npy, or a folder whose files a reader
         takes. Default: random values.""",
     )
@@ -173,7 +230,7 @@ class LoadSettings:
     )
     expect: Path | None = setting(
         default=None,
-        check=PATH.or_none,
+        check=PATH_OR_ARRAYS.or_none,
         doc="An .npz with what the model should answer to the rows of inputs; each answer is checked.",
     )
     reference: str | None = setting(
@@ -320,6 +377,29 @@ class LoadSettings:
         percentiles = [item for item in parse_slo(self.slo) if item.figure.startswith("p")]
         if self.scenario == "server" and len(percentiles) != 1:
             raise OptionsError("scenario server needs an slo for exactly one percentile, such as p99<15ms")
+
+
+def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their own names, with times such as ``"30s"`` or ``"1m30s"`` in seconds.
+
+    :raises OptionsError: for a setting that is given twice, under two names.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = SYNONYMS.get(name, name)
+        if own in found:
+            raise OptionsError(f"{own} is given twice, as {name!r} too: leave one of them out")
+        is_time = own in ("seconds", "warmup", "think", "answer_timeout") and isinstance(value, str)
+        found[own] = _seconds(value) if is_time else value
+    return found
+
+
+def _seconds(text: str) -> Any:
+    """Return a time in seconds; what is none as it is, for the check of the setting to refuse."""
+    if not re.fullmatch(r"(\d+(\.\d+)?(ms|s|m|h))+", text):
+        return text
+    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", text)
+    return sum(float(count) * UNITS_S[unit] for count, unit in parts)
 
 
 def _text(level: object) -> str:

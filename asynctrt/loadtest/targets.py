@@ -6,12 +6,16 @@
     ws://HOST:PORT/v2/models/NAME/ws        asynctrt's websocket
     http://HOST:PORT/v2/models/NAME         any KServe V2 server over HTTP
     grpc://HOST:PORT/NAME                   any KServe V2 server over gRPC
+    http://HOST:PORT/PATH                   anything over HTTP: a body, or none, and an answer
+    ws://HOST:PORT/PATH                     any websocket: a message, and one in answer
+    package.module:coroutine_function       whatever it does
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 from asynctrt.errors import UsageError
 from asynctrt.options import Options
@@ -103,6 +107,10 @@ class TargetSpec:
     :param token: the server's bearer token.
     :param device: the device of an engine.
     :param options: the options of an engine.
+    :param body: what is sent to a server that does not speak KServe; see
+        :mod:`asynctrt.loadtest.templates`.
+    :param headers: of HTTP, each as ``Name: value``.
+    :param method: of HTTP. Default: POST with a body, GET without.
     """
 
     where: str
@@ -110,6 +118,9 @@ class TargetSpec:
     token: str | None = field(default=None, repr=False)
     device: str = "host"
     options: Options = field(default_factory=Options)
+    body: str | None = None
+    headers: tuple[str, ...] = field(default=(), repr=False)
+    method: str | None = None
 
     @property
     def scheme(self) -> str:
@@ -131,11 +142,26 @@ class TargetSpec:
         """Whether the target is a server, so that several processes can send to it."""
         return bool(self.scheme)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an address over HTTP, or a websocket, that is none of KServe's."""
+        if self.scheme not in ("http", "https", "ws", "wss"):
+            return False
+        try:
+            path = urlsplit(self.where).path.rstrip("/")
+        except ValueError:
+            return False
+        is_kserve = not path or path.endswith("/v2") or "/v2/" in path
+        return not is_kserve or self.body is not None or self.method is not None
+
     def describe(self) -> dict[str, Any]:
-        """Return what a report says about the target: everything but the token."""
+        """Return what a report says about the target: everything but the token and headers."""
         options = {
             name: getattr(self.options, name)
             for name in Options.__dataclass_fields__
             if getattr(self.options, name) != getattr(Options(), name)
         }
-        return {"where": self.where, "model": self.model, "device": self.device, "options": options}
+        described = {"where": self.where, "model": self.model, "device": self.device, "options": options}
+        if self.is_plain:  # Not the headers, which may be secret.
+            described |= {"body": self.body, "method": self.method}
+        return described

@@ -306,7 +306,7 @@ class ServerContract:
     async def test_what_is_no_address(self, rest):
         scheme = {"websocket": "ws"}.get(self.kind, self.kind)
         if not rest:
-            rest = "://" + ("host/model" if self.kind == "grpc" else "host/elsewhere")
+            rest = "://" + ("host/model" if self.kind == "grpc" else "host/v2/elsewhere")
         with pytest.raises(UsageError, match=f"{scheme}://HOST:PORT"):
             async with target_at(scheme + rest):
                 pass

@@ -1,0 +1,201 @@
+"""Any address of HTTP and any websocket as a load test's target: a body goes, and something comes back."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.errors import (
+    ConnectionLostError,
+    MissingExtraError,
+    OptionsError,
+    OverloadError,
+    TargetError,
+    UsageError,
+)
+from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.templates import Template
+from asynctrt.statistics import BatchTrace
+from asynctrt.tensors import Array, TensorSpec
+
+try:
+    import aiohttp
+    from yarl import URL
+except ImportError as error:
+    raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
+
+TEXT_LENGTH_MAX: Final = 300
+"""Characters of an answer that an error quotes."""
+OVERLOADED: Final = (429, 503)
+
+
+async def open_plain_target(spec: TargetSpec) -> Target:
+    """Open an address of HTTP, or a websocket, that is none of KServe's.
+
+    :raises OptionsError: for headers that are none, or a websocket without a body.
+    :raises UsageError: for an address without a host, or a body that cannot be read.
+    """
+    url = URL(spec.where)
+    if not url.host:
+        raise UsageError(
+            f"{spec.where!r} is not the address of a server: write {spec.scheme}://HOST:PORT/PATH"
+        )
+    headers = dict(_header(text) for text in spec.headers)
+    if spec.token:
+        headers["Authorization"] = f"Bearer {spec.token}"
+    template = None if spec.body is None else Template(spec.body)
+    if spec.scheme in ("ws", "wss"):
+        if template is None:
+            raise OptionsError(
+                f"{spec.where} is not a websocket of a model (/v2/models/NAME/ws), so what to send has to be "
+                "said: set body to a text or to JSON"
+            )
+        return PlainWebsocketTarget(url, template, _session(headers))
+    if template is not None:
+        kind = "application/json" if template.is_json else "text/plain; charset=utf-8"
+        headers = {"Content-Type": kind, **headers}
+    method = (spec.method or ("GET" if template is None else "POST")).upper()
+    return PlainHttpTarget(url, method, template, _session(headers))
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, mark, value = text.partition(":")
+    if not mark or not name.strip():
+        raise OptionsError(f"{text!r} is not a header: write 'Name: value'")
+    return name.strip(), value.strip()
+
+
+def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        # As many connections as requests in flight: waiting for another would make a request late.
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
+    )
+
+
+class _PlainTarget:
+    """What both kinds have in common."""
+
+    inputs: tuple[TensorSpec, ...] = ()
+    in_flight_max = SERVER_IN_FLIGHT
+
+    def __init__(self, url: URL, template: Template | None, session: aiohttp.ClientSession) -> None:
+        self.name = url.path.strip("/") or str(url.host)
+        self.is_self_contained = template is None or not template.names
+        """Whether the same is sent each time, so that no inputs are needed."""
+        self._url = url
+        self._template = template
+        self._session = session
+        self._create_task = asyncio.get_running_loop().create_task
+
+    def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
+        """Fill the arrays of a request into the body."""
+        return None if self._template is None else self._template.fill(inputs).encode()
+
+    def outputs(self, answer: Any) -> Mapping[str, Array]:
+        """Return the arrays of an answer that is JSON; those of a list are called ``answer``."""
+        try:
+            content = json.loads(answer)
+            if isinstance(content, dict):
+                return {name: np.asarray(value) for name, value in content.items()}
+            return {"answer": np.asarray(content)}
+        except ValueError as error:
+            raise TargetError(f"{self._url} did not answer in JSON: {error}") from error
+
+    async def batches(self) -> BatchCounters | None:
+        """Return ``None``: what it computes is not known."""
+        return None
+
+    def trace(self) -> list[BatchTrace]:
+        """Return nothing, for the same reason."""
+        return []
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+
+class PlainHttpTarget(_PlainTarget):
+    """Send a request to one address over HTTP; an answer with a status from 200 to 299 is right."""
+
+    kind = "http"
+
+    def __init__(
+        self, url: URL, method: str, template: Template | None, session: aiohttp.ClientSession
+    ) -> None:
+        super().__init__(url, template, session)
+        self._method = method
+
+    def start(self, prepared: Any) -> "asyncio.Future[Any]":
+        """Send a request."""
+        return self._create_task(self._send(prepared))
+
+    async def _send(self, body: bytes | None) -> bytes:
+        try:
+            response = await self._session.request(self._method, self._url, data=body, allow_redirects=False)
+            answer = await response.read()
+        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+            raise TargetError(f"{self._url} cannot be reached: {_said(error)}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionLostError(f"the connection to {self._url} was lost: {_said(error)}") from error
+        if not 200 <= response.status < 300:
+            text = " ".join(answer[: 4 * TEXT_LENGTH_MAX].decode(errors="replace").split())
+            kind = OverloadError if response.status in OVERLOADED else TargetError
+            raise kind(f"status {response.status}: {text:.{TEXT_LENGTH_MAX}}")
+        return answer
+
+
+class PlainWebsocketTarget(_PlainTarget):
+    """Send a message and take the next one for its answer: one at a time on each of as many websockets as
+    requests are in flight."""
+
+    kind = "websocket"
+
+    def __init__(self, url: URL, template: Template, session: aiohttp.ClientSession) -> None:
+        super().__init__(url, template, session)
+        self._idle: list[aiohttp.ClientWebSocketResponse] = []
+
+    def start(self, prepared: Any) -> "asyncio.Future[Any]":
+        """Send a message."""
+        return self._create_task(self._send(prepared))
+
+    async def _send(self, message: bytes) -> bytes:
+        socket = None
+        while self._idle and socket is None:
+            found = self._idle.pop()
+            socket = None if found.closed else found
+        try:
+            if socket is None:
+                socket = await self._session.ws_connect(self._url, max_msg_size=0, compress=0)
+            await socket.send_str(message.decode())
+            answer = await socket.receive()
+        except aiohttp.ClientConnectorError as error:
+            raise TargetError(f"{self._url} cannot be reached: {_said(error)}") from error
+        except aiohttp.WSServerHandshakeError as error:
+            raise TargetError(f"{self._url} refuses websockets with status {error.status}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionLostError(f"the connection to {self._url} was lost: {_said(error)}") from error
+        except asyncio.CancelledError:
+            # Its answer may still come, and would be taken for that of the next message.
+            if socket is not None:
+                self._create_task(_closed(socket))
+            raise
+        if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+            code = socket.close_code
+            raise ConnectionLostError(
+                f"{self._url} closed the websocket instead of answering, with code {code}"
+            )
+        self._idle.append(socket)
+        return answer.data.encode() if isinstance(answer.data, str) else bytes(answer.data)
+
+
+async def _closed(socket: aiohttp.ClientWebSocketResponse) -> None:
+    await socket.close()
+
+
+def _said(error: Exception) -> str:
+    return f"{str(error) or type(error).__name__:.{TEXT_LENGTH_MAX}}"

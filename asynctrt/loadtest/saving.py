@@ -1,0 +1,112 @@
+"""What a load test from Python returns: a report that writes itself to files, and shows itself."""
+
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.errors import UsageError
+from asynctrt.files import write_whole
+from asynctrt.loadtest.report import Report
+
+SECRET: Final = ("--token", "--header", "--headers")
+"""Flags whose values no report may hold."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport(Report):
+    """Hold everything that one load test found, write it to files, and show it."""
+
+    def __repr__(self) -> str:
+        return f"<LoadReport {self.kind} of {self._name()}: {self._headline()}>"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the key figures for a notebook."""
+        from asynctrt.loadtest import page  # noqa: PLC0415  (It needs jinja2.)
+
+        cell = '<td style="text-align:left">'
+        rows = [
+            f"<tr>{cell}{escape(tile.name)}</td>"
+            f"{cell}<b>{escape(tile.value.text)}</b> {escape(tile.unit)}</td>"
+            f"{cell}{escape(tile.more)}</td></tr>"
+            for tile in page.tiles(self)
+        ]
+        warnings = [
+            f"<p><b>{escape(banner.title)}</b> {escape(' '.join(banner.reasons))}</p>"
+            for banner in page.banners(self)
+        ]
+        head = f"<p>{escape(self._name())}: <b>{escape(self._headline())}</b></p>"
+        return head + "".join(warnings) + f"<table>{''.join(rows)}</table>"
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write the report, as the name of the file says: ``.json``, ``.html`` with plots, or ``.png``.
+
+        There are several plots, so ``report.png`` becomes ``report-latency.png``, ``report-throughput.png``
+        and so on.
+
+        :returns: the files.
+        :raises UsageError: for another suffix, or if a file cannot be written; one that was there is then
+            unchanged.
+        :raises MissingExtraError: for plots as PNG, without matplotlib.
+        """
+        path = Path(path)
+        pages: Sequence[tuple[Path, Callable[[], str | bytes]]]
+        if path.suffix == ".json":
+            pages = [(path, self.as_text)]
+        elif path.suffix == ".html":
+            from asynctrt.loadtest.page import render  # noqa: PLC0415
+            from asynctrt.loadtest.plots import figures as all_figures  # noqa: PLC0415
+
+            pages = [(path, lambda: render(self, all_figures(self)))]
+        elif path.suffix == ".png":
+            from asynctrt.loadtest.plots import as_png, figures  # noqa: PLC0415  (It needs matplotlib.)
+
+            def png(figure: Any) -> Callable[[], bytes]:
+                return lambda: as_png(figure)
+
+            pages = [
+                (path.with_name(f"{path.stem}-{plot.name}.png"), png(plot.figure)) for plot in figures(self)
+            ]
+        else:
+            raise UsageError(
+                f"{str(path)!r} is not a .json, .html or .png: a report is written as one of these"
+            )
+        for one, make in pages:
+            try:
+                write_whole(one, make())
+            except OSError as error:
+                raise UsageError(f"{str(one)!r} cannot be written: {error}") from error
+        return [one for one, _ in pages]
+
+    def _name(self) -> str:
+        return str(self.target.get("model") or self.target.get("where") or "a target")
+
+    def _headline(self) -> str:
+        from asynctrt.loadtest import page  # noqa: PLC0415
+
+        return page.headline(self)
+
+
+def describe_making() -> dict[str, str]:
+    """Return when, where and by which command a report is being made."""
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "command": shlex.join(without_secrets([Path(sys.argv[0]).name, *sys.argv[1:]])),
+    }
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return a command's words, without the values of its flags for tokens and headers."""
+    told = []
+    hides = False
+    for word in words:
+        flag, mark, _ = word.partition("=")
+        told.append("…" if hides else f"{flag}=…" if mark and flag in SECRET else word)
+        hides = not hides and word in SECRET
+    return told

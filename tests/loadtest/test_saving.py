@@ -1,0 +1,81 @@
+"""A report from Python: as files, in a notebook, in one line."""
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from asynctrt import loadtest
+from asynctrt.errors import UsageError
+from asynctrt.loadtest.saving import describe_making, without_secrets
+from tests.models import double_onnx
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def report(tmp_path):
+    path = double_onnx(tmp_path / "dou<b>le.onnx")
+    return await loadtest.run(path, vus=4, duration="200ms", warmup=0)
+
+
+async def test_files_of_every_kind(report, tmp_path):
+    (saved,) = report.save(tmp_path / "r.json")
+    content = json.loads(saved.read_text())
+    assert content["runs"][0]["answered"] == report.runs[0].answered > 0
+    assert set(content["made"]) == {"at", "host", "command"}
+    assert content["made"]["at"].endswith("+00:00")
+    (page,) = report.save(str(tmp_path / "r.html"))
+    text = page.read_text()
+    assert content["made"]["host"] in text
+    assert content["made"]["at"] in text
+    pictures = report.save(tmp_path / "r.png")
+    assert {path.name for path in pictures} >= {"r-latency.png", "r-percentiles.png", "r-batches.png"}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    with pytest.raises(UsageError, match=r"'r.pdf' is not a \.json, \.html or \.png"):
+        report.save("r.pdf")
+    with pytest.raises(UsageError, match="cannot be written"):
+        report.save(tmp_path / "none" / "r.json")
+
+
+async def test_in_a_notebook_and_in_one_line(report):
+    shown = report._repr_html_()
+    assert "Throughput" in shown
+    assert "requests/s" in shown
+    assert "dou<b>le" not in shown
+    assert "dou&lt;b&gt;le" in shown
+    assert repr(report).startswith("<LoadReport run of ")
+    assert len(repr(report.runs[0])) < 120
+    assert repr(report.runs[0]).startswith(f"<Run '4 callers': {report.runs[0].answered:,} of ")
+
+
+async def test_the_page_about_it_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parent.parent.parent / "docs" / "load-tests-of-anything.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    await asyncio.to_thread(exec, block, {"__name__": "page"})
+    assert "<LoadReport run of ask, in the application" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["runs"][0]["error_share"] == 0
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_no_report_holds_a_secret(monkeypatch):
+    words = [
+        "load",
+        "http://h/x",
+        "--token",
+        "s3cret",
+        "--header=X: s3cret",
+        "--header",
+        "Y: s3cret",
+        "--rate",
+        "3",
+    ]
+    assert "s3cret" not in " ".join(without_secrets(words))
+    assert without_secrets(words)[-2:] == ["--rate", "3"]
+    assert without_secrets(["--token", "--token", "x"]) == ["--token", "…", "x"]
+    monkeypatch.setattr(sys, "argv", ["/somewhere/asynctrt", "load", "a b"])
+    assert describe_making()["command"] == "asynctrt load 'a b'"

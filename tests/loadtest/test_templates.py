@@ -1,0 +1,51 @@
+"""What is sent to servers without KServe: arrays in their places, in JSON and in text."""
+
+import json
+
+import numpy as np
+import pytest
+
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.loadtest.templates import Template
+
+ARRAYS = {
+    "x": np.array([[1.5, 2.0]], np.float32),
+    "text": np.array([b"gr\xc3\xbc\xc3\x9fe"]),
+    "n": np.arange(3),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ('{"inputs": "${x}"}', {"inputs": [[1.5, 2.0]]}),
+        ('{"a": [{"row": "${x[0]}"}, "${n[2]}", 7, null]}', {"a": [{"row": [1.5, 2.0]}, 2, 7, None]}),
+        ('{"prompt": "Say ${text}, ${n[1]} times"}', {"prompt": "Say grüße, 1 times"}),
+        ('{"a": "${text[0]}"}', {"a": "grüße"}),
+        ('{"a": "$5 {x} $x"}', {"a": "$5 {x} $x"}),
+    ],
+)
+def test_places_in_json(text, filled):
+    template = Template(text)
+    assert template.is_json
+    assert json.loads(template.fill(ARRAYS)) == filled
+
+
+def test_text_that_is_no_json(tmp_path):
+    template = Template("say ${text} ${x[0]}")
+    assert (template.is_json, template.names) == (False, ("text", "x"))
+    assert template.fill(ARRAYS) == "say grüße [1.5, 2.0]"
+    (tmp_path / "body.json").write_text('{"a": "${n}"}')
+    assert Template(f"@{tmp_path / 'body.json'}").fill(ARRAYS) == '{"a": [0, 1, 2]}'
+    assert Template('{"b":  1}').fill({}) == '{"b":  1}'  # To the letter.
+
+
+def test_what_is_missing_is_named(tmp_path):
+    with pytest.raises(OptionsError, match=r"names \$\{y\}, and the arrays are 'x', 'text', 'n'"):
+        Template('{"a": "${y}"}').fill(ARRAYS)
+    with pytest.raises(OptionsError, match="there are no arrays: set inputs"):
+        Template("${y}").fill({})
+    with pytest.raises(OptionsError, match=r"names \$\{x\[1\]\}, and 'x' has 1 row"):
+        Template("${x[1]}").fill(ARRAYS)
+    with pytest.raises(UsageError, match=r"the body '.*none' cannot be read"):
+        Template(f"@{tmp_path / 'none'}")
