@@ -23,7 +23,7 @@ OPTIONAL = {
     "matplotlib": {"loadtest/plots.py"},
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
-    "scipy": {"loadtest/statistics.py"},
+    "scipy": set(),
     "yarl": {
         "client/http.py",
         "loadtest/http_target.py",
@@ -224,7 +224,6 @@ MISSING = [
     *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
     *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
     *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "matplotlib", "psutil", "pynvml")],
-    ("load", "model.onnx", "scipy", "load"),
     *[("bench", __file__, name, "cli") for name in ("typer", "rich")],
     ("bench", __file__, "onnxruntime", "cpu"),
     ("verify", __file__, "cryptography", "trust"),

@@ -1,18 +1,12 @@
-"""Confidence intervals by Student's t, steady state by MSER. The only importer of ``scipy``."""
+"""Confidence intervals by Student's t, steady state by MSER."""
 
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from asynctrt.errors import MissingExtraError
+from asynctrt.loadtest.distributions import binomial_cdf, student_t_quantile
 from asynctrt.loadtest.report import Interval
-
-try:
-    # scipy.stats has these two as well, but takes much longer to import.
-    from scipy.special import bdtr, stdtrit
-except ImportError as error:
-    raise MissingExtraError("load tests need scipy: pip install 'asynctrt[load]'") from error
 
 CONFIDENCE: Final = 0.95
 PIECES: Final = 10
@@ -29,7 +23,7 @@ def interval(values: Sequence[float]) -> Interval | None:
     given = np.asarray(values, np.float64)
     mean = float(given.mean())
     error = float(given.std(ddof=1)) / len(values) ** 0.5
-    reach = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)) * error
+    reach = student_t_quantile(len(values) - 1, (1 + CONFIDENCE) / 2) * error
     return Interval(mean, mean - reach, mean + reach, len(values))
 
 
@@ -88,7 +82,7 @@ def surely_below(count: int, over: int, percent: float, confidence: float) -> bo
     This is MLPerf's test for early stopping: if fewer requests were within the limit, the probability of so
     few over it would be less than ``1 - confidence``.
     """
-    return bool(bdtr(over, count, 1 - percent / 100) <= 1 - confidence)
+    return binomial_cdf(over, count, 1 - percent / 100) <= 1 - confidence
 
 
 def requests_least(percent: float) -> int:
