@@ -223,7 +223,7 @@ def test_importing_the_doubles_loads_none_either():
 MISSING = [
     *[("serve", "model.onnx", name, "serve") for name in ("google", "grpc", "httptools", "orjson")],
     *[("serve", "model.onnx", name, "serve") for name in ("prometheus_client", "websockets")],
-    *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "matplotlib", "psutil", "pynvml")],
+    *[("load", "model.onnx", name, "load") for name in ("hdrh", "jinja2", "psutil", "pynvml")],
     *[("bench", __file__, name, "cli") for name in ("typer", "rich")],
     ("bench", __file__, "onnxruntime", "cpu"),
     ("verify", __file__, "cryptography", "trust"),

@@ -142,5 +142,5 @@ def test_plots_name_the_extra_that_they_need(latency):
     flags = ("simulate", "--arrivals", "poisson:1", "--latency", latency)
     code, _, err = python(program, *flags, "--plot", "x.png")
     assert code == 1
-    assert "pip install 'asynctrt[load]'" in err
+    assert "pip install 'asynctrt[plots]'" in err
     assert python(program, *flags)[0] == 0, "figures alone need no plots"

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +17,7 @@ from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import Criterion, failures
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
-from asynctrt.loadtest.page import render
-from asynctrt.loadtest.plots import as_png, figures
+from asynctrt.loadtest.page import interactive
 from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
 from asynctrt.loadtest.settings import LoadSettings
@@ -114,6 +114,8 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
     made = LoadPlan(job, given.get("json"), given.get("report"), given.get("png"), fail_if, baseline)
     for path in made.outputs:
         _check_writable(path)
+    if made.png is not None:
+        plotting()  # What is missing is said before the test.
     return made
 
 
@@ -162,16 +164,19 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     """
     written: list[Path] = []
     failed: list[AsynctrtError] = []
-    plots = figures(report) if planned.report or planned.png else []
     pages: list[tuple[Path, Callable[[], str | bytes]]] = []
     if planned.prints_json:
         sys.stdout.write(report.as_text())
     elif planned.json is not None:
         pages.append((planned.json, report.as_text))
     if planned.report is not None:
-        pages.append((planned.report, lambda: render(report, plots)))
+        pages.append((planned.report, lambda: interactive(report)))
     if planned.png is not None:
-        pages += [(planned.png / f"{plot.name}.png", _png(plot.figure)) for plot in plots]
+        plots = plotting()
+        pages += [
+            (planned.png / f"{plot.name}.png", partial(plots.as_png, plot.figure))
+            for plot in plots.figures(report)
+        ]
     for path, make in pages:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,8 +192,14 @@ def write(planned: LoadPlan, report: Report) -> list[Path]:
     return written
 
 
-def _png(figure: Any) -> Callable[[], bytes]:
-    return lambda: as_png(figure)
+def plotting() -> Any:
+    """Return what draws plots as pictures.
+
+    :raises MissingExtraError: without matplotlib.
+    """
+    from asynctrt.loadtest import plots  # noqa: PLC0415  (It needs matplotlib.)
+
+    return plots
 
 
 def gate(planned: LoadPlan, report: Report) -> list[str]:

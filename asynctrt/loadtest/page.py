@@ -3,15 +3,18 @@
 This module decides what the page says; the template only decides where.
 """
 
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import MissingExtraError
+from asynctrt.loadtest.charts import NAMES, Chart
+from asynctrt.loadtest.charts import charts as all_charts
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
-from asynctrt.loadtest.plots import Plot, as_svg
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
 from asynctrt.loadtest.views import all_errors, groups, judged, main_run, number, plain_label
@@ -22,6 +25,9 @@ except ImportError as error:
     raise MissingExtraError("a report as HTML needs jinja2: pip install 'asynctrt[load]'") from error
 
 STATIC: Final = Path(__file__).parent / "static"
+UPLOT: Final = Path(__file__).parent.parent / "serving" / "static"
+"""The dashboard's copy of uPlot is the only one."""
+SCRIPTS: Final = (UPLOT / "uPlot.iife.min.js", STATIC / "report.js")
 
 DASH: Final = "\N{EM DASH}"
 TOO_FEW: Final = "too few requests for this percentile"
@@ -72,8 +78,38 @@ class Table:
     note: str = ""
 
 
-def render(report: Report, plots: Sequence[Plot]) -> str:
-    """Return the page. It has no script and loads nothing; everything from outside is escaped."""
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script of the page, which runs because the page's policy has its hash."""
+
+    text: str
+
+    @property
+    def hash(self) -> str:
+        """The hash of its text, as a policy names it."""
+        return b64encode(sha256(self.text.encode()).digest()).decode()
+
+
+def interactive(report: Report) -> str:
+    """Return the page with charts and, if matplotlib is installed, the plots that no chart replaces."""
+    try:
+        from asynctrt.loadtest.plots import figures  # noqa: PLC0415  (It needs matplotlib.)
+    except MissingExtraError:
+        return render(report, [], all_charts(report))
+    return render(report, [plot for plot in figures(report) if plot.name not in NAMES], all_charts(report))
+
+
+def render(report: Report, plots: Sequence[Any], charts: Sequence[Chart] = ()) -> str:
+    """Return the page. It loads nothing, and has no script but that of its charts; everything from outside
+    is escaped.
+
+    :param plots: of :func:`asynctrt.loadtest.plots.figures`, drawn by matplotlib.
+    """
+    drawn = []
+    if plots:
+        from asynctrt.loadtest.plots import as_svg  # noqa: PLC0415
+
+        drawn = [(plot, as_svg(plot.figure)) for plot in plots]
     environment = Environment(
         loader=FileSystemLoader(STATIC),
         autoescape=True,
@@ -91,7 +127,10 @@ def render(report: Report, plots: Sequence[Plot]) -> str:
         tiles=tiles(report) if report.comparison is None else [],
         tiles_of=main.label if is_several and main is not None else "",
         results=[table for table in (_search(report), _comparison(report), _scenario(report)) if table],
-        plots=[(plot, as_svg(plot.figure)) for plot in plots],
+        plots=drawn,
+        charts=charts,
+        chart_style=(UPLOT / "uPlot.min.css").read_text() if charts else "",
+        scripts=[Script(path.read_text()) for path in SCRIPTS] if charts else [],
         tables=[table for table in (_runs(report), _inside(report), _errors(report)) if table],
         facts=[
             ("Target", list(flat(report.target))),

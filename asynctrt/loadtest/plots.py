@@ -45,7 +45,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 except ImportError as error:
-    raise MissingExtraError("plots need matplotlib: pip install 'asynctrt[load]'") from error
+    raise MissingExtraError("plots need matplotlib: pip install 'asynctrt[plots]'") from error
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -59,10 +59,9 @@ class LoadReport(Report):
         if path.suffix == ".json":
             pages = [(path, self.as_text)]
         elif path.suffix == ".html":
-            from asynctrt.loadtest.page import render  # noqa: PLC0415
-            from asynctrt.loadtest.plots import figures as all_figures  # noqa: PLC0415
+            from asynctrt.loadtest.page import interactive  # noqa: PLC0415
 
-            pages = [(path, lambda: render(self, all_figures(self)))]
+            pages = [(path, lambda: interactive(self))]
         elif path.suffix == ".png":
             from asynctrt.loadtest.plots import as_png, figures  # noqa: PLC0415  (It needs matplotlib.)
 

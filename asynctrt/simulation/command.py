@@ -86,7 +86,7 @@ def make_job(given: Mapping[str, Any]) -> SimulationJob:
         for name in NEEDED:
             # It takes long to import, and is needed last.
             if sys.modules.get(name, name) is None or importlib.util.find_spec(name) is None:
-                raise MissingExtraError(f"plots need {name}: pip install 'asynctrt[load]'")
+                raise MissingExtraError(f"plots need {name}: pip install 'asynctrt[plots]'")
     settings = {name: given[name] for name in SimulationSettings.__dataclass_fields__ if name in given}
     options = {name: given[name] for name in OPTION_NAMES if name in given}
     seed = given.get("seed", 0)

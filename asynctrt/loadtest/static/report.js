@@ -1,0 +1,92 @@
+// Draws the charts of a load test's report with uPlot: hover for figures, drag to zoom, double-click to see all.
+"use strict";
+(() => {
+  const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#e69f00", "#cc79a7", "#56b4e9", "#8a5a2b", "#6a3d9a", "#b2b200", "#5d6773"];
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const short = (value) => value === null || value === undefined ? "—"
+    : Math.abs(value) >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+
+  function axisOf(label, more) {
+    const grid = { stroke: style("--line"), width: 1 };
+    const font = "12px system-ui, sans-serif";
+    return { stroke: style("--soft"), grid, ticks: { ...grid, size: 4 }, font, labelFont: font, label, labelSize: 18, labelGap: 0, ...more };
+  }
+
+  function seriesOf({ label, look }, index, { series: { length: count }, spans }) {
+    const stroke = look === "thin" && count > 1 ? style("--soft") : COLOURS[index % COLOURS.length];  // By its name.
+    const drawn = { label, stroke, width: look === "thin" ? 1 : 1.75, spanGaps: spans, value: (_, value) => short(value) };
+    if (look === "bars") return { ...drawn, fill: `${stroke}aa`, paths: uPlot.paths.bars({ size: [0.8, 48] }), points: { show: false } };
+    if (look === "points") return { ...drawn, paths: () => null, points: { show: true, size: 7, fill: stroke } };
+    return { ...drawn, dash: look === "dotted" ? [2, 3] : undefined, points: { show: false } };
+  }
+
+  // Errors are marks on the axis: where there were some matters, not how many.
+  function markErrors(u, times) {
+    u.ctx.save();
+    u.ctx.strokeStyle = style("--bad");
+    u.ctx.lineWidth = 1.5 * devicePixelRatio;
+    for (const time of times) {
+      const x = u.valToPos(time, "x", true), end = u.bbox.top + u.bbox.height;
+      if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
+      u.ctx.beginPath();
+      u.ctx.moveTo(x, end - 10 * devicePixelRatio);
+      u.ctx.lineTo(x, end);
+      u.ctx.stroke();
+    }
+    u.ctx.restore();
+  }
+
+  // Repetitions have one name, one colour and one entry in the legend, which shows and hides all of them.
+  function together(u, index, show) {
+    if (show === undefined || index === null) return;
+    u.series.forEach((one, at) => {
+      if (at && at !== index && one.label === u.series[index].label && one.show !== show) u.setSeries(at, { show });
+    });
+  }
+
+  function once(u) {
+    const names = u.series.map((one) => one.label);
+    u.root.querySelectorAll(".u-legend .u-series").forEach((row, at) => { row.hidden = names.indexOf(names[at]) !== at; });
+  }
+
+  function optionsOf(chart, width) {
+    const names = [...new Set(chart.series.map((one) => one.label))];
+    const marks = chart.marks ? new Map(chart.marks) : null;
+    const isBars = chart.series.some((one) => one.look === "bars");
+    const x = marks
+      ? axisOf(chart.x, { splits: () => [...marks.keys()], values: (_, splits) => splits.map((at) => marks.get(at) ?? "") })
+      : axisOf(chart.x, { values: (_, splits) => splits.map((at) => isBars && !Number.isInteger(at) ? "" : short(at)) });
+    const told = marks ? (value) => value === null ? "—" : `${Number((100 - 100 / value).toPrecision(6))}%` : short;
+    const top = (_, low, high) => chart.log ? uPlot.rangeLog(low > 0 ? low : 1e-3, high, 10, false) : [0, high > 0 ? high * 1.08 : 1];
+    return {
+      width, height: 300, padding: [10, 16, 0, 0],
+      cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
+      focus: { alpha: chart.series.length > 2 ? 0.35 : 1 },
+      scales: {
+        x: marks ? { time: false, distr: 3, log: 10, range: (_, low, high) => [low, Math.max(high, low * 1.01)] }
+          : isBars ? { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] } : { time: false },
+        y: { distr: chart.log ? 3 : 1, range: top },
+      },
+      axes: [x, axisOf(chart.y, {
+        size: (_, labels) => 18 + 7 * Math.max(2, ...(labels || []).map((label) => (label || "").length)),
+        values: (_, splits) => splits.map((at) => at === null ? "" : short(at)),
+      })],
+      series: [{ label: chart.x, value: (_, value) => told(value) },
+        ...chart.series.map((one) => seriesOf(one, names.indexOf(one.label), chart))],
+      hooks: { setSeries: [(u, index, { show }) => together(u, index, show)], ready: [(u) => once(u)], draw: chart.errors && chart.errors.length ? [(u) => markErrors(u, chart.errors)] : [] },
+    };
+  }
+
+  const drawn = [];
+  for (const place of document.querySelectorAll(".chart")) {
+    const chart = JSON.parse(document.getElementById(`${place.dataset.chart}-data`).textContent);
+    const data = [chart.xs, ...chart.series.map((one) => one.values)];
+    const draw = () => new uPlot({ ...optionsOf(chart, place.clientWidth) }, data, place);
+    drawn.push({ place, draw, plot: draw() });
+  }
+  const again = () => drawn.forEach((one) => { one.plot.destroy(); one.plot = one.draw(); });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
+  addEventListener("resize", () => drawn.forEach(({ place, plot }) => {
+    if (place.clientWidth && place.clientWidth !== plot.width) plot.setSize({ width: place.clientWidth, height: 300 });
+  }));
+})();

@@ -1,0 +1,91 @@
+"""The charts of a page: their data, and that they are drawn in a real browser, by its own script."""
+
+import json
+import re
+
+import anyio
+import pytest
+
+from asynctrt.loadtest.charts import NAMES, charts
+from asynctrt.loadtest.page import interactive, render
+from tests.loadtest.reports import EVERY, XSS
+from tests.loadtest.test_page import opened
+
+
+def page_of(kind):
+    return render(EVERY[kind](), [], charts(EVERY[kind]()))
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
+    for chart in charts(EVERY[kind]()):
+        data = json.loads(json.dumps(chart.data, allow_nan=False))
+        assert chart.name in NAMES
+        assert chart.title
+        assert chart.caption
+        assert data["xs"] == sorted(set(data["xs"]))
+        assert data["series"]
+        for one in data["series"]:
+            assert len(one["values"]) == len(data["xs"])
+            assert any(value is not None for value in one["values"])
+
+
+def test_what_is_drawn_of_which_report():
+    drawn = {kind: [chart.name for chart in charts(EVERY[kind]())] for kind in EVERY}
+    assert drawn["single"] == ["latency", "throughput", "percentiles", "batches"]
+    assert drawn["search"] == list(NAMES)
+    assert drawn["empty"] == []
+    compare = {chart.name: chart.data for chart in charts(EVERY["compare"]())}
+    assert {one["label"] for one in compare["latency"]["series"]} == {"A, p99", "B, p99"}
+
+
+def test_a_chart_says_the_figures_of_its_report():
+    report = EVERY["single"]()
+    (latency,) = [chart.data for chart in charts(report) if chart.name == "latency"]
+    (p50,) = [one["values"] for one in latency["series"] if one["label"] == "p50"]
+    assert p50 == [moment.p50 for moment in report.runs[0].moments]
+
+
+def test_only_its_own_scripts_may_run():
+    html = page_of("single")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', html).group(1)
+    assert policy.startswith("default-src 'none'; ")
+    assert len(re.findall(r"'sha256-[\w+/=]{44}'", policy)) == 2
+    assert "unsafe" not in policy.partition("script-src")[2]
+    assert "script" not in render(EVERY["single"](), [])
+
+
+def test_the_rest_is_drawn_by_matplotlib_if_it_is_there():
+    html = interactive(EVERY["single"]())
+    assert '<figure id="time">' in html
+    assert html.count('id="latency"') == 1
+
+
+@pytest.mark.parametrize("kind", ["search", "compare", "hostile"])
+def test_they_are_drawn_in_a_browser(chromium, tmp_path, kind):
+    path = tmp_path / "report.html"
+    path.write_text(page_of(kind), encoding="utf-8")
+    expected = charts(EVERY[kind]())
+
+    async def main():
+        async with opened(chromium, path, 800) as (page, did):
+            assert await page.locator(".chart canvas").count() == len(expected)
+            assert await page.evaluate("document.documentElement.scrollWidth") == 800
+            over = page.locator(f"#{expected[-1].name} .u-over")
+            await over.scroll_into_view_if_needed()
+            box = await over.bounding_box()
+            legend = page.locator(f"#{expected[-1].name} .u-legend")
+            before = await legend.inner_text()
+            await page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 40)
+            assert await legend.inner_text() != before, "hovering shows the figures"
+            drawn = [chart.data["series"] for chart in expected][-1]
+            shown = await legend.locator(".u-series:visible").count()
+            assert shown == 1 + len({one["label"] for one in drawn})
+            await page.set_viewport_size({"width": 400, "height": 800})
+            assert await page.evaluate("document.documentElement.scrollWidth") == 400
+            assert await page.evaluate("window.ran") is None
+            assert not [url for url in did if url.startswith("http")]
+            if kind == "hostile":
+                assert XSS.split("<")[0] in await page.inner_text("body")
+
+    anyio.run(main)
