@@ -47,8 +47,8 @@ from asynctrt.errors import (
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.options import Options
-from asynctrt.process import tune_process
 from asynctrt.pipeline import Pipeline
+from asynctrt.process import tune_process
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 from asynctrt.tensorrt_options import TensorRTOptions

@@ -1,0 +1,221 @@
+"""Read the text in pictures: a detector and a recogniser chained, over a websocket with a page.
+
+    pip install 'asynctrt[cpu,client,inspect,serve]' pillow starlette uvicorn
+    pip install --no-deps rapidocr-onnxruntime      # Its two PP-OCRv4 models, without what else it needs.
+    python examples/ocr/read_text.py                # Then open http://127.0.0.1:8080/
+
+The detector finds the lines of a picture. Each line goes to the recogniser by itself, where it shares batches
+with the lines of all other pictures. Decoding and cutting out is done in threads.
+"""
+
+import asyncio
+import io
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import uvicorn
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse
+from starlette.routing import Route, WebSocketRoute
+
+import asynctrt
+from asynctrt import Engine, Pipeline, TensorSpec
+from asynctrt.client import JAVASCRIPT
+from asynctrt.pipeline import Call
+from asynctrt.serving import websocket_endpoint
+from asynctrt.tensors import Array
+
+HERE = Path(__file__).parent
+SIDE = 640
+"""Pictures are scaled and padded to this size, so that they fit into one batch."""
+HEIGHT = 48
+"""The height of a line, which the recogniser wants."""
+WIDTH_STEP = 160
+"""Lines are padded to a multiple of this width, so that those of about the same length share batches."""
+INSIDE, SURE, GROWTH = 0.3, 0.5, 1.6
+"""A pixel and a line are text from these probabilities on; a line is this much larger than its core."""
+
+IMAGE = TensorSpec("image", np.dtype("uint8"), ("nbytes",))
+TEXT = TensorSpec("text", np.dtype("S256"), ("lines",))
+SCORE = TensorSpec("score", np.dtype("float32"), ("lines",))
+BOX = TensorSpec("box", np.dtype("float32"), ("lines", 4))
+
+
+def find_models() -> Path:
+    """Return the folder with the models of the package."""
+    spec = find_spec("rapidocr_onnxruntime")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("the models are missing: pip install --no-deps rapidocr-onnxruntime")
+    return Path(spec.submodule_search_locations[0]) / "models"
+
+
+def with_named_rows(path: Path, folder: Path) -> tuple[Path, list[str]]:
+    """Copy the recogniser with one name for the rows of input and output; return its characters as well."""
+    model = onnx.load(path)
+    rows = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    model.graph.output[0].type.tensor_type.shape.dim[0].dim_param = rows
+    onnx.save(model, folder / path.name)
+    (characters,) = [item.value for item in model.metadata_props if item.key == "character"]
+    return folder / path.name, ["", *characters.split("\n"), " "]  # The first one stands for nothing.
+
+
+def as_input(pixels: Array) -> Array:
+    """Return a picture as both models take it: one row, channels first, from -1 to 1, blue first."""
+    scaled = pixels[:, :, ::-1].astype(np.float32) / 127.5 - 1
+    return np.ascontiguousarray(scaled.transpose(2, 0, 1))[None]
+
+
+def decode(inputs: dict[str, Array]) -> dict[str, Any]:
+    """Return the picture, scaled and padded, as the detector takes it."""
+    if len(inputs["image"]) != 1:
+        raise ValueError("one picture a request")
+    with Image.open(io.BytesIO(inputs["image"][0].tobytes())) as image:
+        picture = image.convert("RGB")
+    scale = min(SIDE / max(picture.size), 2.0)
+    size = [max(1, round(side * scale)) for side in picture.size]
+    page = np.zeros((SIDE, SIDE, 3), np.uint8)
+    page[: size[1], : size[0]] = np.asarray(picture.resize((size[0], size[1])))
+    return {"x": as_input(page), "page": page, "scale": scale, "size": size}
+
+
+def find_boxes(probability: Array, size: list[int]) -> list[tuple[int, int, int, int]]:
+    """Return left, top, right and bottom of every line, in reading order."""
+    found = []
+    for left, top, right, bottom in connected(probability > INSIDE):
+        width, height = right - left, bottom - top
+        if min(width, height) < 3 or probability[top:bottom, left:right].mean() < SURE:
+            continue
+        margin = round(width * height * GROWTH / (2 * (width + height)))
+        found.append(
+            (
+                max(left - margin, 0),
+                max(top - margin, 0),
+                min(right + margin, size[0]),
+                min(bottom + margin, size[1]),
+            )
+        )
+    return sorted(found, key=lambda box: (box[1] // 10, box[0]))
+
+
+def connected(mask: Array) -> list[tuple[int, int, int, int]]:
+    """Return the boxes around connected areas: runs of a row are joined with those that they touch above."""
+    boxes: list[list[int]] = []
+    parents: list[int] = []
+
+    def root(number: int) -> int:
+        while parents[number] != number:
+            number = parents[number]
+        return number
+
+    above: list[tuple[int, int, int]] = []
+    for y, row in enumerate(mask):
+        edges = np.flatnonzero(np.diff(row.astype(np.int8), prepend=0, append=0))
+        runs = []
+        for start, stop in edges.reshape(-1, 2).tolist():
+            number = len(parents)
+            parents.append(number)
+            boxes.append([start, y, stop, y + 1])
+            for begin, end, other in above:
+                if begin < stop and start < end:
+                    parents[root(number)] = root(other)
+            runs.append((start, stop, number))
+        above = runs
+    joined: dict[int, list[int]] = {}
+    for number, (left, top, right, bottom) in enumerate(boxes):
+        whole = joined.setdefault(root(number), [left, top, right, bottom])
+        whole[:] = [min(whole[0], left), min(whole[1], top), max(whole[2], right), max(whole[3], bottom)]
+    return [(box[0], box[1], box[2], box[3]) for box in joined.values()]
+
+
+def cut_out(page: Array, box: tuple[int, int, int, int]) -> Array:
+    """Return a line as the recogniser takes it."""
+    left, top, right, bottom = box
+    line = Image.fromarray(page[top:bottom, left:right])
+    width = max(8, round(HEIGHT * line.width / line.height))
+    row = as_input(np.asarray(line.resize((width, HEIGHT))))
+    padding = -width % WIDTH_STEP
+    return np.pad(row, ((0, 0), (0, 0), (0, 0), (0, padding)))
+
+
+def read(scores: Array, characters: list[str]) -> tuple[str, float]:
+    """Return the text of a line, and how sure it is: repeated characters and blanks are left out."""
+    best = scores.argmax(1)
+    keep = (best != 0) & (best != np.concatenate([[0], best[:-1]]))
+    if not keep.any():
+        return "", 0.0
+    return "".join(characters[index] for index in best[keep]), float(scores.max(1)[keep].mean())
+
+
+def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> Pipeline:
+    """Return the pipeline: from the bytes of a picture to its lines."""
+
+    async def find_and_read(given: dict[str, Any], call: Call) -> dict[str, Any]:
+        (areas,) = (await call.infer(detector, given["x"])).values()
+        boxes = await call.in_thread(find_boxes, areas[0, 0], given["size"])
+
+        async def line(box: tuple[int, int, int, int]) -> tuple[str, float]:
+            row = await call.in_thread(cut_out, given["page"], box)
+            (scores,) = (await call.infer(recogniser, row)).values()
+            return await call.in_thread(read, scores[0], characters)
+
+        lines = await asyncio.gather(*map(line, boxes))
+        kept = [(text, score, box) for (text, score), box in zip(lines, boxes, strict=True) if text]
+        return {
+            "text": np.array([[text.encode()[:256] for text, _, _ in kept]], "S256"),
+            "score": np.array([[score for _, score, _ in kept]], np.float32),
+            "box": np.array([box for _, _, box in kept], np.float32).reshape(1, -1, 4) / given["scale"],
+        }
+
+    return Pipeline(decode, find_and_read, inputs=IMAGE, outputs=[TEXT, SCORE, BOX], name="reader", threads=2)
+
+
+@asynccontextmanager
+async def open_reader() -> AsyncIterator[Pipeline]:
+    """Open both models, and the pipeline over them."""
+    models = find_models()
+    with tempfile.TemporaryDirectory() as folder:
+        path, characters = with_named_rows(models / "ch_PP-OCRv4_rec_infer.onnx", Path(folder))
+        async with (
+            asynctrt.open(models / "ch_PP-OCRv4_det_infer.onnx", max_rows=4) as detector,
+            asynctrt.open(path, max_rows=16) as recogniser,
+            make_reader(detector, recogniser, characters) as reader,
+        ):
+            yield reader
+
+
+@asynccontextmanager
+async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async with open_reader() as app.state.reader:
+        yield
+
+
+async def page(_: Request) -> FileResponse:
+    return FileResponse(HERE / "index.html")
+
+
+async def client(_: Request) -> FileResponse:
+    """Return asynctrt's own client for browsers."""
+    return FileResponse(JAVASCRIPT, media_type="text/javascript")
+
+
+app: Starlette = Starlette(
+    routes=[
+        Route("/", page),
+        Route("/asynctrt.js", client),
+        WebSocketRoute("/ws", websocket_endpoint(lambda: app.state.reader)),
+    ],
+    lifespan=lifespan,
+)
+
+if __name__ == "__main__":
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 8080
+    uvicorn.run(app, port=port, ws="websockets-sansio", log_level="warning")
