@@ -16,6 +16,7 @@ def page_of(kind):
     return render(EVERY[kind](), [], charts(EVERY[kind]()))
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
     for chart in charts(EVERY[kind]()):
@@ -30,6 +31,7 @@ def test_every_line_has_a_value_or_a_gap_at_each_place(kind):
             assert any(value is not None for value in one["values"])
 
 
+@pytest.mark.tier2
 def test_what_is_drawn_of_which_report():
     drawn = {kind: [chart.name for chart in charts(EVERY[kind]())] for kind in EVERY}
     assert drawn["single"] == ["latency", "throughput", "percentiles", "batches"]
@@ -55,6 +57,7 @@ def test_only_its_own_scripts_may_run():
     assert "script" not in render(EVERY["single"](), [])
 
 
+@pytest.mark.tier2
 def test_the_rest_is_drawn_by_matplotlib_if_it_is_there():
     html = interactive(EVERY["single"]())
     assert '<figure id="time">' in html

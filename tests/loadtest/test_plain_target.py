@@ -78,6 +78,7 @@ async def test_json_over_http_with_arrays_from_python():
     assert json.loads(said)["settings"]["inputs"] == {"x": "float32 (4, 3)"}
 
 
+@pytest.mark.tier2
 async def test_any_address_without_a_body():
     application = Application()
     async with running(application.app) as address:
@@ -135,6 +136,7 @@ async def test_a_websocket_whose_answer_was_given_up_is_not_used_again():
         await target.aclose()
 
 
+@pytest.mark.tier2
 async def test_a_coroutine_function_of_a_module(tmp_path, monkeypatch):
     (tmp_path / "application_under_load.py").write_text(
         "import asyncio\n"

@@ -22,6 +22,7 @@ async def report(tmp_path):
     return await loadtest.run(path, vus=4, duration="200ms", warmup=0)
 
 
+@pytest.mark.tier2
 async def test_files_of_every_kind(report, tmp_path):
     (saved,) = report.save(tmp_path / "r.json")
     content = json.loads(saved.read_text())
@@ -52,6 +53,7 @@ async def test_in_a_notebook_and_in_one_line(report):
     assert repr(report.runs[0]).startswith(f"<Run '4 callers': {report.runs[0].answered:,} of ")
 
 
+@pytest.mark.tier2
 async def test_the_page_about_it_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parent.parent.parent / "docs" / "load-tests-of-anything.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
