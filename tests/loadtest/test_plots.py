@@ -496,4 +496,4 @@ def test_a_missing_extra_is_named():
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert "matplotlib: pip install 'asynctrt[load]'" in done.stdout
+    assert "matplotlib: pip install 'asynctrt[plots]'" in done.stdout

@@ -6,13 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+from websockets.asyncio.client import connect
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import EngineClosedError
 from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.kserve.protobuf import ProtobufCodec, message_classes
-from asynctrt.serving.frames import connect
 from asynctrt.serving.worker import Worker, pause
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until

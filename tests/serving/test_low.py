@@ -10,11 +10,12 @@ import zlib
 
 import grpc
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving import http as http_module
 from asynctrt.serving.command import serve
-from asynctrt.serving.frames import ConnectionClosed, connect
 from asynctrt.serving.server_log import PERIOD_NS
 from tests.helpers import until
 from tests.models import double_model

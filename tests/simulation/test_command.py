@@ -36,7 +36,7 @@ def test_flags_reach_the_load_and_the_engine(latency):
 
 def test_a_missing_extra_is_told_before_anything_is_simulated(latency, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "NEEDED", ("no_such_package",))
-    with pytest.raises(MissingExtraError, match=r"asynctrt\[load\]"):
+    with pytest.raises(MissingExtraError, match=r"asynctrt\[plots\]"):
         command.make_job({"arrivals": "poisson:1", "latency": latency, "plot": tmp_path / "x.png"})
 
 
