@@ -223,7 +223,7 @@ class TestConnections:
     async def test_a_server_that_is_restarted_under_a_client_that_retries(self):
         async with serving() as server:
             port = address(server)[1]
-            client = await client_of(server, attempts=10).__aenter__()
+            client = await client_of(server, attempts=10, idempotent=True).__aenter__()
             assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
         lost = asyncio.create_task(client.infer("double", {"input": rows(2)}))
         await asyncio.sleep(0)

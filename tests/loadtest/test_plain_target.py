@@ -148,6 +148,7 @@ async def test_a_coroutine_function_of_a_module(tmp_path, monkeypatch):
         "    return {'y': 2 * inputs['x']}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "application_under_load", raising=False)
     report = await loadtest.run("application_under_load:alone", rate=100, **QUICK)
     assert report.runs[0].answered == report.runs[0].requests > 0
     assert len(sys.modules["application_under_load"].calls) == report.runs[0].requests + 1

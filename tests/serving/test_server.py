@@ -307,7 +307,7 @@ class TestAsAProcess:
 
             with start() as (process, line):
                 url = line(r"HTTP.* (http://\S+)").replace("http", "ws") + "/v2/ws"
-                client = await connect(url, proxy=None, attempts=100).__aenter__()
+                client = await connect(url, proxy=None, attempts=100, idempotent=True).__aenter__()
                 assert (await client.infer("double", {"input": rows(1)}))["output"][0, 0] == 2
                 process.kill()
                 process.wait(WAIT_S)
