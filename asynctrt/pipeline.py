@@ -13,9 +13,10 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, Literal, NoReturn, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_origin
 
 import numpy as np
 
@@ -47,6 +48,14 @@ PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError)
 """What an engine within says that holds for the whole: later, elsewhere, or look at the device."""
 
 PLATFORM: Final = "asynctrt_pipeline"
+
+
+def _nothing(kind: Any) -> Any:
+    """Return the value of a statistic of which there is none."""
+    origin = get_origin(kind) or kind
+    if origin is tuple:
+        return ()
+    return {} if origin is Mapping else 0.0 if origin is float else 0 if origin is int else None
 
 
 class Call:
@@ -359,7 +368,8 @@ class Pipeline(Engine):
         sizes = self._sizes.items()
         succeeded = sum(count for _, (count, _) in sizes)
         total_ns = sum(sum_ns for _, (_, sum_ns) in sizes)
-        none: dict[str, Any] = dict.fromkeys(Statistics.__dataclass_fields__, 0)
+        # What only an engine has: it is nothing here, of whatever kind.
+        none = {field.name: _nothing(field.type) for field in fields(Statistics)}
         known = {
             "state": self.state,
             **{
@@ -370,14 +380,10 @@ class Pipeline(Engine):
             "rows": sum(rows * count for rows, (count, _) in sizes),
             "batches": succeeded,
             "batches_timed": succeeded,
-            "launched": {},
             "compute_ns": total_ns,
             "total_ns": total_ns,
             "in_flight_batches": len(self._tasks),
             "contexts": 1,
-            "arena_busy_share": 0.0,
-            "graphs": (),
-            "module_loading": None,
             "by_batch_rows": {rows: BatchStatistics(count, 0, sum_ns, 0) for rows, (count, sum_ns) in sizes},
         }
         return Statistics(**{**none, **known})

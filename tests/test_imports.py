@@ -252,6 +252,11 @@ def test_the_other_commands_need_nothing_of_a_load_test():
     assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
 
 
+def test_the_fixtures_need_no_server():
+    serving = {"grpc", "google", "httptools", "orjson", "prometheus_client", "websockets"}
+    assert not loaded_by("import asynctrt.testing.plugin") & serving
+
+
 def test_a_client_needs_no_server():
     code = "import asynctrt.client, asynctrt.client.http"
     serving = {"grpc", "google", "httptools", "prometheus_client", "typer", "rich", "uvicorn"}

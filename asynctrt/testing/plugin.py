@@ -25,7 +25,6 @@ from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
 from asynctrt.opening import open as open_engine
 from asynctrt.testing.latch import LatchDevice
-from asynctrt.testing.server import LocalServer, serve_locally
 
 
 def _async_fixture(function: Callable[..., Any]) -> Any:
@@ -82,7 +81,10 @@ async def asynctrt_engine(
 
 
 @_async_fixture
-async def asynctrt_server(asynctrt_engine: Engine) -> AsyncGenerator[LocalServer, None]:
-    """Return a server of that engine on a free port of this machine; the model's name is "model"."""
+async def asynctrt_server(asynctrt_engine: Engine) -> AsyncGenerator[Any, None]:
+    """Return a server of that engine on a free port, a ``LocalServer``; the model's name is "model"."""
+    # Not before it is needed: an application without a server has no need of the extra `serve`.
+    from asynctrt.testing.server import serve_locally  # noqa: PLC0415
+
     async with serve_locally({"model": asynctrt_engine}) as server:
         yield server
