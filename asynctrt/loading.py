@@ -1,5 +1,6 @@
 """From names and paths to a device and a model."""
 
+import logging
 import os
 import re
 from collections import Counter
@@ -15,6 +16,8 @@ from asynctrt.tensorrt_options import TensorRTOptions
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """How a model in a Python module is written: ``package.module:attribute``."""
+
+logger = logging.getLogger("asynctrt")
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
@@ -59,6 +62,7 @@ def load_model(
     device: Device,
     flavour: str | None = None,
     tensorrt: TensorRTOptions | None = None,
+    runtime: str | None = None,
 ) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
     if tensorrt is not None and not (
@@ -80,6 +84,11 @@ def load_model(
         return _checked(_attribute(model))
     path = Path(model)
     if path.suffix in PLAN_SUFFIXES:
+        if runtime == "onnxruntime":
+            raise OptionsError(
+                f"{str(path)!r} is named like a TensorRT plan, which ONNX Runtime does not run. "
+                "Leave runtime out"
+            )
         if device.name == "host":
             raise DeviceUnavailableError(
                 f"{str(path)!r} is named like a TensorRT plan, which runs on a GPU: open it with "
@@ -91,10 +100,26 @@ def load_model(
         return plan
     if path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
+    return _onnx_model(path, device, runtime)
+
+
+def _onnx_model(path: Path, device: Device, runtime: str | None) -> Model:
+    """The model in an ONNX file, on a runtime that the device has."""
+    if runtime == "tensorrt":
+        raise OptionsError(
+            f"{str(path)!r} is an ONNX model, and TensorRT runs plans. Build one from it (trtexec "
+            "--onnx=... --saveEngine=model.plan), or leave runtime out"
+        )
     # Not before it is needed: it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
-    return OnnxModel(path)
+    if device.name == "host":
+        return OnnxModel(path)
+    from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
+
+    model = OnnxCudaModel(path, device=device)
+    logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
+    return model
 
 
 def name_of(model: str) -> str:

@@ -31,6 +31,10 @@ ArenaSize = Literal["profile", "shapes"]
 """What arenas are sized by."""
 
 
+Runtime = Literal["onnxruntime", "tensorrt"]
+"""What can run a model."""
+
+
 class Settings(TypedDict, total=False):
     """The keywords of :func:`asynctrt.open` besides model and device: see :class:`Options`."""
 
@@ -45,6 +49,7 @@ class Settings(TypedDict, total=False):
     arenas: int | None
     arena_size: ArenaSize
     graphs: str | Sequence[int]
+    runtime: Runtime | None
     flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
     waiting: Waiting
@@ -178,6 +183,12 @@ class Options:
         doc="""Batch sizes to capture as CUDA graphs, as ``(1, 8, 64)`` or ``"1,8,64"``; a batch is padded to
         the next one where that pays. ``auto``: on a GPU, the powers of four and ``max_rows``. ``off``: none.
         Each size of each context takes an execution context of its own, and the memory that it keeps.""",
+    )
+    runtime: Runtime | None = setting(
+        default=None,
+        check=choice(*get_args(Runtime)).or_none,
+        doc="""What runs the model: ``onnxruntime`` or ``tensorrt``. Default: ONNX Runtime for ``.onnx``
+        files, on a GPU with its CUDA provider, and TensorRT for plans.""",
     )
     flavour: str | None = setting(
         default=None,

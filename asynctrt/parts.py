@@ -211,7 +211,7 @@ def build_on(
     try:
         tensorrt = options.tensorrt
         assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
-        loaded = load_model(model, found, options.flavour, tensorrt)
+        loaded = load_model(model, found, options.flavour, tensorrt, options.runtime)
         if options.urgent_share is None:
             parts = _make(loaded, found, options, shared)
         else:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "asynctrt"
 STANDARD = set(sys.stdlib_module_names)
 
 OPTIONAL = {
-    "onnxruntime": {"backends/onnxruntime.py"},
+    "onnxruntime": {"backends/onnxruntime.py"},  # Its neighbours take it from there.
     "google": {"kserve/protobuf.py"},
     "aiohttp": {"client/http.py", "loadtest/http_target.py", "loadtest/plain_target.py"},
     "grpc": {"serving/grpc_server.py", "loadtest/grpc_target.py"},  # The server's side and the client's.

@@ -152,6 +152,24 @@ class ProfiledModel(Model, Protocol):
 
 
 @runtime_checkable
+class StreamModel(Model, Protocol):
+    """A model whose contexts are each made for one stream, and run on no other."""
+
+    def create_context_on(self, device: Device, stream: Stream) -> ExecutionContext:
+        """Create a context that runs on ``stream``, and is closed before it.
+
+        :raises DeviceUnavailableError: when the model does not run on this kind of device.
+        """
+
+
+def create_context_on(model: Model, device: Device, stream: Stream) -> ExecutionContext:
+    """Create a context of any model, to run on ``stream``."""
+    if isinstance(model, StreamModel):
+        return model.create_context_on(device, stream)
+    return model.create_context(device)
+
+
+@runtime_checkable
 class ReservingModel(Model, Protocol):
     """A model whose batches can reserve what they need in arenas that are sized by shapes."""
 

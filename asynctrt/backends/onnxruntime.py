@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.backends.base import ModelBase, TensorMemory
+from asynctrt.backends.base import ExecutionContext, ModelBase, TensorMemory
 from asynctrt.backends.batch_axis import BatchAxis
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
@@ -36,6 +36,8 @@ except ImportError as error:
     raise MissingExtraError(
         "ONNX models need ONNX Runtime, which is not installed: pip install 'asynctrt[cpu]'"
     ) from error
+
+__all__ = ["LOG_FATAL_ONLY", "OnnxModel", "ort", "read_specs"]
 
 DTYPES: Final = {
     "tensor(float)": "float32",
@@ -161,11 +163,11 @@ class OnnxModel(ModelBase):
     def __repr__(self) -> str:
         return f"<OnnxModel {self.name} intra_op_threads={self.intra_op_threads}>"
 
-    def create_context(self, device: Device) -> "OnnxContext":
+    def create_context(self, device: Device) -> ExecutionContext:
         if device.name != "host":
             raise DeviceUnavailableError(
-                f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', "
-                "or build a TensorRT plan for the GPU"
+                f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', or "
+                "open its path there: asynctrt.open(path, device='cuda:0')"
             )
         return OnnxContext(self.session)
 

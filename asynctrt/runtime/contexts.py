@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final
 
-from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding
+from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding, create_context_on
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, InputError
@@ -82,7 +82,7 @@ class PooledContext:
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
         try:
-            self.context = model.create_context(device)
+            self.context = create_context_on(model, device, self.stream)
         except BaseException:
             self.stream.close(0.0)
             raise

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from asynctrt import clock
-from asynctrt.backends.base import Binding, ExecutionContext, Model
+from asynctrt.backends.base import Binding, ExecutionContext, Model, create_context_on
 from asynctrt.devices.arenas import Arena, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Event, Graph, Stream
 from asynctrt.errors import DeviceError, DeviceLostError
@@ -61,7 +61,7 @@ def capture(
     :param scratch: enqueue memory that nothing else uses meanwhile.
     :raises AsynctrtError: when the model or the device refuses; nothing is left behind.
     """
-    context = model.create_context(device)
+    context = create_context_on(model, device, stream)
     try:
         binding = context.bind(slab.input_memory(), slab.output_memory())
         # What a model does at its first batch of a size (plan, allocate) is no part of a graph.

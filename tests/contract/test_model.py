@@ -13,6 +13,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from asynctrt.tensors import TensorSpec
+from tests.backends.onnx_sessions import HostSessions
 from tests.contract.devices import four_floats, strict
 from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx
 
@@ -21,6 +22,7 @@ WAIT_S = 20
 MODELS = {
     "function": lambda path: double_model(),
     "onnxruntime": lambda path: OnnxModel(double_onnx(path / "double.onnx")),
+    "onnxruntime-streams": lambda path: HostSessions(double_onnx(path / "double.onnx")),
     "tensorrt": lambda path: strict(HostDevice(in_place="never", threads=4), DOUBLE),
 }
 
@@ -66,9 +68,10 @@ class Runner:
         return {**bound, **self.binding.unbound_outputs(len(arrays[0]))}
 
     def close(self):
+        assert self.stream.drain(WAIT_S)
+        self.context.close()
+        self.context.close()
         assert self.stream.close(WAIT_S)
-        self.context.close()
-        self.context.close()
         if self.arena is not None:
             self.arena.close()
 

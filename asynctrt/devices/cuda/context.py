@@ -268,6 +268,17 @@ class CudaContext:
             raise self.failed(code, f"{nbytes} bytes in the order of a stream")
         return int(address)
 
+    def count_in(self, nbytes: int) -> None:
+        """Count memory that a library has taken or is about to take by itself, until :meth:`count_out`.
+
+        :raises DeviceMemoryError: if that exceeds the budget; then it is not counted.
+        """
+        self._hold(nbytes)
+
+    def count_out(self, nbytes: int) -> None:
+        """Note that a library has given back memory that :meth:`count_in` counted."""
+        self._let_go(nbytes)
+
     def _hold(self, nbytes: int) -> None:
         """Count memory that is about to be allocated.
 

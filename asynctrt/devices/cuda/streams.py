@@ -163,6 +163,15 @@ class CudaStream:
         if code != _OK:
             raise self._context.failed(code, f"a copy of {nbytes} bytes")
 
+    def check(self, what: str) -> None:
+        """Notice an error that has made the GPU unusable, in work on this stream: ``lost`` tells of it then.
+
+        :param what: what was being done, for the message.
+        """
+        code = driver.cuStreamQuery(self._cuda)[0]
+        if code not in (_OK, _PENDING) and code not in _CAPTURING:
+            self._context.failed(code, what)
+
     def begin_capture(self) -> None:
         # Calls that are forbidden during a capture (allocating, say) end it only if this thread makes them.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL

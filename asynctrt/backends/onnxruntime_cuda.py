@@ -1,0 +1,320 @@
+"""ONNX models on a GPU, through ONNX Runtime's CUDA provider.
+
+Each context has a session of its own, on the context's stream and bound to the slab's memory on the GPU, and
+puts a batch there without waiting for it. ONNX Runtime has no way to run one session on several streams of
+ours, so the weights and its working memory are there once for each context.
+
+Batch sizes are captured into CUDA graphs by the engine, as for any model, and not by ONNX Runtime's own
+capture, whose graphs belong to the thread that captured them. What ONNX Runtime puts into a graph is looked
+at: it may copy from host memory that it frees afterwards, and then there is no graph.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any, Final
+
+from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
+from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
+from asynctrt.backends.onnxruntime_streams import Launch, StreamedOnnxModel, StreamSession
+from asynctrt.devices.base import Device, Stream, mib
+from asynctrt.devices.cuda import CudaDevice
+from asynctrt.devices.cuda.captures import outside_of_capture
+from asynctrt.devices.cuda.streams import CudaStream
+from asynctrt.errors import (
+    AsynctrtError,
+    DeviceError,
+    DeviceMemoryError,
+    DeviceUnavailableError,
+    ExecutionError,
+    MissingExtraError,
+    ModelError,
+)
+
+CUDA: Final = "CUDAExecutionProvider"
+
+NAMED_MAX: Final = 6
+"""How many nodes that run on the CPU a warning names."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class OnnxCudaModel(StreamedOnnxModel):
+    """A loaded ONNX model for one GPU. Loading blocks: ``asynctrt.open(path, device="cuda:0")`` does it in a
+    thread.
+
+    :param path: the ``.onnx`` file. What is said of its axes at :class:`OnnxModel` holds here.
+    :param device: the GPU, the same object as the engine's.
+    :param launch: which thread puts batches on the GPU, see :class:`StreamedOnnxModel`.
+    :param memory_limit: the most bytes that one context's session may hold, weights included. Default: what
+        is left of the GPU's memory, and of the device's budget, when the session is loaded.
+    :param cpu_fallback: whether operators that the provider does not have run on the CPU; such are named in a
+        warning. Without it such a model is refused.
+    :param provider_options: options of the CUDA provider that win over ours, by ONNX Runtime's names:
+        ``{"use_tf32": "0"}``.
+    :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.
+    :raises DeviceUnavailableError: if the provider cannot be loaded: its CUDA libraries are missing, say.
+    :raises ModelNotFoundError, ModelError, OptionsError: as :class:`OnnxModel`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device: Device,
+        launch: Launch = "threads",
+        memory_limit: int | None = None,
+        cpu_fallback: bool = True,
+        provider_options: Mapping[str, str] | None = None,
+    ) -> None:
+        if not isinstance(device, CudaDevice):
+            raise DeviceUnavailableError(
+                f"{str(path)!r} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
+                "it with device='cuda:0'"
+            )
+        check_provider()
+        self._device = device
+        self._memory_limit = memory_limit
+        self._cpu_fallback = cpu_fallback
+        self._provider_options = dict(provider_options or {})
+        self._has_told = False
+        super().__init__(path, launch=launch)
+        # What it copies to the host itself is known only while it is put on the stream.
+        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
+        self.is_capturable = all(
+            not isinstance(dim, str) or dim in symbols for spec in self.outputs for dim in spec.dims
+        )
+
+    def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
+        """Load the model to read its names and types: on the CPU, unless only the GPU has its operators."""
+        try:
+            return super()._load(options)
+        except Exception as error:
+            if "NOT_IMPLEMENTED" not in str(error):
+                raise
+        return ort.InferenceSession(
+            str(self.path),
+            options,
+            providers=[(CUDA, {"device_id": str(self._device.ordinal)}), "CPUExecutionProvider"],
+            enable_fallback=0,
+        )
+
+    def check_device(self, device: Device) -> None:
+        """Check that it is the GPU that the model was loaded for, as the same object or another."""
+        if not isinstance(device, CudaDevice) or device.ordinal != self._device.ordinal:
+            raise DeviceUnavailableError(
+                f"{self!r} was loaded for {self._device.name}, not for {device.name!r}. Load it for that one"
+            )
+
+    def load_session(self, device: Device, stream: Stream) -> "CudaSession":
+        """Load a session that works on ``stream``, within the memory that there is.
+
+        :raises DeviceMemoryError: if it does not fit.
+        :raises DeviceLostError, DeviceUnavailableError, ModelError: for what else stands in the way.
+        """
+        assert isinstance(device, CudaDevice)
+        assert isinstance(stream, CudaStream)
+        device.activate()
+        before = device.memory()
+        limit_nbytes = before.room_nbytes
+        if self._memory_limit is not None:
+            limit_nbytes = min(limit_nbytes, self._memory_limit)
+        settings = provider_settings(
+            device.ordinal, stream.handle, max(limit_nbytes, 1), self._provider_options
+        )
+        failed: BaseException
+        try:
+            session = self._load_on_gpu(settings)
+            taken_nbytes = max(before.free_nbytes - device.memory().free_nbytes, 0)
+            return CudaSession(session, device, stream, name=self.name, nbytes=taken_nbytes)
+        except AsynctrtError as error:
+            failed = error
+        except Exception as error:
+            failed = self._refused(error, device, stream)
+        # The stream is closed soon, and ONNX Runtime's frames keep a session on it alive.
+        session = None
+        raise failed.with_traceback(None)
+
+    def _load_on_gpu(self, settings: Mapping[str, str]) -> ort.InferenceSession:
+        session = ort.InferenceSession(
+            str(self.path),
+            self._cuda_options(),
+            providers=[(CUDA, settings), "CPUExecutionProvider"],
+            enable_fallback=0,
+        )
+        if CUDA not in session.get_providers():
+            raise DeviceUnavailableError(
+                f"ONNX Runtime {ort.__version__} could not load its CUDA provider for {self.name!r}, most "
+                "often since CUDA's libraries are missing: pip install 'asynctrt[gpu]'"
+            )
+        self._tell_of_nodes(session)
+        return session
+
+    def _cuda_options(self) -> ort.SessionOptions:
+        options = ort.SessionOptions()
+        options.log_severity_level = LOG_FATAL_ONLY
+        # They do what runs on the CPU: shapes, mostly.
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        if not self._cpu_fallback:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        return options
+
+    def _refused(self, error: Exception, device: CudaDevice, stream: CudaStream) -> Exception:
+        """Return why a session was not loaded."""
+        meaning = meaning_of(str(error))
+        known = device_error(meaning, device, stream, f"loading {self.name!r}")
+        if known is not None:
+            return known
+        if "LoadLibrary" in str(error) or "cannot open shared object" in str(error):
+            return DeviceUnavailableError(
+                f"ONNX Runtime {ort.__version__} could not load its CUDA provider: {meaning.said}. It brings "
+                "no CUDA libraries of its own: pip install 'asynctrt[gpu]', or import torch before"
+            )
+        return ModelError(
+            f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__} on {device.name}: "
+            f"{meaning.said}"
+        )
+
+    def _tell_of_nodes(self, session: ort.InferenceSession) -> None:
+        """Warn of nodes that run on the CPU, once for the model."""
+        if self._has_told:
+            return
+        self._has_told = True
+        ask = getattr(session, "get_provider_graph_assignment_info", None)
+        if ask is None:
+            return  # An older version.
+        with suppress(Exception):  # Nothing but a warning depends on it.
+            on_cpu = [
+                (str(node.op_type), str(node.name))
+                for part in ask()
+                if str(part.ep_name) == "CPUExecutionProvider"
+                for node in part.get_nodes()
+            ]
+            if on_cpu:
+                logger.warning("%r: %s", self.name, describe_fallback(on_cpu))
+
+
+class CudaSession(StreamSession):
+    """A session of the CUDA provider, whose memory counts as the device's.
+
+    :param nbytes: what loading it took of the GPU's memory.
+    """
+
+    def __init__(
+        self, session: ort.InferenceSession, device: CudaDevice, stream: CudaStream, *, name: str, nbytes: int
+    ) -> None:
+        device.count_in(nbytes)
+        super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
+        self._device = device
+        self._stream = stream
+        self._nbytes = nbytes
+        self._options = ort.RunOptions()
+        self._options.log_severity_level = LOG_FATAL_ONLY
+        # Otherwise a run waits for the stream in the end.
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def put(self, binding: Any, stream: Stream, label: object) -> None:
+        """Put a run on the stream, and do not wait for it.
+
+        :raises ExecutionError: also if the stream captures and what was put there cannot be replayed.
+        """
+        self.run(binding, self._options)
+        if stream.is_capturing:
+            outside = outside_of_capture(stream)
+            if outside:
+                raise ExecutionError(
+                    f"ONNX Runtime put into the graph of {self.name!r} what cannot be replayed: {outside}"
+                )
+
+    def error_of(self, error: Exception) -> BaseException:
+        """Return the error for callers; one that has made the GPU unusable is noticed."""
+        meaning = meaning_of(str(error))
+        known = device_error(meaning, self._device, self._stream, f"running {self.name!r}")
+        return known or ExecutionError(f"ONNX Runtime failed to run {self.name!r}: {meaning.said}")
+
+    @property
+    def may_end(self) -> bool:
+        """Whether ONNX Runtime can end the session: on a lost GPU it would end the process."""
+        return self._device.lost is None
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._device.count_out(self._nbytes)
+        super().close()
+
+
+def check_provider() -> None:
+    """Check that the installed ONNX Runtime has the CUDA provider, and load CUDA's libraries for it.
+
+    :raises MissingExtraError: if it has not.
+    """
+    if not has_provider():
+        raise MissingExtraError(
+            f"ONNX models on a GPU need ONNX Runtime's CUDA provider, which the installed package "
+            f"(onnxruntime {ort.__version__}) does not have: pip uninstall onnxruntime, then pip install "
+            "'asynctrt[gpu]'"
+        )
+    _preload()
+
+
+@cache
+def _preload() -> None:
+    """Load CUDA's libraries from where pip puts them, if this version can."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+
+
+def has_provider() -> bool:
+    """Return whether the installed ONNX Runtime has the CUDA provider."""
+    return CUDA in ort.get_available_providers()
+
+
+def provider_settings(
+    ordinal: int, stream: int, limit_nbytes: int, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the provider's options for a session on a stream.
+
+    :param limit_nbytes: the most that its arena may hold.
+    :param given: options that win over ours.
+    """
+    return {
+        "device_id": str(ordinal),
+        "user_compute_stream": str(stream),
+        "gpu_mem_limit": str(limit_nbytes),
+        # The default doubles what it holds, of which there is one for each context.
+        "arena_extend_strategy": "kSameAsRequested",
+        # The default tries every algorithm for every new shape, which takes seconds.
+        "cudnn_conv_algo_search": "HEURISTIC",
+        **given,
+    }
+
+
+def describe_fallback(nodes: list[tuple[str, str]]) -> str:
+    """Return what a warning says of nodes, each its operator and its name, that run on the CPU."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(kind for kind, _ in nodes).most_common())
+    names = ", ".join(repr(name) for _, name in nodes[:NAMED_MAX])
+    more = f" and {len(nodes) - NAMED_MAX} more" if len(nodes) > NAMED_MAX else ""
+    return (
+        f"{len(nodes)} nodes run on the CPU ({kinds}): {names}{more}. Those that work on shapes cost little; "
+        "others make batches wait for copies to the host and back (cpu_fallback=False of OnnxCudaModel "
+        "refuses such models)"
+    )
+
+
+def device_error(meaning: Meaning, device: CudaDevice, stream: CudaStream, what: str) -> DeviceError | None:
+    """Return the device's error for what ONNX Runtime said, or ``None`` if the device has none."""
+    if meaning.is_memory:
+        asked = "" if meaning.nbytes is None else f" of {mib(meaning.nbytes)}"
+        return DeviceMemoryError(
+            f"{device.name} has no room for a buffer{asked} that ONNX Runtime needs for {what}; "
+            f"{device.memory() if device.lost is None else 'the device is lost'}. Lower max_rows or "
+            "contexts, or raise memory_limit of OnnxCudaModel if that is set"
+        )
+    # It may have told of something else that follows from it, so the stream itself is asked.
+    if device.lost is None:
+        stream.check(what)
+    return device.lost

@@ -1,0 +1,47 @@
+"""What ONNX Runtime's errors on a GPU mean. It raises one type with a text for nearly everything."""
+
+import re
+from typing import Final, NamedTuple
+
+CUDA_FAILURE: Final = re.compile(r"CUDA (?:failure|error)[: ]+(?:\w+ )?(\d+)")
+"""``CUDA failure 700: an illegal memory access was encountered ; GPU=0 ; ...``."""
+
+NO_MEMORY: Final = re.compile(
+    r"Failed to allocate memory for requested buffer of size (\d+)"
+    r"|Available memory of \d+ is smaller than requested bytes of (\d+)"
+    r"|CUDNN_STATUS_ALLOC_FAILED|CUBLAS_STATUS_ALLOC_FAILED|out of memory",
+)
+OUT_OF_MEMORY: Final = 2
+"""CUDA's own number for it."""
+
+
+class Meaning(NamedTuple):
+    """What a text says."""
+
+    cuda_code: int | None
+    """CUDA's number of the error."""
+    is_memory: bool
+    """Whether memory was wanting: CUDA's, or more than the session may take."""
+    nbytes: int | None
+    """How much was asked for, if it says so."""
+    said: str
+    """The text without ONNX Runtime's places in its sources, one line."""
+
+
+def meaning_of(text: str) -> Meaning:
+    """Return what the text of an error means."""
+    found = CUDA_FAILURE.search(text)
+    code = int(found[1]) if found else None
+    memory = NO_MEMORY.search(text)
+    nbytes = next((int(number) for number in memory.groups() if number), None) if memory else None
+    is_memory = code == OUT_OF_MEMORY or (memory is not None and code is None)
+    return Meaning(code, is_memory, nbytes, _shortened(text))
+
+
+def _shortened(text: str) -> str:
+    lines = text.strip().splitlines() or [""]
+    # What it begins with repeats the type of the error.
+    said = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", lines[0])
+    return re.sub(
+        r"\s*/\S+\.(?:cc|h|cu|cuh|hpp):\d+ \S.*?(?= CUDA failure| CUDNN failure| CUBLAS failure|$)", "", said
+    )

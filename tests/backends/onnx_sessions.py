@@ -1,0 +1,57 @@
+"""Sessions for each stream, as on a GPU, on the host device: the CPU provider on a slab's memory."""
+
+import weakref
+from functools import partial
+
+from asynctrt.backends.onnxruntime import ort
+from asynctrt.backends.onnxruntime_streams import StreamedOnnxModel, StreamSession
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import DeviceUnavailableError
+
+
+class HostSessions(StreamedOnnxModel):
+    """A model whose sessions work on streams of the host device.
+
+    :param is_direct: whether whoever enqueues a batch runs it, as what raises on a GPU raises there.
+    """
+
+    def __init__(self, path, *, is_direct=False, **kw):
+        super().__init__(path, **kw)
+        self.is_direct = is_direct
+        self.made = []
+
+    @property
+    def alive(self):
+        """How many sessions ONNX Runtime has not ended."""
+        return sum(made() is not None for made in self.made)
+
+    def check_device(self, device):
+        if device.name != "host":
+            raise DeviceUnavailableError(
+                f"{self!r} runs on the host, not on {device.name!r}: open it with device='host'"
+            )
+
+    def load_session(self, device, stream):
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 4
+        session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+        self.made.append(weakref.ref(session._sess))
+        made = HostSession(session, stream, memory="cpu", ordinal=0, name=self.name)
+        made.is_direct = self.is_direct
+        return made
+
+
+class HostSession(StreamSession):
+    """A session of the CPU provider's."""
+
+    def put(self, binding, stream, label):
+        if self.is_direct:
+            self.run(binding, None)
+        else:
+            stream.launch(partial(self.run, binding, None), label=label)
+
+
+def in_place(**kw):
+    """A device that computes at once, in memory of its own, as far as anyone can tell from outside."""
+    return HostDevice(in_place="always", unified=False, **kw)

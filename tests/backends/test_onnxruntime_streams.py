@@ -1,0 +1,163 @@
+"""Sessions that belong to streams: what they are bound to, who shares one, and when ONNX Runtime ends it.
+
+They run here by ONNX Runtime's CPU provider; tests/gpu/test_onnxruntime.py runs them by its CUDA provider.
+"""
+
+import asyncio
+import gc
+import threading
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+
+import asynctrt
+from asynctrt.backends.base import StreamModel
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import ExecutionError, OptionsError, UsageError
+from tests.backends.onnx_sessions import HostSessions, in_place
+from tests.models import double_onnx, node, rows, save
+
+pytestmark = pytest.mark.anyio
+FLOAT = TensorProto.FLOAT
+
+
+@pytest.fixture
+def model(tmp_path):
+    return HostSessions(double_onnx(tmp_path / "double.onnx"))
+
+
+def picky_onnx(path):
+    """``output = table[input]``: fails for an index that is out of range."""
+    return save(
+        path,
+        [node("Gather", "table input", "output")],
+        [("input", TensorProto.INT64, ["n", 1])],
+        [("output", FLOAT, ["n", 1])],
+        [("table", np.arange(4, dtype=np.float32))],
+    )
+
+
+def found_onnx(path):
+    """Indices of what is not zero, for each of the two columns: their number depends on the data."""
+    nodes = [
+        node("NonZero", "input", "where"),
+        node("Transpose", "where", "found", perm=[1, 0]),
+        node("Unsqueeze", "found axes", "whole"),
+        node("Expand", "whole wanted", "output"),
+    ]
+    weights = [("axes", np.array([0])), ("wanted", np.array([2, 1, 1]))]
+    return save(
+        path,
+        nodes,
+        [("input", FLOAT, [2, 3])],
+        [("output", TensorProto.INT64, [2, None, 2])],
+        weights,
+    )
+
+
+async def test_each_context_has_a_session_and_all_are_ended(model):
+    assert isinstance(model, StreamModel)
+    async with asynctrt.open(model, device=HostDevice(unified=False), contexts=3) as engine:
+        assert model.alive == 3
+        answers = await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 40)))
+        for number, answer in enumerate(answers, 1):
+            np.testing.assert_array_equal(answer["output"], 2 * rows(number))
+    assert model.alive == 0
+
+
+async def test_a_size_that_was_captured_shares_the_session_of_its_stream(model):
+    device = HostDevice(unified=False)
+    async with asynctrt.open(model, device=device, contexts=2, max_rows=4, graphs="1,4") as engine:
+        assert model.alive == 2
+        answer = await engine.infer(rows(3))
+        np.testing.assert_array_equal(answer["output"], 2 * rows(3))
+    assert model.alive == 0
+
+
+async def test_an_error_that_a_caller_keeps_does_not_keep_the_session(tmp_path):
+    model = HostSessions(picky_onnx(tmp_path / "picky.onnx"), is_direct=True)
+    async with asynctrt.open(model, device=in_place(), contexts=1) as engine:
+        kept = []
+        for _ in range(3):
+            with pytest.raises(ExecutionError, match="idx=9") as caught:
+                await engine.infer(np.array([[9]]))
+            kept.append(caught)
+        answer = await engine.infer(np.array([[2], [1]]))
+        np.testing.assert_array_equal(answer["output"], [[2], [1]])
+    assert model.alive == 0
+
+
+def test_the_collector_ends_no_session(model):
+    device = HostDevice()
+    stream = device.create_stream()
+    context = model.create_context_on(device, stream)
+    del context
+    gc.collect()
+    assert model.alive == 1
+    assert model.made[0]() is not None
+
+
+def test_contexts_on_one_stream_share_a_session_and_the_last_ends_it(model):
+    device = HostDevice()
+    stream, other = device.create_stream(), device.create_stream()
+    contexts = [model.create_context_on(device, each) for each in (stream, stream, other)]
+    assert model.alive == 2
+    contexts[0].close()
+    contexts[0].close()
+    assert model.alive == 2
+    contexts[1].close()
+    assert model.alive == 1
+    contexts[2].close()
+    assert model.alive == 0
+    for each in (stream, other):
+        each.close(1)
+
+
+def test_a_closed_model_loads_no_session(model):
+    model.close()
+    device = HostDevice()
+    with pytest.raises(UsageError, match="Load it again"):
+        model.create_context_on(device, device.create_stream())
+    with pytest.raises(UsageError, match="lends none"):
+        model.session
+
+
+def test_an_unknown_way_to_launch(tmp_path):
+    with pytest.raises(OptionsError, match="'threads', 'thread' or 'loop'"):
+        HostSessions(double_onnx(tmp_path / "double.onnx"), launch="process")
+
+
+@pytest.mark.parametrize(("launch", "is_loop"), [("threads", False), ("thread", False), ("loop", True)])
+async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is_loop):
+    model = HostSessions(double_onnx(tmp_path / "double.onnx"), launch=launch)
+    seen = set()
+    load = model.load_session
+
+    def watched(device, stream):
+        session = load(device, stream)
+        put = session.put
+
+        def noted(*arguments):
+            seen.add((threading.get_ident() == loop_thread, getattr(model.turn, "locked", bool)()))
+            put(*arguments)
+
+        session.put = noted
+        return session
+
+    model.load_session = watched
+    loop_thread = threading.get_ident()
+    async with asynctrt.open(model, device=HostDevice(in_place="never"), contexts=3) as engine:
+        await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 20)))
+    assert seen == {(is_loop, launch == "thread")}
+
+
+async def test_an_output_whose_shape_depends_on_the_data(tmp_path):
+    model = HostSessions(found_onnx(tmp_path / "found.onnx"), is_direct=True)
+    async with asynctrt.open(model, device=in_place(), contexts=1, max_rows=2) as engine:
+        for found in (1, 3, 0, 6):
+            sent = np.zeros((2, 3), np.float32)
+            sent.reshape(-1)[:found] = 1
+            answer = await engine.infer(sent)
+            expected = np.argwhere(sent)
+            np.testing.assert_array_equal(answer["output"], np.stack([expected, expected]))
