@@ -1,0 +1,331 @@
+"""Real models on a GPU, by ONNX Runtime's CUDA provider: the engine beside a bare loop and two batchers.
+
+For each model rows a second, latency and CPU time a request of 1, 8, 64 and 256 callers who send one row each
+again and again; the same on a loop that is never idle (20 µs burned each tick); and latency when requests
+come at random at 50 and 80% of the capacity of the slower of the engine and the batcher by hand. In turn,
+``--repeats`` times; medians and spread are kept. Every caller's last answer is compared with the CPU's.
+
+``--host`` shows that it works where there is no GPU. ``--models`` is a folder with the ONNX files; what torch
+can export is put there.
+"""
+
+import argparse
+import asyncio
+import statistics
+import time
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+import asynctrt
+from asynctrt import clock
+from asynctrt.alarm import create_alarm
+from asynctrt.devices.host import HostDevice
+from tests.benchmarks.common import save
+from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
+from tests.benchmarks.gpu.onnx_models import SUBJECTS, export
+from tests.benchmarks.gpu.support import Load, open_device, quantiles_us, said
+
+CALLERS = (1, 8, 64, 256)
+SHARES = (0.5, 0.8)
+TOLERANCE = 0.03
+"""How far an answer may be from the CPU's, relative to its largest value: the GPU multiplies in TF32."""
+WARM_UP_S = 0.15
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--only", default="", help="names of models, with commas")
+    parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
+    parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="0.35 s a run, once")
+    parser.add_argument("--launch", default="threads", choices=("threads", "thread", "loop"))
+    parser.add_argument("--graphs", default="auto", choices=("auto", "off"))
+    parser.add_argument("--contexts", type=int, default=4)
+    parser.add_argument("--deadline", type=float, default=1e9, help="begin no model after so many seconds")
+    parser.add_argument("--host", action="store_true")
+    given = parser.parse_args()
+    if given.quick:
+        given.seconds, given.repeats = 0.35, 1
+    return given
+
+
+class Answers:
+    """The CPU's answers to the samples of a model."""
+
+    def __init__(self, path, samples):
+        from asynctrt.backends.onnxruntime import ort
+
+        session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        names = [output.name for output in session.get_outputs()]
+        self.samples = samples
+        self.expected = [dict(zip(names, session.run(names, rows), strict=True)) for rows in samples]
+        self.worst = 0.0
+
+    def check(self, number, answer):
+        """Check an answer to a sample.
+
+        :raises AssertionError: if it is further from the CPU's than allowed.
+        """
+        for name, expected in self.expected[number].items():
+            most = max(float(np.abs(expected).max()), 1e-6)
+            off = float(np.abs(answer[name] - expected).max()) / most
+            self.worst = max(self.worst, off)
+            if not off <= TOLERANCE:
+                raise AssertionError(f"a wrong answer to sample {number}: {name} is off by {off:.2g}")
+
+
+class Callers:
+    """Callers who each send a sample again and again; latencies of what ends while it is measured."""
+
+    def __init__(self, infer, answers, count):
+        self._infer, self._answers, self._count = infer, answers, count
+        self._is_over = self._is_measured = False
+        self._latencies_ns = []
+
+    async def _call(self, number):
+        number %= len(self._answers.samples)
+        rows, answer = self._answers.samples[number], None
+        while not self._is_over:
+            sent_ns = clock.now_ns()
+            answer = await self._infer(rows)
+            if self._is_measured:
+                self._latencies_ns.append(clock.now_ns() - sent_ns)
+        self._answers.check(number, answer)
+
+    async def run(self, seconds, kind):
+        """Return the figures of so many seconds on a loop that is ``idle`` or ``busy`` otherwise."""
+        load = Load(kind)
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._count):
+                group.create_task(self._call(number))
+            await asyncio.sleep(WARM_UP_S)
+            self._is_measured, start_ns, start_cpu_ns = True, clock.now_ns(), clock.cpu_ns()
+            await asyncio.sleep(seconds)
+            elapsed_ns, cpu_ns = clock.now_ns() - start_ns, clock.cpu_ns() - start_cpu_ns
+            self._is_measured, self._is_over = False, True
+            await load.end()
+        done = len(self._latencies_ns)
+        return {
+            "rows_per_s": done / elapsed_ns * 1e9,
+            "cpu_us_a_request": cpu_ns / max(done, 1) / 1e3,
+            "cores": cpu_ns / elapsed_ns,
+            **quantiles_us(self._latencies_ns or [elapsed_ns]),
+        }
+
+
+class Arrivals:
+    """Requests that come at random, whatever becomes of earlier ones. Latency counts from their due times."""
+
+    def __init__(self, infer, answers, rate, seconds):
+        self._infer, self._answers = infer, answers
+        gaps = np.random.default_rng(11).exponential(1e9 / rate, max(int(rate * seconds), 20))
+        self._due_ns = (np.cumsum(gaps).astype(np.int64) + clock.now_ns() + 10_000_000).tolist()
+        self._next = 0
+        self._loop = asyncio.get_running_loop()
+        self._alarm = create_alarm(self._loop, self._send, clock.now_ns)
+        self._all_sent = self._loop.create_future()
+        self._tasks, self._latencies_ns = [], []
+
+    async def run(self):
+        """Return the latency of all but the first fifth."""
+        start_cpu_ns = clock.cpu_ns()
+        self._alarm.set(self._due_ns[0])
+        try:
+            await self._all_sent
+            await asyncio.gather(*self._tasks)
+        finally:
+            self._alarm.close()
+        cpu_us = (clock.cpu_ns() - start_cpu_ns) / 1e3
+        return quantiles_us(self._latencies_ns) | {"cpu_us_a_request": cpu_us / len(self._due_ns)}
+
+    def _send(self):
+        now_ns = clock.now_ns()
+        while self._next < len(self._due_ns) and self._due_ns[self._next] <= now_ns:
+            self._tasks.append(self._loop.create_task(self._one(self._next)))
+            self._next += 1
+        if self._next < len(self._due_ns):
+            self._alarm.set(self._due_ns[self._next])
+        elif not self._all_sent.done():
+            self._all_sent.set_result(None)
+
+    async def _one(self, number):
+        await self._infer(self._answers.samples[number % len(self._answers.samples)])
+        if number >= len(self._due_ns) // 5:
+            self._latencies_ns.append(clock.now_ns() - self._due_ns[number])
+
+
+def load(device, subject, given):
+    """Return the model, opened for the device."""
+    path = given.models / f"{subject.name}.onnx"
+    if given.host:
+        from tests.backends.onnx_sessions import HostSessions
+
+        return HostSessions(path)
+    from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
+
+    return OnnxCudaModel(path, device=device, launch=given.launch)
+
+
+def bare(runners, answers, subject, seconds):
+    """Return rows a second of bare loops, with one and two threads, and of computing alone."""
+    # Rows of one shape, the last: the longest.
+    samples = answers.samples[len(subject.lengths) - 1 :: len(subject.lengths)]
+    batch = [samples[number % len(samples)] for number in range(subject.rows_max)]
+    return {
+        "one thread": bare_loop(runners[:1], batch, seconds),
+        "two threads": bare_loop(runners, batch, seconds),
+        "computing alone": back_to_back(runners[0], batch, seconds),
+    }
+
+
+async def check_all(infer, answers):
+    """Send every sample several times at once, and check each answer."""
+    numbers = [number for number in range(len(answers.samples)) for _ in range(3)]
+    found = await asyncio.gather(*(infer(answers.samples[number]) for number in numbers))
+    for number, answer in zip(numbers, found, strict=True):
+        answers.check(number, answer)
+
+
+def medians(runs):
+    """Return the median of each figure over repeated runs, and the extremes of the first."""
+    first = next(iter(runs[0]))
+    values = [run[first] for run in runs]
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]} | {
+        "spread": [min(values), max(values)]
+    }
+
+
+async def measure(device, subject, given):
+    """Return all figures of one model."""
+    start_ns = clock.now_ns()
+    answers = Answers(given.models / f"{subject.name}.onnx", subject.samples())
+    model = load(device, subject, given)
+    free_nbytes = device.memory().free_nbytes
+    async with AsyncExitStack() as stack:
+        stack.callback(model.close)
+        runners = [Runner(device, model, subject.rows_max) for _ in range(2)]
+        for runner in runners:
+            stack.callback(runner.close)
+        session_nbytes = (free_nbytes - device.memory().free_nbytes) / 2
+        engine = await stack.enter_async_context(
+            asynctrt.open(
+                model,
+                device=device,
+                contexts=given.contexts,
+                max_rows=subject.rows_max,
+                graphs=given.graphs,
+            )
+        )
+        contenders = {"asynctrt": engine.infer}
+        for name, batcher in (("by hand", ByHand(runners[0])), ("async-batcher", async_batcher(runners[1]))):
+            if batcher is not None:
+                stack.push_async_callback(batcher.aclose)
+                contenders[name] = batcher.infer
+        for infer in contenders.values():
+            for _ in range(2):
+                await check_all(infer, answers)
+        print(f"{subject.name}: loaded in {(clock.now_ns() - start_ns) / 1e9:.1f} s", flush=True)
+        figures = {"session_mib": session_nbytes / 2**20, "graphs": engine.statistics().graphs}
+        figures["bare"] = [
+            await asyncio.to_thread(bare, runners, answers, subject, given.seconds)
+            for _ in range(given.repeats)
+        ]
+        figures["callers"] = await closed_loops(contenders, answers, given)
+        figures["poisson"] = await at_random(contenders, answers, figures["callers"], given)
+        statistics_ = engine.statistics()
+        figures["engine"] = {
+            "batches": statistics_.batches,
+            "mean_batch_rows": statistics_.rows / max(statistics_.batches, 1),
+            "failed": statistics_.failed,
+        }
+        figures["off_by_at_most"] = answers.worst
+    return figures
+
+
+async def closed_loops(contenders, answers, given):
+    """Return figures for each number of callers, each contender, on either loop."""
+    figures = {}
+    for kind in ("idle", "busy"):
+        for count in map(int, given.callers.split(",")):
+            runs = {name: [] for name in contenders}
+            for _ in range(given.repeats):
+                for name, infer in contenders.items():
+                    runs[name].append(await Callers(infer, answers, count).run(given.seconds, kind))
+            figures[f"{kind}, {count}"] = {name: medians(found) for name, found in runs.items()}
+            print_line(f"{kind}, {count}", figures[f"{kind}, {count}"])
+    return figures
+
+
+async def at_random(contenders, answers, callers, given):
+    """Return latencies at shares of what the slower of the engine and the batcher by hand can do."""
+    most = callers[f"idle, {given.callers.split(',')[-1]}"]
+    capacity = min(most[name]["rows_per_s"] for name in ("asynctrt", "by hand"))
+    figures = {"capacity": capacity}
+    for share in SHARES:
+        runs = {}
+        for name, infer in contenders.items():
+            if name == "async-batcher" and most[name]["rows_per_s"] < capacity * share * 1.05:
+                continue  # Its queue would grow without end.
+            arrivals = Arrivals(infer, answers, capacity * share, 2 * given.seconds)
+            runs[name] = await arrivals.run()
+        figures[f"{share:.0%}"] = runs
+        print_line(f"Poisson {share:.0%}", runs)
+    return figures
+
+
+def print_line(what, figures):
+    parts = []
+    for name, found in figures.items():
+        rate = f"{found['rows_per_s']:,.0f}/s " if "rows_per_s" in found else ""
+        parts.append(
+            f"{name} {rate}p50 {found['p50_us'] / 1e3:.2f} p99 {found['p99_us'] / 1e3:.2f} ms "
+            f"cpu {found['cpu_us_a_request']:.0f} µs"
+        )
+    print(f"  {what}: {' | '.join(parts)}", flush=True)
+
+
+async def main():
+    given = options()
+    begun = time.monotonic()
+    device = HostDevice(in_place="never", unified=False) if given.host else open_device("cuda:0")
+    if not given.host:
+        with said("exporting with torch"):
+            print(export(given.models) or "exported", flush=True)
+    figures = {}
+    wanted = [name for name in given.only.split(",") if name]
+    for subject in SUBJECTS:
+        path = given.models / f"{subject.name}.onnx"
+        if (wanted and subject.name not in wanted) or not path.exists():
+            continue
+        if time.monotonic() - begun > given.deadline:
+            print(f"no time is left for {subject.name}", flush=True)
+            continue
+        try:
+            with said(subject.name):
+                figures[subject.name] = await measure(device, subject, given)
+        except Exception as error:  # The others are of use all the same.
+            print(f"{subject.name} FAILED: {type(error).__name__}: {error}", flush=True)
+            figures[subject.name] = {"failed": f"{type(error).__name__}: {error}"}
+            if device.lost is not None:
+                break
+        found = figures[subject.name]
+        if "bare" in found:
+            best = statistics.median(max(run.values()) for run in found["bare"])
+            print(
+                f"  bare: {found['bare']}; session {found['session_mib']:.0f} MiB; "
+                f"graphs {found['graphs']}; off by {found['off_by_at_most']:.2g}; best {best:,.0f}/s"
+            )
+        settings = {name: str(value) for name, value in vars(given).items()}
+        save(given.json, "ONNX Runtime on CUDA", {"settings": settings, "models": figures}, device)
+    with suppress(Exception):
+        device.close()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

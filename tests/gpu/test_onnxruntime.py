@@ -1,0 +1,432 @@
+"""ONNX Runtime's CUDA provider on a GPU, under the engine.
+
+What makes a GPU unusable, or could end the process, is done in a process of its own.
+"""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+
+import asynctrt
+from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError
+from tests.gpu.support import gpu_is_here
+from tests.models import double_onnx, node, rows, save, sequence_onnx
+
+ort = pytest.importorskip("onnxruntime")
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        not gpu_is_here() or "CUDAExecutionProvider" not in ort.get_available_providers(),
+        reason="needs a GPU and onnxruntime-gpu",
+    ),
+    pytest.mark.timeout(150),
+]
+
+ROOT = Path(__file__).parents[2]
+FLOAT = TensorProto.FLOAT
+MIB = 1 << 20
+WIDTH = 512
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def model_on(device, path, **kw):
+    from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
+
+    return OnnxCudaModel(path, device=device, provider_options={"use_tf32": "0"}, **kw)
+
+
+def held(device):
+    """What it holds once all is freed that is being freed."""
+    device._gpu.wait_for_frees()
+    return device.memory().held_nbytes
+
+
+def mlp_onnx(path, *, weights_nbytes=4 * MIB):
+    """A perceptron whose weights take about as many bytes."""
+    inner = weights_nbytes // 8 // WIDTH
+    rng = np.random.default_rng(0)
+    first = (rng.standard_normal((WIDTH, inner)) / np.sqrt(WIDTH)).astype(np.float32)
+    second = (rng.standard_normal((inner, WIDTH)) / np.sqrt(inner)).astype(np.float32)
+    nodes = [
+        node("MatMul", "input first", "hidden"),
+        node("Relu", "hidden", "active"),
+        node("MatMul", "active second", "output"),
+    ]
+    return save(
+        path,
+        nodes,
+        [("input", FLOAT, ["batch", WIDTH])],
+        [("output", FLOAT, ["batch", WIDTH])],
+        [("first", first), ("second", second)],
+    )
+
+
+def rows_for(number, count=1):
+    return np.random.default_rng(number).standard_normal((count, WIDTH)).astype(np.float32)
+
+
+def on_cpu(path, sent):
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: sent})[0]
+
+
+async def check_all(engine, path, numbers):
+    sent = [rows_for(number, 1 + number % 5) for number in numbers]
+    answers = await asyncio.gather(*(engine.infer(array) for array in sent))
+    expected = on_cpu(path, np.concatenate(sent))
+    found = np.concatenate([answer["output"] for answer in answers])
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("launch", ["threads", "thread", "loop"])
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+async def test_answers_are_those_of_the_cpu(tmp_path, device, launch, graphs):
+    path = mlp_onnx(tmp_path / "mlp.onnx")
+    model = model_on(device, path, launch=launch)
+    async with asynctrt.open(model, device=device, contexts=3, graphs=graphs, max_rows=16) as engine:
+        assert bool(engine.statistics().graphs) == (graphs == "auto")
+        for turn in range(4):
+            await check_all(engine, path, range(50 * turn, 50 * turn + 50))
+        assert engine.statistics().failed == 0
+    assert held(device) == 0
+
+
+async def test_a_path_is_opened_on_the_gpu(tmp_path, caplog):
+    path = mlp_onnx(tmp_path / "mlp.onnx")
+    with caplog.at_level("INFO", "asynctrt"):
+        async with asynctrt.open(path, device="cuda:0", runtime="onnxruntime") as engine:
+            assert engine.device_name == "cuda:0"
+            assert (await engine.infer(rows_for(1)))["output"].shape == (1, WIDTH)
+    said = [record.message for record in caplog.records if "CUDA provider" in record.message]
+    assert said == ["'mlp' runs on cuda:0 by ONNX Runtime's CUDA provider"]
+
+
+async def test_rows_of_many_shapes(tmp_path, device):
+    model = model_on(device, sequence_onnx(tmp_path / "sequence.onnx"))
+    async with asynctrt.open(model, device=device) as engine:
+        sent = [np.full((1, length), length, np.float32) for length in (1, 7, 3, 7, 100, 1, 1000, 3) * 4]
+        answers = await asyncio.gather(*(engine.infer(array) for array in sent))
+        for array, answer in zip(sent, answers, strict=True):
+            np.testing.assert_array_equal(answer["doubled"], 2 * array)
+            np.testing.assert_allclose(answer["total"], array.sum(axis=1))
+
+
+async def test_an_output_whose_shape_depends_on_the_data(tmp_path, device):
+    nodes = [
+        node("NonZero", "input", "where"),
+        node("Transpose", "where", "found", perm=[1, 0]),
+        node("Unsqueeze", "found axes", "whole"),
+        node("Expand", "whole wanted", "output"),
+    ]
+    path = save(
+        tmp_path / "found.onnx",
+        nodes,
+        [("input", FLOAT, [2, 3])],
+        [("output", TensorProto.INT64, [2, None, 2])],
+        [("axes", np.array([0])), ("wanted", np.array([2, 1, 1]))],
+    )
+    async with asynctrt.open(model_on(device, path), device=device, max_rows=2) as engine:
+        for found in (1, 3, 0, 6) * 3:
+            sent = np.zeros((2, 3), np.float32)
+            sent.reshape(-1)[:found] = 1
+            answer = await engine.infer(sent)
+            expected = np.argwhere(sent)
+            np.testing.assert_array_equal(answer["output"], np.stack([expected, expected]))
+    assert held(device) == 0
+
+
+async def test_outputs_stay_on_the_gpu_if_asked_for(tmp_path, device):
+    path = mlp_onnx(tmp_path / "mlp.onnx")
+    async with asynctrt.open(model_on(device, path), device=device) as engine:
+        sent = rows_for(3)
+        answer = await engine.infer(sent, outputs="device")
+        np.testing.assert_allclose(answer["output"].numpy(), on_cpu(path, sent), rtol=1e-3, atol=1e-3)
+
+
+def det_onnx(path):
+    """Determinants, for which the CUDA provider has no kernel."""
+    return save(
+        path,
+        [node("Det", "input", "det"), node("Mul", "det det", "output")],
+        [("input", FLOAT, ["n", 3, 3])],
+        [("output", FLOAT, ["n"])],
+    )
+
+
+async def test_nodes_on_the_cpu_are_named_and_can_be_refused(tmp_path, device, caplog):
+    path = det_onnx(tmp_path / "det.onnx")
+    async with asynctrt.open(model_on(device, path), device=device) as engine:
+        sent = rows(6, dims=(3, 3))
+        expected = np.linalg.det(sent) ** 2
+        answers = await asyncio.gather(*(engine.infer(sent[n : n + 1]) for n in range(len(sent))))
+        found = np.concatenate([answer["output"] for answer in answers])
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
+        assert engine.statistics().graphs == ()
+    said = [record.message for record in caplog.records if "run on the CPU" in record.message]
+    assert len(said) == 1, "once, not for each context"
+    assert "Det" in said[0]
+    with pytest.raises(ModelError, match=r"det\.onnx"):
+        await asynctrt.open(model_on(device, path, cpu_fallback=False), device=device)
+    assert held(device) == 0
+
+
+async def test_integers_and_shapes(tmp_path, device):
+    path = save(
+        tmp_path / "picky.onnx",
+        [node("OneHot", "input depth values", "wide"), node("Slice", "wide from to axis", "output")],
+        [("input", TensorProto.INT64, ["n"])],
+        [("output", FLOAT, ["n", 4])],
+        [
+            ("depth", np.array([8])),
+            ("values", np.array([0, 1], np.float32)),
+            ("from", np.array([0])),
+            ("to", np.array([4])),
+            ("axis", np.array([1])),
+        ],
+    )
+    async with asynctrt.open(model_on(device, path), device=device) as engine:
+        for number in range(8):
+            answer = await engine.infer(np.array([number]))
+            np.testing.assert_array_equal(answer["output"][0], np.eye(8, dtype=np.float32)[number, :4])
+
+
+async def test_no_room_for_the_weights(tmp_path, device):
+    path = mlp_onnx(tmp_path / "mlp.onnx", weights_nbytes=64 * MIB)
+    free = device.memory().free_nbytes
+    with pytest.raises(DeviceMemoryError, match=r"loading 'mlp'.*memory_limit"):
+        await asynctrt.open(model_on(device, path, memory_limit=8 * MIB), device=device)
+    assert held(device) == 0
+    assert device.memory().free_nbytes > free - 700 * MIB
+
+
+async def test_no_room_for_a_batch_fails_it_and_smaller_ones_go_on(tmp_path, device):
+    """Squares of 1024 rows a row: a batch of 64 needs 256 MiB in between."""
+    path = save(
+        tmp_path / "outer.onnx",
+        [
+            node("Unsqueeze", "input one", "row"),
+            node("Unsqueeze", "input two", "column"),
+            node("Mul", "row column", "outer"),
+            node("Exp", "outer", "risen"),
+            node("ReduceSum", "risen two", "output", keepdims=0),
+        ],
+        [("input", FLOAT, ["n", 1024])],
+        [("output", FLOAT, ["n", 1024])],
+        [("one", np.array([1])), ("two", np.array([2]))],
+    )
+    model = model_on(device, path, memory_limit=64 * MIB)
+    async with asynctrt.open(
+        model, device=device, contexts=1, max_rows=64, graphs="off", isolate_failures=False
+    ) as engine:
+        sent = np.full((64, 1024), 0.01, np.float32)
+        with pytest.raises((DeviceMemoryError, ExecutionError)) as caught:
+            await engine.infer(sent)
+        assert isinstance(caught.value, DeviceMemoryError), caught.value
+        for _ in range(3):
+            answer = await engine.infer(sent[:2])
+            np.testing.assert_allclose(answer["output"], 1024 * np.exp(1e-4), rtol=1e-3)
+
+
+async def test_two_engines_on_one_gpu(tmp_path, device):
+    paths = [mlp_onnx(tmp_path / f"mlp{n}.onnx", weights_nbytes=(n + 1) * MIB) for n in range(2)]
+    async with (
+        asynctrt.open(model_on(device, paths[0]), device=device, contexts=2) as first,
+        asynctrt.open(model_on(device, paths[1]), device=device, contexts=2) as second,
+    ):
+        for turn in range(5):
+            numbers = range(40 * turn, 40 * turn + 40)
+            await asyncio.gather(check_all(first, paths[0], numbers), check_all(second, paths[1], numbers))
+    assert held(device) == 0
+
+
+@pytest.mark.parametrize("state", ["idle", "queued", "in flight", "draining", "cancelled"])
+async def test_closing_in_every_state(tmp_path, device, state):
+    model = model_on(device, mlp_onnx(tmp_path / "mlp.onnx"))
+    engine = await asynctrt.open(model, device=device, contexts=2, graphs="off")
+    sent = []
+    if state != "idle":
+        sent = [asyncio.create_task(engine.infer(rows_for(n, 8))) for n in range(60)]
+        await asyncio.sleep(0)
+    if state == "in flight":
+        await asyncio.wait(sent, return_when=asyncio.FIRST_COMPLETED)
+    if state == "draining":
+        draining = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+    if state == "cancelled":
+        for task in sent:
+            task.cancel()
+    async with asyncio.timeout(60):
+        await engine.aclose()
+        await asyncio.gather(*sent, return_exceptions=True)
+        if state == "draining":
+            await draining
+    assert engine.state == "closed"
+    assert held(device) == 0
+
+
+async def test_opening_again_and_again_does_not_grow(tmp_path, device):
+    path = mlp_onnx(tmp_path / "mlp.onnx")
+    free = []
+    for number in range(8):
+        async with asynctrt.open(model_on(device, path), device=device, contexts=2, graphs="1,8") as engine:
+            await check_all(engine, path, range(number, number + 10))
+        free.append(device.memory().free_nbytes)
+    assert free[-1] > free[2] - 4 * MIB, [nbytes // MIB for nbytes in free]
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+async def test_many_batches_without_growth(tmp_path, device, graphs):
+    import psutil
+
+    path = double_onnx(tmp_path / "double.onnx")
+    process = psutil.Process()
+    async with asynctrt.open(model_on(device, path), device=device, max_rows=8, graphs=graphs) as engine:
+        sent = rows(1)
+
+        async def caller(count):
+            for _ in range(count):
+                await engine.infer(sent)
+
+        await asyncio.gather(*(caller(500) for _ in range(8)))
+        before = process.memory_info().rss, device.memory().free_nbytes
+        await asyncio.gather(*(caller(5000) for _ in range(8)))
+        assert engine.statistics().batches > 5000
+        assert process.memory_info().rss - before[0] < 8 * MIB
+        assert before[1] - device.memory().free_nbytes < 4 * MIB
+
+
+PRELUDE = """
+import asyncio, os, sys
+import numpy as np
+import asynctrt
+from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
+from asynctrt.devices.cuda import CudaDevice
+from asynctrt.errors import *
+from cuda.bindings import driver, nvrtc
+
+SOURCE = br'''
+extern "C" __global__ void bad() { *(volatile int*)16 = 1; }
+extern "C" __global__ void hang(volatile int* flag) { while (!*flag) { } }
+'''
+
+def kernel(device, name):
+    device.activate()
+    major, minor = device.compute_capability
+    code, program = nvrtc.nvrtcCreateProgram(SOURCE, b"k.cu", 0, [], [])
+    options = [f"--gpu-architecture=sm_{major}{minor}".encode()]
+    assert nvrtc.nvrtcCompileProgram(program, 1, options)[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS
+    code, size = nvrtc.nvrtcGetCUBINSize(program)
+    cubin = b" " * size
+    nvrtc.nvrtcGetCUBIN(program, cubin)
+    code, module = driver.cuModuleLoadData(cubin)
+    assert code == driver.CUresult.CUDA_SUCCESS, code
+    return driver.cuModuleGetFunction(module, name)[1]
+
+def launch(device, function, stream, arguments=((), ())):
+    code = driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream.handle, arguments, 0)[0]
+    assert code == driver.CUresult.CUDA_SUCCESS, code
+
+path = sys.argv[1]
+device = CudaDevice(0)
+sent = np.ones((1, 512), np.float32)
+
+def opened(**kw):
+    return asynctrt.open(OnnxCudaModel(path, device=device), device=device, graphs="off", **kw)
+"""
+
+ILLEGAL = """
+async def main():
+    bad = kernel(device, b"bad")
+    engine = await opened(contexts=2)
+    await engine.infer(sent)
+    launch(device, bad, engine._pool.contexts[0].stream)
+    kinds = set()
+    for _ in range(20):
+        try:
+            async with asyncio.timeout(20):
+                await engine.infer(sent)
+        except DeviceLostError as error:
+            kinds.add("lost")
+            kept = error
+    assert kinds == {"lost"}, kinds
+    assert engine.state == "lost", engine.state
+    async with asyncio.timeout(20):
+        await engine.aclose()
+    print("closed", flush=True)
+
+asyncio.run(main())
+print("ended", flush=True)
+"""
+
+HANG = """
+async def main():
+    hang = kernel(device, b"hang")
+    flag = device.allocate_staging(256)
+    number = flag.array(np.dtype("int32"), (1,), 0)
+    number[0] = 0
+    engine = await opened(contexts=2, batch_timeout=0.5, close_timeout=0.5)
+    await asyncio.gather(*(engine.infer(sent) for _ in range(8)))
+    import ctypes
+    launch(device, hang, engine._pool.contexts[0].stream, ((flag.address,), (ctypes.c_void_p,)))
+    outcomes = await asyncio.gather(*(engine.infer(sent) for _ in range(1)), return_exceptions=True)
+    outcomes += await asyncio.gather(*(engine.infer(sent) for _ in range(6)), return_exceptions=True)
+    lost = [error for error in outcomes if isinstance(error, DeviceLostError)]
+    assert lost and "batch_timeout" in str(lost[0]), outcomes
+    assert engine.statistics().contexts_quarantined == 1, engine.statistics()
+    for _ in range(5):
+        async with asyncio.timeout(20):
+            await engine.infer(sent)
+    print("went on", flush=True)
+    async with asyncio.timeout(20):
+        await engine.aclose()
+    print("closed", flush=True)
+    number[0] = 1
+
+asyncio.run(main())
+print("ended", flush=True)
+"""
+
+FORGOTTEN = """
+async def main():
+    engine = await opened(contexts=2)
+    await engine.infer(sent)
+
+import warnings
+warnings.simplefilter("ignore")
+asyncio.run(main())
+import gc
+gc.collect()
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        pytest.param(ILLEGAL, ["closed", "ended"], id="illegal address"),
+        pytest.param(HANG, ["went on", "closed", "ended"], id="hang"),
+        pytest.param(FORGOTTEN, ["ended"], id="an engine that is never closed"),
+    ],
+)
+def test_a_process_ends_in_order(tmp_path, program, said):
+    path = mlp_onnx(tmp_path / "mlp.onnx")
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + program, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.stdout.split("\n")[:-1] == said, f"{done.returncode}: {done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
