@@ -21,7 +21,7 @@ from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice, InPlace, cores
 from asynctrt.errors import ModelError, OptionsError
-from asynctrt.loading import PLAN_SUFFIXES
+from asynctrt.loading import PLAN_SUFFIXES, find_device
 from asynctrt.options import Options
 from asynctrt.tensors import Array, TensorSpec
 
@@ -218,12 +218,18 @@ async def closed_loop(
 
 
 def model_report(
-    path: Path, options: Options, dims: Mapping[str, int], intra_op_threads: int, repeats: int
+    path: Path,
+    options: Options,
+    dims: Mapping[str, int],
+    intra_op_threads: int,
+    repeats: int,
+    device: str = "host",
 ) -> BenchReport:
     """Return a report, still empty, on the rows/s of ONNX Runtime alone and of the engine under 1, 32 and 256
     callers.
 
-    The raw runtime runs one batch at a time, with the engine's own session settings and with all cores.
+    The raw runtime runs one batch at a time, with the engine's own session settings and with all cores; on a
+    GPU by ``InferenceSession.run`` with the CUDA provider, which copies and waits.
 
     :raises OptionsError: when the model has dynamic dimensions that ``dims`` does not name.
     :raises ModelError: for a TensorRT plan, which has no raw runtime here to be compared with.
@@ -241,8 +247,12 @@ def model_report(
     if missing:
         flags = " ".join(f"--dim {name}=..." for name in sorted(missing))
         raise OptionsError(f"{model.name!r} has dynamic dimensions: set their sizes with {flags}")
-    sessions = {intra_op_threads: model}
-    if cores() not in sessions:
+    sessions: dict[int, Any] = {intra_op_threads: model}
+    if device != "host":
+        from asynctrt.backends.onnxruntime_cuda import RawModel  # noqa: PLC0415
+
+        sessions = {1: RawModel(path, find_device(device))}
+    elif cores() not in sessions:
         sessions[cores()] = OnnxModel(path, intra_op_threads=cores())
     fixed = model.rows_fixed
     cases = [
@@ -258,11 +268,12 @@ def model_report(
         BenchCase(
             f"engine, {callers} callers" if callers > 1 else "engine, a lone caller",
             {"kind": "engine", "callers": callers},
-            partial(_run_engine, model, options, dims, callers),
+            partial(_run_engine, model, path, device, options, dims, callers),
         )
         for callers in CALLERS
     ]
     settings = {
+        "device": device,
         "model": path.name,
         "inputs": [str(spec) for spec in model.inputs],
         "max_rows": options.max_rows or 64,
@@ -325,10 +336,17 @@ async def _repeat(run: Callable[[], object], seconds: float) -> tuple[int, int, 
 
 
 async def _run_engine(
-    model: Any, options: Options, dims: Mapping[str, int], callers: int, seconds: float
+    model: Any,
+    path: Path,
+    name: str,
+    options: Options,
+    dims: Mapping[str, int],
+    callers: int,
+    seconds: float,
 ) -> Measures:
-    device = HostDevice(threads=max(1, cores() // model.intra_op_threads))
-    async with asynctrt.open(model, device=device, options=options) as engine:
+    is_host = name == "host"
+    device = HostDevice(threads=max(1, cores() // model.intra_op_threads)) if is_host else name
+    async with asynctrt.open(model if is_host else path, device=device, options=options) as engine:
         rows = model.rows_fixed or 1
         inputs = [random_inputs(model.inputs, dims, rows) for _ in range(callers)]
         measures, latencies_ns = await closed_loop(engine, inputs, seconds, timed=True)

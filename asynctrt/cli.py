@@ -151,17 +151,20 @@ def demo(
         ),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 1000,
+    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
 ) -> None:
     """Identify file types with a real model: in batches, then one file at a time for comparison."""
     model = demonstration.ContentModel.find()
     folders = (folder,) if folder else demonstration.default_folders()
     report = demonstration.DemoReport(folders=folders)
-    was_interrupted = _run(lambda: _demo(model, report, limit))
+    was_interrupted = _run(lambda: _demo(model, report, limit, device))
     show_demo(out, report, model)
     _end(was_interrupted)
 
 
-async def _demo(model: demonstration.ContentModel, report: demonstration.DemoReport, limit: int) -> None:
+async def _demo(
+    model: demonstration.ContentModel, report: demonstration.DemoReport, limit: int, device: str
+) -> None:
     paths = demonstration.find_files(report.folders, limit)
     with _progress() as progress:
         reading = progress.add_task("reading files", total=len(paths))
@@ -179,7 +182,7 @@ async def _demo(model: demonstration.ContentModel, report: demonstration.DemoRep
         report.skipped = len(paths) - len(rows)
         together = progress.add_task("identifying, 256 at a time", total=len(rows))
         alone = progress.add_task("the same, one at a time", total=len(rows))
-        async with asynctrt.open(model.path, max_rows=demonstration.MAX_ROWS) as engine:
+        async with asynctrt.open(model.path, device=device, max_rows=demonstration.MAX_ROWS) as engine:
             await demonstration.run_together(
                 engine, model, rows, report, lambda files: progress.advance(together, files)
             )
@@ -203,6 +206,7 @@ def bench(
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute one batch.")] = 1,
     dim: Annotated[list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")] = None,
     loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
+    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare a model with plain ONNX Runtime; or measure [bold]overhead[/bold], the engine alone."""
@@ -210,7 +214,7 @@ def bench(
     if model == "overhead":
         report = benchmarks.overhead_report(options, repeats)
     else:
-        report = benchmarks.model_report(Path(model), options, _dims(dim or []), threads, repeats)
+        report = benchmarks.model_report(Path(model), options, _dims(dim or []), threads, repeats, device)
     report.settings["loop"] = loop
     was_interrupted = _run(lambda: _bench(report, seconds), use_uvloop=loop == "uvloop")
     if as_json:

@@ -13,8 +13,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from functools import cache
+from io import StringIO
 from typing import Any, Final
 
 from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
@@ -139,11 +140,10 @@ class OnnxCudaModel(StreamedOnnxModel):
         raise failed.with_traceback(None)
 
     def _load_on_gpu(self, settings: Mapping[str, str]) -> ort.InferenceSession:
+        # To name the CPU's provider and to forbid its use is a contradiction that is refused.
+        on_cpu = ["CPUExecutionProvider"] if self._cpu_fallback else []
         session = ort.InferenceSession(
-            str(self.path),
-            self._cuda_options(),
-            providers=[(CUDA, settings), "CPUExecutionProvider"],
-            enable_fallback=0,
+            str(self.path), self._cuda_options(), providers=[(CUDA, settings), *on_cpu], enable_fallback=0
         )
         if CUDA not in session.get_providers():
             raise DeviceUnavailableError(
@@ -196,6 +196,23 @@ class OnnxCudaModel(StreamedOnnxModel):
             ]
             if on_cpu:
                 logger.warning("%r: %s", self.name, describe_fallback(on_cpu))
+
+
+class RawModel:
+    """A session of the CUDA provider for ``session.run``, beside which the engine is measured.
+
+    :raises MissingExtraError: if the installed ONNX Runtime has no such provider.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: Device) -> None:
+        assert isinstance(device, CudaDevice)
+        check_provider()
+        options = ort.SessionOptions()
+        options.log_severity_level = LOG_FATAL_ONLY
+        settings = {"device_id": str(device.ordinal), "cudnn_conv_algo_search": "HEURISTIC"}
+        self.session = ort.InferenceSession(
+            os.fspath(path), options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0
+        )
 
 
 class CudaSession(StreamSession):
@@ -265,7 +282,10 @@ def check_provider() -> None:
 def _preload() -> None:
     """Load CUDA's libraries from where pip puts them, if this version can."""
     if hasattr(ort, "preload_dlls"):
-        ort.preload_dlls()
+        # It prints what it does not find, though the system's loader may find that later.
+        with redirect_stdout(StringIO()) as said:
+            ort.preload_dlls()
+        logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
 
 
 def has_provider() -> bool:

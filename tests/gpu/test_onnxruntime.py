@@ -428,5 +428,6 @@ def test_a_process_ends_in_order(tmp_path, program, said):
         timeout=120,
         cwd=ROOT,
     )
-    assert done.stdout.split("\n")[:-1] == said, f"{done.returncode}: {done.stdout}\n{done.stderr}"
+    found = [line for line in done.stdout.splitlines() if line in ("went on", "closed", "ended")]
+    assert found == said, f"{done.returncode}: {done.stdout}\n{done.stderr}"
     assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
