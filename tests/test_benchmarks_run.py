@@ -35,6 +35,7 @@ LEAST = {
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],
     "decorator": ["--repeats", "1", "--seconds", "0.05"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
+    "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
     "compare_commits": ["--repeats", "1", "--seconds", "0.02", "--loops", "asyncio", "--only", "a lone"],
 }
 LEAST_ON_GPU = {
@@ -50,7 +51,7 @@ LEAST_ON_GPU = {
 """Without a GPU they run on the host device."""
 PARTS = {"client", "servers", "mosec_server", "compare_commits_child"}
 """What benchmarks start as processes of their own."""
-PARTS_ON_GPU = {"kernels", "raw", "support", "torch_model"}
+PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_model"}
 
 
 def test_every_benchmark_is_run_and_explained():

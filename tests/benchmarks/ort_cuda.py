@@ -22,6 +22,7 @@ import uvloop
 import asynctrt
 from asynctrt import clock
 from asynctrt.alarm import create_alarm
+from asynctrt.demo import ContentModel
 from asynctrt.devices.host import HostDevice
 from tests.benchmarks.common import save
 from tests.benchmarks.gpu.batchers import ByHand, Runner, async_batcher, back_to_back, bare_loop
@@ -38,7 +39,7 @@ WARM_UP_S = 0.15
 def options():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--only", default="", help="names of models, with commas")
     parser.add_argument("--callers", default=",".join(map(str, CALLERS)))
     parser.add_argument("--seconds", type=float, default=0.5)
@@ -160,9 +161,15 @@ class Arrivals:
             self._latencies_ns.append(clock.now_ns() - self._due_ns[number])
 
 
+def path_of(subject, given):
+    """Return where the model is: in the folder, or in the package that brings it."""
+    path = given.models / f"{subject.name}.onnx"
+    return ContentModel.find().path if subject.name == "magika" and not path.exists() else path
+
+
 def load(device, subject, given):
     """Return the model, opened for the device."""
-    path = given.models / f"{subject.name}.onnx"
+    path = path_of(subject, given)
     if given.host:
         from tests.backends.onnx_sessions import HostSessions
 
@@ -204,7 +211,7 @@ def medians(runs):
 async def measure(device, subject, given):
     """Return all figures of one model."""
     start_ns = clock.now_ns()
-    answers = Answers(given.models / f"{subject.name}.onnx", subject.samples())
+    answers = Answers(path_of(subject, given), subject.samples())
     model = load(device, subject, given)
     free_nbytes = device.memory().free_nbytes
     async with AsyncExitStack() as stack:
@@ -296,11 +303,12 @@ async def main():
     device = HostDevice(in_place="never", unified=False) if given.host else open_device("cuda:0")
     if not given.host:
         with said("exporting with torch"):
+            given.models.mkdir(exist_ok=True)
             print(export(given.models) or "exported", flush=True)
     figures = {}
     wanted = [name for name in given.only.split(",") if name]
     for subject in SUBJECTS:
-        path = given.models / f"{subject.name}.onnx"
+        path = path_of(subject, given)
         if (wanted and subject.name not in wanted) or not path.exists():
             continue
         if time.monotonic() - begun > given.deadline:
