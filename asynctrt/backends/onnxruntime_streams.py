@@ -21,6 +21,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, get_args
+from weakref import WeakSet
 
 import numpy as np
 
@@ -190,7 +191,8 @@ class StreamContext:
         self._model = model
         self.device = device
         self._session: StreamSession | None = None
-        self._bindings: list[StreamBinding] = []
+        # Those that are still in use: a pool drops what it has not used for long.
+        self._bindings: WeakSet[StreamBinding] = WeakSet()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -214,7 +216,7 @@ class StreamContext:
     ) -> "StreamBinding":
         assert not self._closed, "a closed context cannot be bound"
         binding = StreamBinding(self, inputs, tuple(zip(self._model.outputs, outputs, strict=True)))
-        self._bindings = [kept for kept in self._bindings if not kept.is_forgotten] + [binding]
+        self._bindings.add(binding)
         return binding
 
     def close(self) -> None:
@@ -222,8 +224,7 @@ class StreamContext:
         if self._closed:
             return
         self._closed = True
-        bindings, self._bindings = self._bindings, []
-        for binding in bindings:
+        for binding in tuple(self._bindings):
             binding.forget()
         session, self._session = self._session, None
         if session is not None:
@@ -249,7 +250,6 @@ class StreamBinding:
             for index, (spec, memory) in enumerate(outputs)
             if memory is None
         }
-        self.is_forgotten = False
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         failed: Exception | None = None
@@ -279,7 +279,6 @@ class StreamBinding:
 
     def forget(self) -> None:
         """Give up all that is bound."""
-        self.is_forgotten = True
         self._bound.clear()
         for output in self._unbound.values():
             output.close()

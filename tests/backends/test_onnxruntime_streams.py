@@ -6,6 +6,7 @@ They run here by ONNX Runtime's CPU provider; tests/gpu/test_onnxruntime.py runs
 import asyncio
 import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import asynctrt
 from asynctrt.backends.base import StreamModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, OptionsError, UsageError
+from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from tests.backends.onnx_sessions import HostSessions, in_place
 from tests.models import double_onnx, node, rows, save
 
@@ -112,6 +114,23 @@ def test_contexts_on_one_stream_share_a_session_and_the_last_ends_it(model):
     assert model.alive == 0
     for each in (stream, other):
         each.close(1)
+
+
+def test_a_binding_that_is_dropped_is_gone_at_once(model):
+    device = HostDevice()
+    stream = device.create_stream()
+    context = model.create_context_on(device, stream)
+    layout = lay_out(model.inputs, model.outputs, {}, 4)
+    slab = Slab(layout, StagingBuffers(device, layout.nbytes))
+    binding = context.bind(slab.input_memory(), slab.output_memory())
+    binding.enqueue(2, profile=None, stream=stream, arena=None)
+    assert stream.drain(10)
+    kept = weakref.ref(binding)
+    del binding
+    assert kept() is None
+    context.close()
+    assert model.alive == 0
+    stream.close(1)
 
 
 def test_a_closed_model_loads_no_session(model):
