@@ -51,7 +51,18 @@ class Capacity:
             arenas = 0
         in_flight_max = min(options.max_in_flight or contexts, contexts)
         rows_max = cls._rows_max(model, options)
-        return cls(rows_max, contexts, arenas, in_flight_max, cls._graphs(model, device, options, rows_max))
+        graphs = cls._graphs(model, device, options, rows_max)
+        if graphs and not model.is_capturable:
+            if options.graphs != "auto":
+                logger.warning(
+                    "graphs is %s, but batches of %r (%s) cannot be captured as CUDA graphs: they are put on "
+                    "the device call by call, as with graphs='off'",
+                    options.graphs,
+                    model.name,
+                    model.platform,
+                )
+            graphs = ()
+        return cls(rows_max, contexts, arenas, in_flight_max, graphs)
 
     @staticmethod
     def _shared(device: Device, options: Options, shared: Arenas, contexts: int) -> int:
@@ -85,7 +96,7 @@ class Capacity:
 
     @staticmethod
     def _graphs(model: Model, device: Device, options: Options, rows_max: int) -> tuple[int, ...]:
-        """The batch sizes to capture."""
+        """The batch sizes to capture, if the model can be."""
         if options.graphs == "off" or (options.graphs == "auto" and not device.prefers_graphs):
             return ()
         if model.rows_fixed is not None:

@@ -158,7 +158,6 @@ def test_no_document_names_the_host_of_a_package_registry():
 
 
 UNTESTED = {
-    "devices/cuda/captures.py": "tests/gpu/test_onnxruntime.py: there are no captures without a GPU",
     "loadtest/api.py": "tests/loadtest/test_local.py and test_job.py there try `loadtest.run`",
     "serving/api.py": "tests/serving/test_kserve_http.py and others try its routes through HTTP",
     "serving/command.py": "tests/serving/test_server.py and others try the command as a process",

@@ -4,9 +4,8 @@ Each context has a session of its own, on the context's stream and bound to the 
 puts a batch there without waiting for it. ONNX Runtime has no way to run one session on several streams of
 ours, so the weights and its working memory are there once for each context.
 
-Batch sizes are captured into CUDA graphs by the engine, as for any model, and not by ONNX Runtime's own
-capture, whose graphs belong to the thread that captured them. What ONNX Runtime puts into a graph is looked
-at: it may copy from host memory that it frees afterwards, and then there is no graph.
+No CUDA graphs are captured. A graph keeps addresses of ONNX Runtime's arenas, which hand that memory out
+again to the next run, and replaying one has ended a GPU's context with an illegal instruction.
 """
 
 import logging
@@ -23,7 +22,6 @@ from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
 from asynctrt.backends.onnxruntime_streams import Launch, StreamedOnnxModel, StreamSession
 from asynctrt.devices.base import Device, Stream, mib
 from asynctrt.devices.cuda import CudaDevice
-from asynctrt.devices.cuda.captures import outside_of_capture
 from asynctrt.devices.cuda.streams import CudaStream
 from asynctrt.errors import (
     AsynctrtError,
@@ -36,6 +34,8 @@ from asynctrt.errors import (
 )
 
 CUDA: Final = "CUDAExecutionProvider"
+
+LOG_ERRORS: Final = 3
 
 NAMED_MAX: Final = 6
 """How many nodes that run on the CPU a warning names."""
@@ -83,11 +83,6 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._provider_options = dict(provider_options or {})
         self._has_told = False
         super().__init__(path, launch=launch)
-        # What it copies to the host itself is known only while it is put on the stream.
-        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
-        self.is_capturable = all(
-            not isinstance(dim, str) or dim in symbols for spec in self.outputs for dim in spec.dims
-        )
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
         """Load the model to read its names and types: on the CPU, unless only the GPU has its operators."""
@@ -235,17 +230,8 @@ class CudaSession(StreamSession):
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def put(self, binding: Any, stream: Stream, label: object) -> None:
-        """Put a run on the stream, and do not wait for it.
-
-        :raises ExecutionError: also if the stream captures and what was put there cannot be replayed.
-        """
+        """Put a run on the stream, and do not wait for it."""
         self.run(binding, self._options)
-        if stream.is_capturing:
-            outside = outside_of_capture(stream)
-            if outside:
-                raise ExecutionError(
-                    f"ONNX Runtime put into the graph of {self.name!r} what cannot be replayed: {outside}"
-                )
 
     def error_of(self, error: Exception) -> BaseException:
         """Return the error for callers; one that has made the GPU unusable is noticed."""
@@ -255,11 +241,16 @@ class CudaSession(StreamSession):
 
     @property
     def may_end(self) -> bool:
-        """Whether ONNX Runtime can end the session: on a lost GPU it would end the process."""
-        return self._device.lost is None
+        """Whether ONNX Runtime can end the session.
+
+        On a lost GPU it would end the process. Where work hangs, freeing memory would wait for that for ever;
+        the session is left alive then, and its memory stays counted, as its stream may be gone by the time
+        the work ends.
+        """
+        return self._device.state == "ready"
 
     def close(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self.may_end:
             self._device.count_out(self._nbytes)
         super().close()
 
@@ -280,12 +271,15 @@ def check_provider() -> None:
 
 @cache
 def _preload() -> None:
-    """Load CUDA's libraries from where pip puts them, if this version can."""
+    """Load CUDA's libraries from where pip puts them, if it can, and let it warn of nothing."""
     if hasattr(ort, "preload_dlls"):
         # It prints what it does not find, though the system's loader may find that later.
         with redirect_stdout(StringIO()) as said:
             ort.preload_dlls()
         logger.debug("onnxruntime.preload_dlls: %s", said.getvalue().strip() or "all was found")
+    # It warns for each session that the provider is no plugin, by the one logger that is the whole process's.
+    # An application that wants its warnings sets the level after it has opened a model.
+    ort.set_default_logger_severity(LOG_ERRORS)
 
 
 def has_provider() -> bool:

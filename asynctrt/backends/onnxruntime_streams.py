@@ -174,7 +174,7 @@ class StreamSession:
 
     @property
     def may_end(self) -> bool:
-        """Whether ONNX Runtime can end the session: where the device is lost, it would end the process."""
+        """Whether ONNX Runtime can end the session without harm. It is left alive for good otherwise."""
         return True
 
     def close(self) -> None:

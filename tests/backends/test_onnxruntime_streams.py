@@ -17,7 +17,7 @@ from asynctrt.backends.base import StreamModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, OptionsError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
-from tests.backends.onnx_sessions import HostSessions, in_place
+from tests.backends.onnx_sessions import HostSession, HostSessions, in_place
 from tests.models import double_onnx, node, rows, save
 
 pytestmark = pytest.mark.anyio
@@ -68,13 +68,29 @@ async def test_each_context_has_a_session_and_all_are_ended(model):
     assert model.alive == 0
 
 
-async def test_a_size_that_was_captured_shares_the_session_of_its_stream(model):
+async def test_graphs_that_are_named_for_it_are_warned_of(model, caplog):
     device = HostDevice(unified=False)
     async with asynctrt.open(model, device=device, contexts=2, max_rows=4, graphs="1,4") as engine:
         assert model.alive == 2
+        assert engine.statistics().graphs == ()
         answer = await engine.infer(rows(3))
         np.testing.assert_array_equal(answer["output"], 2 * rows(3))
+    said = [record.getMessage() for record in caplog.records if "graphs is (1, 4)" in record.getMessage()]
+    assert len(said) == 1
+    assert "graphs='off'" in said[0]
     assert model.alive == 0
+
+
+async def test_contexts_on_one_stream_share_its_session(model):
+    device = HostDevice(unified=False)
+    stream = device.create_stream()
+    contexts = [model.create_context_on(device, stream) for _ in range(2)]
+    assert model.alive == 1
+    contexts[0].close()
+    assert model.alive == 1
+    contexts[1].close()
+    assert model.alive == 0
+    assert stream.close(10)
 
 
 async def test_an_error_that_a_caller_keeps_does_not_keep_the_session(tmp_path):
@@ -180,3 +196,18 @@ async def test_an_output_whose_shape_depends_on_the_data(tmp_path):
             answer = await engine.infer(sent)
             expected = np.argwhere(sent)
             np.testing.assert_array_equal(answer["output"], np.stack([expected, expected]))
+
+
+async def test_a_session_that_cannot_be_ended_is_left_alive(model, monkeypatch):
+    """To end it would wait for ever for work that hangs, or end the process."""
+    device = HostDevice(unified=False)
+    streams = [device.create_stream() for _ in range(2)]
+    contexts = [model.create_context_on(device, stream) for stream in streams]
+    monkeypatch.setattr(HostSession, "may_end", False)
+    contexts[0].close()
+    assert model.alive == 2
+    monkeypatch.undo()
+    contexts[1].close()
+    gc.collect()
+    assert model.alive == 1, "what was left alive stays so"
+    assert all(stream.close(10) for stream in streams)

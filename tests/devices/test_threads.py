@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asynctrt.devices.host import HostDevice
-from asynctrt.devices.host.threads import LEND_PAUSE_NS_MAX, LEND_PAUSE_NS_MIN, StreamThreads
+from asynctrt.devices.host.threads import LEND_PAUSE_NS_MAX, LEND_PAUSE_NS_MIN, StreamThreads, _Worker
 
 WAIT_S = 20
 
@@ -330,6 +330,49 @@ class Idle:
 
     def is_stalled(self, now_ns):
         return False
+
+    def has_computed(self, lent_ns, now_ns):
+        return False
+
+
+class Copying:
+    """A worker that takes the GIL for each of many arrays: starved before a hand-over, not through after it.
+
+    It computes in ``share`` of the time that it is lent.
+    """
+
+    def __init__(self, clock, share):
+        self.clock, self.share = clock, share
+        self.cpu_ns = 0
+        worker = _Worker.__new__(_Worker)
+        worker.serves, worker._seen, worker._cpu_ns = object(), None, lambda: self.cpu_ns
+        self.worker = worker
+
+    def acquire(self, blocking=True, timeout=0):
+        """In place of the baton: the loop stands still, and nobody hands back."""
+        if blocking:
+            self.clock.ns += int(timeout * 1e9)
+            self.cpu_ns += int(timeout * 1e9 * self.share)
+        return False
+
+
+@pytest.mark.parametrize(("share", "is_vain"), [(0.9, False), (0.1, True)])
+def test_lending_to_a_thread_that_wants_more_of_it_is_not_in_vain(monkeypatch, share, is_vain):
+    clock = Clock()
+    shared = shared_threads(now_ns=clock)
+    monkeypatch.setattr("asynctrt.devices.host.threads.GIL", True)
+    copying = Copying(clock, share)
+    shared._workers.append(copying.worker)
+    shared._baton = copying
+    lent = 0
+    for _ in range(400):
+        lent += shared.lend_gil()
+        clock.ns += LEND_PAUSE_NS_MIN
+    assert (shared._lend_pause_ns > LEND_PAUSE_NS_MIN) == is_vain
+    # It starves for two looks of three at most, and is not starved for the one after a hand-over.
+    assert lent == 0 if is_vain else lent > 100
+    shared._workers.clear()
+    assert shared.leave(WAIT_S)
 
 
 def test_lending_in_vain_is_done_ever_more_rarely(monkeypatch):

@@ -1,5 +1,6 @@
 """Detect GPUs. Without one, the suites run on the host device with the strict double."""
 
+import os
 from functools import cache
 from importlib.util import find_spec
 
@@ -28,3 +29,19 @@ def torch_is_here():
     import torch
 
     return torch.cuda.is_available()
+
+
+def memory_of_process(ordinal):
+    """Return the bytes of a GPU that this process has taken, or ``None`` where the driver does not tell.
+
+    It numbers processes as the machine does, not as a container: only one that is alone there is told.
+    """
+    try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        found = nvml.device_get_compute_running_processes_v3(nvml.device_get_handle_by_index_v2(ordinal))
+        own = [int(process.used_gpu_memory) for process in found if int(process.pid) == os.getpid()]
+    except Exception:  # Bindings without it, a driver that refuses.
+        return None
+    return own[0] if own and 0 < own[0] < 1 << 48 else None

@@ -14,7 +14,7 @@ from onnx import TensorProto
 
 import asynctrt
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError
-from tests.gpu.support import gpu_is_here
+from tests.gpu.support import gpu_is_here, memory_of_process
 from tests.models import double_onnx, node, rows, save, sequence_onnx
 
 ort = pytest.importorskip("onnxruntime")
@@ -48,6 +48,23 @@ def held(device):
     """What it holds once all is freed that is being freed."""
     device._gpu.wait_for_frees()
     return device.memory().held_nbytes
+
+
+def taken_nbytes(device):
+    """Return what this process has taken of the GPU or, where the driver does not tell, what all have."""
+    own = memory_of_process(device.ordinal)
+    memory = device.memory()
+    return memory.total_nbytes - memory.free_nbytes if own is None else own
+
+
+def check_growth(found, slack_nbytes=4 * MIB):
+    """Check that the second half of a run takes no more than the first, in which caches were filled.
+
+    The least of each half is compared: what other processes take for a while is no growth.
+    """
+    half = len(found) // 2
+    grown = min(found[half:]) - min(found[half // 2 : half])
+    assert grown < slack_nbytes, [nbytes // MIB for nbytes in found]
 
 
 def mlp_onnx(path, *, weights_nbytes=4 * MIB):
@@ -88,16 +105,24 @@ async def check_all(engine, path, numbers):
 
 
 @pytest.mark.parametrize("launch", ["threads", "thread", "loop"])
-@pytest.mark.parametrize("graphs", ["off", "auto"])
-async def test_answers_are_those_of_the_cpu(tmp_path, device, launch, graphs):
+async def test_answers_are_those_of_the_cpu(tmp_path, device, launch):
     path = mlp_onnx(tmp_path / "mlp.onnx")
     model = model_on(device, path, launch=launch)
-    async with asynctrt.open(model, device=device, contexts=3, graphs=graphs, max_rows=16) as engine:
-        assert bool(engine.statistics().graphs) == (graphs == "auto")
+    async with asynctrt.open(model, device=device, contexts=3, max_rows=16) as engine:
+        assert engine.statistics().graphs == ()
         for turn in range(4):
             await check_all(engine, path, range(50 * turn, 50 * turn + 50))
         assert engine.statistics().failed == 0
     assert held(device) == 0
+
+
+async def test_graphs_that_are_asked_for_are_not_captured_and_that_is_said(tmp_path, device, caplog):
+    """One has ended a GPU's context: it kept memory of ONNX Runtime's that the next run was given."""
+    path = mlp_onnx(tmp_path / "mlp.onnx")
+    async with asynctrt.open(model_on(device, path), device=device, graphs="1,8") as engine:
+        assert engine.statistics().graphs == ()
+        await check_all(engine, path, range(20))
+    assert "cannot be captured as CUDA graphs" in caplog.text
 
 
 async def test_a_path_is_opened_on_the_gpu(tmp_path, caplog):
@@ -170,7 +195,6 @@ async def test_nodes_on_the_cpu_are_named_and_can_be_refused(tmp_path, device, c
         answers = await asyncio.gather(*(engine.infer(sent[n : n + 1]) for n in range(len(sent))))
         found = np.concatenate([answer["output"] for answer in answers])
         np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
-        assert engine.statistics().graphs == ()
     said = [record.message for record in caplog.records if "run on the CPU" in record.message]
     assert len(said) == 1, "once, not for each context"
     assert "Det" in said[0]
@@ -224,9 +248,7 @@ async def test_no_room_for_a_batch_fails_it_and_smaller_ones_go_on(tmp_path, dev
         [("one", np.array([1])), ("two", np.array([2]))],
     )
     model = model_on(device, path, memory_limit=64 * MIB)
-    async with asynctrt.open(
-        model, device=device, contexts=1, max_rows=64, graphs="off", isolate_failures=False
-    ) as engine:
+    async with asynctrt.open(model, device=device, contexts=1, max_rows=64, isolate_failures=False) as engine:
         sent = np.full((64, 1024), 0.01, np.float32)
         with pytest.raises((DeviceMemoryError, ExecutionError)) as caught:
             await engine.infer(sent)
@@ -251,7 +273,7 @@ async def test_two_engines_on_one_gpu(tmp_path, device):
 @pytest.mark.parametrize("state", ["idle", "queued", "in flight", "draining", "cancelled"])
 async def test_closing_in_every_state(tmp_path, device, state):
     model = model_on(device, mlp_onnx(tmp_path / "mlp.onnx"))
-    engine = await asynctrt.open(model, device=device, contexts=2, graphs="off")
+    engine = await asynctrt.open(model, device=device, contexts=2)
     sent = []
     if state != "idle":
         sent = [asyncio.create_task(engine.infer(rows_for(n, 8))) for n in range(60)]
@@ -273,36 +295,40 @@ async def test_closing_in_every_state(tmp_path, device, state):
     assert held(device) == 0
 
 
+@pytest.mark.xdist_group("gpu memory")
 async def test_opening_again_and_again_does_not_grow(tmp_path, device):
     path = mlp_onnx(tmp_path / "mlp.onnx")
-    free = []
-    for number in range(8):
-        async with asynctrt.open(model_on(device, path), device=device, contexts=2, graphs="1,8") as engine:
+    taken = []
+    for number in range(12):
+        async with asynctrt.open(model_on(device, path), device=device, contexts=2) as engine:
             await check_all(engine, path, range(number, number + 10))
-        free.append(device.memory().free_nbytes)
-    assert free[-1] > free[2] - 4 * MIB, [nbytes // MIB for nbytes in free]
+        assert held(device) == 0
+        taken.append(taken_nbytes(device))
+    check_growth(taken)
 
 
 @pytest.mark.tier2
-@pytest.mark.parametrize("graphs", ["off", "auto"])
-async def test_many_batches_without_growth(tmp_path, device, graphs):
+@pytest.mark.xdist_group("gpu memory")
+async def test_many_batches_without_growth(tmp_path, device):
     import psutil
 
     path = double_onnx(tmp_path / "double.onnx")
     process = psutil.Process()
-    async with asynctrt.open(model_on(device, path), device=device, max_rows=8, graphs=graphs) as engine:
+    async with asynctrt.open(model_on(device, path), device=device, max_rows=8) as engine:
         sent = rows(1)
 
         async def caller(count):
             for _ in range(count):
                 await engine.infer(sent)
 
-        await asyncio.gather(*(caller(500) for _ in range(8)))
-        before = process.memory_info().rss, device.memory().free_nbytes
-        await asyncio.gather(*(caller(5000) for _ in range(8)))
+        resident, taken = [], []
+        for _ in range(10):
+            await asyncio.gather(*(caller(600) for _ in range(8)))
+            resident.append(process.memory_info().rss)
+            taken.append(taken_nbytes(device))
         assert engine.statistics().batches > 5000
-        assert process.memory_info().rss - before[0] < 8 * MIB
-        assert before[1] - device.memory().free_nbytes < 4 * MIB
+        check_growth(taken)
+        check_growth(resident, 8 * MIB)
 
 
 PRELUDE = """
@@ -341,7 +367,7 @@ device = CudaDevice(0)
 sent = np.ones((1, 512), np.float32)
 
 def opened(**kw):
-    return asynctrt.open(OnnxCudaModel(path, device=device), device=device, graphs="off", **kw)
+    return asynctrt.open(OnnxCudaModel(path, device=device), device=device, **kw)
 """
 
 ILLEGAL = """
@@ -370,27 +396,35 @@ print("ended", flush=True)
 
 HANG = """
 async def main():
+    import ctypes
     hang = kernel(device, b"hang")
     flag = device.allocate_staging(256)
     number = flag.array(np.dtype("int32"), (1,), 0)
     number[0] = 0
     engine = await opened(contexts=2, batch_timeout=0.5, close_timeout=0.5)
-    await asyncio.gather(*(engine.infer(sent) for _ in range(8)))
-    import ctypes
+    # CUDA loads a kernel when it is first launched, and waits for all that runs to do so: sizes that are new
+    # while a kernel hangs would hang as well.
+    for _ in range(4):
+        for count in range(1, 9):
+            await asyncio.gather(*(engine.infer(np.repeat(sent, count, 0)) for _ in range(2)))
     launch(device, hang, engine._pool.contexts[0].stream, ((flag.address,), (ctypes.c_void_p,)))
-    outcomes = await asyncio.gather(*(engine.infer(sent) for _ in range(1)), return_exceptions=True)
-    outcomes += await asyncio.gather(*(engine.infer(sent) for _ in range(6)), return_exceptions=True)
-    lost = [error for error in outcomes if isinstance(error, DeviceLostError)]
-    assert lost and "batch_timeout" in str(lost[0]), outcomes
-    assert engine.statistics().contexts_quarantined == 1, engine.statistics()
-    for _ in range(5):
+    try:
+        outcomes = await asyncio.gather(*(engine.infer(sent) for _ in range(1)), return_exceptions=True)
+        outcomes += await asyncio.gather(*(engine.infer(sent) for _ in range(6)), return_exceptions=True)
+        print("outcomes", outcomes, flush=True)
+        lost = [error for error in outcomes if isinstance(error, DeviceLostError)]
+        assert lost and "batch_timeout" in str(lost[0]), outcomes
+        assert engine.statistics().contexts_quarantined == 1, engine.statistics()
+        for _ in range(5):
+            async with asyncio.timeout(20):
+                await engine.infer(sent)
+        print("went on", flush=True)
         async with asyncio.timeout(20):
-            await engine.infer(sent)
-    print("went on", flush=True)
-    async with asyncio.timeout(20):
-        await engine.aclose()
-    print("closed", flush=True)
-    number[0] = 1
+            await engine.aclose()
+        print("closed", flush=True)
+    finally:
+        # Whatever was found: nothing ends a process in which a kernel runs on.
+        number[0] = 1
 
 asyncio.run(main())
 print("ended", flush=True)
@@ -420,14 +454,20 @@ print("ended", flush=True)
 )
 def test_a_process_ends_in_order(tmp_path, program, said):
     path = mlp_onnx(tmp_path / "mlp.onnx")
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + program, str(path)],
-        capture_output=True,
+    traces = "import faulthandler; faulthandler.dump_traceback_later(60, exit=True)\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", traces + PRELUDE + program, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
-        timeout=120,
         cwd=ROOT,
-    )
-    found = [line for line in done.stdout.splitlines() if line in ("went on", "closed", "ended")]
-    assert found == said, f"{done.returncode}: {done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr}"
+    ) as child:
+        try:
+            stdout, stderr = child.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            stdout, stderr = child.communicate()
+            pytest.fail(f"it did not end: {stdout}\n{stderr[-4000:]}")
+    found = [line for line in stdout.splitlines() if line in ("went on", "closed", "ended")]
+    assert found == said, f"{child.returncode}: {stdout}\n{stderr[-4000:]}"
+    assert child.returncode == 0, f"{child.returncode}: {stderr[-4000:]}"

@@ -49,6 +49,13 @@ class _Worker:
         seen, self._seen = self._seen, (now_ns, cpu_ns)
         return seen is not None and 2 * (cpu_ns - seen[1]) < now_ns - seen[0]
 
+    def has_computed(self, lent_ns: int, now_ns: int) -> bool:
+        """Return whether it has computed for half of the time since a look at ``lent_ns``."""
+        if self.serves is None or self._cpu_ns is None or self._seen is None:
+            return False
+        seen_ns, seen_cpu_ns = self._seen
+        return seen_ns == lent_ns and 2 * (self._cpu_ns() - seen_cpu_ns) >= now_ns - lent_ns
+
     def _serve(self) -> None:
         self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
         while (served := self._ready.get()) is not None:
@@ -166,12 +173,20 @@ class StreamThreads:
             return False
         # An old sign of life must not end the hand-over before it has begun.
         self._baton.acquire(blocking=False)
-        if self._baton.acquire(timeout=LEND_S):
+        if self._baton.acquire(timeout=LEND_S) or self._have_computed(now_ns):
             self._lend_pause_ns = LEND_PAUSE_NS_MIN
             return True
         self._lend_next_ns = self._now_ns() + self._lend_pause_ns
         self._lend_pause_ns = min(2 * self._lend_pause_ns, LEND_PAUSE_NS_MAX)
         return False
+
+    def _have_computed(self, lent_ns: int) -> bool:
+        """Return whether a thread used most of what it was lent, and is not through: it wants more soon.
+
+        Work that takes the GIL again and again, as a copy of many arrays does for each, starves otherwise.
+        """
+        now_ns = self._now_ns()
+        return any(worker.has_computed(lent_ns, now_ns) for worker in self._workers)
 
     def _start_worker(self) -> None:
         """Start a thread if there is work for one more, and room."""
