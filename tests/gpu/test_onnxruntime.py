@@ -401,12 +401,12 @@ async def main():
     flag = device.allocate_staging(256)
     number = flag.array(np.dtype("int32"), (1,), 0)
     number[0] = 0
-    engine = await opened(contexts=2, batch_timeout=0.5, close_timeout=0.5)
+    engine = await opened(contexts=3, max_rows=8, batch_timeout=0.5, close_timeout=0.5)
     # CUDA loads a kernel when it is first launched, and waits for all that runs to do so: sizes that are new
     # while a kernel hangs would hang as well.
     for _ in range(4):
         for count in range(1, 9):
-            await asyncio.gather(*(engine.infer(np.repeat(sent, count, 0)) for _ in range(2)))
+            await asyncio.gather(*(engine.infer(np.repeat(sent, count, 0)) for _ in range(24)))
     launch(device, hang, engine._pool.contexts[0].stream, ((flag.address,), (ctypes.c_void_p,)))
     try:
         outcomes = await asyncio.gather(*(engine.infer(sent) for _ in range(1)), return_exceptions=True)
@@ -414,7 +414,8 @@ async def main():
         print("outcomes", outcomes, flush=True)
         lost = [error for error in outcomes if isinstance(error, DeviceLostError)]
         assert lost and "batch_timeout" in str(lost[0]), outcomes
-        assert engine.statistics().contexts_quarantined == 1, engine.statistics()
+        # A batch that waits in the same lane hangs with it.
+        assert engine.statistics().contexts_quarantined in (1, 2), engine.statistics()
         for _ in range(5):
             async with asyncio.timeout(20):
                 await engine.infer(sent)
