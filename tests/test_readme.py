@@ -29,10 +29,11 @@ WAIT_S = 30
 
 
 def snippets():
-    """Yield each fenced block of Python, but that which needs a server: `test_the_client_of_the_readme`."""
+    """Yield each fenced block of Python, but those that need a server: `test_the_client_of_the_readme` and
+    ``test_clients_page`` run them."""
     for name, text in DOCUMENTS.items():
         for number, snippet in enumerate(FENCED.findall(text)):
-            if "ws://127.0.0.1:8000" not in snippet:
+            if "://127.0.0.1:8000" not in snippet:
                 yield pytest.param(name, snippet, id=f"{name}-{number}")
 
 

@@ -53,8 +53,8 @@ def test_a_synonym_of_a_name_that_a_command_lacks_is_not_suggested():
 
 @pytest.mark.anyio
 async def test_a_load_test_in_python_knows_them():
-    with pytest.raises(OptionsError, match="unknown setting .*'users'.*did you mean 'callers'"):
-        await loadtest.run("x", users=3)
+    with pytest.raises(OptionsError, match="unknown setting .*'spawn_rate'.*did you mean 'rate'"):
+        await loadtest.run("x", spawn_rate=3)
 
 
 def test_options_in_python_know_them():
