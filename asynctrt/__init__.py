@@ -7,14 +7,18 @@
         result["output"]
 """
 
+from typing import TYPE_CHECKING, Any
+
 from asynctrt.backends.function import FunctionModel
 from asynctrt.batching import Batched, batch
+from asynctrt.build_options import BuildOptions
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import DeviceArray
 from asynctrt.devices.host import HostDevice
 from asynctrt.engine import Engine
 from asynctrt.errors import (
     AsynctrtError,
+    BuildError,
     CallerError,
     ConnectionLostError,
     DeadlineError,
@@ -54,6 +58,9 @@ from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import InferResult, TensorSpec, Timing
 
+if TYPE_CHECKING:
+    from asynctrt.plans.building import build
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -62,6 +69,8 @@ __all__ = [
     "BatchStatistics",
     "BatchTrace",
     "Batched",
+    "BuildError",
+    "BuildOptions",
     "CallerError",
     "ConnectionLostError",
     "DeadlineError",
@@ -104,7 +113,17 @@ __all__ = [
     "UntrustedError",
     "UsageError",
     "batch",
+    "build",
     "limit_gpu_memory",
     "open",
     "tune_process",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``build`` when it is first used: few programs build plans."""
+    if name == "build":
+        from asynctrt.plans.building import build  # noqa: PLC0415
+
+        return build
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,8 @@ import anyio
 import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
+from asynctrt.backends.tensorrt.builder import BuildStep
+from asynctrt.build_options import BuildOptions
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor.text import lines as finding_lines
@@ -503,6 +505,70 @@ def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Paramet
 
 _serve.__signature__ = _serve_signature()  # type: ignore[attr-defined]  # Typer reads it.
 app.command("serve", help=_help_of(_serve), context_settings={"auto_envvar_prefix": "ASYNCTRT_SERVE"})(_serve)
+
+
+def _build(ctx: typer.Context, model: str, **given: Any) -> None:
+    """Build a TensorRT plan from an ONNX model, with a manifest beside it: PLAN.json.
+
+    Profiles are proposed from --max-rows and --dims, or given: --profiles
+    input=1x3x224x224:16x3x224x224:64x3x224x224. TensorRT for RTX builds without a GPU. Ctrl-C ends the
+    build. For example: asynctrt build model.onnx -o model.plan --dims length=1:128:512
+    """
+    from asynctrt.plans.building import build  # noqa: PLC0415  (few commands need it)
+    from asynctrt.plans.text import lines_of_manifest  # noqa: PLC0415
+
+    settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    files = {name: settings.pop(name, None) for name in ("plan", "device", "key")}
+    with _progress() as progress:
+        shown = BuildBar(progress)
+        try:
+            built = build(model, progress=shown, **files, **settings)
+        except KeyboardInterrupt as error:
+            err.print("[yellow]Interrupted: nothing was written.[/]")
+            raise typer.Exit(INTERRUPTED) from error
+    _say(f"written       {built.path}")
+    for line in lines_of_manifest(built.manifest):
+        _say(line)
+
+
+class BuildBar:
+    """Shows how far a build is: a bar for the whole, with the phase that it is in."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("parsing the model", total=None)
+
+    def __call__(self, step: BuildStep) -> None:
+        """Show one step. Called on TensorRT's threads, which rich allows."""
+        if step.parent is None:
+            self._progress.update(self._task, total=step.total, completed=step.done)
+        self._progress.update(self._task, description=escape(step.phase.lower()))
+
+
+def _build_signature() -> inspect.Signature:
+    """Return the flags of ``build``: its own, and the options of a build."""
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        _parameter(
+            "model",
+            str,
+            inspect.Parameter.empty,
+            typer.Argument(metavar="MODEL", help="The .onnx file.", show_default=False),
+        ),
+        _parameter(
+            "plan",
+            Path | None,
+            None,
+            typer.Option("--output", "-o", help="Where to write the plan. Default: MODEL.plan"),
+        ),
+        _flag("device", str | None, None, "The GPU to build on, such as cuda:0."),
+        _flag("key", Path | None, None, "A private key to sign the plan and its manifest with."),
+    ]
+    return inspect.Signature([*parameters, *_field_flags(BuildOptions, "The plan")])
+
+
+_build.__signature__ = _build_signature()  # type: ignore[attr-defined]  # Typer reads it.
+app.command("build", help=_help_of(_build))(_build)
 
 
 def _load(ctx: typer.Context, target: str, **given: Any) -> None:

@@ -9,7 +9,8 @@
     │   ├── UsageError          (RuntimeError)         wrong event loop, a slot used twice, ...
     │   ├── ModelError                                 a model that cannot be served as it is
     │   │   ├── ModelNotFoundError (FileNotFoundError)  404 NOT_FOUND
-    │   │   └── UntrustedError                         a plan that must not run here
+    │   │   ├── UntrustedError                         a plan that must not run here
+    │   │   └── BuildError                             a model that no plan can be built from
     │   └── RequestError                               a message to a server that breaks its protocol
     │       ├── UnauthorizedError   401 UNAUTHENTICATED     the token is missing or wrong
     │       ├── UnknownModelError   404 NOT_FOUND           the server has no such model, version or page
@@ -89,6 +90,13 @@ class ModelNotFoundError(ModelError, FileNotFoundError):
 
 class UntrustedError(ModelError):
     """The plan is not trusted, and to deserialise it would be to run its code."""
+
+
+class BuildError(ModelError):
+    """No plan could be built from the model. The message has what the parser or the builder found."""
+
+    faults: tuple[Any, ...] = ()
+    """What the parser found, one for each node: :class:`asynctrt.backends.tensorrt.builder.ParserFault`."""
 
 
 class RequestError(CallerError):

@@ -25,7 +25,7 @@ from asynctrt.validation import (
 FLAVOURS: Final = ("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
 """The four TensorRT packages, in the order in which they are tried for a plan that several can run."""
 
-TRUSTED: Final = re.compile(r"signed|sha256:[0-9a-fA-F]{64}")
+TRUSTED: Final = re.compile(r"signed|built-here|sha256:[0-9a-fA-F]{64}")
 """How a way to be trusted is written."""
 
 AuxStreams = Literal["ours", "library"]
@@ -59,7 +59,7 @@ def _ways(value: Any) -> tuple[str, ...]:
     return tuple(way.lower() for way in ways)
 
 
-TRUST: Final = Check("'signed', 'sha256:' and 64 hexadecimal digits, or a list of these", _ways)
+TRUST: Final = Check("'signed', 'built-here', 'sha256:' and 64 hexadecimal digits, or a list of these", _ways)
 
 
 def _streaming(value: Any) -> int | str:
@@ -102,8 +102,9 @@ class TensorRTOptions:
         default=(),
         check=TRUST,
         doc="""Open the plan only if it is trusted, in one of these ways: ``signed``, by a key that this user
-        trusts (``asynctrt keys``, ``asynctrt sign``); ``sha256:...``, its digest in hexadecimal. Checked on
-        the bytes that are deserialised. Empty: every plan is opened, as code that you trust. It does not
+        trusts (``asynctrt keys``, ``asynctrt sign``); ``built-here``, by this user on this machine
+        (``asynctrt build``); ``sha256:...``, its digest in hexadecimal. Checked on the bytes that are
+        deserialised. Empty: every plan is opened, as code that you trust. It does not
         cover what other options name: ``lean_runtime``, ``plugins``, ``refit_from``, ``runtime_cache``.""",
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from asynctrt.backends.tensorrt.flavours import EXTRAS
+from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
 from asynctrt.backends.tensorrt.plan import (
     HEADER_NBYTES,
     KINDS,
@@ -61,6 +62,8 @@ class PlanFile:
     surplus_nbytes: int
     """Bytes after the plan's end, which its digest covers all the same."""
     runners: tuple[Runner, ...]
+    manifest: Manifest | None
+    """What is kept beside it of how it was built, if that is of these very bytes."""
 
 
 def read_plan_file(path: Path) -> PlanFile:
@@ -86,6 +89,7 @@ def read_plan_file(path: Path) -> PlanFile:
         compute_capabilities=None if capabilities is None else tuple(map(capability_text, capabilities)),
         surplus_nbytes=nbytes - header.nbytes,
         runners=judge(header, installed_versions()),
+        manifest=find_manifest(path, digest),
     )
 
 

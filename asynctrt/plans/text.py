@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from asynctrt.backends.tensorrt.manifest import Manifest
 from asynctrt.devices.base import mib
 from asynctrt.plans.opened import Memory, Opened
 from asynctrt.plans.plan_file import PlanFile
@@ -24,6 +25,24 @@ def lines_of(found: "PlanFile | OnnxFile") -> Iterator[str]:
     yield from _row("file", f"{found.path}, {mib(found.nbytes)}")
     yield from _row("sha256", found.digest)
     yield from _of_plan(found) if isinstance(found, PlanFile) else _of_onnx(found)
+
+
+def lines_of_manifest(manifest: Manifest) -> Iterator[str]:
+    """Yield lines about how a plan was built."""
+    yield from _row("plan", f"{mib(manifest.plan_nbytes)}, sha256:{manifest.plan_digest}")
+    yield from _row("model", f"{manifest.model}, sha256:{manifest.model_digest}")
+    for name, digest in manifest.external.items():
+        yield from _row("external", f"{name}, sha256:{digest}")
+    yield from _row("built by", manifest.builder + (f" on {manifest.gpu}" if manifest.gpu else ""))
+    for kind, tensors in (("input", manifest.inputs), ("output", manifest.outputs)):
+        for one in tensors:
+            yield from _row(kind, _tensor(one.name, one.dtype, one.dims))
+    for number, profile in enumerate(manifest.profiles):
+        yield from _row(f"profile {number}", profile)
+    if manifest.plugins:
+        yield from _row("plugins", ", ".join(manifest.plugins))
+    for change in manifest.changes:
+        yield from _row("note", change)
 
 
 def lines_of_opened(opened: Opened) -> Iterator[str]:
@@ -67,6 +86,9 @@ def _of_plan(found: PlanFile) -> Iterator[str]:
     for one in found.runners:
         version = f" {one.version}" if one.version else ""
         yield from _row("runs with", f"{one.package}{version}: {one.verdict}; {one.why}")
+    if found.manifest is not None:
+        yield from _row("manifest", "beside it, not signed unless you have checked that; it says:")
+        yield from lines_of_manifest(found.manifest)
     yield from _row(
         "the rest",
         "tensors, profiles, memory and weights are known once it is deserialised, which runs its code: "

@@ -1,9 +1,11 @@
 """Read the tensors, the batch axis and the profiles of a deserialised engine.
 
-An engine numbers its dimensions and has no names for them, so a dynamic one is named after its tensor:
-``tokens.1``. Which of them an output follows is found by trying (see ``probe``).
+An engine numbers its dimensions and has no names for them, so a dynamic one is named after its tensor,
+``tokens.1``, unless the plan's manifest has its name. Which of them an output follows is found by trying
+(see ``probe``).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Final
@@ -179,9 +181,13 @@ class Signature:
         )
 
 
-def read_signature(model: str, module: Any, engine: Any) -> Signature:
+def read_signature(
+    model: str, module: Any, engine: Any, names_of_dims: Mapping[tuple[str, int], str] | None = None
+) -> Signature:
     """Return the tensors and profiles of an engine. Dynamic dimensions of outputs are named after themselves.
 
+    :param names_of_dims: what dynamic dimensions of inputs are called, by input and axis; those that are not
+        there are named after themselves.
     :raises ModelError: for an engine whose rows cannot be batched, or do not lie in plain memory.
     """
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -207,8 +213,8 @@ def read_signature(model: str, module: Any, engine: Any) -> Signature:
         _check_rows(model, inputs, profiles)
     return Signature(
         model,
-        tuple(_spec(model, engine, "input", name) for name in inputs),
-        tuple(_spec(model, engine, "output", name) for name in outputs),
+        tuple(_spec(model, engine, "input", name, names_of_dims or {}) for name in inputs),
+        tuple(_spec(model, engine, "output", name, {}) for name in outputs),
         rows_fixed,
         profiles,
     )
@@ -282,9 +288,14 @@ def _profile_shapes(engine: Any, name: str, index: int) -> tuple[Dims, Dims, Dim
     return fixed, fixed, fixed
 
 
-def _spec(model: str, engine: Any, kind: str, name: str) -> TensorSpec:
+def _spec(
+    model: str, engine: Any, kind: str, name: str, names_of_dims: Mapping[tuple[str, int], str]
+) -> TensorSpec:
     shape = shape_of(engine.get_tensor_shape(name))
-    dims = tuple(dim if dim >= 0 else f"{name}.{axis}" for axis, dim in enumerate(shape[1:], start=1))
+    dims = tuple(
+        dim if dim >= 0 else names_of_dims.get((name, axis), f"{name}.{axis}")
+        for axis, dim in enumerate(shape[1:], start=1)
+    )
     return TensorSpec(name, _dtype(model, kind, name, str(engine.get_tensor_dtype(name).name)), dims)
 
 

@@ -5,6 +5,7 @@ No package is imported by an import statement, since the plan decides which one 
 
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from asynctrt.backends.tensorrt.plan import KINDS, TAG_RTX, TAG_TENSORRT
+from asynctrt.build_options import BUILDERS
 from asynctrt.errors import DeviceUnavailableError, MissingExtraError, ModelError
 from asynctrt.tensorrt_options import FLAVOURS
 from asynctrt.validation import choice
@@ -96,6 +98,27 @@ def find_flavour(flavour: Any, tag: bytes, where: str) -> Flavour:
         found = Flavour(name, flavour, isinstance(flavour, ModuleType) and name in FLAVOURS)
     found.check_tag(tag, where)
     return found
+
+
+def find_builder(flavour: Any) -> Flavour:
+    """Return the package to build plans with: the given one, or the first that can be loaded.
+
+    :param flavour: the name of a package, a module, a stand-in for one, or ``None`` to choose.
+    :raises OptionsError: for a name that is not one of those that build.
+    :raises MissingExtraError, DeviceUnavailableError: if none is installed, or it cannot be loaded.
+    """
+    if isinstance(flavour, str):
+        return _load(choice(*BUILDERS)("flavour", flavour))
+    if flavour is not None:
+        name = str(getattr(flavour, "__name__", type(flavour).__name__))
+        return Flavour(name, flavour, isinstance(flavour, ModuleType) and name in BUILDERS)
+    for name in BUILDERS:
+        with suppress(MissingExtraError):
+            return _load(name)
+    raise MissingExtraError(
+        "no package that builds plans is installed: pip install 'asynctrt[tensorrt]' for the GPU that is "
+        "here, or 'asynctrt[rtx]' for GeForce, RTX and Ada GPUs, which builds without a GPU"
+    )
 
 
 def cuda_runtimes(maps: Path = MAPS) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """A TensorRT plan as a model, loaded once per device."""
 
 import ctypes
+import hashlib
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from asynctrt.backends.tensorrt.details import EngineDetails, read_details
 from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, check_options
+from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
 from asynctrt.backends.tensorrt.memory import (
     DeviceMemory,
     MemoryStatistics,
@@ -28,6 +30,7 @@ from asynctrt.backends.tensorrt.messages import (
     make_recorder,
 )
 from asynctrt.backends.tensorrt.plan import Plan, read_plan
+from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refit import refit
 from asynctrt.backends.tensorrt.refusals import Refused
@@ -101,7 +104,7 @@ class TensorRTModel:
                 _load_weights(self.name, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
-            self.signature, is_capturable = _examine(self.name, self._loaded)
+            self.signature, is_capturable = _examine(self.name, self._loaded, _names_of_dims(read, path))
             self._is_capturable = is_capturable and not self._loaded.is_streaming
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
@@ -299,7 +302,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     memory = DeviceMemory(device, budget=options.memory_budget, watermark=options.memory_watermark)
     allocator = make_allocator(module, memory)
     runtimes: tuple[Any, ...] = (_create_runtime(flavour, device, log),)
-    _register_plugins(flavour, options, log)
+    register_plugins(flavour, options.plugins, log)
     _configure_runtime(runtimes[0], recorder, allocator, options)
     if options.lean_runtime is not None:
         lean = runtimes[0].load_runtime(os.fspath(options.lean_runtime))
@@ -375,27 +378,6 @@ def _create_runtime(flavour: Flavour, device: Device, log: LogSubscription) -> A
     return runtime
 
 
-def _register_plugins(flavour: Flavour, options: TensorRTOptions, log: LogSubscription) -> None:
-    """Register TensorRT's own plugins, if the package has them, and those of the libraries that are named."""
-    of_all = log_of(flavour.module)
-    initialise = getattr(flavour.module, "init_libnvinfer_plugins", None)
-    if initialise is not None:
-        initialise(of_all, "")
-    for path in options.plugins:
-        # A library that is loaded a second time is refused.
-        with of_all.plugins_lock:
-            if path in of_all.plugins:
-                continue
-            handle = flavour.module.get_plugin_registry().load_library(path)
-            if handle is None:
-                said = TensorRTErrors(tuple(("", text) for text in log.take()))
-                raise ModelError(
-                    f"{flavour.title} cannot load the plugins of {path!r}: the library cannot be opened, is "
-                    f"for another version, or has plugins that another library has registered. {said}"
-                )
-            of_all.plugins[path] = handle
-
-
 def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: TensorRTOptions) -> None:
     runtime.error_recorder = recorder
     runtime.gpu_allocator = allocator
@@ -449,12 +431,22 @@ def _advised_budget(loaded: Loaded, streamable: int) -> int:
     return min(streamable, max(free, 0) * 3 // 4)
 
 
-def _examine(name: str, loaded: Loaded) -> tuple[Signature, bool]:
+def _names_of_dims(plan: Plan, path: Path | None) -> Mapping[tuple[str, int], str]:
+    """Return the names of dimensions that are kept beside a plan, whose engine knows them no more."""
+    if path is None or not manifest_path(path).is_file():
+        return {}
+    found = find_manifest(path, hashlib.sha256(plan.content).hexdigest())
+    return {} if found is None else found.dimension_names()
+
+
+def _examine(
+    name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], str]
+) -> tuple[Signature, bool]:
     """Return the engine's inputs and outputs, and whether it can be captured, if it can tell.
 
     This creates a context that runs nothing, so an engine that cannot have contexts is refused here.
     """
-    signature = read_signature(name, loaded.flavour.module, loaded.engine)
+    signature = read_signature(name, loaded.flavour.module, loaded.engine, names_of_dims)
     probe = OutputProbe(signature)
     context = create_trt_context(loaded)
     recorder = make_recorder(loaded.flavour.module)

@@ -4,10 +4,12 @@ import hashlib
 import hmac
 from pathlib import Path
 
+from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.errors import UntrustedError
 
 SIGNED = "signed"
 PINNED = "sha256:"
+BUILT_HERE = "built-here"
 
 
 def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str, ...]) -> None:
@@ -16,7 +18,7 @@ def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str,
     :param content: the whole plan, which is used afterwards and nothing else.
     :param path: its file, beside which its signature is, or ``None``.
     :param where: the name of the plan in messages.
-    :param trust: ``signed`` and digests; nothing at all trusts every plan.
+    :param trust: ``signed``, ``built-here`` and digests; nothing at all trusts every plan.
     :raises UntrustedError: if it is not.
     :raises UsageError: if the trusted keys cannot be read.
     :raises MissingExtraError: if signatures have to be checked and ``cryptography`` is not installed.
@@ -27,7 +29,15 @@ def check_trust(content: bytes, path: Path | None, where: str, trust: tuple[str,
     pins = [way.removeprefix(PINNED) for way in trust if way.startswith(PINNED)]
     if any(hmac.compare_digest(pin, digest.hex()) for pin in pins):
         return
+    if BUILT_HERE in trust and is_recorded(digest.hex()):
+        return
     if SIGNED not in trust:
+        if BUILT_HERE in trust:
+            raise UntrustedError(
+                f"{where} is not trusted: it was not built by this user on this machine, or was changed "
+                f"since; its SHA-256 is {digest.hex()}. Build it again: asynctrt build MODEL.onnx -o PLAN; "
+                f"or sign it and add 'signed'; or name it: trust=['{PINNED}{digest.hex()}']"
+            )
         raise UntrustedError(
             f"{where} is not trusted: its SHA-256 is {digest.hex()}, which is none of the {len(pins)} that "
             f"the option trust names. It was changed or replaced, or if this is the plan that you mean: "

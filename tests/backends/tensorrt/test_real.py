@@ -99,16 +99,15 @@ import sys
 import tensorrt_rtx as module
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.messages import log_of
-from asynctrt.backends.tensorrt.model import _register_plugins
-from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.backends.tensorrt.plugins import register_plugins
 
 flavour, log = Flavour("tensorrt_rtx", module, is_real=True), log_of(module).subscribe(30)
 runtime = module.Runtime(log_of(module))
-_register_plugins(flavour, TensorRTOptions(), log)
+register_plugins(flavour, (), log)
 print("creators", len(module.get_plugin_registry().all_creators))
 for _ in range(2):
     try:
-        _register_plugins(flavour, TensorRTOptions(plugins=sys.argv[1]), log)
+        register_plugins(flavour, (sys.argv[1],), log)
     except Exception as error:
         print(f"{type(error).__name__}: {error}")
 """

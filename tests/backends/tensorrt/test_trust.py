@@ -73,7 +73,7 @@ def test_one_flipped_bit_anywhere_is_refused():
 
 @pytest.mark.parametrize("wrong", ["", "unsigned", "sha256:12", "sha256:" + "g" * 64, ["signed", 7], 7])
 def test_ways_that_there_are_not(wrong):
-    with pytest.raises(OptionsError, match="trust must be 'signed', 'sha256:'"):
+    with pytest.raises(OptionsError, match="trust must be 'signed', 'built-here', 'sha256:'"):
         TensorRTOptions(trust=wrong)
 
 

@@ -1,0 +1,214 @@
+"""Build a plan in a process of its own: TensorRT's ONNX parser crashes on some damaged models.
+
+A crash there becomes an error here; what the builder holds on the host and on the GPU goes with it; and
+Ctrl-C, which a terminal sends to both, ends it at once. The two exchange lines of JSON and plain bytes.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Final
+
+from asynctrt import errors
+from asynctrt.backends.tensorrt.builder import BuildStep, Built, ParserFault, Report, build_plan
+from asynctrt.backends.tensorrt.flavours import find_builder
+from asynctrt.backends.tensorrt.profiles import NetworkTensor
+from asynctrt.build_options import BuildOptions
+from asynctrt.errors import AsynctrtError, BuildError, InternalError
+
+PROGRAM: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from asynctrt.backends.tensorrt.build_process import main; main()"
+)
+"""What the process runs. It finds packages where this one does."""
+
+TAIL: Final = 1000
+"""Characters of what a process wrote before it crashed that go into a message."""
+
+logger = logging.getLogger("asynctrt.tensorrt")
+
+
+def build_in_process(
+    model: bytes,
+    path: Path,
+    flavour: str | None,
+    options: BuildOptions,
+    device: str | None = None,
+    report: Report | None = None,
+) -> Built:
+    """Build a plan as :func:`~asynctrt.backends.tensorrt.builder.build_plan` does, in a process of its own.
+
+    :param flavour: the name of the package, or ``None`` for the first that is installed.
+    :param device: the GPU to build on, or ``None`` for CUDA's own choice.
+    :raises BuildError: also if the process crashed.
+    """
+    order = {
+        "path": os.fspath(path),
+        "flavour": flavour,
+        "options": options.as_json(),
+        "device": device,
+        "nbytes": len(model),
+        "level": logger.getEffectiveLevel(),
+    }
+    command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path)]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(  # noqa: S603  (our own program)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            built = _exchange(process.stdin, process.stdout, order, model, report)
+        finally:
+            # It has nothing more to say, or nobody to say it to: the caller may have been interrupted.
+            process.kill()
+            process.stdout.close()
+            status = process.wait()
+        if built is not None:
+            return built
+        said.seek(0)
+        tail = said.read().decode(errors="replace").strip()[-TAIL:]
+    if status == -signal.SIGINT:
+        raise errors.UsageError(f"building a plan from {str(path)!r} was interrupted")
+    raise BuildError(
+        f"the builder crashed on {str(path)!r}: its process ended with {_name_of(status)}. The model is "
+        "damaged, or the library has a fault with it, or memory was short. Check the model (onnx.checker), "
+        f"and export it again. It wrote: {tail or 'nothing'}"
+    )
+
+
+def _exchange(
+    to: IO[bytes], come_from: IO[bytes], order: Mapping[str, Any], model: bytes, report: Report | None
+) -> Built | None:
+    """Give the order, and follow the build; ``None`` if the process ends without a result."""
+    try:
+        with to:
+            to.write(json.dumps(order).encode() + b"\n")
+            to.write(model)
+    except BrokenPipeError:
+        return None
+    for line in come_from:
+        told = json.loads(line)
+        if "step" in told:
+            if report is not None:
+                report(BuildStep(*told["step"]))
+        elif "log" in told:
+            logger.log(told["log"][0], "%s", told["log"][1])
+        elif "error" in told:
+            raise _error_of(told["error"])
+        else:
+            content = come_from.read(told["nbytes"])
+            return _built_of(told["built"], content) if len(content) == told["nbytes"] else None
+    return None
+
+
+def _name_of(status: int) -> str:
+    if status >= 0:
+        return f"the status {status}"
+    try:
+        return f"the signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"the signal {-status}"
+
+
+def _error_of(told: Mapping[str, Any]) -> AsynctrtError:
+    kind = getattr(errors, told["type"], InternalError)
+    error: AsynctrtError = kind(told["message"])
+    if isinstance(error, BuildError):
+        error.faults = tuple(ParserFault(**fault) for fault in told["faults"])
+    return error
+
+
+def _built_of(told: dict[str, Any], content: bytes) -> Built:
+    for side in ("inputs", "outputs"):
+        told[side] = tuple(
+            NetworkTensor(**{**one, "shape": tuple(one["shape"]), "dims": tuple(one["dims"])})
+            for one in told[side]
+        )
+    told["profiles"] = tuple(
+        {name: tuple(map(tuple, shapes)) for name, shapes in profile.items()} for profile in told["profiles"]
+    )
+    told["plugins"] = tuple(told["plugins"])
+    return Built(content=content, **told)
+
+
+class _Line:
+    """The way back to the process that asked."""
+
+    def __init__(self) -> None:
+        # Libraries print where they like; what they print must not come between lines.
+        self._file = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        self._lock = threading.RLock()
+        self.lost = threading.Event()
+
+    def tell(self, content: bytes = b"", **what: Any) -> None:
+        """Send one line, and bytes after it. Once nobody listens, nothing is sent any more."""
+        with self._lock:
+            if self.lost.is_set():
+                return
+            try:
+                self._file.write(json.dumps(what).encode() + b"\n" + content)
+                self._file.flush()
+            except OSError:
+                self.lost.set()
+
+
+class _ToParent(logging.Handler):
+    """Sends what is logged to the process that asked."""
+
+    def __init__(self, line: _Line) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one message."""
+        self._line.tell(log=[record.levelno, record.getMessage()])
+
+
+def main() -> None:
+    """Build what the process that asked orders. Called in the process that builds."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    line = _Line()
+    order = json.loads(sys.stdin.buffer.readline())
+    model = sys.stdin.buffer.read(order["nbytes"])
+    logger.addHandler(_ToParent(line))
+    logger.propagate = False
+    logger.setLevel(order["level"])
+    try:
+        built = _build(order, model, line)
+    except AsynctrtError as error:
+        faults = [dataclasses.asdict(fault) for fault in getattr(error, "faults", ())]
+        line.tell(error={"type": type(error).__name__, "message": str(error), "faults": faults})
+    else:
+        content = built.content
+        told = dataclasses.asdict(dataclasses.replace(built, content=b""))
+        del told["content"]
+        line.tell(content, built=told, nbytes=len(content))
+    # Without the library's own end, which has nothing left to do for anybody.
+    os._exit(0)
+
+
+def _build(order: Mapping[str, Any], model: bytes, line: _Line) -> Built:
+    device = None
+    if order["device"] is not None:
+        from asynctrt.devices.cuda import find_cuda_device  # noqa: PLC0415  (it loads CUDA's bindings)
+
+        device = find_cuda_device(order["device"])
+    return build_plan(
+        model,
+        Path(order["path"]),
+        find_builder(order["flavour"]),
+        BuildOptions.from_settings(None, order["options"]),
+        lambda step: line.tell(step=dataclasses.astuple(step)),
+        line.lost,
+        device,
+    )

@@ -1,0 +1,520 @@
+"""Build a plan from an ONNX model with TensorRT's builder and its parser.
+
+Two traps of the library shape this module. An error recorder beside an ``OnnxParser`` crashes the process
+when the network is destroyed, so there is none, and errors are taken from the log. What the builder calls
+back must not raise, so cancelling is an answer to its progress monitor.
+"""
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
+from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, keep_alive, log_of
+from asynctrt.backends.tensorrt.plugins import register_plugins
+from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
+from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_MEMORY, NO_PLUGIN
+from asynctrt.build_options import BuildOptions
+from asynctrt.devices.base import Device
+from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError, UsageError
+from asynctrt.files import write_whole
+
+ERRORS_MAX: Final = 8
+"""How many of the parser's errors a message has."""
+
+FAULTS: Final = {
+    r"unsupported_node|plugin not found|could not find plugin|was not found in plugin registry|no importer": (
+        "this version of TensorRT has no such operator. Export the model with another opset or without that "
+        "operator, name a library that has it (plugins), or run the model with ONNX Runtime"
+    ),
+    r"datatype|data type": (
+        "TensorRT does not compute it in this type. Cast it in the model to float32 or int32"
+    ),
+    r"shape|dimension": (
+        "its shapes cannot be found or are not allowed. Simplify the model (onnx.shape_inference, "
+        "onnxsim), and export it with fixed sizes where they are known"
+    ),
+    r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
+    r"external|open file|weights file": (
+        "weights outside the model were not found. Keep them in the model's folder, under their names"
+    ),
+}
+"""What to do about an error of the parser, by its words and its code."""
+
+CANNOT_HERE: Final = r"MyelinCheckException.*CUDA_SUCCESS|CHECK\(status == CUDA_SUCCESS\)"
+"""What TensorRT for RTX says when it needs a GPU to build after all."""
+
+logger = logging.getLogger("asynctrt.tensorrt")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildStep:
+    """How far a build is."""
+
+    phase: str
+    parent: str | None
+    """The phase that this one is a part of, or ``None``."""
+    done: int
+    total: int
+
+
+Report = Callable[[BuildStep], object]
+"""What is told of each step of a build, from the thread that builds or from threads of TensorRT's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParserFault:
+    """One error of TensorRT's ONNX parser."""
+
+    code: str
+    """``UNSUPPORTED_NODE`` and so on."""
+    node: int | None
+    """The number of the node in the graph."""
+    node_name: str
+    operator: str
+    said: str
+    source: str
+    """The parser's file, line and function."""
+
+    def __str__(self) -> str:
+        where = " ".join(
+            filter(
+                None,
+                (
+                    None if self.node is None else f"node {self.node}",
+                    repr(self.node_name) if self.node_name else None,
+                    f"({self.operator})" if self.operator else None,
+                ),
+            )
+        )
+        return f"{where + ': ' if where else ''}{self.said.strip()} [{self.code}, {self.source}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build has made."""
+
+    content: bytes
+    """The plan."""
+    flavour: str
+    version: str
+    inputs: tuple[NetworkTensor, ...]
+    outputs: tuple[NetworkTensor, ...]
+    profiles: tuple[dict[str, Range], ...]
+    layers: int
+    plugins: tuple[str, ...] = ()
+    """Libraries of TensorRT's own plugins that were packed into a version-compatible plan."""
+
+
+@dataclass(slots=True)
+class _Build:
+    """One build: the library's objects, in the order in which they are made."""
+
+    flavour: Flavour
+    options: BuildOptions
+    where: str
+    log: LogSubscription
+    builder: Any = None
+    network: Any = None
+    parser: Any = None
+    config: Any = None
+    plugins: list[str] = field(default_factory=list)
+
+
+def build_plan(
+    model: bytes,
+    path: Path,
+    flavour: Flavour,
+    options: BuildOptions,
+    report: Report | None = None,
+    cancelled: threading.Event | None = None,
+    device: Device | None = None,
+) -> Built:
+    """Build a plan. Blocks, for seconds to hours; the GIL is released meanwhile.
+
+    :param model: the content of an ONNX file.
+    :param path: where that file is: weights beside it are read, and messages name it.
+    :param report: told of each step.
+    :param cancelled: ends the build soon after it is set.
+    :param device: the GPU to build on. Default: CUDA's own choice.
+    :raises BuildError: if the model cannot be parsed, or no plan built from it.
+    :raises OptionsError: for options that the package does not have, or that do not fit the model.
+    :raises DeviceUnavailableError: if the builder needs CUDA, which cannot be used here.
+    :raises DeviceMemoryError: if the GPU has too little memory.
+    :raises UsageError: if it was cancelled.
+    """
+    check_flavour(flavour, options)
+    if device is not None:
+        _check_fits(device, flavour, options)
+        device.activate()
+    made = _Build(flavour, options, repr(str(path)), log_of(flavour.module).subscribe(options.verbosity))
+    register_plugins(flavour, options.plugins, made.log)
+    _create(made)
+    try:
+        _parse(made, model, path)
+        inputs = _tensors(made.network.num_inputs, made.network.get_input)
+        outputs = _tensors(made.network.num_outputs, made.network.get_output)
+    except UnicodeDecodeError as error:
+        # The bindings decode what the file has, whatever that is.
+        raise BuildError(
+            f"{made.where} has a name that is not UTF-8: {error}. It is damaged, or its exporter is. Export "
+            "it again"
+        ) from error
+    profiles = profiles_of(options.profiles, inputs, options.max_rows, dict(options.dims))
+    _configure(made)
+    _add_profiles(made, profiles)
+    cache = _timing_cache(made)
+    content = _run(made, report, cancelled)
+    if cache is not None:
+        assert options.timing_cache is not None
+        write_whole(Path(options.timing_cache), bytes(memoryview(cache.serialize())))
+    return Built(
+        content,
+        flavour.name,
+        flavour.version,
+        inputs,
+        outputs,
+        profiles,
+        int(made.network.num_layers),
+        tuple(made.plugins),
+    )
+
+
+def check_flavour(flavour: Flavour, options: BuildOptions) -> None:
+    """Check that a package has what the options ask of it, before anything is parsed.
+
+    :raises OptionsError: for the first that it does not have, or would ignore.
+    """
+    module, title = flavour.module, flavour.title
+    if not hasattr(module, "Builder") or not hasattr(module, "OnnxParser"):
+        raise OptionsError(
+            f"{title} runs plans, and cannot build them. Build with tensorrt or tensorrt_rtx: "
+            "pip install 'asynctrt[tensorrt]' or 'asynctrt[rtx]'"
+        )
+    is_rtx = "rtx" in flavour.name
+    if is_rtx and options.hardware_compatibility != "none":
+        raise OptionsError(
+            f"{title} ignores hardware_compatibility: its plans are compiled on the GPU that runs them. Name "
+            "GPUs by compute_capabilities, or build with flavour='tensorrt'"
+        )
+    if is_rtx and options.timing_cache is not None:
+        raise OptionsError(f"{title} has no timing cache: it tries no kernels. Leave timing_cache out")
+    if not is_rtx and options.compute_capabilities:
+        raise OptionsError(
+            f"{title} builds for the GPU that it runs on, so compute_capabilities cannot be chosen. Use "
+            "hardware_compatibility, or build with flavour='tensorrt_rtx'"
+        )
+    for name in _flags(options):
+        if not hasattr(module.BuilderFlag, name):
+            raise OptionsError(_lacks(flavour, name))
+    for text in options.compute_capabilities:
+        known = module.ComputeCapability.__members__
+        if f"SM{text.replace('.', '')}" not in known:
+            supported = ", ".join(f"{one[2:-1]}.{one[-1]}" for one in known if one.startswith("SM"))
+            raise OptionsError(
+                f"{title} does not build for compute capability {text}, but for {supported}. For other GPUs "
+                "build with flavour='tensorrt', on one of them"
+            )
+
+
+def _check_fits(device: Device, flavour: Flavour, options: BuildOptions) -> None:
+    """Refuse a GPU that the package does not build for, and limits that leave nothing of its memory."""
+    capability = device.compute_capability
+    members = getattr(getattr(flavour.module, "ComputeCapability", None), "__members__", None)
+    if capability is not None and "rtx" in flavour.name and members is not None:
+        name = f"SM{capability[0]}{capability[1]}"
+        if name not in members:
+            supported = ", ".join(f"{one[2:-1]}.{one[-1]}" for one in members if one.startswith("SM"))
+            raise OptionsError(
+                f"{device.gpu or device.name} has compute capability {capability[0]}.{capability[1]}, and "
+                f"{flavour.title} runs on {supported}. Build with flavour='tensorrt': pip install "
+                "'asynctrt[tensorrt]'"
+            )
+    total = device.memory().total_nbytes
+    if max(options.workspace, options.tactic_memory) > total * 3 // 4:
+        raise OptionsError(
+            f"workspace is {options.workspace:,} and tactic_memory {options.tactic_memory:,} bytes, and "
+            f"{device.name} has {total:,}. Leave a quarter of it to the weights and to others"
+        )
+
+
+def _lacks(flavour: Flavour, flag: str) -> str:
+    if flag.lower() in ("fp16", "bf16", "int8", "fp8", "int4", "fp4"):
+        return (
+            f"{flavour.title} computes in the types that the model has, so precision cannot be chosen when "
+            f"building. Convert the ONNX model to {flag.lower()} (onnxconverter-common, NVIDIA's Model "
+            "Optimizer), and build that"
+        )
+    return f"{flavour.title} has no BuilderFlag.{flag}. Leave the option out, or build with another version"
+
+
+def _flags(options: BuildOptions) -> list[str]:
+    """Return the names of the flags of the builder that the options come to."""
+    chosen = {
+        "VERSION_COMPATIBLE": options.version_compatible,
+        "EXCLUDE_LEAN_RUNTIME": options.exclude_lean_runtime,
+        "WEIGHT_STREAMING": options.weight_streaming,
+        "DISTRIBUTIVE_INDEPENDENCE": options.distributive_independence,
+        "REFIT": options.refit == "all",
+        "REFIT_IDENTICAL": options.refit == "identical",
+        "REFIT_INDIVIDUAL": options.refit == "individual",
+        "STRIP_PLAN": options.strip,
+    }
+    return [*(name.upper() for name in options.precision), *(name for name, is_on in chosen.items() if is_on)]
+
+
+def _create(made: _Build) -> None:
+    module, options = made.flavour.module, made.options
+    log = log_of(module)
+    try:
+        made.builder = module.Builder(log)
+        said = made.log.take()
+    except (RuntimeError, TypeError) as error:
+        said = (*made.log.take(), str(error))
+    if made.builder is None:
+        raise DeviceUnavailableError(
+            f"{made.flavour.title} cannot build here. It needs a GPU and its driver: check with nvidia-smi. "
+            "Only tensorrt_rtx builds without one. "
+            f"{TensorRTErrors(tuple(('', text) for text in said))}{describe_runtimes(cuda_runtimes())}"
+        )
+    if options.max_threads is not None:
+        made.builder.max_threads = options.max_threads
+    flags = 0
+    typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    # Streamed weights need it where it is a choice.
+    if typed is not None and (options.strongly_typed or options.weight_streaming):
+        flags = 1 << int(typed)
+    made.network = made.builder.create_network(flags)
+    # A recorder crashes the process when the network is destroyed that a parser has filled.
+    made.network.error_recorder = None
+    keep_alive(made.network, made.builder)
+    made.parser = module.OnnxParser(made.network, log)
+    keep_alive(made.parser, made.network)
+    if options.version_compatible:
+        made.parser.set_flag(module.OnnxParserFlag.NATIVE_INSTANCENORM)
+
+
+def _parse(made: _Build, model: bytes, path: Path) -> None:
+    # By content: what is parsed is what was looked at before. The path is where other files of it are.
+    if made.parser.parse(model, str(path)):
+        made.log.take()
+        if not int(made.network.num_outputs):
+            raise BuildError(
+                f"{made.where} cannot be parsed by {made.flavour.title}: it has no outputs, as an empty or "
+                "damaged file. Export the model again"
+            )
+        return
+    count = int(made.parser.num_errors)
+    faults = [_fault(made.parser.get_error(index)) for index in range(min(count, ERRORS_MAX))]
+    logged = made.log.take()
+    said = "; ".join(map(str, faults)) or str(TensorRTErrors(tuple(("", text) for text in logged)))
+    more = f"; and {count - ERRORS_MAX} more" if count > ERRORS_MAX else ""
+    error = BuildError(
+        f"{made.where} cannot be parsed by {made.flavour.title}: {said}{more}. {_advice(faults, said)}"
+    )
+    error.faults = tuple(faults)
+    raise error
+
+
+def _fault(error: Any) -> ParserFault:
+    code = error.code()
+    node = int(error.node())
+    return ParserFault(
+        str(getattr(code, "name", code)),
+        node if node >= 0 else None,
+        str(error.node_name()),
+        str(error.node_operator()),
+        str(error.desc()),
+        f"{error.file()}:{error.line()} {error.func()}".strip(),
+    )
+
+
+def _advice(faults: Sequence[ParserFault], said: str) -> str:
+    text = " ".join(f"{fault.code} {fault.said} {fault.source}" for fault in faults) or said
+    for words, advice in FAULTS.items():
+        if re.search(words, text, re.IGNORECASE):
+            return advice[0].upper() + advice[1:]
+    return "Check the model (onnx.checker), export it with another opset, or run it with ONNX Runtime"
+
+
+def _tensors(count: int, get: Callable[[int], Any]) -> tuple[NetworkTensor, ...]:
+    found = []
+    for tensor in map(get, range(int(count))):
+        shape = tuple(int(size) for size in tensor.shape)
+        dims = tuple(tensor.get_dimension_name(axis) or None for axis in range(len(shape)))
+        found.append(
+            NetworkTensor(str(tensor.name), str(tensor.dtype.name), shape, dims, bool(tensor.is_shape_tensor))
+        )
+    return tuple(found)
+
+
+def _configure(made: _Build) -> None:
+    module, options = made.flavour.module, made.options
+    config = made.config = made.builder.create_builder_config()
+    keep_alive(config, made.builder)
+    # Their defaults are all of the GPU, or 64 GiB without one.
+    config.set_memory_pool_limit(module.MemoryPoolType.WORKSPACE, options.workspace)
+    config.set_memory_pool_limit(module.MemoryPoolType.TACTIC_DRAM, options.tactic_memory)
+    for name in _flags(options):
+        config.set_flag(getattr(module.BuilderFlag, name))
+    if not options.tf32:
+        config.clear_flag(module.BuilderFlag.TF32)
+    if options.optimization_level is not None:
+        config.builder_optimization_level = options.optimization_level
+    if options.max_aux_streams is not None:
+        config.max_aux_streams = options.max_aux_streams
+    verbosity = {"names": "LAYER_NAMES_ONLY", "detailed": "DETAILED", "none": "NONE"}[options.profiling]
+    config.profiling_verbosity = getattr(module.ProfilingVerbosity, verbosity)
+    if options.hardware_compatibility != "none":
+        level = options.hardware_compatibility.replace("-", "_").upper()
+        config.hardware_compatibility_level = getattr(module.HardwareCompatibilityLevel, level)
+    _set_compute_capabilities(made)
+    if options.version_compatible:
+        made.plugins += list(made.parser.get_used_vc_plugin_libraries())
+    packed = [*made.plugins, *(options.plugins if options.pack_plugins else ())]
+    if packed:
+        config.plugins_to_serialize = packed
+
+
+def _set_compute_capabilities(made: _Build) -> None:
+    module, options, config = made.flavour.module, made.options, made.config
+    if options.compute_capabilities:
+        config.num_compute_capabilities = len(options.compute_capabilities)
+        for index, text in enumerate(options.compute_capabilities):
+            gpu = module.ComputeCapability.__members__[f"SM{text.replace('.', '')}"]
+            if not config.set_compute_capability(gpu, index):
+                raise OptionsError(
+                    f"{made.flavour.title} refuses compute capability {text} beside "
+                    f"{', '.join(options.compute_capabilities)}. {_logged(made)}"
+                )
+
+
+def _add_profiles(made: _Build, profiles: Sequence[Mapping[str, Range]]) -> None:
+    for profile in profiles:
+        one = made.builder.create_optimization_profile()
+        for name, (low, best, high) in profile.items():
+            one.set_shape(name, low, best, high)
+        if made.config.add_optimization_profile(one) < 0:
+            raise OptionsError(
+                f"{made.flavour.title} refuses the profile {profile_text(profile)!r}. {_logged(made)}"
+            )
+
+
+def _timing_cache(made: _Build) -> Any:
+    """Attach the timing cache that the options name, filled from its file, and return it; or ``None``."""
+    if made.options.timing_cache is None:
+        return None
+    path = Path(made.options.timing_cache)
+    content = path.read_bytes() if path.is_file() else b""
+    cache = made.config.create_timing_cache(content)
+    if cache is None or not made.config.set_timing_cache(cache, False):  # noqa: FBT003  (the library's own)
+        logger.warning(
+            "the timing cache %r is not used and will be replaced: it is of another version or GPU, or "
+            "damaged. %s",
+            str(path),
+            _logged(made),
+        )
+        cache = made.config.create_timing_cache(b"")
+        if cache is None or not made.config.set_timing_cache(cache, False):  # noqa: FBT003
+            return None
+    return cache
+
+
+def _run(made: _Build, report: Report | None, cancelled: threading.Event | None) -> bytes:
+    monitor = _make_monitor(made.flavour.module, report, cancelled)
+    keep_alive(made.config, monitor)
+    made.config.progress_monitor = monitor
+    made.log.take()
+    plan = made.builder.build_serialized_network(made.network, made.config)
+    if plan is not None:
+        return bytes(memoryview(plan))
+    if cancelled is not None and cancelled.is_set():
+        raise UsageError(f"building a plan from {made.where} was cancelled")
+    raise _failure(made)
+
+
+def _failure(made: _Build) -> Exception:
+    errors = TensorRTErrors(tuple(("", text) for text in made.log.take()))
+    what = f"{made.flavour.title} cannot build a plan from {made.where}"
+    if errors.search(NO_MEMORY):
+        return DeviceMemoryError(
+            f"{what}: the GPU has too little memory. Make profiles smaller (max_rows, dims), or workspace "
+            f"and tactic_memory; they are {made.options.workspace:,} and {made.options.tactic_memory:,} "
+            f"bytes. {errors}"
+        )
+    if errors.search(CANNOT_HERE):
+        why = " with refit or strip" if made.options.refit or made.options.strip else ""
+        return DeviceUnavailableError(
+            f"{what}{why} without a GPU. Build it on a machine with one, or without these options. {errors}"
+        )
+    if errors.search(NO_CUDA):
+        return DeviceUnavailableError(f"{what}: CUDA cannot be used. Check with nvidia-smi. {errors}")
+    if errors.search(r"Unable to load library: libnvinfer_lean"):
+        return OptionsError(
+            f"{what} that is version-compatible, as the package brings no lean runtime to pack in. Set "
+            f"exclude_lean_runtime too. {errors}"
+        )
+    if errors.search(NO_PLUGIN):
+        return BuildError(f"{what}: a plugin is missing. Name its library in plugins. {errors}")
+    if errors.search(r"workspace|insufficient memory|could not find any implementation"):
+        return BuildError(
+            f"{what}: it found no kernel for a layer, which often means that there was too little workspace: "
+            f"{made.options.workspace:,} bytes. Allow more. {errors}"
+        )
+    return BuildError(f"{what}. {errors}")
+
+
+def _logged(made: _Build) -> TensorRTErrors:
+    return TensorRTErrors(tuple(("", text) for text in made.log.take()))
+
+
+class ProgressMonitor:
+    """Tells of steps, and answers whether to go on. TensorRT calls it, on several threads."""
+
+    def __init__(self, report: Report | None, cancelled: threading.Event | None) -> None:
+        self._report = report
+        self._cancelled = cancelled
+        self._lock = threading.RLock()
+        self._phases: dict[str, tuple[str | None, int]] = {}
+
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+        """Note that a phase has begun."""
+        with self._lock:
+            self._phases[phase_name] = (parent_phase, int(num_steps))
+        self._tell(phase_name, 0)
+
+    def step_complete(self, phase_name: str, step: int) -> bool:
+        """Note that a step is done; ``False`` ends the build."""
+        self._tell(phase_name, int(step) + 1)
+        return self._cancelled is None or not self._cancelled.is_set()
+
+    def phase_finish(self, phase_name: str) -> None:
+        """Note that a phase is done."""
+        with self._lock:
+            total = self._phases.get(phase_name, (None, 0))[1]
+        self._tell(phase_name, total)
+        with self._lock:
+            self._phases.pop(phase_name, None)
+
+    def _tell(self, phase: str, done: int) -> None:
+        if self._report is None:
+            return
+        with self._lock:
+            parent, total = self._phases.get(phase, (None, done))
+        try:
+            self._report(BuildStep(phase, parent, min(done, total), total))
+        except Exception:  # It would end the process, there in the library.
+            logger.warning("the callback for the progress of a build raised", exc_info=True)
+
+
+def _make_monitor(module: Any, report: Report | None, cancelled: threading.Event | None) -> Any:
+    class Monitor(ProgressMonitor, module.IProgressMonitor):  # type: ignore[misc]  # Known at run time.
+        def __init__(self) -> None:
+            module.IProgressMonitor.__init__(self)
+            ProgressMonitor.__init__(self, report, cancelled)
+
+    return Monitor()

@@ -1,0 +1,76 @@
+"""The digests of plans that this user has built on this machine, which is one way to trust a plan.
+
+Whoever can write the file decides what runs as this user, so it has to be this user's alone.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from asynctrt.errors import UsageError
+from asynctrt.files import locked, write_whole
+
+RECORDS_MAX: Final = 4096
+"""Digests that are kept; the oldest go first."""
+
+FILE_NBYTES_MAX: Final = 1 << 20
+
+LINE: Final = re.compile(r"[0-9a-f]{64}")
+
+
+def records_path(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the file of the digests, which need not be there."""
+    state = env.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "asynctrt" / "built-here"
+
+
+def record(digest: str, path: Path | None = None) -> None:
+    """Record that this user has built a plan.
+
+    :param digest: its SHA-256, in hexadecimal.
+    :param path: the file of the digests. Default: this user's.
+    :raises UsageError: if the file cannot be written, or others can write it.
+    """
+    path = path or records_path()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{str(path.parent)!r} cannot be made: {error.strerror}") from error
+    with locked(path.with_name(path.name + ".lock")):
+        known = [one for one in _read(path) if one != digest]
+        kept = [*known, digest][-RECORDS_MAX:]
+        write_whole(path, "".join(f"{one}\n" for one in kept), mode=0o600)
+
+
+def is_recorded(digest: str, path: Path | None = None) -> bool:
+    """Return whether this user has built a plan.
+
+    :raises UsageError: if the file cannot be read, or others can write it.
+    """
+    return digest in _read(path or records_path())
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        folder = path.parent.stat()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(FILE_NBYTES_MAX)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UsageError(
+            f"the digests of plans that were built here cannot be read from {str(path)!r}: {error.strerror}"
+        ) from error
+    for what, found in ((path.parent, folder), (path, status)):
+        if stat.S_IMODE(found.st_mode) & 0o022 or found.st_uid not in (os.getuid(), 0):
+            raise UsageError(
+                f"{str(what)!r} belongs to somebody else, or can be written by others (mode "
+                f"{stat.S_IMODE(found.st_mode):o}), who could let their own plans run: chmod go-w {what}; or "
+                "remove it, and build the plans again"
+            )
+    return [line for line in content.decode(errors="replace").splitlines() if LINE.fullmatch(line)]

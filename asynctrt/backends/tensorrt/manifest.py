@@ -1,0 +1,145 @@
+"""What is kept beside a plan, as ``PLAN.json``: how it was built, and the names that plans forget.
+
+It is for people and messages. Nothing in it decides what runs, and it counts only for the plan whose digest
+it has.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.errors import ModelError
+
+FORMAT: Final = "asynctrt-plan-1"
+
+SUFFIX: Final = ".json"
+
+FILE_NBYTES_MAX: Final = 4 << 20
+
+NAME_MAX: Final = 60
+"""Characters of a dimension's name that are taken over."""
+
+logger = logging.getLogger("asynctrt.tensorrt")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestTensor:
+    """An input or output of the network that the plan was built from."""
+
+    name: str
+    dtype: str
+    """TensorRT's name: ``FLOAT``."""
+    dims: tuple[int | str, ...]
+    """Sizes, or the names of dimensions: ``INPUT.AXIS`` for those that have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """How a plan was built."""
+
+    plan_digest: str
+    """SHA-256 of the plan, in hexadecimal."""
+    plan_nbytes: int
+    model: str
+    """The file's name."""
+    model_digest: str
+    """SHA-256 of the file itself."""
+    model_nbytes: int
+    external: Mapping[str, str]
+    """Files beside the model that hold weights, and the SHA-256 of each."""
+    builder: str
+    """``tensorrt_rtx 1.7.1.116``."""
+    gpu: str | None
+    """The GPU that it was built on, or ``None`` without one."""
+    inputs: tuple[ManifestTensor, ...]
+    outputs: tuple[ManifestTensor, ...]
+    profiles: tuple[str, ...]
+    """In their notation."""
+    layers: int
+    """Of the network, before layers were fused."""
+    plugins: tuple[str, ...]
+    """Libraries that are packed into the plan, or that it needs."""
+    options: Mapping[str, Any]
+    changes: tuple[str, ...] = ()
+    """What is not as it is in the model."""
+    key: Mapping[str, Any] = field(default_factory=dict)
+    """What the plan cache knows it by."""
+
+    def as_text(self) -> str:
+        """Return the manifest as it is written beside its plan."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    def dimension_names(self) -> dict[tuple[str, int], str]:
+        """Return the names of dimensions by input and axis."""
+        names = {
+            (tensor.name, axis): "".join(filter(str.isprintable, dim))[:NAME_MAX]
+            for tensor in self.inputs
+            for axis, dim in enumerate(tensor.dims)
+            if isinstance(dim, str)
+        }
+        return {place: name for place, name in names.items() if name}
+
+
+def manifest_path(plan: Path) -> Path:
+    """Return where the manifest of a plan is."""
+    return plan.with_name(plan.name + SUFFIX)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest.
+
+    :raises ModelError: if it cannot be read, or is none.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_NBYTES_MAX + 1)
+        if len(raw) > FILE_NBYTES_MAX:
+            raise ValueError("it is too large")
+        content = json.loads(raw)
+        if content.pop("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        for side in ("inputs", "outputs"):
+            content[side] = tuple(_tensor(one) for one in content[side])
+        for name in ("profiles", "plugins", "changes"):
+            content[name] = tuple(map(str, content[name]))
+        made = Manifest(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"the manifest {str(path)!r} cannot be read: {error}. Build the plan again, or remove it"
+        ) from error
+    if not isinstance(made.plan_digest, str) or not isinstance(made.key, dict):
+        raise ModelError(f"the manifest {str(path)!r} is damaged. Build the plan again, or remove it")
+    return made
+
+
+def find_manifest(plan: Path | None, digest: str) -> Manifest | None:
+    """Return the manifest of a plan, or ``None`` if there is none for just these bytes.
+
+    :param plan: the plan's file, or ``None`` for one that has none.
+    :param digest: its SHA-256, in hexadecimal.
+    """
+    if plan is None or not manifest_path(plan).is_file():
+        return None
+    try:
+        found = read_manifest(manifest_path(plan))
+    except ModelError as error:
+        logger.warning("%s", error)
+        return None
+    if found.plan_digest != digest:
+        logger.warning(
+            "the manifest %r is of another plan than %r, so its names are not used. Build the plan again",
+            str(manifest_path(plan)),
+            str(plan),
+        )
+        return None
+    return found
+
+
+def _tensor(given: Mapping[str, Any]) -> ManifestTensor:
+    dims = tuple(given["dims"])
+    if not all(isinstance(dim, int | str) for dim in dims):
+        raise TypeError("a dimension is neither a size nor a name")
+    return ManifestTensor(str(given["name"]), str(given["dtype"]), dims)

@@ -1,0 +1,31 @@
+"""Libraries of plugins: TensorRT has one registry of them in a process, and a library stays in it."""
+
+from collections.abc import Iterable
+
+from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, log_of
+from asynctrt.errors import ModelError
+
+
+def register_plugins(flavour: Flavour, paths: Iterable[str], log: LogSubscription) -> None:
+    """Register TensorRT's own plugins, if the package has them, and those of the libraries at ``paths``.
+
+    :raises ModelError: for a library that cannot be opened, or is for another version.
+    """
+    of_all = log_of(flavour.module)
+    initialise = getattr(flavour.module, "init_libnvinfer_plugins", None)
+    if initialise is not None:
+        initialise(of_all, "")
+    for path in paths:
+        # A library that is loaded a second time is refused.
+        with of_all.plugins_lock:
+            if path in of_all.plugins:
+                continue
+            handle = flavour.module.get_plugin_registry().load_library(path)
+            if handle is None:
+                said = TensorRTErrors(tuple(("", text) for text in log.take()))
+                raise ModelError(
+                    f"{flavour.title} cannot load the plugins of {path!r}: the library cannot be opened, is "
+                    f"for another version, or has plugins that another library has registered. {said}"
+                )
+            of_all.plugins[path] = handle

@@ -1,0 +1,246 @@
+"""``asynctrt.build``: from an ONNX file to a plan, with its manifest and its signature."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.backends.tensorrt.build_process import build_in_process
+from asynctrt.backends.tensorrt.builder import Built, Report, build_plan
+from asynctrt.backends.tensorrt.built_here import record
+from asynctrt.backends.tensorrt.flavours import find_builder
+from asynctrt.backends.tensorrt.manifest import Manifest, ManifestTensor, manifest_path
+from asynctrt.backends.tensorrt.profiles import NetworkTensor, profile_text
+from asynctrt.build_options import BuildOptions
+from asynctrt.devices.base import Device
+from asynctrt.errors import BuildError, MissingExtraError, ModelError, OptionsError
+from asynctrt.files import write_whole
+from asynctrt.loading import PLAN_SUFFIXES, find_device
+from asynctrt.plans.digest import digest_of, opened
+
+MODEL_NBYTES_MAX: Final = 2 << 30
+"""What protobuf takes at most; larger models keep their weights beside them."""
+
+LOCATION: Final = re.compile(rb"\x0a\x08location\x12([\x01-\x7f]|[\x80-\xff][\x01-\x1f])")
+"""How an ONNX file begins to name a file that holds weights: a protobuf entry whose key is "location", and
+the length of the name."""
+
+REPLACED: Final = {"float64": "FLOAT", "int64": "INT32", "uint64": "INT32"}
+"""Types that TensorRT may replace, and by what."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """An ONNX model that was read, and what identifies it."""
+
+    path: Path
+    content: bytes
+    digest: str
+    """SHA-256 of the file itself, in hexadecimal."""
+    external: dict[str, str]
+    """Files beside it that hold weights, and the SHA-256 of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPlan:
+    """A plan that was built and written."""
+
+    path: Path
+    manifest: Manifest
+
+
+def build(
+    model: str | os.PathLike[str],
+    plan: str | os.PathLike[str] | None = None,
+    *,
+    device: str | Device | None = None,
+    key: str | os.PathLike[str] | None = None,
+    progress: Report | None = None,
+    options: BuildOptions | None = None,
+    **settings: Any,
+) -> BuiltPlan:
+    """Build a TensorRT plan from an ONNX model. Blocks, for seconds to hours; Ctrl-C ends it.
+
+    It is built in a process of its own, as the library's parser crashes on some damaged models.
+
+    The manifest is written beside it, as ``PLAN.json``, and its digest is recorded, so that this user can
+    open it with ``trust="built-here"``.
+
+    :param model: the path of an ``.onnx`` file. Its folder is where weights outside of it are read from.
+    :param plan: where to write the plan. Default: the model's path with ``.plan`` as its suffix.
+    :param device: the GPU to build on, ``"cuda:0"``. Default: CUDA's own choice; TensorRT for RTX needs none.
+    :param key: a private key (``asynctrt keys new``) to sign the plan and its manifest with.
+    :param progress: told of each step, a :class:`~asynctrt.backends.tensorrt.builder.BuildStep`, in the
+        thread that called.
+    :param options: a :class:`BuildOptions`; ``settings`` are single options, and win over it.
+    :raises OptionsError: for an option that is unknown, or that the package or the model does not have.
+    :raises BuildError: if the model cannot be parsed, or no plan can be built from it.
+    :raises ModelNotFoundError: if there is no such file.
+    :raises MissingExtraError: if no package that builds is installed.
+    :raises DeviceUnavailableError, DeviceMemoryError: if the GPU is needed and cannot be used, or is full.
+    :raises UsageError: if the plan cannot be written, or the key not be read.
+    """
+    chosen = BuildOptions.from_settings(options, settings)
+    source = read_source(Path(model))
+    target = source.path.with_suffix(PLAN_SUFFIXES[0]) if plan is None else Path(plan)
+    _check_target(target, source.path)
+    if key is not None:
+        _check_key(Path(key))
+    made, manifest = build_from(source, chosen.flavour, chosen, device=device, report=progress)
+    write_plan(target, made.content, manifest, None if key is None else Path(key))
+    return BuiltPlan(target, manifest)
+
+
+def read_source(path: Path) -> ModelSource:
+    """Read an ONNX file, and digest it and the files beside it that it may name.
+
+    :raises ModelNotFoundError, ModelError: if there is none, or it cannot be read.
+    :raises BuildError: if it is larger than any ONNX file can be.
+    """
+    with opened(path) as file:
+        content = file.read(MODEL_NBYTES_MAX + 1)
+    if len(content) > MODEL_NBYTES_MAX:
+        raise BuildError(
+            f"{str(path)!r} has more than 2 GiB, which no ONNX file can. Export it with its weights outside "
+            "(save_as_external_data)"
+        )
+    return ModelSource(path, content, hashlib.sha256(content).hexdigest(), _external(path, content))
+
+
+def build_from(
+    source: ModelSource,
+    flavour: Any,
+    options: BuildOptions,
+    *,
+    device: str | Device | None = None,
+    report: Report | None = None,
+    key: Mapping[str, Any] | None = None,
+) -> tuple[Built, Manifest]:
+    """Build a plan, in a process of its own, and describe it.
+
+    :param flavour: the name of a package, ``None`` for the first that is installed; or a stand-in for one,
+        with which it is built in this process.
+    :param key: what the plan cache knows it by.
+    """
+    found = None if device is None else find_device(device)
+    try:
+        if flavour is None or isinstance(flavour, str):
+            name = None if found is None else found.name
+            built = build_in_process(source.content, source.path, flavour, options, name, report)
+        else:
+            builder = find_builder(flavour)
+            built = build_plan(source.content, source.path, builder, options, report, device=found)
+        return built, _describe(source, built, options, None if found is None else found.gpu, key or {})
+    finally:
+        if found is not None and found is not device:
+            found.close()
+
+
+def write_plan(target: Path, content: bytes, manifest: Manifest, key: Path | None = None) -> None:
+    """Write a plan, its manifest and, with a key, their signatures; and record that it was built here.
+
+    :raises UsageError: if they cannot be written, or the key cannot be read.
+    """
+    beside = manifest_path(target)
+    text = manifest.as_text()
+    # In this order a plan never stands beside what was said of another one for long: what is left over is
+    # recognised by its digest.
+    write_whole(target, content)
+    write_whole(beside, text)
+    record(manifest.plan_digest)
+    if key is not None:
+        from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+        for path, signed in ((target, content), (beside, text.encode())):
+            digest = hashlib.sha256(signed).digest()
+            write_whole(signatures.signature_path(path), signatures.sign(digest, key))
+
+
+def _describe(
+    source: ModelSource, built: Built, options: BuildOptions, gpu: str | None, key: Mapping[str, Any]
+) -> Manifest:
+    return Manifest(
+        plan_digest=hashlib.sha256(built.content).hexdigest(),
+        plan_nbytes=len(built.content),
+        model=source.path.name,
+        model_digest=source.digest,
+        model_nbytes=len(source.content),
+        external=source.external,
+        builder=f"{built.flavour} {built.version}",
+        gpu=gpu,
+        inputs=tuple(map(_tensor, built.inputs)),
+        outputs=tuple(map(_tensor, built.outputs)),
+        profiles=tuple(map(profile_text, built.profiles)),
+        layers=built.layers,
+        plugins=(*built.plugins, *options.plugins),
+        options=options.as_json(),
+        changes=tuple(_changes(source, built)),
+        key=key,
+    )
+
+
+def _tensor(tensor: NetworkTensor) -> ManifestTensor:
+    dims = tuple(tensor.name_of(axis) if size < 0 else size for axis, size in enumerate(tensor.shape))
+    return ManifestTensor(tensor.name, tensor.dtype, dims)
+
+
+def _changes(source: ModelSource, built: Built) -> list[str]:
+    """Return which inputs and outputs TensorRT has given another type than the model."""
+    try:
+        # Not before it is needed, and it is optional.
+        from asynctrt.plans.onnx_file import read_onnx_file  # noqa: PLC0415
+
+        model = read_onnx_file(source.path)
+    except MissingExtraError:
+        return ["types were not compared with the model's: that needs pip install 'asynctrt[inspect]'"]
+    except ModelError:
+        return []  # What is compared is a courtesy; the parser has read the model.
+    dtypes = {tensor.name: tensor.dtype for tensor in (*model.inputs, *model.outputs)}
+    return [
+        f"{kind} {tensor.name!r} is {dtypes[tensor.name]} in the model and {tensor.dtype} in the plan: send "
+        f"and expect that"
+        for kind, tensors in (("input", built.inputs), ("output", built.outputs))
+        for tensor in tensors
+        if REPLACED.get(dtypes.get(tensor.name) or "") == tensor.dtype
+    ]
+
+
+def _external(path: Path, content: bytes) -> dict[str, str]:
+    """Return the files beside a model that it names as holders of weights, with the digest of each.
+
+    Found by how ONNX writes such a name, so that no parser is needed. One too many costs a digest; one that
+    is not there, or lies outside the model's folder, is the parser's to refuse.
+    """
+    folder = os.path.realpath(path.parent)
+    found = {}
+    for match in LOCATION.finditer(content):
+        length = match[1][0] if len(match[1]) == 1 else match[1][0] - 128 + 128 * match[1][1]
+        name = content[match.end() : match.end() + length].decode(errors="replace")
+        if "\0" in name or name in found:
+            continue
+        real = os.path.realpath(path.parent / name)
+        if os.path.commonpath([folder, real]) == folder and Path(real).is_file():
+            found[name] = digest_of(Path(real))
+    return dict(sorted(found.items()))
+
+
+def _check_target(target: Path, model: Path) -> None:
+    if target.suffix not in PLAN_SUFFIXES:
+        raise OptionsError(
+            f"{str(target)!r} is to be a plan, and asynctrt.open knows plans by their suffix: "
+            f"{', '.join(PLAN_SUFFIXES)}"
+        )
+    if not target.parent.is_dir() or target.is_dir() or target == model:
+        raise OptionsError(
+            f"{str(target)!r} is not a path in a folder that is there. Create the folder first"
+        )
+
+
+def _check_key(path: Path) -> None:
+    """Refuse a key that cannot sign before anything is built, which may take long."""
+    from asynctrt import signatures  # noqa: PLC0415  (it needs the extra `trust`)
+
+    signatures.sign(hashlib.sha256(b"").digest(), path)

@@ -1,0 +1,332 @@
+"""Building plans with the real TensorRT for RTX, which needs no GPU for that; and what it refuses."""
+
+import hashlib
+import re
+import threading
+
+import numpy as np
+import onnx
+import pytest
+import tensorrt_lean
+import tensorrt_rtx
+from onnx import TensorProto
+
+from asynctrt.backends.tensorrt.builder import ProgressMonitor, build_plan, check_flavour
+from asynctrt.backends.tensorrt.flavours import Flavour, find_builder
+from asynctrt.backends.tensorrt.plan import read_header
+from asynctrt.build_options import BuildOptions
+from asynctrt.errors import BuildError, DeviceUnavailableError, OptionsError, UsageError
+from tests.gpu.support import gpu_is_here
+from tests.models import double_onnx, node, save
+
+RTX = find_builder("tensorrt_rtx")
+F = TensorProto.FLOAT
+
+
+def build(path, *, report=None, cancelled=None, **options):
+    return build_plan(path.read_bytes(), path, RTX, BuildOptions(**options), report, cancelled)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return double_onnx(tmp_path / "double.onnx")
+
+
+def test_a_plan(model):
+    made = build(model, max_rows=8)
+    header = read_header(made.content)
+    assert (header.tag, header.version_text) == (b"vtrt", tensorrt_rtx.__version__)
+    assert made.profiles == ({"input": ((1, 4), (8, 4), (8, 4))},)
+    assert [(one.name, one.shape, one.dims) for one in made.inputs] == [
+        ("input", (-1, 4), ("batch", None))
+    ], "names of dimensions are known here, and never again"
+    again = build(model, max_rows=8)
+    assert hashlib.sha256(again.content).digest() == hashlib.sha256(made.content).digest()
+
+
+def test_profiles_and_gpus(model):
+    made = build(model, profiles=("input=1x4:2x4:8x4", "input=1x4:16x4:64x4"), compute_capabilities="8.9")
+    assert read_header(made.content).compute_capabilities == ((8, 9),)
+    assert len(made.profiles) == 2
+
+
+def test_float64_becomes_float32(tmp_path):
+    path = save(
+        tmp_path / "m.onnx",
+        [node("Add", "x x", "y")],
+        [("x", TensorProto.DOUBLE, ["n", 4])],
+        [("y", TensorProto.DOUBLE, ["n", 4])],
+    )
+    made = build(path)
+    assert (made.inputs[0].dtype, made.outputs[0].dtype) == ("FLOAT", "FLOAT")
+
+
+def test_steps_are_told_and_each_phase_ends(model):
+    steps = []
+    build(model, report=steps.append)
+    whole = [step for step in steps if step.parent is None]
+    assert whole[0].done == 0
+    assert whole[-1].done == whole[-1].total > 1
+    assert {step.parent for step in steps} > {None, whole[0].phase}
+
+
+def test_a_build_that_is_cancelled_ends(model):
+    cancelled = threading.Event()
+    seen = []
+
+    def report(step):
+        seen.append(step)
+        cancelled.set()
+
+    with pytest.raises(UsageError, match="double.onnx' was cancelled"):
+        build(model, report=report, cancelled=cancelled)
+    assert len(seen) < 10, "it did not go on to the end"
+
+
+def test_a_callback_that_raises_does_not_end_the_process(model, caplog):
+    def report(step):
+        raise RuntimeError("from the callback")
+
+    assert build(model, report=report).content
+    assert "the callback for the progress of a build raised" in caplog.text
+
+
+def test_an_operator_that_there_is_not(tmp_path):
+    path = save(
+        tmp_path / "m.onnx",
+        [onnx.helper.make_node("Foo", ["x"], ["y"], name="the_node", domain="my")],
+        [("x", F, ["n", 4])],
+        [("y", F, ["n", 4])],
+    )
+    with pytest.raises(
+        BuildError, match=r"node 0 'the_node' \(Foo\): .*\.cpp:\d+ .*Export the model"
+    ) as info:
+        build(path)
+    (fault,) = info.value.faults
+    assert (fault.node, fault.node_name, fault.operator) == (0, "the_node", "Foo")
+    assert re.fullmatch(r"\w+\.cpp:\d+ \w+", fault.source)
+
+
+@pytest.mark.parametrize("kind", ["NonZero", "Compress"])
+def test_outputs_as_large_as_the_data_says(tmp_path, kind):
+    """TensorRT for RTX 1.7 cannot; the message names the operator, and what can run the model."""
+    nodes = {
+        "NonZero": [node("NonZero", "x", "found"), node("Transpose", "found", "y")],
+        "Compress": [node("Compress", "x keep", "y", axis=0)],
+    }[kind]
+    path = save(
+        tmp_path / "m.onnx",
+        nodes,
+        [("x", F, ["n", 4])],
+        [("y", TensorProto.INT64 if kind == "NonZero" else F, ["k", "m"])],
+        [("keep", np.array([True, False]))],
+    )
+    with pytest.raises(BuildError, match=f"{kind}.*ONNX Runtime|cannot build a plan from"):
+        build(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"junk" * 99, b"\x08\x07"])
+def test_files_that_are_no_models(tmp_path, content):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    with pytest.raises(BuildError, match="cannot be parsed by tensorrt_rtx"):
+        build(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"hardware_compatibility": "ampere-plus"}, "ignores hardware_compatibility"),
+        ({"timing_cache": "cache"}, "has no timing cache"),
+        ({"precision": "fp16"}, "computes in the types that the model has.*Convert the ONNX model to fp16"),
+        ({"compute_capabilities": "9.0"}, "not build for compute capability 9.0, but for 7.5, 8.0"),
+        ({"version_compatible": True}, "Set exclude_lean_runtime too"),
+        ({"profiles": "wrong=1x4"}, "names .'wrong'., which is no input"),
+        ({"dims": "length=4"}, "dims names .'length'."),
+    ],
+)
+def test_options_that_it_would_ignore_or_cannot_take(model, options, said):
+    with pytest.raises(OptionsError, match=said):
+        build(model, **options)
+
+
+def test_options_that_it_takes(model):
+    made = build(
+        model,
+        version_compatible=True,
+        exclude_lean_runtime=True,
+        weight_streaming=True,
+        distributive_independence=True,
+        tf32=False,
+        optimization_level=1,
+        max_aux_streams=0,
+        max_threads=1,
+        profiling="detailed",
+    )
+    assert read_header(made.content).nbytes == len(made.content)
+
+
+@pytest.mark.skipif(gpu_is_here(), reason="with a GPU it is built")
+def test_what_needs_a_gpu_after_all(tmp_path):
+    path = save(
+        tmp_path / "m.onnx",
+        [node("MatMul", "x w", "y")],
+        [("x", F, ["n", 4])],
+        [("y", F, ["n", 4])],
+        [("w", np.eye(4, dtype=np.float32))],
+    )
+    with pytest.raises(DeviceUnavailableError, match="with refit or strip without a GPU"):
+        build(path, strip=True)
+
+
+def test_a_package_that_only_runs_plans():
+    lean = Flavour("tensorrt_lean", tensorrt_lean, is_real=True)
+    with pytest.raises(OptionsError, match="runs plans, and cannot build them"):
+        check_flavour(lean, BuildOptions())
+    with pytest.raises(OptionsError, match="flavour must be 'tensorrt' or 'tensorrt_rtx'"):
+        find_builder("tensorrt_lean")
+
+
+class Recording:
+    """Stands for a part of the library: notes what is set and called."""
+
+    def __init__(self, **known):
+        self.__dict__.update(known)
+        self.calls = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args: self.calls.append((name, *args)) or True
+
+
+PUBLIC = {
+    "IBuilderConfig": {
+        "set_memory_pool_limit": ["pool", "pool_size"],
+        "set_flag": ["flag"],
+        "clear_flag": ["flag"],
+        "add_optimization_profile": ["profile"],
+        "create_timing_cache": ["serialized_timing_cache"],
+        "set_timing_cache": ["cache", "ignore_mismatch"],
+        "builder_optimization_level": None,
+        "max_aux_streams": None,
+        "profiling_verbosity": None,
+        "hardware_compatibility_level": None,
+        "plugins_to_serialize": None,
+        "progress_monitor": None,
+    },
+    "Builder": {
+        "create_network": ["flags"],
+        "create_builder_config": [],
+        "create_optimization_profile": [],
+        "build_serialized_network": ["network", "config"],
+        "max_threads": None,
+    },
+    "OnnxParser": {
+        "parse": ["model", "path"],
+        "get_error": ["index"],
+        "num_errors": None,
+        "set_flag": ["flag"],
+        "get_used_vc_plugin_libraries": [],
+    },
+    "IOptimizationProfile": {"set_shape": ["input", "min", "opt", "max"]},
+    "ITimingCache": {"serialize": []},
+}
+"""What the builder uses of the full library, as its public binding source has it (10.14 and 11): methods
+with their arguments, and properties. No wheel of it can be had here; TensorRT for RTX shares that source."""
+
+FLAGS = {
+    *("FP16", "BF16", "INT8", "FP8", "INT4", "FP4"),
+    *("VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME", "WEIGHT_STREAMING", "DISTRIBUTIVE_INDEPENDENCE"),
+    *("REFIT", "REFIT_IDENTICAL", "REFIT_INDIVIDUAL", "STRIP_PLAN", "TF32"),
+}
+"""Members of ``BuilderFlag`` in the public binding source of 10.14."""
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+def test_the_real_builder_has_the_public_names_and_arguments(kind):
+    real = getattr(tensorrt_rtx, kind)
+    for name, arguments in PUBLIC[kind].items():
+        member = getattr(real, name)
+        if arguments is None:
+            assert isinstance(member, property), name
+        else:
+            said = re.findall(rf"^(?:\d+\. )?{name}\((.*)\) -> ", member.__doc__, re.MULTILINE)
+            found = [re.findall(r"(?:^|, )(\w+): ", one) for one in said]
+            assert ["self", *arguments] in found, name
+
+
+def test_the_builder_uses_nothing_but_the_public_names():
+    """Every attribute of the library's objects that the module reads or sets is in the list above."""
+    from pathlib import Path
+
+    from asynctrt.backends.tensorrt import builder
+
+    source = Path(builder.__file__).read_text()
+    for kind, names in {
+        "Builder": r"made\.builder\.(\w+)",
+        "OnnxParser": r"made\.parser\.(\w+)",
+        "IBuilderConfig": r"(?<!builder_)\b(?:made\.)?config\.(\w+)",
+        "ITimingCache": r"\bcache\.(\w+)",
+        "IOptimizationProfile": r"\bone\.(set_\w+)",
+    }.items():
+        used = set(re.findall(names, source))
+        assert used, kind
+        allowed = {*PUBLIC[kind], "num_compute_capabilities", "set_compute_capability"}
+        assert used <= allowed, kind
+
+
+def full_library(**more):
+    """Return a stand-in for the full library, with the flags of 10.14 or fewer."""
+    flags = more.pop("flags", FLAGS)
+    return Flavour(
+        "tensorrt",
+        Recording(
+            __version__="10.14.1.48",
+            BuilderFlag=type("BuilderFlag", (), {name: name for name in flags}),
+            Builder=object,
+            OnnxParser=object,
+        ),
+        is_real=False,
+    )
+
+
+def test_options_of_the_full_library():
+    every = BuildOptions(
+        precision=("fp16", "bf16", "int8", "fp8", "int4", "fp4"),
+        version_compatible=True,
+        exclude_lean_runtime=True,
+        hardware_compatibility="same-compute-capability",
+        weight_streaming=True,
+        distributive_independence=True,
+        refit="individual",
+        strip=True,
+    )
+    check_flavour(full_library(), every)
+    for refit in ("all", "identical"):
+        check_flavour(full_library(), BuildOptions(refit=refit))
+    typed = full_library(flags=FLAGS - {"FP16"})
+    with pytest.raises(OptionsError, match="precision cannot be chosen"):
+        check_flavour(typed, BuildOptions(precision="fp16"))
+    with pytest.raises(OptionsError, match="builds for the GPU that it runs on"):
+        check_flavour(full_library(), BuildOptions(compute_capabilities="8.9"))
+    with pytest.raises(OptionsError, match="has no BuilderFlag.STRIP_PLAN"):
+        check_flavour(full_library(flags=FLAGS - {"STRIP_PLAN"}), BuildOptions(strip=True))
+
+
+def test_the_flags_of_version_11_are_a_part_of_them():
+    for name in FLAGS - {"FP16", "BF16", "INT8", "FP8", "INT4", "FP4"}:
+        assert hasattr(tensorrt_lean.BuilderFlag, name)
+    assert {"AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"} <= set(
+        tensorrt_lean.HardwareCompatibilityLevel.__members__
+    )
+    assert {"LAYER_NAMES_ONLY", "DETAILED", "NONE"} <= set(tensorrt_lean.ProfilingVerbosity.__members__)
+    assert {"WORKSPACE", "TACTIC_DRAM"} <= set(tensorrt_lean.MemoryPoolType.__members__)
+
+
+def test_a_monitor_that_is_told_of_a_phase_it_does_not_know():
+    steps = []
+    monitor = ProgressMonitor(steps.append, None)
+    assert monitor.step_complete("unknown", 3)
+    monitor.phase_finish("unknown")
+    assert [step.parent for step in steps] == [None, None]
