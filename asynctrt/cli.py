@@ -469,7 +469,7 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
     flags = []
     for item in dataclasses.fields(cls):
         kind, default = kinds[item.name], item.default
-        if get_origin(kind) is tuple or TensorRTOptions in get_args(kind):
+        if get_origin(kind) is tuple or {TensorRTOptions, BuildOptions} & set(get_args(kind)):
             kind, default = list[str] | None, None
         elif str in get_args(kind):
             kind = str | None  # A rate, for example, is a number or a text.

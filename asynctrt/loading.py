@@ -107,8 +107,8 @@ def _onnx_model(path: Path, device: Device, runtime: str | None) -> Model:
     """The model in an ONNX file, on a runtime that the device has."""
     if runtime == "tensorrt":
         raise OptionsError(
-            f"{str(path)!r} is an ONNX model, and TensorRT runs plans. Build one from it (trtexec "
-            "--onnx=... --saveEngine=model.plan), or leave runtime out"
+            f"{str(path)!r} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
+            "build MODEL.onnx; or leave runtime out"
         )
     # Not before it is needed: it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415

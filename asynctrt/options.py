@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, get_args
 
+from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
@@ -52,6 +53,7 @@ class Settings(TypedDict, total=False):
     runtime: Runtime | None
     flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
+    build: BuildOptions | Mapping[str, Any] | None
     waiting: Waiting
     check_finite: bool
     deterministic: bool
@@ -87,6 +89,19 @@ def _tensorrt_options(given: Any) -> TensorRTOptions:
     raise ValueError
 
 
+def _build_options(given: Any) -> BuildOptions:
+    """Return the options of a build, from a mapping or from a list of ``NAME=VALUE``."""
+    if isinstance(given, BuildOptions):
+        return given
+    if isinstance(given, Mapping):
+        return BuildOptions.from_settings(None, given)
+    if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
+        named = (text.partition("=") for text in given)
+        settings = {name.strip(): _value_of(text) for name, _, text in named}
+        return BuildOptions.from_settings(None, settings)
+    raise ValueError
+
+
 def _value_of(text: str) -> Any:
     """Return a value that is written as in TOML; anything else is a text."""
     try:
@@ -106,6 +121,11 @@ SHARE: Final = Check("a number above 0 and below 1", _share)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
     _tensorrt_options,
+)
+BUILD: Final = Check(
+    "an asynctrt.BuildOptions, a mapping such as {'dims': {'length': '1:128:512'}}, or a list of "
+    "'NAME=VALUE'",
+    _build_options,
 )
 GRAPHS: Final = Check("'auto', 'off' or batch sizes ≥ 1, such as (1, 8, 64) or '1,8,64'", _graph_sizes)
 
@@ -188,7 +208,8 @@ class Options:
         default=None,
         check=choice(*get_args(Runtime)).or_none,
         doc="""What runs the model: ``onnxruntime`` or ``tensorrt``. Default: ONNX Runtime for ``.onnx``
-        files, on a GPU with its CUDA provider, and TensorRT for plans.""",
+        files, on a GPU with its CUDA provider, and TensorRT for plans. With ``tensorrt``, a plan is built from
+        an ``.onnx`` file and kept in the plan cache.""",
     )
     flavour: str | None = setting(
         default=None,
@@ -201,6 +222,12 @@ class Options:
         check=TENSORRT.or_none,
         doc="""How a TensorRT plan is loaded and run: ``TensorRTOptions``, or a mapping of its names, such as
         ``{"memory_budget": 2 << 30}``; on the command line ``NAME=VALUE``, once for each.""",
+    )
+    build: BuildOptions | Mapping[str, Any] | None = setting(
+        default=None,
+        check=BUILD.or_none,
+        doc="""How a plan is built with ``runtime="tensorrt"``: ``BuildOptions``, or a mapping of its names,
+        such as ``{"dims": {"length": "1:128:512"}}``; on the command line ``NAME=VALUE``, once for each.""",
     )
     waiting: Waiting = setting(
         default="adaptive",

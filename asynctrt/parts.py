@@ -222,7 +222,13 @@ def build_on(
     try:
         tensorrt = options.tensorrt
         assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
-        loaded = load_model(model, found, options.flavour, tensorrt, options.runtime)
+        if options.runtime != "tensorrt" and options.build is None:
+            loaded = load_model(model, found, options.flavour, tensorrt, options.runtime)
+        else:
+            # Not before it is needed: few engines have their plans built.
+            from asynctrt.plans.cached import load_for  # noqa: PLC0415
+
+            loaded = load_for(model, found, options)
         if options.urgent_share is None:
             parts = _make(loaded, found, options, shared)
         else:

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.base import ExecutionContext
@@ -52,7 +51,7 @@ class TensorRTModel:
     built, or that come from a source you trust ("How TensorRT works", Engine Deserialization and the Trust
     Boundary).
 
-    :param plan: the path of a plan, or its content.
+    :param plan: the path of a plan, its content, or one that was read.
     :param device: the CUDA device to load it on.
     :param flavour: the package to use: its name, or a module with the same surface, such as the double of
         :mod:`asynctrt.testing.tensorrt`. Default: that of the options, or else the first that is installed.
@@ -70,7 +69,7 @@ class TensorRTModel:
 
     def __init__(
         self,
-        plan: str | os.PathLike[str] | bytes | bytearray | memoryview,
+        plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan,
         *,
         device: Device,
         flavour: Any = None,
@@ -79,8 +78,7 @@ class TensorRTModel:
     ) -> None:
         options = options or TensorRTOptions()
         read = read_plan(plan)
-        path = Path(plan) if isinstance(plan, str | os.PathLike) else None
-        check_trust(read.content, path, read.where, options.trust)
+        check_trust(read.content, read.path, read.where, options.trust)
         found = find_flavour(options.flavour if flavour is None else flavour, read.header.tag, read.where)
         if found.is_real and not device.name.startswith("cuda"):
             raise DeviceUnavailableError(
@@ -104,7 +102,7 @@ class TensorRTModel:
                 _load_weights(self.name, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
-            self.signature, is_capturable = _examine(self.name, self._loaded, _names_of_dims(read, path))
+            self.signature, is_capturable = _examine(self.name, self._loaded, _names_of_dims(read))
             self._is_capturable = is_capturable and not self._loaded.is_streaming
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
@@ -431,11 +429,11 @@ def _advised_budget(loaded: Loaded, streamable: int) -> int:
     return min(streamable, max(free, 0) * 3 // 4)
 
 
-def _names_of_dims(plan: Plan, path: Path | None) -> Mapping[tuple[str, int], str]:
+def _names_of_dims(plan: Plan) -> Mapping[tuple[str, int], str]:
     """Return the names of dimensions that are kept beside a plan, whose engine knows them no more."""
-    if path is None or not manifest_path(path).is_file():
+    if plan.path is None or not manifest_path(plan.path).is_file():
         return {}
-    found = find_manifest(path, hashlib.sha256(plan.content).hexdigest())
+    found = find_manifest(plan.path, hashlib.sha256(plan.content).hexdigest())
     return {} if found is None else found.dimension_names()
 
 

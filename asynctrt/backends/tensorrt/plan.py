@@ -80,14 +80,19 @@ class Plan:
     """The default name of its model."""
     content: bytes
     header: PlanHeader
+    path: Path | None = None
+    """Its file, or ``None`` if it has none."""
 
 
-def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview) -> Plan:
-    """Read a plan from a path or from memory, and check its header.
+def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan) -> Plan:
+    """Read a plan from a path or from memory, and check its header. One that was read stays as it is.
 
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is not a plan, or is truncated.
     """
+    path = None
+    if isinstance(plan, Plan):
+        return plan
     if isinstance(plan, bytes | bytearray | memoryview):
         content = bytes(plan)
         where, name = f"the plan given as {len(content):,} bytes", "plan"
@@ -95,7 +100,7 @@ def read_plan(plan: str | os.PathLike[str] | bytes | bytearray | memoryview) -> 
         path = Path(plan)
         where, name = repr(str(path)), path.stem
         content = _read_file(path)
-    return Plan(where, name, content, read_header(content, where=where))
+    return Plan(where, name, content, read_header(content, where=where), path)
 
 
 def read_header(content: bytes, *, where: str = "the plan", nbytes: int | None = None) -> PlanHeader:

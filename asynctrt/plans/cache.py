@@ -1,0 +1,277 @@
+"""The plan cache: ``open("model.onnx", runtime="tensorrt")`` builds a plan once, and finds it afterwards.
+
+An entry is a plan with its manifest, named by a digest of everything that it depends on. It is read and
+written under a lock, so that several processes that open a model build it once. What is read is checked
+against the digests of plans that were built here; an entry that fails is built again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.backends.tensorrt.builder import BuildStep
+from asynctrt.backends.tensorrt.built_here import is_recorded
+from asynctrt.backends.tensorrt.manifest import SUFFIX, manifest_path, read_manifest
+from asynctrt.backends.tensorrt.plan import Plan, read_header
+from asynctrt.build_options import BUILDERS, BuildOptions
+from asynctrt.clock import now_ns
+from asynctrt.devices.base import Device, mib
+from asynctrt.errors import MissingExtraError, ModelError, OptionsError, UsageError
+from asynctrt.files import locked
+from asynctrt.plans.building import ModelSource, build_from, read_source, write_plan
+from asynctrt.plans.digest import digest_of
+from asynctrt.plans.plan_file import installed_versions
+
+NBYTES_MAX: Final = 10 << 30
+"""What all plans of the cache may take together, by default; those that were used longest ago go first."""
+
+LOCKS: Final = 2
+"""Hexadecimal digits of an entry's name that choose its lock, so that there are few lock files."""
+
+FORMAT: Final = 1
+"""Part of every entry's name: other ways to build or to write plans are other entries."""
+
+DRIVER: Final = Path("/sys/module/nvidia/version")
+
+logger = logging.getLogger("asynctrt")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPlan:
+    """A plan for a model, from the cache or built just now."""
+
+    plan: Plan
+    is_hit: bool
+    """Whether it was there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCache:
+    """A folder of plans.
+
+    :param folder: where they are. Default: ``asynctrt/plans`` in the user's folder for caches.
+    :param nbytes_max: bytes of all plans together.
+    """
+
+    folder: Path
+    nbytes_max: int = NBYTES_MAX
+
+    @classmethod
+    def of_user(cls, env: Mapping[str, str] = os.environ) -> "PlanCache":
+        """Return the cache of this user."""
+        cache = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        return cls(Path(cache) / "asynctrt" / "plans")
+
+    def plan_for(self, model: Path, device: Device, flavour: str | None, options: BuildOptions) -> CachedPlan:
+        """Return the plan for a model on a device, building it if it is not there. Blocks, maybe for long.
+
+        :raises ModelNotFoundError, ModelError: if there is no such model, or it cannot be read.
+        :raises MissingExtraError: if no package that builds plans is installed.
+        :raises AsynctrtError: whatever :func:`asynctrt.build` raises.
+        """
+        source = read_source(model)
+        facts = _facts(source, device, flavour, options)
+        path = self._path_of(facts)
+        self._make_folder()
+
+        def waiting() -> None:
+            logger.info("waiting for another process that builds a plan from %r", str(model))
+
+        with locked(self.folder / f"lock-{path.name[:LOCKS]}", waiting):
+            plan, reason = self._find(path, source)
+            if plan is not None:
+                return CachedPlan(plan, is_hit=True)
+            reason = reason or self._why_not(facts) or "it is not in the cache"
+            content = self._build(source, device, facts, options, path, reason)
+        self._shrink(path)
+        return CachedPlan(content, is_hit=False)
+
+    def forget(self, found: CachedPlan, reason: str) -> None:
+        """Remove a plan that does not run after all, so that it is built again."""
+        logger.warning("%s is removed from the plan cache: %s", found.plan.where, reason)
+        path = found.plan.path
+        assert path is not None, "it is a file of the cache"
+        with locked(self.folder / f"lock-{path.name[:LOCKS]}"):
+            _remove(path)
+
+    def _path_of(self, facts: Mapping[str, Any]) -> Path:
+        known = {name: value for name, value in facts.items() if name != "path"}
+        return self.folder / (_digest(json.dumps(known, sort_keys=True)) + ".plan")
+
+    def _make_folder(self) -> None:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"the plan cache {str(self.folder)!r} cannot be made: {error.strerror}. Set XDG_CACHE_HOME "
+                "to a folder that can be written, or build the plan with asynctrt build, and open that"
+            ) from error
+
+    def _find(self, path: Path, source: ModelSource) -> tuple[Plan | None, str | None]:
+        """Return an entry, or why it cannot be used; twice ``None`` if there is none."""
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None, None
+        except OSError as error:
+            return None, f"the entry cannot be read: {error.strerror}"
+        where = f"the plan of {str(source.path)!r} ({path})"
+        try:
+            manifest = read_manifest(manifest_path(path))
+            header = read_header(content, where=where)
+        except ModelError as error:
+            return None, str(error)
+        digest = hashlib.sha256(content).hexdigest()
+        if manifest.plan_digest != digest or not is_recorded(digest):
+            return None, "the entry is not what was built here: it was changed, or its record is gone"
+        with suppress(OSError):
+            os.utime(path)  # The time of its last use, by which entries go.
+        return Plan(where, source.path.stem, content, header, path), None
+
+    def _why_not(self, facts: Mapping[str, Any]) -> str | None:
+        """Return in which way the latest entry for the same file differs, or ``None`` without one."""
+        latest, latest_ns = None, -1
+        for beside in self.folder.glob(f"*.plan{SUFFIX}"):
+            with suppress(ModelError, OSError):
+                key = read_manifest(beside).key
+                changed_ns = beside.stat().st_mtime_ns
+                if key.get("path") == facts["path"] and changed_ns > latest_ns:
+                    latest, latest_ns = key, changed_ns
+        if latest is None:
+            return None
+        changed = [
+            f"{name} was {_short(latest.get(name))} and is {_short(value)}"
+            for name, value in facts.items()
+            if latest.get(name) != value
+        ]
+        return "; ".join(changed) or None
+
+    def _build(
+        self,
+        source: ModelSource,
+        device: Device,
+        facts: Mapping[str, Any],
+        options: BuildOptions,
+        path: Path,
+        reason: str,
+    ) -> Plan:
+        logger.info("building a plan from %r for %s: %s", str(source.path), device.name, reason)
+        start_ns = now_ns()
+
+        def report(step: BuildStep) -> None:
+            if step.parent is None:
+                logger.info("building %r: %s, %d of %d", str(source.path), step.phase, step.done, step.total)
+
+        _remove(path)
+        built, manifest = build_from(
+            source, facts["flavour"], options, device=device, report=report, key=facts
+        )
+        write_plan(path, built.content, manifest)
+        logger.info(
+            "built a plan of %s from %r in %.1f s",
+            mib(len(built.content)),
+            str(source.path),
+            (now_ns() - start_ns) / 1e9,
+        )
+        for change in manifest.changes:
+            logger.warning("%r: %s", str(source.path), change)
+        where = f"the plan of {str(source.path)!r} ({path})"
+        return Plan(where, source.path.stem, built.content, read_header(built.content, where=where), path)
+
+    def _shrink(self, newest: Path) -> None:
+        """Remove what was used longest ago, until all the rest fits; never what was just built."""
+        with locked(self.folder / "lock"):
+            entries = []
+            for path in self.folder.glob("*.plan"):
+                with suppress(OSError):
+                    status = path.stat()
+                    entries.append((path == newest, status.st_mtime_ns, status.st_size, path))
+            entries.sort()
+            held = sum(nbytes for _, _, nbytes, _ in entries)
+            for is_newest, _, nbytes, path in entries:
+                if held <= self.nbytes_max or is_newest:
+                    break
+                _remove(path)
+                held -= nbytes
+                logger.info(
+                    "removed %s from the plan cache, which has room for %s", path, mib(self.nbytes_max)
+                )
+
+
+def plan_for(
+    model: Path,
+    device: Device,
+    flavour: str | None,
+    options: BuildOptions,
+    cache: PlanCache | None = None,
+) -> CachedPlan:
+    """Return the plan for a model on a device, from the user's cache: see :meth:`PlanCache.plan_for`."""
+    return (cache or PlanCache.of_user()).plan_for(model, device, flavour, options)
+
+
+def _facts(source: ModelSource, device: Device, flavour: str | None, options: BuildOptions) -> dict[str, Any]:
+    """Return all that a plan depends on."""
+    chosen, version = _builder(flavour or options.flavour)
+    settings = replace(options, flavour=chosen).as_json()
+    # How long it took to build is nothing that the plan depends on, and neither is what was logged.
+    for name in ("timing_cache", "max_threads", "verbosity"):
+        settings.pop(name)
+    settings["plugins"] = {path: digest_of(Path(path)) for path in options.plugins}
+    capability = device.compute_capability
+    return {
+        "path": os.path.realpath(source.path),
+        "model": source.digest,
+        "external": source.external,
+        "options": settings,
+        "flavour": chosen,
+        "version": version,
+        "gpu": device.gpu,
+        "compute_capability": None if capability is None else list(capability),
+        "driver": _driver(),
+        "format": FORMAT,
+    }
+
+
+def _builder(flavour: str | None) -> tuple[str, str]:
+    """Return the package that builds, and its version, without importing it."""
+    installed = installed_versions()
+    if flavour is not None and flavour not in BUILDERS:
+        raise OptionsError(
+            f"{flavour} runs plans, and cannot build them: give the plan, or flavour='tensorrt' or "
+            "'tensorrt_rtx'"
+        )
+    for name in BUILDERS if flavour is None else (flavour,):
+        if name in installed:
+            return name, installed[name]
+    raise MissingExtraError(
+        f"{flavour or 'no package that builds plans'} is {'not ' if flavour else ''}installed: pip install "
+        "'asynctrt[tensorrt]' or 'asynctrt[rtx]'"
+    )
+
+
+def _driver() -> str | None:
+    try:
+        return DRIVER.read_text().strip()
+    except OSError:
+        return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _remove(path: Path) -> None:
+    for one in (path, manifest_path(path)):
+        with suppress(OSError):
+            one.unlink(missing_ok=True)

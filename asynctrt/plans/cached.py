@@ -1,0 +1,71 @@
+"""``runtime="tensorrt"``: an ONNX model run by TensorRT, with a plan of the plan cache."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Final
+
+from asynctrt.backends.base import Model
+from asynctrt.backends.tensorrt import TensorRTModel
+from asynctrt.build_options import BuildOptions
+from asynctrt.devices.base import Device
+from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError
+from asynctrt.loading import PLAN_SUFFIXES, load_model
+from asynctrt.options import Options
+from asynctrt.plans.cache import PlanCache
+from asynctrt.tensorrt_options import TensorRTOptions
+
+ONNX_SUFFIX: Final = ".onnx"
+
+
+def load_for(model: str | os.PathLike[str] | Model, device: Device, options: Options) -> Model:
+    """Return a model for the runtime that the options name. Blocks; a build may take long.
+
+    :raises OptionsError: if the options ``runtime`` and ``build`` do not fit the model or each other.
+    :raises AsynctrtError: whatever building or loading it raises.
+    """
+    tensorrt, build = options.tensorrt, options.build
+    assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+    assert build is None or isinstance(build, BuildOptions), "it was converted by its check"
+    suffix = Path(model).suffix if isinstance(model, str | os.PathLike) else ""
+    if options.runtime == "tensorrt" and isinstance(model, str | os.PathLike) and suffix == ONNX_SUFFIX:
+        return _load_built(Path(model), device, options, tensorrt or TensorRTOptions(), build)
+    if options.runtime == "tensorrt" and suffix not in PLAN_SUFFIXES:
+        raise OptionsError(
+            f"runtime is 'tensorrt', and {model!r} is neither an .onnx model nor a plan. Leave runtime out"
+        )
+    if build is not None:
+        raise OptionsError(
+            f"build says how a plan is built, and {model!r} needs none. It goes with an .onnx model and "
+            "runtime='tensorrt'; leave it out"
+        )
+    return load_model(model, device, options.flavour, tensorrt, options.runtime)
+
+
+def _load_built(
+    model: Path, device: Device, options: Options, tensorrt: TensorRTOptions, build: BuildOptions | None
+) -> Model:
+    if device.name == "host":
+        raise DeviceUnavailableError(
+            f"{str(model)!r} is to be run by TensorRT (runtime='tensorrt'), which needs a GPU: open it with "
+            "device='cuda:0', or leave runtime out to run it on the host"
+        )
+    build = build or BuildOptions()
+    if options.max_rows is not None and not build.profiles and build.max_rows == BuildOptions().max_rows:
+        # Unless the build has its own, the profile takes what the engine will send.
+        build = dataclasses.replace(build, max_rows=options.max_rows)
+    # What comes out of the cache is code that this user built, or it is not run: other ways to be trusted
+    # are for plans that come from elsewhere.
+    trusted = dataclasses.replace(tensorrt, trust=("built-here",))
+    cache = PlanCache.of_user()
+    flavour = options.flavour or tensorrt.flavour
+    found = cache.plan_for(model, device, flavour, build)
+    try:
+        return TensorRTModel(found.plan, device=device, options=trusted)
+    except ModelError as error:
+        if not found.is_hit:
+            raise
+        # Something has changed that its name does not tell.
+        cache.forget(found, str(error))
+    again = cache.plan_for(model, device, flavour, build)
+    return TensorRTModel(again.plan, device=device, options=trusted)
