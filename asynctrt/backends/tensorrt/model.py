@@ -316,6 +316,10 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     if options.suspendable:
         # The one way to have weights that can be unloaded: to load them after the engine.
         runtimes[-1].defer_weights_loading = True
+    refused = Refused(plan, flavour, device, TensorRTErrors(()), (), runtimes[-1])
+    error = refused.before_loading(has_lean_runtime=options.lean_runtime is not None)
+    if error is not None:
+        raise error
     engine = runtimes[-1].deserialize_cuda_engine(plan.content)
     errors = recorder.take()
     if engine is None:

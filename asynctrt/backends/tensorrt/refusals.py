@@ -5,14 +5,18 @@ the device.
 which always ends with the library's own words, so that nothing it reported is lost.
 """
 
+import hashlib
 import re
+import shlex
 from dataclasses import dataclass
 from typing import Any, Final
 
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
+from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
 from asynctrt.backends.tensorrt.memory import MemoryRefusal, describe_refusals
 from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import HEADER_NBYTES, TAG_RTX, Plan, capability_text
+from asynctrt.build_options import BUILDERS
 from asynctrt.devices.base import Device
 from asynctrt.errors import (
     AsynctrtError,
@@ -44,6 +48,9 @@ NO_PLUGIN = r"plugin[^.]*not (?:found|registered)|could not find plugin|getPlugi
 texts of their libraries, or as reported for other versions."""
 
 
+COMPATIBLE_SINCE: Final = (8, 6)
+"""The first version whose plans later ones can run, if they were built so."""
+
 FAULTS: Final = {
     OTHER_PLATFORM: "it was built on another platform: another operating system or kind of processor. Build "
     "it on this one, or for it (BuilderConfig.runtime_platform)",
@@ -74,6 +81,24 @@ class Refused:
         return error_type(
             f"{self.plan.where} cannot be loaded by {self.flavour.title} on {self.device.name}: {said}. "
             f"{self.errors}" + describe_runtimes(cuda_runtimes())
+        )
+
+    def before_loading(self, *, has_lean_runtime: bool) -> AsynctrtError | None:
+        """Return the error for a plan that the library need not see to be refused, or ``None``.
+
+        To deserialise a plan is to run code of it, so what its header decides is decided by that.
+
+        :param has_lean_runtime: whether another version's runtime is to run it.
+        """
+        here, found = _numbers(self.flavour.version), self.plan.header.version
+        fatal = self._diagnoses() & {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}
+        is_old = self.flavour.tag != TAG_RTX and found[:2] < COMPATIBLE_SINCE
+        is_late = self.flavour.tag != TAG_RTX and here is not None and found > here
+        if has_lean_runtime or not (fatal or is_old or is_late):
+            return None
+        return ModelError(
+            f"{self.plan.where} cannot be loaded by {self.flavour.title} on {self.device.name}: "
+            f"{self._fault_of_the_plan(fatal)}. It was refused by its header, before the library loaded it"
         )
 
     def _cause(self) -> tuple[type[AsynctrtError], str]:
@@ -159,13 +184,14 @@ class Refused:
             known = [name for name in getattr(supported, "__members__", {}) if name.startswith("SM")]
             versions = f", which supports {', '.join(known)}" if known else ""
             return (
-                f"it was built for other GPUs{listed}, and {this_gpu}. Rebuild it with "
-                f"set_compute_capability for this GPU if {self.flavour.title} supports it{versions}; "
-                "otherwise use TensorRT"
+                f"it was built for other GPUs{listed}, and {this_gpu}. Rebuild it for this GPU if "
+                f"{self.flavour.title} supports it{versions}: {self._rebuild()} --compute-capabilities "
+                f"{capability_text(here) if here else 'X.Y'}; otherwise use TensorRT"
             )
         return (
-            f"it was built for another GPU{listed}, and {this_gpu}. Build it on the same kind of GPU, or for "
-            "several kinds with HardwareCompatibilityLevel.AMPERE_PLUS or SAME_COMPUTE_CAPABILITY"
+            f"it was built for another GPU{listed}, and {this_gpu}. Build it on the same kind of GPU: "
+            f"{self._rebuild()}; or for several kinds, with --hardware-compatibility ampere-plus or "
+            "same-compute-capability (HardwareCompatibilityLevel.AMPERE_PLUS or SAME_COMPUTE_CAPABILITY)"
         )
 
     def _other_version(self) -> str:
@@ -175,16 +201,34 @@ class Refused:
         said = (
             f"it was built by version {found} of {self.plan.header.kind}, and this is {flavour.version}. "
             f"Install the version that built it (pip install '{flavour.distribution}=={major}.{minor}.*'), "
-            "or rebuild it"
+            f"or rebuild it: {self._rebuild()}"
         )
         if flavour.tag == TAG_RTX:
             return said
+        if self.plan.header.version[:2] < COMPATIBLE_SINCE:
+            return f"{said}; plans of versions before 8.6 run on no other"
         if (here := _numbers(flavour.version)) is not None and self.plan.header.version > here:
             return f"{said}; TensorRT does not run plans that a later version built"
         return (
-            f"{said}. Build it with BuilderFlag.VERSION_COMPATIBLE if later versions are to run it, and then "
-            "open it with TensorRTOptions(allow_host_code=True)"
+            f"{said}. Build it with --version-compatible (BuilderFlag.VERSION_COMPATIBLE) if later versions "
+            "are to run it, and then open it with TensorRTOptions(allow_host_code=True); or, if it was built so "
+            f"without its lean runtime, with lean_runtime= the libnvinfer_lean of version {found}"
         )
+
+    def _rebuild(self) -> str:
+        """Return the command that builds the plan again, as far as is known."""
+        path = self.plan.path
+        manifest = None
+        if path is not None and manifest_path(path).is_file():
+            manifest = find_manifest(path, hashlib.sha256(self.plan.content).hexdigest())
+        model = "MODEL.onnx" if manifest is None else manifest.model
+        words = ["asynctrt", "build", model, "-o", "PLAN" if path is None else str(path)]
+        if self.flavour.name in BUILDERS:
+            words += ["--flavour", self.flavour.name]
+        for profile in () if manifest is None else manifest.profiles:
+            words += ["--profiles", profile]
+        # It may be copied into a shell, and what is in a manifest is not to be trusted.
+        return "".join(filter(str.isprintable, shlex.join(words)))
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:

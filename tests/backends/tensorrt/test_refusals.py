@@ -7,6 +7,7 @@ import pytest
 
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt.manifest import manifest_path
 from asynctrt.backends.tensorrt.memory import MemoryRefusal
 from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import read_plan
@@ -15,6 +16,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, DeviceUnavailableError, ModelError
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_lean_runtime, double_plan
 from tests.backends.tensorrt.helpers import header
+from tests.backends.tensorrt.test_manifest import manifest
 
 
 class Gpu(HostDevice):
@@ -158,6 +160,40 @@ def test_a_plan_of_tensorrt_for_rtx_for_other_gpus():
     assert "other GPUs (8.9)" in str(error)
     assert "supports SM80, SM89" in str(error)
     assert "compute capability 9.0" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("99.0.0.1", "TensorRT does not run plans that a later version built"),
+        ("11.4.0.107", "TensorRT does not run plans that a later version built"),
+        ("8.5.3.1", "plans of versions before 8.6 run on no other"),
+    ],
+)
+def test_what_the_header_decides_is_decided_before_the_library_loads_it(bench, version, said, monkeypatch):
+    made = bench(model=False)
+    seen = []
+    kind = made.trt.Runtime
+    monkeypatch.setattr(kind, "deserialize_cuda_engine", lambda *args: seen.append(args))
+    with pytest.raises(ModelError, match=f"{said}.*before the library loaded it") as caught:
+        made.open(double_plan(EngineSpec(), version=version))
+    assert version in str(caught.value)
+    assert "asynctrt build MODEL.onnx -o PLAN" in str(caught.value)
+    assert not seen
+
+
+def test_the_command_that_builds_it_again_has_what_the_manifest_knows(tmp_path):
+    path = tmp_path / "a plan.plan"
+    content = header(version=(10, 13, 2, 6))
+    path.write_bytes(content)
+    kept = manifest(content, model="my; rm -rf model.onnx", profiles=("x=1x4:8x4:8x4",))
+    manifest_path(path).write_text(kept.as_text())
+    message = str(explained((OTHER_VERSION,), plan=path))
+    assert (
+        f"asynctrt build 'my; rm -rf model.onnx' -o '{path}' --flavour tensorrt --profiles x=1x4" in message
+    )
+    assert "--version-compatible" in message
+    assert "lean_runtime= the libnvinfer_lean of version 10.13.2.6" in message
 
 
 class Validity:
