@@ -211,8 +211,8 @@ class Refused:
             return f"{said}; TensorRT does not run plans that a later version built"
         return (
             f"{said}. Build it with --version-compatible (BuilderFlag.VERSION_COMPATIBLE) if later versions "
-            "are to run it, and then open it with TensorRTOptions(allow_host_code=True); or, if it was built so "
-            f"without its lean runtime, with lean_runtime= the libnvinfer_lean of version {found}"
+            "are to run it, and then open it with TensorRTOptions(allow_host_code=True); or, if it was built "
+            f"so without its lean runtime, with lean_runtime= the libnvinfer_lean of version {found}"
         )
 
     def _rebuild(self) -> str:
