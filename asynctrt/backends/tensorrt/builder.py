@@ -27,23 +27,32 @@ ERRORS_MAX: Final = 8
 """How many of the parser's errors a message has."""
 
 FAULTS: Final = {
-    r"unsupported_node|plugin not found|could not find plugin|was not found in plugin registry|no importer": (
-        "this version of TensorRT has no such operator. Export the model with another opset or without that "
-        "operator, name a library that has it (plugins), or run the model with ONNX Runtime"
+    r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
+    r"opset": (
+        "the model's opset is too old. Export it with opset 17, or convert it: "
+        "onnx.version_converter.convert_version(model, 17)"
     ),
-    r"datatype|data type": (
-        "TensorRT does not compute it in this type. Cast it in the model to float32 or int32"
+    r"importInput|convertDtype|datatype|data type": (
+        "TensorRT does not have this type (strings, for example). Do that part outside the model, or cast to "
+        "float32 or int32 in it"
+    ),
+    r"does not support": (
+        "TensorRT has the operator, but not in this form. Export the model without that, or run it with ONNX "
+        "Runtime"
+    ),
+    r"unsupported_node\b|plugin not found|could not find plugin|plugin registry|no importer": (
+        "this version of TensorRT has no such operator, or not in this form. Export the model with another "
+        "opset or without it, name a library that has it (plugins), or run the model with ONNX Runtime"
+    ),
+    r"external|open file|weights file": (
+        "weights outside the model were not found. Keep them in the model's folder, under their names"
     ),
     r"shape|dimension": (
         "its shapes cannot be found or are not allowed. Simplify the model (onnx.shape_inference, "
         "onnxsim), and export it with fixed sizes where they are known"
     ),
-    r"deserialize|failed to parse the onnx": "this is not an ONNX model, or a damaged one. Export it again",
-    r"external|open file|weights file": (
-        "weights outside the model were not found. Keep them in the model's folder, under their names"
-    ),
 }
-"""What to do about an error of the parser, by its words and its code."""
+"""What to do about an error of the parser, by its words and its code; the first that fits."""
 
 CANNOT_HERE: Final = r"MyelinCheckException.*CUDA_SUCCESS|CHECK\(status == CUDA_SUCCESS\)"
 """What TensorRT for RTX says when it needs a GPU to build after all."""
@@ -334,7 +343,8 @@ def _fault(error: Any) -> ParserFault:
 
 
 def _advice(faults: Sequence[ParserFault], said: str) -> str:
-    text = " ".join(f"{fault.code} {fault.said} {fault.source}" for fault in faults) or said
+    # The first is the cause, as far as can be told; others may follow from it.
+    text = next((f"{fault.code} {fault.said} {fault.source}" for fault in faults), said)
     for words, advice in FAULTS.items():
         if re.search(words, text, re.IGNORECASE):
             return advice[0].upper() + advice[1:]

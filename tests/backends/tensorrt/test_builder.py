@@ -125,6 +125,33 @@ def test_outputs_as_large_as_the_data_says(tmp_path, kind):
         build(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("opset", "opset is too old"),
+        ("string", "does not have this type"),
+        ("dilations", "not in this form"),
+    ],
+)
+def test_what_to_do_fits_what_is_wrong(tmp_path, change, said):
+    kind = TensorProto.STRING if change == "string" else F
+    pool = node("MaxPool", "x", "y", kernel_shape=[3], dilations=[2] if change == "dilations" else [1])
+    nodes = {"opset": [node("Add", "x w", "y")], "string": [node("Identity", "x", "y")], "dilations": [pool]}
+    path = save(
+        tmp_path / "m.onnx",
+        nodes[change],
+        [("x", kind, ["n", 4, 8])],
+        [("y", kind, ["n", 4, "m"])],
+        [("w", np.ones((4, 1), np.float32))] if change == "opset" else (),
+    )
+    if change == "opset":
+        model = onnx.load(path)
+        model.opset_import[0].version = 6
+        onnx.save(model, path)
+    with pytest.raises(BuildError, match=said):
+        build(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"junk" * 99, b"\x08\x07"])
 def test_files_that_are_no_models(tmp_path, content):
     path = tmp_path / "m.onnx"
