@@ -1,20 +1,23 @@
 """``asynctrt.open``: from a model's path or name to an engine."""
 
 import os
+import re
 from collections.abc import Generator
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Final, Unpack
 
 from asynctrt.backends.base import Model
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.engine import STREAM_END_S, Engine
-from asynctrt.errors import UsageError
+from asynctrt.errors import DeviceUnavailableError, UsageError
 from asynctrt.loops import in_thread, running_loop
 from asynctrt.options import Options, Settings
-from asynctrt.parts import build_on
+from asynctrt.parts import EngineParts, build_on
+
+GPU: Final = re.compile(r"cuda:\d+")
 
 
 def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.open)
@@ -42,6 +45,21 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
     :raises MissingExtraError: when it is entered, if the model needs a package that is not installed.
     """
     return Opening(model, device, shared_arenas, Options.from_settings(options, dict(settings)))
+
+
+def _build(
+    model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
+) -> EngineParts:
+    """Make what an engine stands on; where a GPU cannot be used, ask the doctor why."""
+    try:
+        return build_on(model, device, options, shared)
+    except DeviceUnavailableError as error:
+        if not isinstance(device, str) or not GPU.fullmatch(device):
+            raise
+        # Not before it is needed: it is for machines that something is wrong with.
+        from asynctrt.doctor.advice import advise  # noqa: PLC0415
+
+        raise advise(error, device) from error.__cause__
 
 
 class Opening:
@@ -99,6 +117,6 @@ class Opening:
         loop = running_loop()
         if self._shared_arenas is not None:
             self._shared_arenas.claim(get_ident())
-        build = partial(build_on, self._model, self._device, self._options, self._shared_arenas)
+        build = partial(_build, self._model, self._device, self._options, self._shared_arenas)
         parts = await in_thread(build, undo=lambda parts: parts.close(STREAM_END_S))
         return Engine(loop, parts, self._options)
