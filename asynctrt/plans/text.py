@@ -18,6 +18,7 @@ LABEL: Final = 14
 
 OPERATORS_MAX: Final = 12
 METADATA_MAX: Final = 200
+LAYERS_MAX: Final = 40
 
 
 def lines_of(found: "PlanFile | OnnxFile") -> Iterator[str]:
@@ -62,6 +63,10 @@ def lines_of_opened(opened: Opened) -> Iterator[str]:
     if opened.engine is not None:
         engine = opened.engine
         yield from _row("layers", f"{engine.layers}, {engine.aux_streams} auxiliary streams")
+        for name in engine.layer_names[:LAYERS_MAX]:
+            yield from _row("", name)
+        if len(engine.layer_names) > LAYERS_MAX:
+            yield from _row("", f"and {len(engine.layer_names) - LAYERS_MAX} more: --json has all")
         yield from _row("weights", _weights(opened))
         yield from _row(
             "built for",

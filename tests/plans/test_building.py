@@ -70,6 +70,7 @@ def test_there_is_no_such_model(tmp_path):
         asynctrt.build(tmp_path / "missing.onnx")
 
 
+@pytest.mark.tier2
 def test_importing_the_package_does_not_import_the_builder():
     program = "import sys, asynctrt; print('asynctrt.plans.building' in sys.modules, asynctrt.build.__name__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
@@ -111,6 +112,7 @@ def test_a_file_outside_the_models_folder_is_not_looked_at(tmp_path):
         assert read_source(path).external == {}
 
 
+@pytest.mark.tier2
 def test_a_signed_plan_and_manifest(model, tmp_path):
     pytest.importorskip("cryptography", reason="needs the extra `trust`")
     from asynctrt import signatures

@@ -1,9 +1,13 @@
 """What TensorRT tells of a deserialised engine, besides its tensors and profiles."""
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.backends.tensorrt.engine import engine_stat
+
+LAYERS_MAX: Final = 10_000
+"""Layers whose names are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +16,9 @@ class EngineDetails:
 
     name: str
     layers: int
+    """After layers of the model were fused, or split."""
+    layer_names: tuple[str, ...]
+    """Their names, if the plan has kept them and the package can tell: ``tensorrt`` and ``tensorrt_rtx``."""
     weights_nbytes: int | None
     """All weights, also those that are not on the device."""
     stripped_nbytes: int | None
@@ -34,6 +41,7 @@ def read_details(module: Any, engine: Any) -> EngineDetails:
     return EngineDetails(
         name=str(engine.name),
         layers=int(engine.num_layers),
+        layer_names=_layer_names(module, engine),
         weights_nbytes=engine_stat(module, engine, "TOTAL_WEIGHTS_SIZE"),
         # A complete engine answers -1.
         stripped_nbytes=None if stripped is None else max(0, stripped),
@@ -43,6 +51,19 @@ def read_details(module: Any, engine: Any) -> EngineDetails:
         hardware_compatibility=_name(engine.hardware_compatibility_level),
         capability=_name(engine.engine_capability),
     )
+
+
+def _layer_names(module: Any, engine: Any) -> tuple[str, ...]:
+    # The method of an engine is there in every package, and what it returns is not.
+    if not hasattr(module, "EngineInspector"):
+        return ()
+    inspector = engine.create_engine_inspector()
+    try:
+        told = json.loads(inspector.get_engine_information(module.LayerInformationFormat.JSON))
+        layers = told["Layers"][:LAYERS_MAX]
+        return tuple(str(one["Name"]) if isinstance(one, dict) else str(one) for one in layers)
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
+        return ()  # A plan may have kept nothing of them (ProfilingVerbosity.NONE).
 
 
 def _name(member: Any) -> str:

@@ -12,6 +12,7 @@ from asynctrt.testing.tensorrt.core import IRuntimeConfig as Config
 from asynctrt.testing.tensorrt.core import Library
 from asynctrt.testing.tensorrt.engine import ICudaEngine as Engine
 from asynctrt.testing.tensorrt.host import HostExecutor
+from asynctrt.testing.tensorrt.inspector import EngineInspector
 from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
 from asynctrt.testing.tensorrt.refit import OnnxParserRefitter, ParserError, Refitter
 from asynctrt.testing.tensorrt.rtx import (
@@ -35,6 +36,7 @@ ONLY: Final = {
     "init_libnvinfer_plugins": WITH_PARSER,
     "OnnxParserRefitter": WITH_PARSER,
     "ParserError": WITH_PARSER,
+    "EngineInspector": WITH_PARSER,
     "IRuntimeCache": RTX,
     "CudaGraphStrategy": RTX,
     "DynamicShapesKernelSpecializationStrategy": RTX,
@@ -62,6 +64,8 @@ class StrictTensorRT:
     IGpuAsyncAllocator = names.IGpuAsyncAllocator
     IOutputAllocator = names.IOutputAllocator
     IHostMemory = IHostMemory
+    EngineInspector = EngineInspector
+    LayerInformationFormat = names.LayerInformationFormat
     IRuntimeCache = IRuntimeCache
     Refitter = Refitter
     OnnxParserRefitter = OnnxParserRefitter

@@ -10,6 +10,7 @@ from asynctrt.devices.base import aligned
 from asynctrt.testing.tensorrt.context import IExecutionContext
 from asynctrt.testing.tensorrt.core import Block, Core, IRuntimeConfig, checked
 from asynctrt.testing.tensorrt.description import EngineDescription
+from asynctrt.testing.tensorrt.inspector import EngineInspector
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
@@ -52,6 +53,12 @@ class ICudaEngine(EngineDescription):
     def _write_weights(self) -> None:
         assert self._weights is not None
         self._core.executor.write(self._weights.address, self._coefficients.tobytes())
+
+    def create_engine_inspector(self) -> EngineInspector:
+        """Create what tells of its layers. Lean and dispatch have the method, and not what it returns."""
+        if self._core.library.flavour in ("tensorrt_lean", "tensorrt_dispatch"):
+            raise TypeError("Unable to convert function return value to a Python type!")
+        return EngineInspector([f"{self.name} step {step}" for step in range(self.num_layers)])
 
     def _is_busy(self) -> bool:
         """Return whether a batch of one of its contexts is in flight."""

@@ -247,6 +247,13 @@ def require_initialised(interface: Any, kind: type[Any]) -> None:
         raise TypeError(f"{kind.__name__}.__init__() must be called when overriding __init__")
 
 
+class LayerInformationFormat(_Enum):
+    """How layers are described."""
+
+    ONELINE = 0
+    JSON = 1
+
+
 class IVersionedInterface(_Interface):
     """The base of interfaces that have a version."""
 

@@ -36,7 +36,7 @@ CLASSES = [
     "IGpuAsyncAllocator",
     "IOutputAllocator",
 ]
-NOT_IN_LEAN = ["IRuntimeCache", "OnnxParserRefitter", "ParserError"]
+NOT_IN_LEAN = ["EngineInspector", "IRuntimeCache", "OnnxParserRefitter", "ParserError"]
 """Classes of RTX that lean lacks. The full package, which cannot be had here, has the last two."""
 
 COMPARED = [
@@ -56,6 +56,7 @@ ENUMS = [
     "ProfilingVerbosity",
     "TempfileControlFlag",
     "AllocatorFlag",
+    "LayerInformationFormat",
     "APILanguage",
 ]
 
@@ -63,7 +64,6 @@ DLA = "there is no such accelerator on a server's GPU"
 PLUGINS = "no engine of the double has plugins"
 DEBUG = "debugging layers is not what an inference runtime does"
 SERIALISE = "plans of the double are written by double_plan"
-INSPECT = "the double has no layers to look at"
 FORMATS = "lean and dispatch lack the type that it returns; every tensor is linear"
 SYNCHRONOUS = "an inference runtime has no use for an enqueue that blocks"
 SYNCHRONOUS_LOAD = "an engine is refitted before it runs anything"
@@ -81,7 +81,6 @@ LEFT_OUT = {
         "get_engine_validity": "a refusal says what the double would answer",
     },
     "ICudaEngine": {
-        "create_engine_inspector": INSPECT,
         "create_serialization_config": SERIALISE,
         "serialize": SERIALISE,
         "serialize_with_config": SERIALISE,
