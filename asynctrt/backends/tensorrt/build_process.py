@@ -58,7 +58,8 @@ def build_in_process(
         "nbytes": len(model),
         "level": logger.getEffectiveLevel(),
     }
-    command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path)]
+    # -P: what lies in the working directory is no module.
+    command = [sys.executable, "-P", "-c", PROGRAM, json.dumps(sys.path)]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(  # noqa: S603  (our own program)
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
@@ -96,7 +97,10 @@ def _exchange(
     except BrokenPipeError:
         return None
     for line in come_from:
-        told = json.loads(line)
+        try:
+            told = json.loads(line)
+        except ValueError:
+            return None  # It ended in the middle of a line.
         if "step" in told:
             if report is not None:
                 report(BuildStep(*told["step"]))

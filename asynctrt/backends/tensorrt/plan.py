@@ -36,7 +36,11 @@ _SIGNATURES: Final = (
     (b"\x1f\x8b", "a gzip archive. Unpack it, and give the path of the plan in it"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself. Fetch it: git lfs pull"),
     (b"ptrt", "a plan of a TensorRT before 8.6, which no later version reads. Rebuild it"),
-    (b"\x08", "most likely an ONNX model. Open it as .onnx on the host device, or build a plan from it"),
+    (
+        b"\x08",
+        "most likely an ONNX model. Open it as .onnx on the host device, or build a plan: "
+        "asynctrt build MODEL.onnx",
+    ),
 )
 """The first bytes of files that are often given instead of a plan, in the order in which they are tried; the
 last one is a guess."""
@@ -165,6 +169,6 @@ def _guess(content: bytes) -> str:
     if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in start):
         return f"is text that begins with {start.decode('ascii')[:40]!r}. Give the path of a plan"
     return (
-        f"begins with {content[:4]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. Build one "
-        "with trtexec"
+        f"begins with {content[:4]!r}, but a plan begins with {TAG_TENSORRT!r} or {TAG_RTX!r}. Build one: "
+        "asynctrt build MODEL.onnx"
     )

@@ -22,6 +22,7 @@ def crashing(tmp_path, monkeypatch, code):
     ("code", "said"),
     [
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with the signal SIGSEGV"),
+        ("print('[1, 2')", "the builder crashed"),
         ("import sys; sys.stderr.write('cannot'); sys.exit(3)", "the builder crashed"),
         ('print(\'{"built": {}, "nbytes": 9}\')', "the builder crashed"),
     ],

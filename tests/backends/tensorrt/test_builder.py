@@ -1,5 +1,6 @@
 """Building plans with the real TensorRT for RTX, which needs no GPU for that; and what it refuses."""
 
+import dataclasses
 import hashlib
 import re
 import threading
@@ -15,6 +16,7 @@ from asynctrt.backends.tensorrt.builder import ProgressMonitor, build_plan, chec
 from asynctrt.backends.tensorrt.flavours import Flavour, find_builder
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.build_options import BuildOptions
+from asynctrt.devices.host import HostDevice
 from asynctrt.errors import BuildError, DeviceUnavailableError, OptionsError, UsageError
 from tests.gpu.support import gpu_is_here
 from tests.models import double_onnx, node, save
@@ -204,6 +206,26 @@ def test_what_needs_a_gpu_after_all(tmp_path):
     )
     with pytest.raises(DeviceUnavailableError, match="with refit or strip without a GPU"):
         build(path, strip=True)
+
+
+class Gpu(HostDevice):
+    """A host device that passes for a GPU."""
+
+    name = "cuda:0"
+    gpu = "NVIDIA H200"
+    compute_capability = (9, 0)
+
+
+def test_the_gpu_that_it_is_built_for(model, monkeypatch):
+    device, options = Gpu(), BuildOptions()
+    with pytest.raises(OptionsError, match=r"H200 has compute capability 9.0, and .* on 7.5, 8.0.*tensorrt"):
+        build_plan(model.read_bytes(), model, RTX, options, device=device)
+    monkeypatch.setattr(Gpu, "compute_capability", (8, 9))
+    assert build_plan(model.read_bytes(), model, RTX, options, device=device).content
+    with pytest.raises(OptionsError, match="Leave a quarter of it to the weights"):
+        most = dataclasses.replace(options, workspace=device.memory().total_nbytes)
+        build_plan(model.read_bytes(), model, RTX, most, device=device)
+    device.close()
 
 
 def test_a_package_that_only_runs_plans():
