@@ -36,11 +36,7 @@ _SIGNATURES: Final = (
     (b"\x1f\x8b", "a gzip archive. Unpack it, and give the path of the plan in it"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself. Fetch it: git lfs pull"),
     (b"ptrt", "a plan of a TensorRT before 8.6, which no later version reads. Rebuild it"),
-    (
-        b"\x08",
-        "most likely an ONNX model. Open it as .onnx on the host device, or build a plan: "
-        "asynctrt build MODEL.onnx",
-    ),
+    (b"\x08", "most likely an ONNX model. Open it as .onnx, or build a plan: asynctrt build MODEL.onnx"),
 )
 """The first bytes of files that are often given instead of a plan, in the order in which they are tried; the
 last one is a guess."""
