@@ -208,8 +208,8 @@ class Options:
         default=None,
         check=choice(*get_args(Runtime)).or_none,
         doc="""What runs the model: ``onnxruntime`` or ``tensorrt``. Default: ONNX Runtime for ``.onnx``
-        files, on a GPU with its CUDA provider, and TensorRT for plans. With ``tensorrt``, a plan is built from
-        an ``.onnx`` file and kept in the plan cache.""",
+        files, on a GPU with its CUDA provider, and TensorRT for plans. With ``tensorrt`` a plan is built
+        from an ``.onnx`` file, and kept in the plan cache.""",
     )
     flavour: str | None = setting(
         default=None,
