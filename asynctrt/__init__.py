@@ -127,3 +127,8 @@ def __getattr__(name: str) -> Any:
 
         return build
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Name what is imported when it is first used, too."""
+    return sorted({*globals(), *__all__})

@@ -80,6 +80,7 @@ async def test_a_comparison_takes_turns(tmp_path):
     assert ratio.mean < 1  # One row a batch is slower than sixteen.
 
 
+@pytest.mark.tier2
 async def test_a_search_finds_what_a_target_bears():
     """It refuses beyond 800 a second; a constant rate is refused above that, and not below."""
     capacity = 800

@@ -102,6 +102,7 @@ async def test_it_is_stopped_while_it_runs_and_does_nothing_more():
     assert session.runs == [run]
 
 
+@pytest.mark.tier2
 async def test_it_ends_as_soon_as_the_figures_are_sure_enough(monkeypatch):
     """Every answer takes as long as the other, so that little time tells enough."""
     monkeypatch.setattr("asynctrt.loadtest.session.LOOK_S", 0.05)

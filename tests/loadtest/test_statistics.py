@@ -59,7 +59,7 @@ def test_one_value_has_no_interval(values):
     assert ratio_interval(values) is None
 
 
-@pytest.mark.parametrize("count", [2, 5, 30])
+@pytest.mark.parametrize("count", [2, 5, pytest.param(30, marks=pytest.mark.tier2)])
 def test_an_interval_has_the_truth_in_it_as_often_as_it_says(count):
     rng = np.random.default_rng(count)
     share, reach = coverage(lambda: interval(rng.normal(5, 2, count)), 5)
@@ -104,6 +104,7 @@ def test_what_is_no_ratio(values):
     assert ratio_interval(values) is None
 
 
+@pytest.mark.tier2
 def test_an_interval_of_ratios_has_the_truth_in_it_as_often_as_it_says():
     rng = np.random.default_rng(1)
     share, reach = coverage(lambda: ratio_interval(rng.lognormal(np.log(1.2), 0.3, 5)), 1.2)
@@ -121,6 +122,7 @@ def drifting(rng, count, memory=0.6):
     return noise[50:] + 10
 
 
+@pytest.mark.tier2
 def test_windows_that_resemble_each_other_are_not_taken_for_independent():
     """The interval of the windows themselves would be far too narrow; that of ten pieces is nearly right.
 
