@@ -127,5 +127,4 @@ def test_the_results_that_are_kept_are_of_benchmarks_that_there_are():
     assert {name.split("-")[1] for name in on_gpu} <= set(LEAST_ON_GPU)
     # A comparison of two commits is of no interest afterwards.
     kept = {name.split("-")[0] for name in names - on_gpu}
-    # Figures of ort_cuda are kept once they were taken on a GPU.
-    assert kept | {"ort_cuda"} == {*LEAST, "overhead"} - {"compare_commits"}
+    assert kept == {*LEAST, "overhead"} - {"compare_commits"}

@@ -344,6 +344,38 @@ def other_words():
         yield f"`{theirs}`", f"`{ours}`"
 
 
+def gpu_poisson():
+    """Yield the latency of ResNet-50 under Poisson arrivals, beside the best possible."""
+    yield "load", "best possible", "engine, p50", "p99", "p99 / best", "by hand, p99"
+    found = figures("gpu-poisson")
+    for share, case in found["load"].items():
+        best, engine = case["ideal"]["p99_us"] / 1e3, case["engine, 4 contexts"]
+        p50, p99 = engine["p50_us"] / 1e3, engine["p99_us"] / 1e3
+        by_hand = case["hand-written"]["p99_us"] / 1e3
+        yield (
+            *(share, f"{best:.1f}", f"{p50:.1f}", f"{p99:.1f}"),
+            *(f"{p99 / best:.2f}", f"{by_hand:.1f}"),
+        )
+
+
+def gpu_onnx():
+    """Yield the rows/s of ONNX models on a GPU, on a loop with and without other work."""
+    yield (
+        *("", "bare loops", "engine, 8 callers", "64", "256", "by hand, 8", "64", "256"),
+        *("loop never idle: engine, 256", "by hand"),
+    )
+    for name, model in figures("ort_cuda")["models"].items():
+        if "failed" in model:
+            continue
+        callers = model["callers"]
+        bare = max(rate for loops in model["bare"] for rate in loops.values())
+        cells = [name, f"{bare:,.0f}"]
+        for who in ("asynctrt", "by hand"):
+            cells += [f"{callers[f'idle, {count}'][who]['rows_per_s']:,.0f}" for count in (8, 64, 256)]
+        cells += [f"{callers['busy, 256'][who]['rows_per_s']:,.0f}" for who in ("asynctrt", "by hand")]
+        yield tuple(cells)
+
+
 TABLES = {
     "six": six,
     "extras": extras,
@@ -362,6 +394,8 @@ TABLES = {
     "ran": ran,
     "gpu-completion": gpu_completion,
     "gpu-saturation": gpu_saturation,
+    "gpu-poisson": gpu_poisson,
+    "gpu-onnx": gpu_onnx,
     "gpu-sharing": gpu_sharing,
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
