@@ -33,6 +33,7 @@ async def more(answered):
         await answered.acquire()
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("graphs", ["off", (1, 4, 8)])
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("name", DEVICES)

@@ -69,6 +69,7 @@ async def test_a_sweep_is_every_combination(tmp_path):
     assert report.intervals == {}
 
 
+@pytest.mark.tier2
 async def test_a_comparison_takes_turns(tmp_path):
     path = double_onnx(tmp_path / "double.onnx")
     report = await loadtest.run(path, callers=16, compare={"max_rows": 1}, repeats=3, **QUICK)
@@ -102,6 +103,7 @@ async def test_a_search_finds_what_a_target_bears():
     assert rates[:4] == [100, 200, 400, 800]
 
 
+@pytest.mark.tier2
 async def test_a_search_without_a_rate_begins_near_what_callers_get():
     report = await loadtest.run(
         Busy(400), search=True, slo="errors<1%", precision=0.5, repeats=1, arrivals="constant", **QUICK
@@ -132,6 +134,7 @@ async def test_what_cannot_be_done_is_said_before_the_first_run(arguments, says)
     assert not target.requests
 
 
+@pytest.mark.tier2
 async def test_what_was_cut_short_is_reported():
     target = Target(at_once)
     job = LoadJob(target, LoadSettings(rate=500, seconds=1.0, warmup=0.0, repeats=50))

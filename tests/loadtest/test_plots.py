@@ -20,6 +20,8 @@ from asynctrt.loadtest.views import odds
 from tests.loadtest import reports
 from tests.loadtest.reports import EVERY, IN_TIERS, XSS, make_report, make_run
 
+# Drawing takes seconds of importing matplotlib.
+pytestmark = pytest.mark.tier2
 ROOT = Path(__file__).parent.parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
 OVER_TIME = {"latency", "throughput", "percentiles"}

@@ -15,6 +15,7 @@ from asynctrt.scheduling.shapes import Shapes
 from asynctrt.testing.simulator import simulate
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize("block", range(10))
 def test_the_rules_hold_for_a_block_of_seeds(block):
     for seed in range(block * 20, block * 20 + 20):
@@ -147,6 +148,7 @@ pick, launched = Buckets.pick, Buckets.launched
 choose, pop_due = BucketQueue.choose, DeadlineHeap.pop_due
 
 
+@pytest.mark.tier2
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
