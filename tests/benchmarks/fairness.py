@@ -20,7 +20,7 @@ import numpy as np
 from websockets.asyncio.client import connect
 
 from tests.benchmarks.common import arguments, median, save, show, spread
-from tests.benchmarks.serving import process, wait_for
+from tests.benchmarks.serving import process, wait_until_ready
 from tests.helpers import free_port
 
 MODEL = "tests.benchmarks.fairness:sleeper"
@@ -210,17 +210,6 @@ async def modest(http, seconds, at_once):
     }
 
 
-async def ready(http):
-    """Return when the model is loaded."""
-    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
-        while True:
-            with suppress(aiohttp.ClientConnectionError):
-                async with session.get(f"http://127.0.0.1:{http}/v2/health/ready") as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(0.1)
-
-
 async def flood_for_ever(name, http, port):
     """Run a flood until the process is ended."""
     flood, rows, count = FLOODS[name]
@@ -258,8 +247,7 @@ def main():
         flags = [f"--http-port={http}", f"--grpc-port={port}", "--max-rows=64"]
         flags += [f"--tokens={token}" for token in (GREEDY, MODEST)]
         stack.enter_context(process("asynctrt", "serve", f"slow={MODEL}", *flags))
-        wait_for(http)
-        asyncio.run(ready(http))
+        wait_until_ready(f"http://127.0.0.1:{http}")
         for repeat in range(options.repeats):
             for name in names if repeat % 2 == 0 else names[::-1]:
                 for count, figures in measure(name, http, port, options.seconds).items():

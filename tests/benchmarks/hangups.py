@@ -21,7 +21,7 @@ import uvloop
 from tests.benchmarks.client import Book, Http
 from tests.benchmarks.common import arguments, in_turn, median, save, show
 from tests.benchmarks.mlp import mlp_onnx
-from tests.benchmarks.serving import INFER, ROOT, load, process, wait_for
+from tests.benchmarks.serving import INFER, ROOT, load, process, wait_until_ready
 from tests.helpers import free_port
 
 HANG_UPS = 1000
@@ -73,7 +73,7 @@ def main():
         server = stack.enter_context(
             process("asynctrt", "serve", f"mlp={path}", f"--http-port={port}", "--no-grpc")
         )
-        wait_for(port)
+        wait_until_ready(f"http://127.0.0.1:{port}")
         url = f"http://127.0.0.1:{port}" + INFER.format("mlp")
         runs = {
             name: lambda count=count: measure(server, url, options.seconds, options.rate, count)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.benchmarks.common import arguments, save, show
-from tests.benchmarks.serving import cpu_s, load, process, wait_for
+from tests.benchmarks.serving import cpu_s, load, process, wait_until_ready
 from tests.fuzz.connections import handshake
 from tests.helpers import free_port
 from tests.serving.tls import certificate
@@ -50,9 +50,9 @@ async def opened(port, count, first, context):
     return found
 
 
-async def measured(server, port, count, first, context, seconds):
+async def measured(server, root, port, count, first, context, seconds):
     """Measure the server with so many connections against none."""
-    url = f"{'https' if context else 'http'}://localhost:{port}/v2/models/noop/infer"
+    url = f"{root}/v2/models/noop/infer"
     alone = None if context else await asyncio.to_thread(load, server, url, seconds, connections=8)
     await opened(port, BATCH, first, context)
     before = server.memory_info().rss
@@ -87,8 +87,9 @@ def measure(kind, count, seconds, folder):
         server = stack.enter_context(
             process("asynctrt", "serve", "tests.benchmarks.serving:noop", *flags, f"--http-port={port}")
         )
-        wait_for(port)
-        return asyncio.run(measured(server, port, count, first, context, seconds))
+        root = f"{'https' if context else 'http'}://localhost:{port}"
+        wait_until_ready(root, context)
+        return asyncio.run(measured(server, root, port, count, first, context, seconds))
 
 
 def main():

@@ -15,6 +15,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import psutil
@@ -58,13 +59,35 @@ def process(*command):
         started.wait()
 
 
-def wait_for(port):
+def listens(port):
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def is_ready(url, context):
+    try:
+        with urlopen(f"{url}/v2/health/ready", context=context) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _wait(condition, failure):
     for _ in range(300):
-        with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if condition():
+            return
         time.sleep(0.1)
-    raise TimeoutError(f"nothing listens on port {port}")
+    raise TimeoutError(failure)
+
+
+def wait_for(port):
+    """Wait until a bare server listens."""
+    _wait(lambda: listens(port), f"nothing listens on port {port}")
+
+
+def wait_until_ready(url, context=None):
+    """Wait until asynctrt's server has its models: it listens before it loads them."""
+    _wait(lambda: is_ready(url, context), f"{url} is not ready")
 
 
 def cpu_s(server):
@@ -113,8 +136,9 @@ def cases(stack, folder, seconds):
         kind: stack.enter_context(process("tests.benchmarks.servers", kind, port))
         for kind, port in servers.items()
     }
-    for port in (http, rpc, *servers.values()):
+    for port in (rpc, *servers.values()):
         wait_for(port)
+    wait_until_ready(f"http://127.0.0.1:{http}")
     web, sockets = f"http://127.0.0.1:{http}", f"ws://127.0.0.1:{http}"
     method = "/inference.GRPCInferenceService/ModelInfer"
     body = grpc_body()

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from tests.benchmarks.client import Book, Http, WebSocket
 from tests.benchmarks.common import arguments, console, save, show
-from tests.benchmarks.serving import INFER, SOCKET, process, wait_for
+from tests.benchmarks.serving import INFER, SOCKET, process, wait_until_ready
 from tests.helpers import free_port
 
 VISITORS = 48
@@ -91,7 +91,7 @@ def main():
                 "--write-timeout=2",
             )
         )
-        wait_for(port)
+        wait_until_ready(f"http://127.0.0.1:{port}")
         task = progress.add_task("visits", total=options.requests)
 
         def note(visitors, server):
