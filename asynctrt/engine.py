@@ -419,9 +419,7 @@ class Engine:
         if self._state == "open":
             for lane in self._lanes:
                 lane._state = "draining"
-                lane._driver.refuse(
-                    EngineClosedError(f"{self._model.name!r} is draining: send to another engine")
-                )
+                lane._driver.refuse(EngineClosedError(f"{self.name!r} is draining: send to another engine"))
         for lane in self._lanes:
             await lane._driver.wait_idle()
 
@@ -442,7 +440,7 @@ class Engine:
 
     async def _close(self) -> None:
         """Close, and see it through although a loop that ends cancels every task, this one included."""
-        why = f"{self._model.name!r} is closed"
+        why = f"{self.name!r} is closed"
         lanes = self._lanes
         for lane in lanes:
             lane._state = "closing"
@@ -566,7 +564,7 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._state != "open":
-            raise EngineClosedError(f"{self._model.name!r} is {self._state}: open it again")
+            raise EngineClosedError(f"{self.name!r} is {self._state}: open it again")
 
     def _check_loop(self) -> None:
         if not self._is_running() or get_ident() != self._thread:

@@ -31,6 +31,7 @@
     │   ├── DeviceMemoryError   (MemoryError)          an allocation was refused
     │   ├── DeviceLostError     503 UNAVAILABLE        nothing on it can be trusted any longer
     │   └── ExecutionError                             the model failed while it ran a batch
+    │       └── PoisonError                            the request ends every process that runs it
     └── InternalError           500 INTERNAL           a bug in asynctrt; please report it
 
 Each class carries the status that a server answers with, so no server needs a table of its own.
@@ -201,6 +202,10 @@ class DeviceLostError(DeviceError):
 
 class ExecutionError(DeviceError):
     """The model failed while it ran this batch. Later batches are not affected."""
+
+
+class PoisonError(ExecutionError):
+    """The request ended every worker process that computed it, the last one with nothing else in it."""
 
 
 class InternalError(AsynctrtError):

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -12,7 +12,7 @@ from asynctrt.backends.base import Model
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.engine import STREAM_END_S, Engine
-from asynctrt.errors import DeviceUnavailableError, UsageError
+from asynctrt.errors import DeviceUnavailableError, OptionsError, UsageError
 from asynctrt.loops import in_thread, running_loop
 from asynctrt.options import Options, Settings
 from asynctrt.parts import EngineParts, build_on
@@ -23,7 +23,7 @@ GPU: Final = re.compile(r"cuda:\d+")
 def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.open)
     model: str | os.PathLike[str] | Model,
     *,
-    device: str | Device = "host",
+    device: str | Device | Sequence[str] = "host",
     shared_arenas: Arenas | None = None,
     options: Options | None = None,
     **settings: Unpack[Settings],
@@ -36,7 +36,9 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
     :param model: a path to an ``.onnx`` file, or to a TensorRT plan (``.plan``, ``.engine``, ``.trt``), which
         is code: open only plans that you trust; ``"module:attribute"``, a model in a Python module or a
         function there that makes one; or a model object, which stays the caller's to close.
-    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object.
+    :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object. With ``isolation="process"`` also
+        several, as a list of names or ``"cuda:0,cuda:1"``: each has a worker process of its own, and requests
+        go where they are expected to be done first.
     :param shared_arenas: the enqueue memory to work in, shared with other engines on the same device object.
     :param options: an :class:`Options`; ``settings`` are single options, and win over it.
     :raises OptionsError: at once, for an option that is unknown or impossible.
@@ -68,7 +70,7 @@ class Opening:
     def __init__(
         self,
         model: str | os.PathLike[str] | Model,
-        device: str | Device,
+        device: str | Device | Sequence[str],
         shared_arenas: Arenas | None,
         options: Options,
     ) -> None:
@@ -115,8 +117,43 @@ class Opening:
 
     async def _open(self) -> "Engine":
         loop = running_loop()
+        devices = _names(self._device)
+        if self._options.isolation == "process":
+            return await self._open_isolated(devices)
+        if len(devices) != 1:
+            raise OptionsError(
+                f"an engine in this process runs on one device, not on {', '.join(map(str, devices))}. Open "
+                "it with isolation='process', or an engine for each"
+            )
+        device = devices[0]
         if self._shared_arenas is not None:
             self._shared_arenas.claim(get_ident())
-        build = partial(_build, self._model, self._device, self._options, self._shared_arenas)
+        build = partial(_build, self._model, device, self._options, self._shared_arenas)
         parts = await in_thread(build, undo=lambda parts: parts.close(STREAM_END_S))
         return Engine(loop, parts, self._options)
+
+    async def _open_isolated(self, devices: "Sequence[str | Device]") -> "Engine":
+        """Open it in worker processes, which can be given names alone."""
+        if not isinstance(self._model, str | os.PathLike):
+            raise UsageError(
+                f"isolation='process' opens the model in another process, so it needs its path or "
+                f"'module:attribute', not {self._model!r}"
+            )
+        if self._shared_arenas is not None or not all(isinstance(device, str) for device in devices):
+            raise UsageError(
+                "isolation='process' opens the device in another process, so it needs the device's name, "
+                "such as 'cuda:0', and no shared_arenas"
+            )
+        # Not before it is needed: most engines run in this process.
+        from asynctrt.workers.engine import open_isolated  # noqa: PLC0415
+
+        return await open_isolated(os.fspath(self._model), [str(name) for name in devices], self._options)
+
+
+def _names(device: str | Device | Sequence[str]) -> "Sequence[str | Device]":
+    """Return the devices one by one: names may be separated by commas."""
+    if isinstance(device, str):
+        return [name.strip() for name in device.split(",")]
+    if isinstance(device, list | tuple) and device:
+        return list(device)
+    return [device]  # type: ignore[list-item]

@@ -32,6 +32,9 @@ ArenaSize = Literal["profile", "shapes"]
 """What arenas are sized by."""
 
 
+Isolation = Literal["none", "process"]
+"""Where an engine runs."""
+
 Runtime = Literal["onnxruntime", "tensorrt"]
 """What can run a model."""
 
@@ -60,6 +63,9 @@ class Settings(TypedDict, total=False):
     batch_timeout: float | None
     close_timeout: float
     isolate_failures: bool
+    isolation: Isolation
+    idempotent: bool
+    warm_spare: bool
 
 
 def _graph_sizes(given: Any) -> str | tuple[int, ...]:
@@ -265,6 +271,26 @@ class Options:
         doc="""Run a batch that failed again in halves, down to single requests, so that only requests whose
         rows make the model fail do so. No more once 16 were halved without any part ending well. Off: all
         requests of a batch fail with it, for models with effects that must not happen twice.""",
+    )
+    isolation: Isolation = setting(
+        default="none",
+        check=choice(*get_args(Isolation)),
+        doc="""Where the engine runs: ``none``, in this process; ``process``, in a worker process, which is
+        replaced when it dies of a fault of the model, the driver or the GPU. Rows travel in shared memory.
+        The model is given by its path, or as ``module:attribute``. Linux only.""",
+    )
+    idempotent: bool = setting(
+        default=True,
+        check=FLAG,
+        doc="""With ``isolation="process"``: compute requests again that were in a batch when their worker
+        died. A request that ends its workers again and again fails with ``PoisonError``. Off: all requests
+        of those batches fail with ``DeviceLostError``. Those that still waited are computed either way.""",
+    )
+    warm_spare: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="""With ``isolation="process"``: keep a second worker that has the model loaded, to take over at
+        once when the first one dies. It takes the memory that the first one takes.""",
     )
 
     def __post_init__(self) -> None:

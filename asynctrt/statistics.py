@@ -177,6 +177,22 @@ class Statistics:
             by_batch_rows=dict(sorted(sizes.items())),
         )
 
+    def without_gauges(self) -> "Statistics":
+        """Return the counts and sums alone, of an engine that is no more."""
+        return replace(
+            self,
+            queued_requests=0,
+            queued_rows=0,
+            in_flight_batches=0,
+            contexts=0,
+            contexts_quarantined=0,
+            arenas=0,
+            arena_busy_share=0.0,
+            arena_nbytes=0,
+            arena_nbytes_private=0,
+            memory_nbytes=0,
+        )
+
     @property
     def mean_batch_rows(self) -> float:
         """The mean number of rows per batch; 0 before the first batch."""

@@ -43,6 +43,10 @@ class TensorSpec:
         object.__setattr__(self, "dtype", _dtype(self.name, self.dtype))
         object.__setattr__(self, "dims", _dims(self.name, self.dims))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by making it anew, so that its dtype is the one object that NumPy has for it."""
+        return TensorSpec, (self.name, self.dtype, self.dims)
+
     def __str__(self) -> str:
         axes = ", ".join(["rows", *map(str, self.dims)])
         return f"{self.name}: {self.dtype.name}[{axes}]"
@@ -224,7 +228,9 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
             f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', not "
             f"{show(dtype)}"
         )
-    return known
+    # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.
+    own: np.dtype[Any] = np.dtype(known.str)
+    return own if own == known else known
 
 
 def _dims(name: str, dims: Any) -> tuple[int | str, ...]:

@@ -62,6 +62,7 @@ def test_the_drawing_in_the_docstring_has_each_error_once():
         (errors.DeviceMemoryError, MemoryError, 500, "INTERNAL"),
         (errors.DeviceLostError, Exception, 503, "UNAVAILABLE"),
         (errors.ExecutionError, Exception, 500, "INTERNAL"),
+        (errors.PoisonError, errors.ExecutionError, 500, "INTERNAL"),
     ],
 )
 def test_codes_and_the_built_in_kind(error, builtin, http, grpc):

@@ -95,6 +95,8 @@ class Driver:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
         """Called with each batch that is answered, and the time; it must not raise."""
+        self.on_launch: Callable[[Batch], None] | None = None
+        """Called with each batch before anything is done with its rows; it must not raise."""
         self._reaper = Reaper(loop, now_ns, waiting=waiting, context=self._context)
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
@@ -279,6 +281,8 @@ class Driver:
         try:
             if self._pool.may_grow and not has_grown and self._grow(batch):
                 return
+            if self.on_launch is not None:
+                self.on_launch(batch)
             source = self._pool.source(batch)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight

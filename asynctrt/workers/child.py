@@ -1,0 +1,398 @@
+"""A worker: a process with an engine, that takes rows from shared memory and puts answers there.
+
+It is started by :mod:`asynctrt.workers.process` as ``python -m asynctrt.workers.child FD`` and ends with the
+front's end of its socket, whatever its own event loop does.
+"""
+
+import asyncio
+import faulthandler
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import uvloop
+
+from asynctrt import clock
+from asynctrt.engine import Engine
+from asynctrt.errors import AsynctrtError, DeviceLostError, copy_for, describe
+from asynctrt.opening import open as open_engine
+from asynctrt.process import shorten_switch_interval
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.statistics import Statistics
+from asynctrt.tensors import InferResult
+from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layout, Layouts, Placed
+from asynctrt.workers.memory import SharedMemory
+from asynctrt.workers.messages import (
+    Attach,
+    Close,
+    Counts,
+    Description,
+    Failed,
+    Kind,
+    Lost,
+    Ready,
+    Record,
+    Start,
+    receive,
+    send,
+)
+from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
+
+BEAT_S: Final = 0.1
+"""How often the front is shown that the event loop runs, and told what the engine has done."""
+
+EXIT_LOST: Final = 70
+"""The status of a worker whose device is lost."""
+
+IN_LARGE: Final = 1
+"""Last word of an answer that lies in a block of its own."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class Work:
+    """Rows of a front that are being computed, from one block."""
+
+    __slots__ = ("block", "future", "id", "layout", "rows")
+
+    def __init__(self, id_: int, block: int, rows: int, layout: Layout) -> None:
+        self.id = id_
+        self.block = block
+        self.rows = rows
+        self.layout = layout
+        self.future: asyncio.Future[InferResult] | None = None
+
+
+class Attached:
+    """The worker's side of a front: rows in, answers out."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        engine: Engine,
+        message: Attach,
+        fds: list[int],
+        lose: Callable[[DeviceLostError], NoReturn],
+    ) -> None:
+        heap, rings, own, front = fds
+        self._loop = loop
+        self._engine = engine
+        self._lose = lose
+        self._memory = SharedMemory(heap, message.heap_nbytes)
+        ring_memory = SharedMemory(rings, message.rings_nbytes)
+        self._memory.close()
+        ring_memory.close()
+        self._receiver = Receiver(ring_memory, 0, message.capacity, own)
+        second = ring_nbytes(message.capacity)
+        self._sender = Sender(ring_memory, second, message.capacity, front)
+        self._layouts = Layouts(engine.inputs, engine.outputs)
+        self._works: dict[int, Work] = {}
+        self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
+        self._publishes = False
+        loop.add_reader(own, self._woken)
+        self._look()
+
+    def beat(self, now_ns: int) -> None:
+        """Show the front that the event loop runs."""
+        self._receiver.beat(now_ns)
+
+    def _woken(self) -> None:
+        self._receiver.wake()
+        self._look()
+
+    def _look(self) -> None:
+        """Take what there is; then sleep, or let the loop run before looking again."""
+        for kind, _, number, id_, time_ns, block, rows, *_ in self._receiver.take():
+            if kind == Kind.SUBMIT:
+                self._submit(id_, block, rows, number, time_ns)
+            elif kind == Kind.CANCEL:
+                self._cancel(id_)
+            else:
+                self._fetch(id_, block)
+        if not self._receiver.sleep():
+            self._loop.call_soon(self._look)
+
+    def _submit(self, id_: int, block: int, rows: int, priority: int, deadline_ns: int) -> None:
+        words = self._memory.words
+        first = block // 8 + SYMBOLS
+        layout = self._layouts.of_sizes(tuple(words[first : first + self._layouts.symbols]))
+        work = self._works[id_] = Work(id_, block, rows, layout)
+        timeout = None
+        if deadline_ns != NO_DEADLINE_NS:
+            timeout = max(deadline_ns - clock.now_ns(), 0) / 1e9
+        inputs = layout.inputs(self._memory, block, rows)
+        try:
+            future = self._engine.submit(inputs, timeout=timeout, priority=priority)
+        except AsynctrtError as error:
+            self._failed(work, error)
+            return
+        work.future = future
+        if isinstance(future, asyncio.Task):
+            # It was split; which of its parts runs when is not seen from here.
+            words[block // 8 + LAUNCHED] = 1
+        else:
+            future.on_launch = partial(words.__setitem__, block // 8 + LAUNCHED, 1)  # type: ignore[attr-defined]
+        future.add_done_callback(partial(self._done, work))
+
+    def _cancel(self, id_: int) -> None:
+        work = self._works.get(id_)
+        if work is None:
+            return  # Its answer is on the way.
+        if work.future is not None:
+            work.future.cancel()
+        elif self._large.pop(id_, None) is not None:
+            self._gone(work)
+
+    def _gone(self, work: Work) -> None:
+        """Tell the front that nothing here uses the block any more."""
+        del self._works[work.id]
+        self._put(Kind.GONE, 0, 0, work.id, 0, 0, 0, 0, 0, 0)
+
+    def _done(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
+        work.future = None
+        if future.cancelled():
+            self._gone(work)
+            return
+        error = future.exception()
+        if isinstance(error, DeviceLostError):
+            self._lose(error)
+        elif error is not None:
+            self._failed(work, error)
+        elif not work.layout.has_outputs:
+            result = future.result()
+            placed = Placed(result)
+            self._large[work.id] = work, result, placed
+            self._answer(Kind.LARGE, work, result, placed.nbytes)
+        else:
+            result = future.result()
+            for name, array in work.layout.outputs(self._memory, work.block, work.rows).items():
+                np.copyto(array, result[name])
+            self._answer(Kind.ANSWER, work, result, 0)
+
+    def _answer(self, kind: Kind, work: Work, result: InferResult, nbytes: int) -> None:
+        timing = result.timing
+        launched_ns = min(batch.launched_ns for batch in result._batches)
+        if kind is Kind.ANSWER:
+            del self._works[work.id]
+        self._put(
+            kind,
+            min(result.batches, 0xFFFF),
+            result.batch_rows,
+            work.id,
+            launched_ns,
+            timing.copy_in_ns,
+            timing.compute_ns,
+            timing.copy_out_ns,
+            nbytes,
+            IN_LARGE if nbytes else 0,
+        )
+
+    def _failed(self, work: Work, error: BaseException) -> None:
+        """Answer with an error: its class, its words, and what caused it."""
+        cause = error.__cause__
+        text = json.dumps(
+            {
+                "kind": type(error).__name__,
+                "text": str(error),
+                "notes": getattr(error, "__notes__", []),
+                "cause": "" if cause is None else "".join(traceback.format_exception(cause)),
+            }
+        ).encode()
+        offset, room = work.layout.room_for_text(work.rows)
+        if len(text) <= room:
+            start = work.block + offset
+            self._memory.buffer[start : start + len(text)] = text
+            del self._works[work.id]
+            self._put(Kind.ERROR, 0, 0, work.id, 0, 0, 0, 0, len(text), 0)
+        else:
+            self._large[work.id] = text
+            self._put(Kind.LARGE, 0, 0, work.id, 0, 0, 0, 0, len(text), 0)
+
+    def _fetch(self, id_: int, block: int) -> None:
+        """Write what was too large for its own block into the one that the front has for it."""
+        kept = self._large.pop(id_)
+        if isinstance(kept, bytes):
+            del self._works[id_]
+            self._memory.buffer[block : block + len(kept)] = kept
+            self._put(Kind.ERROR, 0, 0, id_, 0, 0, 0, 0, len(kept), IN_LARGE)
+            return
+        work, result, placed = kept
+        placed.write(self._memory, block)
+        self._answer(Kind.ANSWER, work, result, placed.nbytes)
+
+    def _put(self, *fields: Any) -> None:
+        self._sender.put(*fields)
+        if not self._publishes:
+            # All answers of a batch are shown at once, so that the front wakes once for them.
+            self._publishes = True
+            self._loop.call_soon(self.publish)
+
+    def publish(self) -> None:
+        """Show the front the answers that there are."""
+        self._publishes = False
+        self._sender.publish()
+
+
+class Worker:
+    """The process's engine, and the fronts that are attached to it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, end: socket.socket) -> None:
+        self._loop = loop
+        self._engine = engine
+        self._end = end
+        self._attached: list[Attached] = []
+        self._told: Statistics | None = None
+        self.closing: asyncio.Event = asyncio.Event()
+        for lane in engine._lanes:
+            lane._driver.on_launch = _launched
+        self._beat()
+
+    def hear(self, message: Any, fds: list[int]) -> None:
+        """Do what a front says."""
+        if isinstance(message, Attach):
+            self._attached.append(Attached(self._loop, self._engine, message, fds, self.lose))
+        elif isinstance(message, Close):
+            self.closing.set()
+
+    def tell(self) -> None:
+        """Tell the front what the engine has done, if that has changed and the front listens."""
+        statistics = self._engine.statistics()
+        if statistics != self._told:
+            try:
+                send(self._end, Counts(statistics), flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self._told = statistics
+
+    def lose(self, error: DeviceLostError) -> NoReturn:
+        """End at once: nothing on the device can be trusted, and the front starts another worker."""
+        for attached in self._attached:
+            attached.publish()
+        send(self._end, Lost(describe(error)))
+        os._exit(EXIT_LOST)
+
+    def _beat(self) -> None:
+        now_ns = clock.now_ns()
+        for attached in self._attached:
+            attached.beat(now_ns)
+        self.tell()
+        self._loop.call_later(BEAT_S, self._beat)
+
+
+class ToFront(logging.Handler):
+    """Sends records to the front, which has the application's logging."""
+
+    def __init__(self, end: socket.socket, level: int) -> None:
+        super().__init__(level)
+        self._end = end
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record, with its traceback as text; drop it if the front does not read."""
+        text = self.format(record)[:10_000]
+        try:
+            send(self._end, Record(record.name, record.levelno, text), flags=socket.MSG_DONTWAIT)
+        except OSError:
+            return
+
+
+def _launched(batch: Batch) -> None:
+    """Note in the blocks of a batch that it was launched: should this process die, it may be why."""
+    for request in batch.requests:
+        mark = getattr(request.future, "on_launch", None)
+        if mark is not None:
+            mark()
+
+
+def _listen(
+    end: socket.socket, loop: asyncio.AbstractEventLoop, hear: Callable[[Any, list[int]], None]
+) -> None:
+    """Hand messages to the loop; end the process with the front, even if the loop hangs. A thread's work."""
+    while True:
+        message, fds = receive(end)
+        if message is None:
+            os._exit(0)
+        loop.call_soon_threadsafe(hear, message, fds)
+
+
+async def _run(end: socket.socket, start: Start) -> None:
+    loop = asyncio.get_running_loop()
+    heard: list[tuple[Any, list[int]]] = []
+    worker: Worker | None = None
+
+    def hear(message: Any, fds: list[int]) -> None:
+        if worker is None:
+            heard.append((message, fds))
+        else:
+            worker.hear(message, fds)
+
+    threading.Thread(target=_listen, args=(end, loop, hear), name="asynctrt-front", daemon=True).start()
+    try:
+        engine = await open_engine(start.model, device=start.device, options=start.options)
+    except Exception as error:
+        send(end, Failed(_sendable(error)))
+        return
+    async with engine:
+        worker = Worker(loop, engine, end)
+        statistics = engine.statistics()
+        send(
+            end,
+            Ready(
+                Description(
+                    engine.name,
+                    engine.platform,
+                    engine.device_name,
+                    engine.inputs,
+                    engine.outputs,
+                    engine.max_rows,
+                    statistics.contexts,
+                ),
+                statistics,
+            ),
+        )
+        for message, fds in heard:
+            worker.hear(message, fds)
+        await worker.closing.wait()
+    worker.tell()
+
+
+def _sendable(error: Exception) -> Exception:
+    """Return the error if it can be pickled; else one of ours with its words."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  (its own)
+    except Exception:
+        return copy_for(error)
+    return error
+
+
+def main() -> None:
+    """Run a worker; the argument is the descriptor of its socket."""
+    # Ctrl-C goes to every process of a terminal, and a service's SIGTERM to all of its processes: the front
+    # answers what was taken, with this one's help, and then closes it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    end = socket.socket(fileno=int(sys.argv[1]))
+    start, _ = receive(end)
+    if start is None:
+        return
+    sys.path[:] = start.path
+    logging.getLogger("asynctrt").addHandler(ToFront(end, start.level))
+    logging.getLogger("asynctrt").setLevel(start.level)
+    logging.getLogger("asynctrt").propagate = False
+    shorten_switch_interval()
+    uvloop.run(_run(end, start))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""An engine whose driver is a front: what ``asynctrt.open(..., isolation="process")`` gives."""
+
+import asyncio
+import dataclasses
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import _GeneratorContextManager
+from dataclasses import dataclass
+from functools import reduce
+from threading import get_ident
+from typing import Final
+
+from asynctrt import clock
+from asynctrt.engine import Engine, _caller
+from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
+from asynctrt.inputs import InputCheck
+from asynctrt.loops import see_through_in_thread, wait_shielded
+from asynctrt.options import Options
+from asynctrt.runtime.slots import Slot
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.statistics import BatchTrace, Statistics
+from asynctrt.tensors import Dims, TensorSpec
+from asynctrt.validation import timeout_ns_of
+from asynctrt.workers.front import Front
+from asynctrt.workers.link import Link
+from asynctrt.workers.memory import Heap, SharedMemory
+from asynctrt.workers.messages import Description
+
+SHARE_OF_MEMORY: Final = 0.5
+"""Of the machine's memory, what a front's shared memory may grow to. Only what is used is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """The scheduler as the engine sees it: the real ones are in the workers, which split what is larger."""
+
+    rows_max: int
+
+    def limit(self, _key: BatchKey) -> int:
+        """Return the rows of one batch."""
+        return self.rows_max
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker of an engine."""
+
+    device: str
+    state: str
+    """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
+    pid: int | None
+    """Of its process; ``None`` before it has one."""
+    deaths: int
+    """Workers on this device that died."""
+    groups: int
+    """Groups of requests that it has now."""
+
+
+class IsolatedEngine(Engine):
+    """A model behind ``await``, in worker processes that may die. It is used as every :class:`Engine`.
+
+    Of the methods that need the device in this process there are none: ``slot``, ``tracing``, ``suspend`` and
+    ``resume`` raise ``UsageError``, and ``outputs="device"`` raises ``InputError``.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        description: Description,
+        options: Options,
+        memory: SharedMemory,
+        links: list[Link],
+    ) -> None:
+        self._loop = loop
+        self._is_running = loop.is_running
+        self._thread = get_ident()
+        self._description = description
+        self._memory = memory
+        self._options = options
+        self._rows_max = description.max_rows
+        self._rows_unsplit = options.max_queue_rows
+        self._has_fixed_shape = all(spec.is_fixed for spec in description.inputs)
+        self._now_ns = clock.now_ns
+        self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
+        self._input_check = InputCheck(description.inputs, check_finite=options.check_finite)
+        self._validate = self._input_check.validate
+        self._front = Front(loop, description, options, memory, Heap(memory), len(links))
+        self._front.links = links
+        for link in links:
+            link.owner = self._front
+        # What the methods of an engine ask these for, a front can tell as well.
+        self._driver = self._front  # type: ignore[assignment]
+        self._scheduler = _Limits(description.max_rows)  # type: ignore[assignment]
+        self._urgent = None
+        self._is_urgent = False
+        self._state = "open"
+        self._closing = None
+        self._opened_at = _caller()
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.name!r} on {self.device_name} {self.state} requests={self._front.requests}>"
+
+    @property
+    def state(self) -> str:
+        """As every engine's; and ``restarting`` while there is no worker, since the last one died."""
+        if self._state != "open":
+            return self._state
+        if self._front.lost is not None:
+            return "lost"
+        return "open" if any(link.state == "open" for link in self._front.links) else "restarting"
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self._description.name
+
+    @property
+    def platform(self) -> str:
+        """What runs the model in the workers."""
+        return self._description.platform
+
+    @property
+    def device_name(self) -> str:
+        """The devices of the workers: ``cuda:0,cuda:1``."""
+        return ",".join(link.device for link in self._front.links)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What the model takes."""
+        return self._description.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What the model gives."""
+        return self._description.outputs
+
+    @property
+    def workers(self) -> tuple[WorkerState, ...]:
+        """The worker of each device, as it is now."""
+        return tuple(
+            WorkerState(link.device, link.state, link.pid, link.deaths, len(link.groups))
+            for link in self._front.links
+        )
+
+    def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
+        """Refuse: there are no slots with worker processes.
+
+        :raises UsageError: always.
+        """
+        raise self._not_here("slot")
+
+    def tracing(
+        self, *, batches: int = 4096, timed: bool = True
+    ) -> _GeneratorContextManager[deque[BatchTrace], None, None]:
+        """Refuse: batches are not traced across processes.
+
+        :raises UsageError: always.
+        """
+        raise self._not_here("tracing")
+
+    async def suspend(self) -> None:
+        """Refuse: close the engine to take the weights off the device.
+
+        :raises UsageError: always.
+        """
+        raise self._not_here("suspend")
+
+    async def resume(self) -> None:
+        """Refuse, as :meth:`suspend` does.
+
+        :raises UsageError: always.
+        """
+        raise self._not_here("resume")
+
+    def _not_here(self, name: str) -> UsageError:
+        return UsageError(
+            f"{self!r} runs in worker processes and has no {name}. Open it with isolation='none' for that"
+        )
+
+    def _key_on_device(self, outputs: str, key: BatchKey, rows: int) -> BatchKey:
+        if outputs != "device":
+            return super()._key_on_device(outputs, key, rows)
+        raise InputError(
+            "outputs='device' leaves them with the worker process, where nobody can use them. Leave it out, "
+            "or open the engine with isolation='none'"
+        )
+
+    def _own_statistics(self) -> Statistics:
+        """What the workers last told of batches, at most 0.1 s ago, and what the front knows of requests."""
+        joined = reduce(Statistics.joined, [link.counts for link in self._front.links])
+        front = self._front.counters
+        own = {
+            item.name: getattr(front, item.name)
+            for item in dataclasses.fields(front)
+            if item.name != "retried"
+        }
+        waiting = max(self._front.requests - joined.in_flight_batches, 0) if self._front.requests else 0
+        return dataclasses.replace(
+            joined,
+            **own,
+            state=self.state,
+            queued_requests=waiting,
+            queued_rows=self._front.rows if waiting else 0,
+            memory_nbytes=joined.memory_nbytes + self._front.nbytes,
+        )
+
+    async def _close(self) -> None:
+        why = f"{self.name!r} is closed"
+        self._state = "closing"
+        front = self._front
+        front.fail_queued(EngineClosedError(why))
+        await wait_shielded(front.next_idle(), self._options.close_timeout)
+        closing = [self._loop.create_task(link.aclose(self._options.close_timeout)) for link in front.links]
+        for task in closing:
+            await wait_shielded(task)
+        front.close()
+        await see_through_in_thread(front.end_threads)
+        self._memory.close()
+        self._state = "closed"
+        for task in closing:
+            task.result()
+
+
+async def open_isolated(model: str, devices: Sequence[str], options: Options) -> IsolatedEngine:
+    """Start a worker for each device, wait until all have opened the model, and return an engine.
+
+    :param model: a path, or ``module:attribute``.
+    :raises DeviceUnavailableError: for a system without what it needs, or a device that is not here.
+    :raises AsynctrtError: whatever opening the model in this process would raise.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        raise DeviceUnavailableError(
+            "isolation='process' needs Linux (memfd_create, pidfd_open). Leave it out, or run there"
+        )
+    loop = asyncio.get_running_loop()
+    own = dataclasses.replace(options, isolation="none", timeout=None)
+    memory = SharedMemory.create(
+        int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY)
+    )
+    links = [Link(loop, model, device, own, memory) for device in devices]
+    try:
+        for link in links:
+            link.start()
+        descriptions = [await link.first for link in links]
+    except BaseException:
+        closing = [loop.create_task(link.aclose(options.close_timeout)) for link in links]
+        for task in closing:
+            await wait_shielded(task)
+        for link in links:
+            if link.first.done() and not link.first.cancelled():
+                link.first.exception()  # Only the first one is raised.
+        memory.close()
+        raise
+    return IsolatedEngine(loop, descriptions[0], options, memory, links)

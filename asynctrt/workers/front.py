@@ -1,0 +1,606 @@
+"""The front: it takes requests on the application's loop, and has workers compute them.
+
+It stands where the driver stands for an engine in process, and has its interface: :class:`Engine` checks and
+submits. What comes in one tick travels in groups; each group is in one place at any time: held here, or with
+one link. A group is given back by a link that lost its worker, and goes to another or to the next worker.
+"""
+
+import asyncio
+import contextvars
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from asynctrt import clock, errors
+from asynctrt.errors import (
+    AsynctrtError,
+    DeadlineError,
+    DeviceLostError,
+    EngineClosedError,
+    ExecutionError,
+    PoisonError,
+    QueueFullError,
+    copy_for,
+)
+from asynctrt.options import Options
+from asynctrt.runtime.answers import deadline_error
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
+from asynctrt.tensors import Array, BatchRecord, InferResult
+from asynctrt.workers.groups import Group, copied, formed
+from asynctrt.workers.layout import LAUNCHED, Layouts, Placed
+from asynctrt.workers.link import Link
+from asynctrt.workers.memory import Heap, SharedMemory
+from asynctrt.workers.messages import Description, Kind
+
+COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
+"""Groups with more bytes than this are copied in another thread, in or out, as batches in process are."""
+
+SHARED_NBYTES_MAX: Final = 128 * 1024
+"""Up to this size the answers of a group are copied as one block, of which each caller gets a view."""
+
+DEATHS_MAX: Final = 2
+"""A group that was in a batch when so many workers died is suspected, and tried apart from the others."""
+
+IN_VAIN_MAX: Final = 16
+"""Groups that are halved because they failed, without any part of one ending well."""
+
+EXPIRY_S: Final = 0.02
+"""How often the deadlines of groups that no worker has are looked at."""
+
+logger = logging.getLogger("asynctrt")
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the front has done with requests; the words are those of :class:`Statistics`."""
+
+    submitted: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    refused: int = 0
+    queue_ns: int = 0
+    copy_in_ns: int = 0
+    compute_ns: int = 0
+    copy_out_ns: int = 0
+    total_ns: int = 0
+    retried: int = 0
+    """Groups that were given to another worker because theirs died."""
+
+
+class Front:
+    """Takes requests, forms groups, gives them to links, answers.
+
+    :param description: of the engine in the workers, which is the same in all.
+    :param heap: of the memory that all workers have.
+    :param workers: how many there are.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        description: Description,
+        options: Options,
+        memory: SharedMemory,
+        heap: Heap,
+        workers: int,
+    ) -> None:
+        self._loop = loop
+        self._options = options
+        self._now_ns = clock.now_ns
+        self._context = contextvars.copy_context()
+        self._description = description
+        self._rows_max = description.max_rows
+        # The workers' schedulers bound what is queued, and decide who must leave. This bounds all that is
+        # taken, also while there is no worker.
+        in_flight = description.max_rows * description.contexts
+        self._rows_bound = (options.max_queue_rows + in_flight) * workers
+        self._layouts = Layouts(description.inputs, description.outputs)
+        self._memory = memory
+        self._heap = heap
+        self.links: list[Link] = []
+        self._refusing: AsynctrtError | None = None
+        self._closed: EngineClosedError | None = None
+        self.lost: DeviceLostError | None = None
+        """Why nothing can be computed any more, once that is so."""
+        self._pending: list[Request] = []
+        self._flushes = False
+        self._held: deque[Group] = deque()
+        self._expiry: asyncio.TimerHandle | None = None
+        self.requests = 0
+        """Requests that are neither answered nor cancelled."""
+        self.rows = 0
+        """Their rows."""
+        self._in_vain = 0
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._copier: ThreadPoolExecutor | None = None
+        self._copying: set[Group] = set()
+        self.counters = Counters()
+
+    def __repr__(self) -> str:
+        return f"<Front {self._description.name!r} requests={self.requests} held={len(self._held)}>"
+
+    def submit(
+        self,
+        payload: Any,
+        rows: int,
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        future: "asyncio.Future[InferResult] | None" = None,
+    ) -> Request:
+        """Take rows, or raise with nothing changed."""
+        if self._refusing is not None:
+            self.counters.refused += 1
+            raise copy_for(self._refusing)
+        if self.rows + rows > self._rows_bound:
+            self.counters.refused += 1
+            raise QueueFullError(
+                f"{self.rows} rows wait or are being computed, and there is no room for {rows} more: "
+                f"max_queue_rows is {self._options.max_queue_rows}. Retry later, or send less"
+            )
+        now_ns = self._now_ns()
+        deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
+        if future is None:
+            future = self._loop.create_future()
+        request = Request(rows, key, priority, now_ns, deadline_ns, payload, future)
+        self.counters.submitted += 1
+        self.requests += 1
+        self.rows += rows
+        self._pending.append(request)
+        if not self._flushes:
+            self._flushes = True
+            self._loop.call_soon(self._flush, context=self._context)
+        return request
+
+    def submit_parts(
+        self, parts: Sequence[tuple[Any, int]], key: BatchKey, priority: int, timeout_ns: int | None
+    ) -> list[Request]:
+        """Take all parts; the engine gives none to a front, whose workers split themselves."""
+        raise NotImplementedError
+
+    def cancel(self, request: Request) -> None:
+        """Drop the request of a caller who has gone away."""
+        if request.state is not QUEUED:
+            return
+        self._over(request)
+        request.state = State.CANCELLED
+        self.counters.cancelled += 1
+        group, request.payload = request.payload, None
+        if isinstance(group, Group):
+            group.left -= 1
+            if not group.left:
+                for link in self.links:
+                    link.cancel(group)
+        self.tell_if_idle()
+
+    async def wait_idle(self) -> None:
+        """Return when every request was answered."""
+        while self.requests:
+            await self.next_idle()
+
+    def next_idle(self) -> "asyncio.Future[None]":
+        """Return a future that is done when every request was answered."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._idle_waiters.append(waiter)
+        self.tell_if_idle()
+        return waiter
+
+    def tell_if_idle(self) -> None:
+        """Tell those who wait for it."""
+        if self.requests or not self._idle_waiters:
+            return
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def refuse(self, why: AsynctrtError) -> None:
+        """Take no new request; answer those that were taken."""
+        self._refusing = why
+
+    def fail_queued(self, why: EngineClosedError) -> None:
+        """Take no new request, and fail those that were not launched. What was launched goes on."""
+        self._refusing = self._closed = why
+        self._fail_all(self._pending, why)
+        self._pending.clear()
+        self._fail_groups(self._held, why)
+        self._held.clear()
+        for link in self.links:
+            for group in list(link.groups.values()):
+                if not self._memory.words[group.block // 8 + LAUNCHED]:
+                    self._fail_all(group.waiting(), why)
+                    group.left = 0
+                    link.cancel(group)
+            self._fail_groups(link.take_suspects(), why)
+        self.tell_if_idle()
+
+    def lose(self, why: DeviceLostError) -> None:
+        """Fail everything, now and later: there is no worker any more, and will not be."""
+        self.lost = why
+        self._refusing = why
+        self._fail_all(self._pending, why)
+        self._pending.clear()
+        self._fail_groups(self._held, why)
+        self._held.clear()
+        self.tell_if_idle()
+
+    def close(self) -> None:
+        """Fail whatever is left. The links are closed before."""
+        why = EngineClosedError(f"{self._description.name!r} is closed")
+        self._fail_all(self._pending, why)
+        self._fail_groups(self._held, why)
+        for group in self._copying:
+            self._fail_all(group.requests, why)  # The thread is still at its block.
+            group.left = 0
+        for link in self.links:
+            self._fail_groups(link.groups.values(), why)
+            link.groups.clear()
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of shared memory that it has used."""
+        return self._heap.nbytes
+
+    def end_threads(self) -> None:
+        """After :meth:`close`: end the thread that copies. Blocks while it copies."""
+        if self._copier is not None:
+            self._copier.shutdown()
+
+    async def copy_off_loop(self, copy: Callable[[], None], _nbytes: int) -> None:
+        """Run ``copy`` in another thread."""
+        await self._loop.run_in_executor(self._executor(), copy)
+
+    # Out: from requests to links.
+
+    def _flush(self) -> None:
+        """Form groups of what came in this tick, and send them."""
+        self._flushes = False
+        pending, self._pending = self._pending, []
+        kinds: dict[tuple[BatchKey, int, int], list[Request]] = {}
+        for request in pending:
+            if request.state is QUEUED:
+                timeout_ns = request.deadline_ns - request.arrival_ns
+                if request.deadline_ns == NO_DEADLINE_NS:
+                    timeout_ns = -1
+                kinds.setdefault((request.key, request.priority, timeout_ns), []).append(request)
+        alone = self._options.deterministic
+        for (key, _, _), requests in kinds.items():
+            layout = self._layouts.of_sizes(tuple([size for _, size in key.shape]))  # type: ignore[attr-defined]
+            for part in formed(requests, self._rows_max, alone=alone):
+                self._begin(Group(part, layout))
+        self.send_held()
+
+    def _begin(self, group: Group) -> None:
+        """Put a group's rows into shared memory, here or in a thread, and then send it."""
+        try:
+            group.allocate(self._heap, self._memory)
+        except MemoryError as error:
+            self._fail_all(group.requests, QueueFullError(f"{error}. Retry later, or send less"))
+            self.tell_if_idle()
+            return
+        if group.nbytes <= COPY_ON_LOOP_NBYTES_MAX:
+            group.write(self._memory)
+            self._written(group)
+            return
+        self._copying.add(group)
+        write = self._loop.run_in_executor(self._executor(), group.write, self._memory)
+        write.add_done_callback(partial(self._written_off_loop, group))
+
+    def _written_off_loop(self, group: Group, write: "asyncio.Future[None]") -> None:
+        self._copying.discard(group)
+        error = None if write.cancelled() else write.exception()
+        if error is not None:
+            failed = ExecutionError(f"its rows could not be copied: {errors.describe(error)}")
+            self._fail_groups([group], failed)
+            self.tell_if_idle()
+        else:
+            self._written(group)
+            self.send_held()
+
+    def _written(self, group: Group) -> None:
+        for request in group.requests:
+            if request.state is QUEUED:
+                request.payload = group  # Its arrays are the caller's again.
+        group.left = len(group.waiting())
+        why = self.lost or self._closed
+        if why is not None:
+            self._fail_groups([group], why)
+            self.tell_if_idle()
+        else:
+            self._held.append(group)
+
+    def send_held(self) -> None:
+        """Give the groups that are held to links, as far as there are links that take them."""
+        while self._held:
+            link = min(
+                (link for link in self.links if link.takes),
+                key=lambda link: link.drain_ns,
+                default=None,
+            )
+            if link is None:
+                break
+            group = self._held.popleft()
+            if group.left:
+                link.put(group)
+            else:
+                group.free(self._heap)
+        for link in self.links:
+            link.publish()
+        if self._held and self._expiry is None:
+            self._expiry = self._loop.call_later(EXPIRY_S, self._expire_held, context=self._context)
+
+    def _expire_held(self) -> None:
+        """Answer requests whose deadline passed while no worker could have them."""
+        self._expiry = None
+        now_ns = self._now_ns()
+        for group in self._held:
+            if group.deadline_ns <= now_ns:
+                self._expire(group.waiting())
+                group.left = 0
+        self.tell_if_idle()
+        self.send_held()
+        if self._held and self._expiry is None:
+            self._expiry = self._loop.call_later(EXPIRY_S, self._expire_held, context=self._context)
+
+    # Back: from links to callers.
+
+    def answered(self, link: Link, group: Group, fields: tuple[int, ...]) -> None:
+        """Answer the requests of a group that a worker is done with."""
+        kind, batches, batch_rows, _, launched_ns, copy_in_ns, compute_ns, copy_out_ns, nbytes, is_large = (
+            fields
+        )
+        if kind == Kind.GONE or not group.left:
+            self._fail_groups([group], ExecutionError("it was cancelled in its worker"))
+            return
+        if kind == Kind.ERROR:
+            self._failed(group, self._error_of(group, nbytes, in_large=bool(is_large)))
+            return
+        record = BatchRecord(batch_rows, launched_ns)
+        record.copy_in_ns, record.compute_ns, record.copy_out_ns = copy_in_ns, compute_ns, copy_out_ns
+        records = (record, *[BatchRecord(batch_rows, launched_ns)] * (batches - 1))
+        if is_large:
+            assert group.large is not None
+            views = Placed.read(self._memory, group.large[0], self._description.outputs)
+        else:
+            views = group.layout.outputs(self._memory, group.block, group.rows)
+        size = sum([view.nbytes for view in views.values()])
+        if size > COPY_ON_LOOP_NBYTES_MAX:
+            self._copying.add(group)
+            copy = self._loop.run_in_executor(self._executor(), self._copied, group, views, size)
+            copy.add_done_callback(partial(self._copied_off_loop, group, records))
+        else:
+            self._deliver(group, self._copied(group, views, size), records)
+
+    def _copied(self, group: Group, views: dict[str, Array], nbytes: int) -> list[dict[str, Array]]:
+        """Return the outputs of each request, in arrays that are its caller's."""
+        requests = group.requests
+        if len(requests) == 1:
+            return [copied(views)]
+        found, start = [], 0
+        shared = copied(views) if nbytes <= SHARED_NBYTES_MAX else None
+        for request in requests:
+            stop = start + request.rows
+            if shared is not None:
+                found.append({name: array[start:stop] for name, array in shared.items()})
+            else:
+                found.append({name: view[start:stop].copy() for name, view in views.items()})
+            start = stop
+        return found
+
+    def _copied_off_loop(
+        self,
+        group: Group,
+        records: tuple[BatchRecord, ...],
+        copy: "asyncio.Future[list[dict[str, Array]]]",
+    ) -> None:
+        self._copying.discard(group)
+        error = None if copy.cancelled() else copy.exception()
+        if copy.cancelled() or error is not None:
+            self._fail_groups([group], ExecutionError(f"its outputs could not be copied: {error!r}"))
+        else:
+            self._deliver(group, copy.result(), records)
+        self.tell_if_idle()
+
+    def _deliver(
+        self, group: Group, outputs: list[dict[str, Array]], records: tuple[BatchRecord, ...]
+    ) -> None:
+        group.free(self._heap)
+        now_ns = self._now_ns()
+        counters = self.counters
+        record = records[0]
+        answered = 0
+        for request, arrays in zip(group.requests, outputs, strict=True):
+            if request.state is not QUEUED:
+                continue
+            self._over(request)
+            request.state = DONE
+            future, request.future, request.payload = request.future, None, None
+            answered += 1
+            counters.queue_ns += record.launched_ns - request.arrival_ns
+            counters.total_ns += now_ns - request.arrival_ns
+            if not future.done():
+                future.set_result(InferResult(arrays, records, request.arrival_ns))
+        counters.succeeded += answered
+        counters.copy_in_ns += answered * record.copy_in_ns
+        counters.compute_ns += answered * record.compute_ns
+        counters.copy_out_ns += answered * record.copy_out_ns
+        self._in_vain = 0
+
+    def _error_of(self, group: Group, nbytes: int, *, in_large: bool) -> AsynctrtError:
+        """Return the error that a worker wrote."""
+        if in_large:
+            assert group.large is not None
+            start = group.large[0]
+        else:
+            start = group.block + group.layout.room_for_text(group.rows)[0]
+        told = json.loads(self._memory.buffer[start : start + nbytes])
+        kind = getattr(errors, told["kind"], None)
+        if not (isinstance(kind, type) and issubclass(kind, AsynctrtError)):
+            kind = ExecutionError
+        error = kind(told["text"])
+        for note in told["notes"]:
+            error.add_note(note)
+        if told["cause"]:
+            error.add_note(f"Its cause, in the worker:\n{told['cause']}")
+        return error
+
+    def _failed(self, group: Group, error: AsynctrtError) -> None:
+        """Answer the requests of a group that failed; halve it, if one of several may be at fault."""
+        if isinstance(error, DeadlineError):
+            self._expire(group.waiting())
+            group.free(self._heap)
+            return
+        may_halve = type(error) is ExecutionError and group.left > 1 and self._options.isolate_failures
+        if may_halve and self._in_vain < IN_VAIN_MAX:
+            self._in_vain += 1
+            try:
+                parts = group.parts(self._heap, self._memory)
+            except MemoryError:
+                self._fail_groups([group], error)
+                return
+            self._held.extendleft(reversed(parts))
+            return
+        if isinstance(error, QueueFullError):
+            self.counters.submitted -= group.left
+            self.counters.failed -= group.left
+            self.counters.refused += group.left
+        self._fail_groups([group], error)
+
+    # What becomes of groups whose worker died.
+
+    def returned(self, groups: list[Group], how: str) -> list[Group]:
+        """Take back what a worker that died had; hold what may be tried again.
+
+        :returns: those that were in a batch then, for the second time.
+        """
+        suspects = []
+        again = []
+        for group in groups:
+            if group.large is not None:
+                self._heap.free(*group.large)
+                group.large = None
+            word = group.block // 8 + LAUNCHED
+            was_launched, self._memory.words[word] = self._memory.words[word], 0
+            if not group.left:
+                group.free(self._heap)
+                continue
+            if was_launched and not self._options.idempotent:
+                self._fail_groups([group], self._not_again(how))
+                continue
+            if was_launched:
+                group.deaths += 1
+            if group.deaths >= DEATHS_MAX and was_launched:
+                suspects.append(group)
+            else:
+                again.append(group)
+        self.counters.retried += len(again) + len(suspects)
+        self._held.extendleft(reversed(again))
+        self.tell_if_idle()
+        return suspects
+
+    def room_for(self, group: Group, nbytes: int) -> int | None:
+        """Return a block for an answer that does not fit into the group's own; ``None``: it was failed."""
+        try:
+            group.large = self._heap.allocate(nbytes), nbytes
+        except MemoryError as error:
+            self._fail_all(group.requests, ExecutionError(f"there is no room for its outputs: {error}"))
+            group.left = 0
+            return None
+        return group.large[0]
+
+    def link_lost(self) -> None:
+        """Fail everything if no link is left; the other links have the work else."""
+        whys = [link.lost for link in self.links if link.lost is not None]
+        if len(whys) == len(self.links):
+            self.lose(whys[-1])
+
+    def hold(self, groups: Iterable[Group]) -> None:
+        """Hold groups that are not suspected any more, before all others."""
+        self._held.extendleft(reversed(list(groups)))
+
+    def halve(self, groups: list[Group]) -> list[list[Group]]:
+        """Return suspected groups in two parts to be tried one after the other; one part if that is all."""
+        if len(groups) > 1:
+            half = (len(groups) + 1) // 2
+            return [groups[:half], groups[half:]]
+        group = groups[0]
+        if len(group.requests) == 1:
+            return [groups]
+        try:
+            return [[part] for part in group.parts(self._heap, self._memory)]
+        except MemoryError as error:
+            self._fail_groups([group], DeviceLostError(f"{error}: it ended its worker, and was not halved"))
+            return []
+
+    def poisoned(self, group: Group, how: str) -> None:
+        """Answer the request that ends every worker it is given to."""
+        logger.error(
+            "a request of %d rows to %r ended %d workers, the last time alone in it (%s)",
+            group.rows,
+            self._description.name,
+            group.deaths,
+            how,
+        )
+        error = PoisonError(
+            f"the request ({group.rows} row{'s' * (group.rows != 1)}) ended each of the {group.deaths} "
+            f"worker processes that computed it, the last one with nothing else in it ({how}). It is not "
+            "tried again. Others are not affected"
+        )
+        self._fail_groups([group], error)
+        self.tell_if_idle()
+
+    def _not_again(self, how: str) -> DeviceLostError:
+        return DeviceLostError(
+            f"the worker process of {self._description.name!r} {how} while it computed the request. It is "
+            "not tried again, since the engine was opened with idempotent=False; others are"
+        )
+
+    # The ways in which a request ends.
+
+    def _over(self, request: Request) -> None:
+        self.requests -= 1
+        self.rows -= request.rows
+
+    def _expire(self, requests: Iterable[Request]) -> None:
+        now_ns = self._now_ns()
+        for request in requests:
+            self._over(request)
+            request.state = State.EXPIRED
+            self.counters.expired += 1
+            _raise_in(request, deadline_error(request, now_ns))
+
+    def _fail_all(self, requests: Iterable[Request], why: AsynctrtError) -> None:
+        for request in requests:
+            if request.state is QUEUED:
+                self._over(request)
+                request.state = State.FAILED
+                self.counters.failed += 1
+                _raise_in(request, copy_for(why))
+
+    def _fail_groups(self, groups: Iterable[Group], why: AsynctrtError) -> None:
+        for group in list(groups):
+            self._fail_all(group.requests, why)
+            group.left = 0
+            group.free(self._heap)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-copy")
+        return self._copier
+
+
+def _raise_in(request: Request, error: AsynctrtError) -> None:
+    """Give a request its error, if its caller still waits."""
+    future, request.future, request.payload = request.future, None, None
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,505 @@
+"""A link: a front and one worker after the other, on one device.
+
+When a worker dies, what it had goes back to the front, and another takes its place: the spare, if there is
+one. Groups that were in a batch when two workers died are suspected. They are tried apart from everything
+else, in halves, until each is answered, or has ended a worker by itself.
+"""
+
+import asyncio
+import logging
+import os
+from functools import partial, reduce
+from typing import Any, Final, Protocol
+
+from asynctrt import clock
+from asynctrt.errors import AsynctrtError, DeviceLostError, copy_for
+from asynctrt.options import Options
+from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.statistics import Statistics
+from asynctrt.workers.groups import Group
+from asynctrt.workers.memory import SharedMemory
+from asynctrt.workers.messages import Attach, Close, Counts, Description, Failed, Kind, Lost, Ready
+from asynctrt.workers.process import WorkerProcess
+from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
+
+GROUPS_MAX: Final = 8192
+"""Groups that one worker has at the most; further ones are held by the front."""
+
+CAPACITY: Final = 4 * GROUPS_MAX
+"""Entries of a ring: for each group at most SUBMIT, CANCEL and FETCH, or LARGE and an answer."""
+
+VAIN_DEATHS_MAX: Final = 12
+"""Workers that may die one after the other without any answer between: more than it takes to find one request
+among a thousand. Then the model or the device is at fault."""
+
+FAILED_STARTS_MAX: Final = 5
+"""Workers that may fail to open the engine, one after the other."""
+
+PAUSE_S: Final = 0.1
+"""The pause after the second failed start; it doubles with each further one."""
+
+LOOK_S: Final = 0.5
+"""How often it is looked whether the worker's event loop runs."""
+
+EWMA: Final = 0.1
+"""Weight of the latest answers in what a row takes."""
+
+KILL_S: Final = 5.0
+"""How long a process that was killed may take to end."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class Owner(Protocol):
+    """What a link needs of its front."""
+
+    def answered(self, link: "Link", group: Group, fields: tuple[int, ...]) -> None:
+        """Answer the requests of a group."""
+
+    def room_for(self, group: Group, nbytes: int) -> int | None:
+        """Return a block for an answer that does not fit into the group's own."""
+
+    def returned(self, groups: list[Group], how: str) -> list[Group]:
+        """Take groups back from a worker that died; return the suspects."""
+
+    def hold(self, groups: list[Group]) -> None:
+        """Take back groups that may go anywhere."""
+
+    def halve(self, groups: list[Group]) -> list[list[Group]]:
+        """Return suspects in two parts."""
+
+    def poisoned(self, group: Group, how: str) -> None:
+        """Answer the request that ends workers."""
+
+    def send_held(self) -> None:
+        """Give groups to links."""
+
+    def tell_if_idle(self) -> None:
+        """Tell those who wait until every request was answered."""
+
+    def link_lost(self) -> None:
+        """Go on with the other links, if there are any."""
+
+
+class Candidate:
+    """A process, from its start on: it becomes the link's worker when it is ready and needed."""
+
+    def __init__(self) -> None:
+        self.process: WorkerProcess | None = None
+        self.description: Description | None = None
+        self.counts: Statistics | None = None
+        self.error: Exception | None = None
+        """Why it could not open the engine, or lost its device."""
+
+
+class Link:
+    """A front's link to the worker on one device.
+
+    :param model: as :func:`asynctrt.open` takes it: a path, or ``module:attribute``.
+    :param memory: the heap of the front.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        model: str,
+        device: str,
+        options: Options,
+        memory: SharedMemory,
+    ) -> None:
+        self._loop = loop
+        self._model = model
+        self.device = device
+        self._options = options
+        self._memory = memory
+        self.owner: Owner | None = None
+        self.state = "starting"
+        """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
+        self.lost: DeviceLostError | None = None
+        self._worker: Candidate | None = None
+        self._spare: Candidate | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sender: Sender | None = None
+        self._receiver: Receiver | None = None
+        self._eventfds: list[int] = []
+        self.groups: dict[int, Group] = {}
+        self._last_number = 0
+        self._rows = 0
+        self._ns_per_row = 1_000.0
+        self._answered_ns = 0
+        self._unpublished = False
+        # Parts of the suspects that are still to be tried, and the part that is being tried.
+        self._suspects: list[list[Group]] = []
+        self._tried: list[Group] = []
+        self._failed_starts = 0
+        self._vain_deaths = 0
+        self.deaths = 0
+        """Workers that died."""
+        self._attached_ns = 0
+        self._look: asyncio.TimerHandle | None = None
+        self._counts_before: Statistics | None = None
+        self.first: asyncio.Future[Description] = loop.create_future()
+        """Done when the first worker is ready or has failed."""
+        self._changed: list[asyncio.Future[None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Link {self.device} {self.state} groups={len(self.groups)} deaths={self.deaths}>"
+
+    # What the front does with it.
+
+    @property
+    def takes(self) -> bool:
+        """Whether it can be given a group now."""
+        is_trying = self._tried or self._suspects
+        return self.state == "open" and not is_trying and len(self.groups) < GROUPS_MAX
+
+    @property
+    def drain_ns(self) -> float:
+        """About how long its worker still computes at what it has."""
+        return self._rows * self._ns_per_row
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of its worker."""
+        worker = self._worker
+        return None if worker is None or worker.process is None else worker.process.pid
+
+    def put(self, group: Group) -> None:
+        """Give the worker a group, which it sees when :meth:`publish` is called."""
+        assert self._sender is not None
+        if not self.groups:
+            self._answered_ns = clock.now_ns()
+        self._last_number += 1
+        group.number = self._last_number
+        self.groups[group.number] = group
+        self._rows += group.rows
+        deadline_ns = group.deadline_ns
+        self._sender.put(
+            Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, group.block, group.rows, 0, 0, 0
+        )
+        self._unpublished = True
+
+    def cancel(self, group: Group) -> None:
+        """Tell the worker, if it has the group, that nobody waits for it any more."""
+        if self._sender is None or self.groups.get(group.number) is not group:
+            return
+        self._sender.put(Kind.CANCEL, 0, 0, group.number, NO_DEADLINE_NS, 0, 0, 0, 0, 0)
+        self._sender.publish()
+
+    def publish(self) -> None:
+        """Show the worker what it was given."""
+        if self._unpublished and self._sender is not None:
+            self._unpublished = False
+            self._sender.publish()
+
+    def take_suspects(self) -> list[Group]:
+        """Return the suspects that no worker has, which are the caller's then."""
+        suspects, self._suspects = self._suspects, []
+        return [group for part in suspects for group in part]
+
+    @property
+    def counts(self) -> Statistics:
+        """What its workers have done, as they last told."""
+        counts = None if self._worker is None else self._worker.counts
+        both = [one for one in (counts, self._counts_before) if one is not None]
+        return reduce(Statistics.joined, both)
+
+    # Starting and ending workers.
+
+    def start(self) -> None:
+        """Start the first worker."""
+        self._worker = self._new_candidate()
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Close the worker's engine and end its process, by force if that takes longer than ``timeout_s``."""
+        was_closed, self.state = self.state == "closed", "closed"
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        candidates = [one for one in (self._worker, self._spare) if one is not None]
+        processes = [one.process for one in candidates if one.process is not None]
+        try:
+            for candidate in candidates:
+                if candidate.process is None or was_closed:
+                    continue
+                if candidate.description is None:
+                    candidate.process.kill()  # It is still opening what nobody wants any more.
+                else:
+                    candidate.process.send(Close())
+            await self._all_ended(processes, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+        await self._all_ended(processes, KILL_S)
+        for process in processes:
+            if not process.how_it_ended:
+                logger.error("%r does not end, although it was killed", process)
+        self._detach()
+
+    async def _all_ended(self, processes: list[WorkerProcess], timeout_s: float) -> None:
+        end_s = self._loop.time() + timeout_s
+        while any(not process.how_it_ended for process in processes):
+            left_s = end_s - self._loop.time()
+            if left_s <= 0:
+                return
+            change: asyncio.Future[None] = self._loop.create_future()
+            self._changed.append(change)
+            await asyncio.wait([change], timeout=left_s)
+
+    def kill(self) -> None:
+        """End the worker by SIGKILL, as a hang or a test asks for."""
+        if self._worker is not None and self._worker.process is not None:
+            self._worker.process.kill()
+
+    def _new_candidate(self, pause_s: float = 0.0) -> Candidate:
+        candidate = Candidate()
+        task = self._loop.create_task(self._start(candidate, pause_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return candidate
+
+    async def _start(self, candidate: Candidate, pause_s: float) -> None:
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        try:
+            candidate.process = await WorkerProcess.start(
+                self._model,
+                self.device,
+                self._options,
+                partial(self._heard, candidate),
+                partial(self._died, candidate),
+            )
+        except AsynctrtError as error:
+            candidate.error = error
+            self._died(candidate, "was not started")
+
+    def _heard(self, candidate: Candidate, message: Any) -> None:
+        if isinstance(message, Ready):
+            candidate.description = message.description
+            candidate.counts = message.statistics
+            if candidate is self._worker:
+                self._attach(candidate)
+        elif isinstance(message, Failed):
+            candidate.error = message.error
+        elif isinstance(message, Lost):
+            candidate.error = DeviceLostError(message.reason)
+        elif isinstance(message, Counts):
+            candidate.counts = message.statistics
+
+    def _attach(self, candidate: Candidate) -> None:
+        """Make a ready candidate the worker: with rings of its own, it takes groups from now on."""
+        assert candidate.description is not None
+        assert candidate.process is not None
+        memory = self._memory
+        nbytes = ring_nbytes(CAPACITY)
+        rings = SharedMemory.create(2 * nbytes)
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        self._eventfds = [os.eventfd(0, flags), os.eventfd(0, flags)]
+        theirs, own = self._eventfds
+        self._sender = Sender(rings, 0, CAPACITY, theirs)
+        self._receiver = Receiver(rings, nbytes, CAPACITY, own)
+        self._loop.add_reader(own, self._woken)
+        message = Attach(memory.nbytes, rings.nbytes, CAPACITY)
+        candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
+        rings.close()
+        self._receiver.sleep()
+        self._failed_starts = 0
+        self._attached_ns = clock.now_ns()
+        if self._look is None:
+            self._look = self._loop.call_later(LOOK_S, self._look_after)
+        self.state = "open"
+        if not self.first.done():
+            self.first.set_result(candidate.description)
+        if self._options.warm_spare and self._spare is None:
+            self._spare = self._new_candidate()
+        self._next_part()
+        if self.owner is not None:
+            self.owner.send_held()
+
+    def _detach(self) -> None:
+        """Let go of the rings."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        if self._receiver is not None:
+            self._loop.remove_reader(self._receiver.eventfd)
+        for number in self._eventfds:
+            os.close(number)
+        self._eventfds.clear()
+        self._sender = self._receiver = None
+        self._unpublished = False
+
+    def _died(self, candidate: Candidate, how: str) -> None:
+        """Go on after the end of a process."""
+        for change in self._changed:
+            if not change.done():
+                change.set_result(None)
+        self._changed.clear()
+        how += _because(candidate)
+        if candidate is self._spare:
+            self._spare = None
+            if self.state == "open":
+                logger.warning("the spare worker on %s %s", self.device, how)
+        elif candidate is self._worker and self.state != "closed":
+            self._worker_died(candidate, how)
+
+    def _worker_died(self, candidate: Candidate, how: str) -> None:
+        """Take back what it had, and put another one in its place, if there is hope."""
+        if candidate.description is None:
+            self._failed_starts += 1
+        else:
+            self.deaths += 1
+            self._vain_deaths += 1
+            self._look_at_answers()  # What it still answered counts.
+        self._give_back(how)
+        self._detach()
+        self._keep_counts(candidate)
+        if not self.first.done():
+            self.first.set_exception(_opening_error(candidate, how))
+            self.state = "closed"
+            return
+        if self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= VAIN_DEATHS_MAX:
+            self._lose(how)
+        else:
+            self._replace(how)
+
+    def _replace(self, how: str) -> None:
+        """Put the spare in the place of the worker that died, or start another one."""
+        logger.error("the worker on %s %s; another one takes its place", self.device, how)
+        self.state = "restarting"
+        self._worker, self._spare = self._spare, None
+        if self._worker is None:
+            pause_s = PAUSE_S * 2 ** (self._failed_starts - 2) if self._failed_starts > 1 else 0.0
+            self._worker = self._new_candidate(pause_s)
+        elif self._worker.description is not None:
+            self._attach(self._worker)
+        if self.owner is not None:
+            self.owner.send_held()
+
+    def _give_back(self, how: str) -> None:
+        """Return what the worker had to the front, and decide what is to be tried apart."""
+        groups, self.groups, self._rows = list(self.groups.values()), {}, 0
+        tried, self._tried = self._tried, []
+        if self.owner is None:
+            return
+        launched = self.owner.returned(groups, how)
+        if tried:
+            # The others were not in a batch, so it was not for them.
+            if len(launched) == 1 and len(launched[0].requests) == 1:
+                self.owner.poisoned(launched[0], how)
+            elif launched:
+                self._suspects += reversed(self.owner.halve(launched))
+        elif launched:
+            self._suspects.append(launched)
+
+    def _next_part(self) -> None:
+        """Try the next part of the suspects, with nothing else in the worker."""
+        while self.state == "open" and not self._tried and self._suspects and not self.groups:
+            assert self.owner is not None
+            part = [group for group in self._suspects.pop() if group.left]
+            self._tried = part
+            for group in part:
+                self.put(group)
+            self.publish()
+
+    def _lose(self, how: str) -> None:
+        """Give up: no worker stays alive."""
+        tries = max(self._failed_starts, self._vain_deaths)
+        self.lost = DeviceLostError(
+            f"the worker on {self.device} {how}, as did the {tries - 1} before it, without an answer in "
+            "between. No further one is started: mend the model or the device, and open the engine again"
+        )
+        logger.error("%s", self.lost)
+        self.state = "lost"
+        if self._spare is not None and self._spare.process is not None:
+            self._spare.process.kill()
+        if self.owner is not None:
+            self.owner.hold(self.take_suspects())
+            self.owner.link_lost()
+
+    def _keep_counts(self, candidate: Candidate) -> None:
+        """Keep what a worker that ended has counted."""
+        if candidate.counts is not None:
+            self._counts_before = self.counts.without_gauges()
+            candidate.counts = None
+
+    # Answers.
+
+    def _woken(self) -> None:
+        assert self._receiver is not None
+        self._receiver.wake()
+        self._answers()
+
+    def _answers(self) -> None:
+        """Take the answers that there are; then sleep, or let the loop run before looking again."""
+        if self._receiver is None:
+            return
+        self._look_at_answers()
+        if self._receiver is not None and not self._receiver.sleep():
+            self._loop.call_soon(self._answers)
+        if self._suspects and not self._tried:
+            self._next_part()
+        if self.owner is not None:
+            self.owner.tell_if_idle()
+            self.owner.send_held()
+
+    def _look_at_answers(self) -> None:
+        if self._receiver is None or self.owner is None:
+            return
+        rows = 0
+        for fields in self._receiver.take():
+            number, nbytes = fields[3], fields[8]
+            group = self.groups[number]
+            if fields[0] == Kind.LARGE:
+                self._fetch(group, nbytes)
+                continue
+            del self.groups[number]
+            self._rows -= group.rows
+            rows += group.rows
+            if self._tried and group in self._tried:
+                self._tried.remove(group)
+            self._vain_deaths = 0
+            self.owner.answered(self, group, fields)
+        if rows:
+            now_ns = clock.now_ns()
+            self._ns_per_row += EWMA * ((now_ns - self._answered_ns) / rows - self._ns_per_row)
+            self._answered_ns = now_ns
+
+    def _fetch(self, group: Group, nbytes: int) -> None:
+        """Ask for an answer that does not fit into its group's block."""
+        assert self.owner is not None
+        assert self._sender is not None
+        block = self.owner.room_for(group, nbytes) if group.left else None
+        if block is None:
+            self.cancel(group)
+            return
+        self._sender.put(Kind.FETCH, 0, 0, group.number, NO_DEADLINE_NS, block, 0, 0, 0, 0)
+        self._sender.publish()
+
+    # Hangs.
+
+    def _look_after(self) -> None:
+        """End a worker whose event loop has not run for the batch_timeout."""
+        self._look = self._loop.call_later(LOOK_S, self._look_after)
+        limit_s = self._options.batch_timeout
+        if limit_s is None or self._sender is None or self._worker is None or self._worker.process is None:
+            return
+        silent_ns = clock.now_ns() - max(beat_of(self._sender), self._attached_ns)
+        if silent_ns > limit_s * 1e9:
+            self._worker.error = DeviceLostError(
+                f"its event loop had not run for {silent_ns / 1e9:.1f} s (batch_timeout is {limit_s:g} s)"
+            )
+            self._worker.process.kill()
+
+
+def _because(candidate: Candidate) -> str:
+    return "" if candidate.error is None else f": {candidate.error}"
+
+
+def _opening_error(candidate: Candidate, how: str) -> Exception:
+    """Return why the engine could not be opened: the worker's own error, or that it died."""
+    error = candidate.error
+    if isinstance(error, AsynctrtError):
+        return copy_for(error)
+    return error or DeviceLostError(f"the worker {how} while it opened the engine")

@@ -1,0 +1,124 @@
+"""Memory that a front shares with its workers, and the allocator of the front.
+
+It is a file without a name (``memfd_create``), passed on by descriptor: it is gone with the last process that
+has it, however that ends.
+"""
+
+import fcntl
+import mmap
+import os
+from typing import Final
+
+ALIGNMENT: Final = 64
+"""Of blocks and of arrays in them: a cache line."""
+PAGE: Final = mmap.PAGESIZE
+BLOCK_NBYTES_MIN: Final = 256
+KEPT_NBYTES: Final = 256 << 20
+"""Free blocks keep their pages up to this many bytes in all; what is freed beyond goes back to the system."""
+RETURNED_NBYTES_MIN: Final = 1 << 20
+"""Smaller blocks keep their pages always."""
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Round up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+class SharedMemory:
+    """A mapping of memory that several processes have.
+
+    Arrays made over :attr:`buffer` keep it mapped; it is unmapped when the last of them is gone.
+
+    :param fd: the descriptor, which becomes its own.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.buffer = mmap.mmap(fd, nbytes)
+        self.words: memoryview[int] = memoryview(self.buffer).cast("Q")
+        """The same as words of 8 bytes. A word that two processes use is written by one of them alone."""
+
+    def __repr__(self) -> str:
+        return f"<SharedMemory {self.nbytes} bytes>"
+
+    @classmethod
+    def create(cls, nbytes: int) -> "SharedMemory":
+        """Return new memory of zeros. Only pages that are written to take any."""
+        nbytes = align(nbytes, PAGE)
+        fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            # A process that made it smaller would end all others by SIGBUS.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            return cls(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays so while arrays are over it. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Heap:
+    """Blocks of a shared memory, given out by one process.
+
+    Sizes are rounded up to four steps a power of two, and a freed block serves the next one of its size. So
+    both calls take the same short time however many blocks there are, and at most a quarter is wasted.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._free: dict[int, list[int]] = {}
+        self._free_nbytes = 0
+        self._end = 0
+        self.blocks = 0
+        """Blocks that are given out."""
+
+    def __repr__(self) -> str:
+        return f"<Heap blocks={self.blocks} reached={self._end} of {self._memory.nbytes} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """How far it has reached. What large free blocks gave back to the system is counted."""
+        return self._end
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the offset of a block.
+
+        :raises MemoryError: if there is no room.
+        """
+        size = rounded(nbytes)
+        free = self._free.get(size)
+        if free:
+            self._free_nbytes -= size
+            self.blocks += 1
+            return free.pop()
+        if not self.blocks and self._end + size > self._memory.nbytes:
+            self._free.clear()
+            self._end = self._free_nbytes = 0
+        start = align(self._end, PAGE) if size >= PAGE else self._end
+        if start + size > self._memory.nbytes:
+            raise MemoryError(f"{size} more bytes than the {self._memory.nbytes} of shared memory")
+        self._end = start + size
+        self.blocks += 1
+        return start
+
+    def free(self, offset: int, nbytes: int) -> None:
+        """Take back a block of ``nbytes``, the number that :meth:`allocate` was given."""
+        size = rounded(nbytes)
+        self._free.setdefault(size, []).append(offset)
+        self._free_nbytes += size
+        self.blocks -= 1
+        if size >= RETURNED_NBYTES_MIN and self._free_nbytes > KEPT_NBYTES:
+            self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
+
+
+def rounded(nbytes: int) -> int:
+    """Round a size up to one of four steps a power of two."""
+    nbytes = max(nbytes, BLOCK_NBYTES_MIN)
+    return align(nbytes, max(1 << (nbytes - 1).bit_length() - 3, BLOCK_NBYTES_MIN))

@@ -1,0 +1,146 @@
+"""What a front and its worker tell each other besides rows: few messages, over a socket pair.
+
+They are pickled, since both ends are one program: the worker was started by the front, and nobody else has an
+end of the socket.
+"""
+
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+from asynctrt.options import Options
+from asynctrt.statistics import Statistics
+from asynctrt.tensors import TensorSpec
+
+MESSAGE_NBYTES_MAX: Final = 128 << 10
+FDS_MAX: Final = 8
+
+
+class Kind(IntEnum):
+    """The kinds of entries in the rings."""
+
+    # To the worker.
+    SUBMIT = 1
+    CANCEL = 2
+    FETCH = 3
+    """Write what did not fit into its block into this larger one."""
+    # To the front.
+    ANSWER = 4
+    ERROR = 5
+    """The text lies where the outputs would."""
+    LARGE = 6
+    """The answer or the error does not fit into the block."""
+    GONE = 7
+    """It was cancelled. Each SUBMIT is followed by one ANSWER, ERROR or GONE, which gives its block back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """To a new worker: what to open."""
+
+    model: str
+    device: str
+    options: Options
+    path: tuple[str, ...]
+    """``sys.path``, for a model that is named by its module."""
+    level: int
+    """From which level on log records are sent to the front."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a front must know of the engine in its worker."""
+
+    name: str
+    platform: str
+    device_name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_rows: int
+    contexts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a worker: the engine is open."""
+
+    description: Description
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a worker: the engine could not be opened."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """From a worker: nothing on its device can be trusted any more, and so it ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """From a worker: what its engine has done."""
+
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """From a worker: a record for the log."""
+
+    logger: str
+    level: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """To a worker, with four descriptors: heap, rings, the worker's eventfd and the front's."""
+
+    heap_nbytes: int
+    rings_nbytes: int
+    capacity: int
+    """Entries of each of the two rings: first the worker's, then the front's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """To a worker: close the engine, and end."""
+
+
+def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int = 0) -> None:
+    """Send one message.
+
+    :raises OSError: if the other end is gone, or with ``MSG_DONTWAIT`` if it does not read.
+    """
+    text = pickle.dumps(message)
+    if len(text) > MESSAGE_NBYTES_MAX:
+        raise ValueError(f"{type(message).__name__} has {len(text)} bytes; {MESSAGE_NBYTES_MAX} fit")
+    socket.send_fds(end, [text], list(fds), flags)
+
+
+def receive(end: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
+    """Return the next message and its descriptors; ``None`` when the other end is gone.
+
+    :raises BlockingIOError: if there is none, and the socket does not block.
+    """
+    try:
+        text, fds, _, _ = socket.recv_fds(end, MESSAGE_NBYTES_MAX, FDS_MAX, flags)
+    except ConnectionError:
+        return None, []
+    if not text:
+        return None, []
+    return pickle.loads(text), fds  # noqa: S301  (from the other half of this program, see above)
+
+
+def channel() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a new socket pair that keeps messages apart."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

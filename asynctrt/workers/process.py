@@ -1,0 +1,144 @@
+"""A worker's process, as its front has it: started, heard, ended."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from asynctrt.errors import DeviceUnavailableError
+from asynctrt.loops import in_thread
+from asynctrt.options import Options
+from asynctrt.workers.messages import Record, Start, channel, receive, send
+
+START_METHOD: Final = ("-m", "asynctrt.workers.child")
+logger = logging.getLogger("asynctrt")
+
+
+class WorkerProcess:
+    """A child process with an engine.
+
+    :param hear: called with each message but records of the log, which go to the log.
+    :param died: called once, when the process has ended, with how: ``ended by SIGSEGV``.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        process: "subprocess.Popen[bytes]",
+        end: socket.socket,
+        hear: Callable[[Any], None],
+        died: Callable[[str], None],
+    ) -> None:
+        self._loop = loop
+        self._process = process
+        self._end = end
+        self._hear = hear
+        self._died = died
+        self.how_it_ended = ""
+        """Empty while it runs."""
+        self._pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(self._pidfd, self._ended)
+        loop.add_reader(end.fileno(), self._readable)
+
+    def __repr__(self) -> str:
+        return f"<WorkerProcess {self.pid} {self.how_it_ended or 'runs'}>"
+
+    @classmethod
+    async def start(
+        cls,
+        model: str,
+        device: str,
+        options: Options,
+        hear: Callable[[Any], None],
+        died: Callable[[str], None],
+    ) -> "WorkerProcess":
+        """Start a process that opens this engine. What comes of it is heard.
+
+        :raises DeviceUnavailableError: if the system refuses another process.
+        """
+        own, its = channel()
+        level = logger.getEffectiveLevel()
+        try:
+            try:
+                process = await in_thread(lambda: _spawn(its), undo=_kill)
+            except OSError as error:
+                raise DeviceUnavailableError(
+                    f"no process for a worker could be started: {error.strerror}. Look at the limits of "
+                    "processes and open files (ulimit -u, ulimit -n)"
+                ) from error
+            finally:
+                its.close()
+            send(own, Start(model, device, options, tuple(sys.path), level))
+        except BaseException:
+            own.close()
+            raise
+        own.settimeout(0)
+        return cls(asyncio.get_running_loop(), process, own, hear, died)
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send a message; to a process that has ended, nothing."""
+        try:
+            send(self._end, message, fds)
+        except OSError:
+            return  # It has died, which is seen next.
+
+    def kill(self) -> None:
+        """End it at once, by SIGKILL. ``died`` is called when it has ended."""
+        if not self.how_it_ended:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _readable(self) -> None:
+        while True:
+            try:
+                message, _ = receive(self._end)
+            except BlockingIOError:
+                return
+            if message is None:
+                self._loop.remove_reader(self._end.fileno())
+                return
+            if isinstance(message, Record):
+                logging.getLogger(message.logger).log(message.level, "worker %d: %s", self.pid, message.text)
+            else:
+                self._hear(message)
+
+    def _ended(self) -> None:
+        if self._process.poll() is None:
+            return
+        # What it said before comes first: why it ended may be there.
+        self._readable()
+        self.how_it_ended = _how(self._process.returncode)
+        self._loop.remove_reader(self._pidfd)
+        self._loop.remove_reader(self._end.fileno())
+        os.close(self._pidfd)
+        self._end.close()
+        self._died(self.how_it_ended)
+
+
+def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
+    number = its.fileno()
+    command = [sys.executable, *START_METHOD, str(number)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])  # noqa: S603  (itself)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"ended by signal {-status}"

@@ -1,0 +1,99 @@
+"""Models that workers open by name, and that do what their rows say."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from asynctrt.backends.function import FunctionModel
+from asynctrt.tensors import TensorSpec
+
+SEGFAULT, RAISE, HANG, STOP, WAIT, ONCE, LONG_ERROR, LOG = (-1.0, -2, -3, -4, -5, -6, -7, -8)
+"""What the first value of a row asks for; any other is doubled."""
+
+GATE = "ASYNCTRT_TEST_GATE"
+"""The environment variable with a path: a batch with WAIT waits until a file is there."""
+
+ROW = TensorSpec("x", "float32", (4,))
+
+
+def behave(inputs):
+    first = inputs["x"][:, 0]
+    if SEGFAULT in first:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if RAISE in first:
+        raise ValueError("a row is -2")
+    if LONG_ERROR in first:
+        raise ValueError("long " * 1000)
+    if STOP in first:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if HANG in first:
+        time.sleep(60)
+    if LOG in first:
+        import logging
+
+        logging.getLogger("asynctrt").warning("told by the model")
+    gate = Path(os.environ.get(GATE, "/nonexistent"))
+    if WAIT in first:
+        while not gate.exists():
+            time.sleep(0.001)
+    if ONCE in first and not gate.exists():
+        gate.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 2 * inputs["x"]
+
+
+def kind():
+    """Take rows of four values."""
+    return FunctionModel(behave, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="kind")
+
+
+def shapes():
+    """Take two inputs whose rows vary in length, of several dtypes."""
+    return FunctionModel(
+        lambda inputs: {"sum": inputs["a"] + inputs["b"], "first": inputs["a"][:, :, 0] > 0},
+        inputs=[TensorSpec("a", "int64", ("n", "m")), TensorSpec("b", "int64", ("n", 1))],
+        outputs=[TensorSpec("sum", "int64", ("n", "m")), TensorSpec("first", "bool", ("n",))],
+        name="shapes",
+    )
+
+
+def large():
+    """Take rows of 1 MiB."""
+    return FunctionModel(
+        lambda inputs: inputs["x"] + 1,
+        inputs=TensorSpec("x", "uint8", (1 << 20,)),
+        outputs=TensorSpec("y", "uint8", (1 << 20,)),
+        name="large",
+    )
+
+
+def dies():
+    """End the process that opens it."""
+    os._exit(3)
+
+
+def refuses():
+    """Raise an error that cannot be pickled."""
+
+    class Local(Exception):
+        pass
+
+    raise Local(sys)
+
+
+def deadly():
+    """End the process with the first batch, whatever it is."""
+
+    def die(_inputs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return FunctionModel(die, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="deadly")
+
+
+def rows(*firsts):
+    """Return rows of four values that begin with these."""
+    return np.array([[first, 1, 2, 3] for first in firsts], np.float32)

@@ -1,0 +1,241 @@
+"""Workers die in every way there is; callers get right answers, or the error that they caused."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import asynctrt
+from asynctrt.errors import DeadlineError, DeviceLostError, PoisonError
+from tests.helpers import WAIT_S, until
+from tests.workers.models import HANG, ONCE, SEGFAULT, STOP, WAIT, rows
+from tests.workers.test_isolated_engine import KIND, gate, opened  # noqa: F401  (a fixture)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
+ROOT = Path(__file__).parent.parent.parent
+
+
+def kill(engine, number=signal.SIGKILL):
+    os.kill(engine.workers[0].pid, number)
+
+
+async def answered(engine, firsts):
+    """Ask for these rows at once, and return what comes of each."""
+    return await asyncio.gather(*[engine.infer(rows(one)) for one in firsts], return_exceptions=True)
+
+
+def check(firsts, answers, guilty=(), error=PoisonError):
+    for first, answer in zip(firsts, answers, strict=True):
+        if first in guilty:
+            assert isinstance(answer, error), answer
+        else:
+            assert np.array_equal(answer["y"], 2 * rows(first)), answer
+
+
+async def test_a_worker_that_was_killed_is_replaced():
+    async with opened() as engine:
+        first = engine.workers[0].pid
+        await engine.infer(rows(1))
+        kill(engine)
+        await until(lambda: engine.state == "restarting")
+        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
+        assert engine.state == "open"
+        assert engine.workers[0].pid != first
+        assert engine.workers[0].deaths == 1
+        assert engine.statistics().contexts > 0
+
+
+async def test_what_was_in_flight_is_computed_again(gate):  # noqa: F811
+    async with opened(max_rows=8) as engine:
+        firsts = [ONCE, *range(1, 40)]
+        check(firsts, await answered(engine, firsts))
+        assert engine.workers[0].deaths == 1
+        assert gate.exists()
+
+
+async def test_without_idempotent_what_was_in_flight_fails_and_the_rest_is_computed(gate):  # noqa: F811
+    async with opened(max_rows=1, contexts=1, idempotent=False) as engine:
+        held = engine.submit(rows(WAIT))
+        await until(lambda: engine.statistics().in_flight_batches == 1)
+        queued = [engine.submit(rows(number)) for number in (1, 2, 3)]
+        await asyncio.sleep(0)
+        kill(engine)
+        with pytest.raises(DeviceLostError, match="SIGKILL.*idempotent=False"):
+            await held
+        gate.touch()
+        check((1, 2, 3), await asyncio.gather(*queued))
+
+
+async def test_the_row_that_ends_workers_fails_alone():
+    async with opened(max_rows=32) as engine:
+        firsts = [SEGFAULT if number == 21 else number + 1 for number in range(64)]
+        answers = await answered(engine, firsts)
+        check(firsts, answers, {SEGFAULT})
+        assert "SIGSEGV" in str(answers[21])
+        assert engine.state == "open"
+        check([1], await answered(engine, [1]))
+
+
+async def test_two_rows_that_end_workers_fail_alone():
+    async with opened(max_rows=8, warm_spare=True) as engine:
+        firsts = [SEGFAULT if number in (0, 13) else number + 1 for number in range(16)]
+        check(firsts, await answered(engine, firsts), {SEGFAULT})
+
+
+async def test_a_row_whose_neighbours_left_is_not_blamed_for_them():
+    async with opened(max_rows=8) as engine:
+        guilty = engine.submit(rows(SEGFAULT))
+        innocent = engine.submit(rows(3))
+        await asyncio.sleep(0)
+        guilty.cancel()
+        check([3], [await innocent])
+
+
+async def test_a_batch_that_hangs_takes_its_worker_along():
+    async with opened(batch_timeout=0.5) as engine:
+        firsts = [1, HANG, 2]
+        check(firsts, await answered(engine, firsts), {HANG})
+
+
+async def test_a_worker_whose_loop_hangs_is_killed():
+    async with opened(batch_timeout=0.7) as engine:
+        await engine.infer(rows(1))
+        kill(engine, signal.SIGSTOP)
+        check([2, 3], await answered(engine, [2, 3]))
+        assert engine.workers[0].deaths == 1
+
+
+async def test_a_row_that_stops_its_worker():
+    async with opened(batch_timeout=0.7) as engine:
+        check([1, STOP, 2], await answered(engine, [1, STOP, 2]), {STOP})
+
+
+async def test_a_deadline_that_passes_while_there_is_no_worker():
+    async with opened() as engine:
+        await engine.infer(rows(1))
+        kill(engine)
+        await until(lambda: engine.state == "restarting")
+        with pytest.raises(DeadlineError, match="timeout of 1.000 ms"):
+            await engine.infer(rows(2), timeout=0.001)
+
+
+async def test_a_model_that_always_dies_is_given_up():
+    async with opened("tests.workers.models:deadly", warm_spare=True) as engine:
+        answers = await answered(engine, range(1, 65))
+        assert any(isinstance(answer, DeviceLostError) for answer in answers)
+        assert all(isinstance(answer, DeviceLostError | PoisonError) for answer in answers)
+        assert engine.state == "lost"
+        with pytest.raises(DeviceLostError, match="No further one is started"):
+            await engine.infer(rows(1))
+
+
+async def test_a_warm_spare_takes_over():
+    async with opened(warm_spare=True) as engine:
+        link = engine._front.links[0]
+        await until(lambda: link._spare is not None and link._spare.description is not None)
+        spare = link._spare.process.pid
+        await engine.infer(rows(1))
+        kill(engine)
+        await until(lambda: engine.workers[0].deaths == 1)
+        assert engine.state == "open", "it had to wait for a new one"
+        assert engine.workers[0].pid == spare
+        check([2], await answered(engine, [2]))
+        await until(lambda: link._spare is not None and link._spare.description is not None)
+
+
+async def test_a_spare_that_dies_does_no_harm():
+    async with opened(warm_spare=True) as engine:
+        link = engine._front.links[0]
+        await until(lambda: link._spare is not None and link._spare.process is not None)
+        os.kill(link._spare.process.pid, signal.SIGKILL)
+        await until(lambda: link._spare is None)
+        check([1], await answered(engine, [1]))
+        kill(engine)
+        check([2], await answered(engine, [2]))
+
+
+async def test_the_other_device_goes_on(gate):  # noqa: F811
+    async with opened(device="host,host", max_rows=4) as engine:
+        kill(engine)
+        firsts = range(1, 100)
+        check(firsts, await answered(engine, firsts))
+        await until(lambda: all(worker.state == "open" for worker in engine.workers))
+
+
+async def test_closing_while_a_worker_restarts():
+    async with opened() as engine:
+        kill(engine)
+        await until(lambda: engine.state == "restarting")
+        call = engine.submit(rows(1))
+        await engine.aclose()
+        with pytest.raises(asynctrt.EngineClosedError):
+            await call
+
+
+async def test_a_worker_that_does_not_end_is_ended(gate):  # noqa: F811
+    async with opened(max_rows=1, close_timeout=0.3) as engine:
+        held = engine.submit(rows(WAIT))
+        await until(lambda: engine.statistics().in_flight_batches == 1)
+        await engine.aclose()
+        with pytest.raises(asynctrt.AsynctrtError):
+            await held
+
+
+async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed():
+    async with opened(device="host,host", max_rows=16, warm_spare=True) as engine:
+        random = np.random.default_rng(5)
+        told = {}
+
+        async def caller(number):
+            for turn in range(150):
+                first = 1 + number * 1000 + turn
+                answer = await engine.infer(rows(first))
+                assert first not in told
+                told[first] = answer["y"][0, 0]
+
+        async def killer():
+            while True:
+                await asyncio.sleep(random.uniform(0.05, 0.4))
+                pid = engine.workers[random.integers(2)].pid
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+
+        killing = asyncio.create_task(killer())
+        await asyncio.gather(*[caller(number) for number in range(32)])
+        killing.cancel()
+        assert all(value == np.float32(2 * first) for first, value in told.items())
+        assert len(told) == 32 * 150
+        assert sum(worker.deaths for worker in engine.workers) > 0
+
+
+PARENT = f"""
+import asyncio, asynctrt, sys
+async def main():
+    async with asynctrt.open({KIND!r}, isolation="process", warm_spare=True) as engine:
+        link = engine._front.links[0]
+        while link._spare is None or link._spare.description is None:
+            await asyncio.sleep(0.01)
+        print(engine.workers[0].pid, link._spare.process.pid, flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_their_front():
+    front = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        workers = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
+        front.kill()
+        gone, alive = psutil.wait_procs(workers, timeout=WAIT_S)
+        assert not alive
+        assert len(gone) == 2
+    finally:
+        front.kill()
+        front.wait()
+        front.stdout.close()

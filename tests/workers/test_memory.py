@@ -1,0 +1,90 @@
+"""Shared memory and the allocator of the front."""
+
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynctrt.workers.memory import ALIGNMENT, KEPT_NBYTES, Heap, SharedMemory, rounded
+
+
+@pytest.fixture
+def memory():
+    made = SharedMemory.create(64 << 20)
+    yield made
+    made.close()
+
+
+@given(st.integers(0, 1 << 40))
+def test_sizes_are_rounded_up_by_at_most_a_quarter(nbytes):
+    size = rounded(nbytes)
+    assert nbytes <= size <= max(nbytes * 5 // 4, nbytes + 256)
+    assert rounded(size) == size
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 << 20)), max_size=60))
+def test_blocks_never_overlap(steps):
+    memory = SharedMemory.create(32 << 20)
+    heap = Heap(memory)
+    blocks = {}
+    for frees, nbytes in steps:
+        if frees and blocks:
+            offset = sorted(blocks)[nbytes % len(blocks)]
+            heap.free(offset, blocks.pop(offset))
+            continue
+        try:
+            offset = heap.allocate(nbytes)
+        except MemoryError:
+            continue
+        assert offset % ALIGNMENT == 0
+        assert offset + nbytes <= memory.nbytes
+        assert all(offset + nbytes <= other or other + size <= offset for other, size in blocks.items())
+        blocks[offset] = nbytes
+    assert heap.blocks == len(blocks)
+    memory.close()
+
+
+def test_a_full_heap_is_whole_again_when_all_is_free(memory):
+    heap = Heap(memory)
+    offsets = []
+    with pytest.raises(MemoryError, match="shared memory"):
+        while True:
+            offsets.append(heap.allocate(1 << 20))
+    assert len(offsets) == 64
+    for offset in offsets:
+        heap.free(offset, 1 << 20)
+    assert heap.allocate(40 << 20) == 0  # Another size: nothing was split or joined, all begins anew.
+
+
+def test_large_free_blocks_give_their_pages_back():
+    memory = SharedMemory.create(2 * KEPT_NBYTES)
+    heap = Heap(memory)
+    nbytes = KEPT_NBYTES // 4
+    offsets = [heap.allocate(nbytes) for _ in range(6)]
+    for offset in offsets:
+        np.ndarray(nbytes, np.uint8, memory.buffer, offset)[::4096] = 7
+    for offset in offsets:
+        heap.free(offset, nbytes)
+    kept = [offset for offset in offsets if memory.buffer[offset] == 7]
+    assert kept == offsets[:4]
+    memory.close()
+
+
+def test_nobody_can_make_it_smaller(memory):
+    import os
+
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 4096)
+
+
+def test_arrays_outlive_the_descriptor():
+    memory = SharedMemory.create(4096)
+    array = np.ndarray(10, np.int64, memory.buffer, 0)
+    memory.close()
+    memory.close()
+    del memory
+    array[:] = 5
+    assert array.sum() == 50
+    assert mmap.PAGESIZE >= 4096
