@@ -315,6 +315,7 @@ class Engine:
             launched={str(reason): count for reason, count in counters.launched.items()},
             contexts=self._capacity.contexts,
             contexts_quarantined=snapshot.contexts_quarantined,
+            worker_deaths=0,
             arenas=self._capacity.arenas,
             arena_waits=counters.arena_waits,
             arena_wait_ns=counters.arena_wait_ns,

@@ -123,6 +123,8 @@ class Statistics:
     contexts: int
     contexts_quarantined: int
     """Contexts taken out of use because their work did not end."""
+    worker_deaths: int
+    """Worker processes that died, with ``isolation="process"``."""
     arenas: int
     arena_waits: int
     """Timed batches that were on the device, copied in, before it was their turn: in their arena, or their

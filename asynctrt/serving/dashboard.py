@@ -106,4 +106,5 @@ def _described(served: ServedModel) -> dict[str, Any]:
         "launched": dict(done.launched),
         "failures": served.failures,
         "contexts_quarantined": done.contexts_quarantined,
+        "worker_deaths": done.worker_deaths,
     }

@@ -8,13 +8,21 @@ from typing import Any, Final, Protocol
 from asynctrt.engine import Engine
 from asynctrt.serving.served import ServedModel
 
-LOST: Final = "its device is lost, which only a new process can recover: restart the server"
+LOST: Final = "nothing can run it any more in this process: restart the server"
 """Why a loaded model is not ready."""
 
 SUSPENDED: Final = "it is suspended"
 """Why a loaded model whose engine the application has suspended is not ready."""
 
-NOT_READY: Final = {"lost": LOST, "suspending": SUSPENDED, "suspended": SUSPENDED}
+RESTARTING: Final = "its worker process died, and another one is starting"
+"""Why a loaded model is not ready for a moment. Requests for it wait."""
+
+NOT_READY: Final = {
+    "lost": LOST,
+    "restarting": RESTARTING,
+    "suspending": SUSPENDED,
+    "suspended": SUSPENDED,
+}
 """The states of an engine in which a loaded model is not ready, and why."""
 
 LOADING: Final = "LOADING"

@@ -477,6 +477,12 @@ def _of_requests() -> Iterator[_Family]:
     )
     yield _value(
         CounterMetricFamily,
+        "asynctrt_worker_deaths",
+        "Worker processes of the model that died; 0 for an engine in the server's own process.",
+        lambda reading: reading.done.worker_deaths,
+    )
+    yield _value(
+        CounterMetricFamily,
         "asynctrt_handover_seconds",
         "Time of answered requests outside queue, copies and compute, in seconds: waiting for a busy device "
         "after launch, and for the event loop to notice the result.",

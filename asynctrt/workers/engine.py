@@ -200,6 +200,7 @@ class IsolatedEngine(Engine):
             joined,
             **own,
             state=self.state,
+            worker_deaths=sum([link.deaths for link in self._front.links]),
             queued_requests=waiting,
             queued_rows=self._front.rows if waiting else 0,
             memory_nbytes=joined.memory_nbytes + self._front.nbytes,

@@ -37,7 +37,7 @@ async def test_a_model_whose_device_is_lost_is_not_ready():
         assert not repository.is_ready
         (entry,) = repository.index()
         assert (entry["state"], entry["reason"]) == ("UNAVAILABLE", LOST)
-        with pytest.raises(ModelNotReadyError, match="only a new process can recover"):
+        with pytest.raises(ModelNotReadyError, match="restart the server"):
             repository.find_ready("model")
         # Who asks for an inference is told by the engine itself.
         with pytest.raises(DeviceLostError):

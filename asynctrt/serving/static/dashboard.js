@@ -363,6 +363,7 @@
     setRows("resources", [
       ["contexts", "Contexts", count(now("contexts"))],
       ["quarantined", "Contexts abandoned", count(model.contexts_quarantined)],
+      ...(model.worker_deaths ? [["deaths", "Workers that died", count(model.worker_deaths)]] : []),
       ["arenas", "Arenas", count(now("arenas"))],
       ["memory", "Memory of slabs and arenas", withUnit(...bytes(now("memory_bytes")))],
     ]);
