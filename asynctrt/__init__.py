@@ -61,8 +61,7 @@ from asynctrt.tensors import InferResult, TensorSpec, Timing
 
 if TYPE_CHECKING:
     from asynctrt.plans.building import build
-
-__version__ = "0.1.0"
+from asynctrt.version import __version__ as __version__
 
 __all__ = [
     "Arenas",

@@ -421,7 +421,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     options of their own are tables of the file, \\[\\[models]], each with a path.
     """
     # They need the extra `serve`, which the other commands do not.
-    from asynctrt.serving import command  # noqa: PLC0415
+    from asynctrt.serving import command, fronts  # noqa: PLC0415
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     path = settings.pop("config", None)
@@ -430,7 +430,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     def say(line: str) -> None:
         err.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    job = command.check if given["check"] else command.serve
+    job = command.check if given["check"] else fronts.serve
     try:
         was_interrupted = _run(lambda: job(config, say))
     except DeviceLostError as error:

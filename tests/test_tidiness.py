@@ -161,6 +161,15 @@ UNTESTED = {
     "loadtest/api.py": "tests/loadtest/test_local.py and test_job.py there try `loadtest.run`",
     "serving/api.py": "tests/serving/test_kserve_http.py and others try its routes through HTTP",
     "serving/command.py": "tests/serving/test_server.py and others try the command as a process",
+    "serving/front.py": "tests/serving/test_fronts.py tries it as a process",
+    **dict.fromkeys(
+        (
+            f"workers/{name}.py"
+            for name in ("child", "engine", "front", "link", "messages", "pool", "process")
+        ),
+        "tests/workers/test_faults.py and others try real processes, tests/serving/test_fronts.py the pool",
+    ),
+    "workers/spawn.py": "the same, and tests/serving/test_fronts.py",
 }
 """Modules that no test names or imports, each with what tries it."""
 
@@ -177,6 +186,7 @@ def test_tests_mirror_the_package():
         "serving",
         "loadtest",
         "simulation",
+        "workers",
     ):
         tests = [path for top in (folder, "contract") for path in (ROOT / "tests" / top).rglob("test_*.py")]
         names = {path.name for path in tests}

@@ -93,6 +93,9 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
     for name in ("tokens_file", "tls_certificate", "tls_key", "access_log"):
         if isinstance(server.get(name), str):
             server[name] = Path(server[name])
+    settings = ServerSettings(**server)
+    if settings.fronts > 1:
+        engine = {"isolation": "process", **engine}
     tables = config.get("models", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise OptionsError("models in a configuration must be [[models]] tables, each with a path")
@@ -102,28 +105,53 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
         raise OptionsError(
             "no model to serve: run asynctrt serve model.onnx, or list [[models]] in --config FILE"
         )
+    if settings.fronts > 1:
+        _check_isolation(models)
     device = both.get("device", "host")
     if not isinstance(device, str):
         raise OptionsError(f"device must be the name of a device, not {device!r}")
-    return ServeConfig(ServerSettings(**server), tuple(models), device)
+    return ServeConfig(settings, tuple(models), device)
 
 
-async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or SIGINT.
+def _check_isolation(models: list[ModelSource]) -> None:
+    """Check that models are in worker processes, as those of several fronts must be.
+
+    :raises OptionsError: for one that is not.
+    """
+    for source in models:
+        if source.settings.get("isolation") != "process":
+            raise OptionsError(
+                f"several fronts share worker processes, and the isolation of {source.path!r} is 'none'. "
+                "Leave it out"
+            )
+
+
+async def serve(
+    config: ServeConfig,
+    say: Callable[[str], None],
+    *,
+    opened: Callable[[Server], None] | None = None,
+    loaded: Callable[[], None] | None = None,
+) -> None:
+    """Serve in this process, until SIGTERM or SIGINT.
 
     :param say: receives progress messages, a line each.
+    :param opened: for one of several fronts: called with the server when it listens.
+    :param loaded: called when the models are loaded and all has been said.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
     :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
     """
     settings = config.settings
     set_up_logging(settings.log_format, settings.log_level)
-    show = _shower(settings, say)
+    show = shower(settings, say)
     shorten_switch_interval()
     add_cwd_to_path()
     repository, folders = config.repository(), config.folders()
     for folder in folders:
         repository.add_place(folder)
-    async with Server(repository, settings) as server:
+    async with Server(repository, settings, is_front=opened is not None) as server:
+        if opened is not None:
+            opened(server)
         # It listens and handles signals before it loads models: health checks then report live, not ready.
         serving = asyncio.create_task(server.serve())
         loading = asyncio.create_task(_load(server, show))
@@ -132,6 +160,8 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
                 loading.result()
+                if loaded is not None:
+                    loaded()
             if settings.watch is not None:
                 watches = [FolderWatch(repository, folder) for folder in folders]
                 tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
@@ -177,7 +207,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     say(f"all is well: {len(names)} model{'s' * (len(names) != 1)} on {config.device}")
 
 
-def _shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[str], None]:
+def shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[str], None]:
     """Return what tells of the command's progress: in the log, if that is for programs."""
     if settings.log_format == "json":
         return lambda line: logger.info("%s", " ".join(line.split()))
@@ -189,7 +219,9 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
     """Load the models, and report the addresses."""
     repository, settings = server.repository, server.settings
     count = len(await repository.look_for_models())
-    say(f"loading {count} model{'s' * (count != 1)}")
+    is_front = settings.fronts > 1
+    if not is_front:
+        say(f"loading {count} model{'s' * (count != 1)}")
     try:
         await repository.load_all()
     except AsynctrtError as error:
@@ -201,6 +233,8 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
     say(f"HTTP, websocket, dashboard  {server.http_url}")
     if server.grpc_target:
         say(f"gRPC                        {server.grpc_target}")
+    if is_front:
+        return  # The parent has the metrics of all fronts, and says what there is to warn of.
     say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
     for warning in warnings_of(settings):
         logger.warning("%s", warning)

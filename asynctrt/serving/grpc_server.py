@@ -87,7 +87,15 @@ class GrpcServer:
     :param certificate: for TLS; each new connection gets what it has then.
     """
 
-    def __init__(self, api: Api, settings: ServerSettings, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self,
+        api: Api,
+        settings: ServerSettings,
+        certificate: Certificate | None = None,
+        *,
+        shares_port: bool = False,
+    ) -> None:
+        self._shares_port = shares_port
         self._api = api
         self._settings = settings
         self._certificate = certificate
@@ -112,7 +120,8 @@ class GrpcServer:
         """
         host, port = self._settings.host, self._settings.grpc_port
         credentials = self._credentials()
-        await _check_address(host, port)
+        if not self._shares_port:
+            await _check_address(host, port)
         server = grpc.aio.server(
             options=self._options(),
             maximum_concurrent_rpcs=self._settings.max_requests + self._settings.max_connections,
@@ -156,8 +165,8 @@ class GrpcServer:
         settings = self._settings
         idle_ms = max(1000, int(settings.idle_timeout * 1000))
         return [
-            # Otherwise a second server could share the port and take half of the connections.
-            ("grpc.so_reuseport", 0),
+            # A second server that shared the port would take half of the connections.
+            ("grpc.so_reuseport", int(self._shares_port)),
             ("grpc.max_receive_message_length", min(settings.max_body, NBYTES_MAX)),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),

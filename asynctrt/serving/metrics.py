@@ -8,7 +8,7 @@ would hold it longer: the loop would wait for the GIL each time that it had let 
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
@@ -43,6 +43,7 @@ try:
         UnknownMetricFamily,
     )
     from prometheus_client.openmetrics import exposition as openmetrics
+    from prometheus_client.parser import text_string_to_metric_families
     from prometheus_client.registry import Collector, CollectorRegistry
     from prometheus_client.samples import Exemplar
 except ImportError as error:
@@ -324,6 +325,28 @@ def _rendered(collector: Collector) -> bytes:
     # The library accepts counters only with _total, which Triton's names lack. Prometheus's format can
     # declare them counters all the same; in OpenMetrics they stay of unknown type.
     return _UNTYPED.sub(rb"\1 counter", exposition.generate_latest(collector))
+
+
+def merged_answer(texts: Mapping[int, bytes]) -> Answer:
+    """Return the metrics of several fronts as one answer: each sample has its front's number as a label.
+
+    Blocks: the library takes some milliseconds for each front.
+
+    :param texts: what :meth:`Metrics.answer` gave for Prometheus, by the number of the front.
+    """
+    families: dict[str, Metric] = {}
+    for number, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            # Triton's counters lack the _total that the library adds to every counter.
+            is_triton = family.name.startswith("nv_") and family.type == "counter"
+            kind = "unknown" if is_triton else family.type
+            kept = families.setdefault(family.name, Metric(family.name, family.documentation, kind))
+            for sample in family.samples:
+                name = sample.name.removesuffix("_total") if is_triton else sample.name
+                labels = {**sample.labels, "front": str(number)}
+                kept.samples.append(sample._replace(name=name, labels=labels))
+    headers = (("Content-Type", exposition.CONTENT_TYPE_PLAIN_0_0_4), ("Cache-Control", "no-store"))
+    return Answer(200, headers, [_rendered(_Only(list(families.values())))])
 
 
 def _rendered_open(collector: Collector) -> bytes:

@@ -51,11 +51,22 @@ class Server:
 
     :param repository: the models; the server closes those that it loaded.
     :param settings: ports, limits and times.
+    :param is_front: whether it is one of several processes that share its ports.
+    :raises UsageError: for several fronts, which only ``asynctrt serve`` can start.
     """
 
-    def __init__(self, repository: Repository, settings: ServerSettings | None = None) -> None:
+    def __init__(
+        self, repository: Repository, settings: ServerSettings | None = None, *, is_front: bool = False
+    ) -> None:
         self.repository = repository
         self.settings = settings or ServerSettings()
+        self._is_front = is_front
+        if self.settings.fronts > 1 and not is_front:
+            raise UsageError(
+                f"fronts is {self.settings.fronts}, and a server in this process is one. Run asynctrt serve "
+                "--fronts for several processes, or leave it out"
+            )
+        self._metrics: Metrics | None = None
         if self.settings.gpu_memory is not None:
             limit_gpu_memory(self.settings.gpu_memory)
         self._certificate: Certificate | None = None
@@ -131,7 +142,7 @@ class Server:
             self._hub = Hub(self.api, upgrade, self._log)
             sampler = Sampler(self.repository, connections=self._connections, in_flight=self._in_flight)
             self._stalls = Stalls(int(settings.max_pause * 1e9))
-            metrics = Metrics(
+            metrics = self._metrics = Metrics(
                 self.repository,
                 connections=self._connections,
                 in_flight=self._in_flight,
@@ -152,7 +163,7 @@ class Server:
                 self._metrics_hub = Hub(metrics_alone(metrics, settings))
                 await self._listen(self._metrics_hub, settings.metrics_port)
             if settings.grpc:
-                self._grpc = GrpcServer(self.api, settings, self._certificate)
+                self._grpc = GrpcServer(self.api, settings, self._certificate, shares_port=self._is_front)
                 self._grpc_port = await self._grpc.start()
             self._sampling = asyncio.create_task(self._sample(sampler))
         except BaseException:
@@ -207,6 +218,17 @@ class Server:
         """Stop at once: requests that are still being answered are abandoned."""
         self._hurry.set()
 
+    def end(self) -> None:
+        """Make :meth:`serve` stop at once, as a second signal does."""
+        self.hurry()
+        self._asked.set()
+
+    async def metrics_text(self) -> bytes:
+        """Return the metrics in Prometheus's format; nothing before the server has started."""
+        if self._metrics is None:
+            return b""
+        return b"".join((await self._metrics.answer({})).body)
+
     async def wait_stopped(self) -> None:
         """Wait until the server has stopped."""
         await self._stopped.wait()
@@ -246,7 +268,12 @@ class Server:
         host = self.settings.host
         try:
             listener = await hub.loop.create_server(
-                hub, host, port, backlog=BACKLOG, start_serving=tls is None
+                hub,
+                host,
+                port,
+                backlog=BACKLOG,
+                start_serving=tls is None,
+                reuse_port=self._is_front,
             )
         except OSError as error:
             fix = "Choose another port; 0 picks a free one"
@@ -285,8 +312,7 @@ class Server:
         if lost and settings.on_device_lost == "exit" and not self.lost:
             self.lost = tuple(lost)
             logger.critical("stopping, as nothing can run %s any more in this process", ", ".join(lost))
-            self.hurry()
-            self._asked.set()
+            self.end()
 
     async def _stop(self) -> None:
         hurry = asyncio.create_task(self._hurry.wait())

@@ -61,6 +61,14 @@ class ServerSettings:
         doc="A port that serves only ``/metrics``, without a token. Triton's is 8002. Default: none.",
     )
 
+    fronts: int = setting(
+        default=1,
+        check=count(1),
+        doc="""Server processes that share the ports, each with an event loop of its own, for more requests
+        than one core can read and write. Models run in worker processes, which all fronts share. Limits
+        and the dashboard are each front's own; metrics of all are at ``metrics_port``. Linux only.""",
+    )
+
     tokens: tuple[str, ...] = setting(
         default=(),
         check=WORDS,
@@ -257,3 +265,10 @@ class ServerSettings:
         validate(self)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise OptionsError("tls_certificate and tls_key go together: give both or neither")
+        if self.fronts > 1:
+            for name in ("model_control", "watch", "gpu_memory"):
+                if getattr(self, name):
+                    raise OptionsError(
+                        f"{name} is for a server of one process, and fronts is {self.fronts}. Leave one of "
+                        "them out"
+                    )

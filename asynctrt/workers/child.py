@@ -31,6 +31,7 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult
+from asynctrt.version import __version__
 from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layout, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import (
@@ -38,6 +39,7 @@ from asynctrt.workers.messages import (
     Close,
     Counts,
     Description,
+    Detach,
     Failed,
     Kind,
     Lost,
@@ -86,6 +88,7 @@ class Attached:
         lose: Callable[[DeviceLostError], NoReturn],
     ) -> None:
         heap, rings, own, front = fds
+        self._eventfds = [own, front]
         self._loop = loop
         self._engine = engine
         self._lose = lose
@@ -100,6 +103,8 @@ class Attached:
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
         self._publishes = False
+        self._is_closed = False
+        self.number = message.number
         loop.add_reader(own, self._woken)
         self._look()
 
@@ -107,12 +112,24 @@ class Attached:
         """Show the front that the event loop runs."""
         self._receiver.beat(now_ns)
 
+    def close(self) -> None:
+        """Give up what the front has asked for, and use nothing of it any more."""
+        self._is_closed = True
+        self._loop.remove_reader(self._receiver.eventfd)
+        for work in list(self._works.values()):
+            if work.future is not None:
+                work.future.cancel()
+        for number in self._eventfds:
+            os.close(number)
+
     def _woken(self) -> None:
         self._receiver.wake()
         self._look()
 
     def _look(self) -> None:
         """Take what there is; then sleep, or let the loop run before looking again."""
+        if self._is_closed:
+            return
         for kind, _, number, id_, time_ns, block, rows, *_ in self._receiver.take():
             if kind == Kind.SUBMIT:
                 self._submit(id_, block, rows, number, time_ns)
@@ -161,6 +178,10 @@ class Attached:
 
     def _done(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
         work.future = None
+        if self._is_closed:
+            if not future.cancelled():
+                future.exception()  # Looked at here, as nobody else does.
+            return
         if future.cancelled():
             self._gone(work)
             return
@@ -241,6 +262,8 @@ class Attached:
     def publish(self) -> None:
         """Show the front the answers that there are."""
         self._publishes = False
+        if self._is_closed:
+            return
         self._sender.publish()
 
 
@@ -262,6 +285,10 @@ class Worker:
         """Do what a front says."""
         if isinstance(message, Attach):
             self._attached.append(Attached(self._loop, self._engine, message, fds, self.lose))
+        elif isinstance(message, Detach):
+            for attached in [one for one in self._attached if one.number == message.number]:
+                self._attached.remove(attached)
+                attached.close()
         elif isinstance(message, Close):
             self.closing.set()
 
@@ -382,6 +409,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
+    if sys.argv[2] != __version__:
+        # The package was exchanged under a running front, which would not understand this one.
+        sys.exit(f"asynctrt {__version__} is installed now, and the front runs {sys.argv[2]}: start it again")
     end = socket.socket(fileno=int(sys.argv[1]))
     start, _ = receive(end)
     if start is None:

@@ -26,6 +26,7 @@ from asynctrt.workers.front import Front
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
+from asynctrt.workers.spawn import SPAWNER, OwnWorkers
 
 SHARE_OF_MEMORY: Final = 0.5
 """Of the machine's memory, what a front's shared memory may grow to. Only what is used is taken."""
@@ -239,7 +240,8 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     memory = SharedMemory.create(
         int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY)
     )
-    links = [Link(loop, model, device, own, memory) for device in devices]
+    spawner = SPAWNER.get() or OwnWorkers()
+    links = [Link(loop, model, device, own, memory, spawner) for device in devices]
     try:
         for link in links:
             link.start()

@@ -23,7 +23,6 @@ class Group:
         "block",
         "deadline_ns",
         "deaths",
-        "is_parted",
         "key",
         "large",
         "layout",
@@ -52,8 +51,6 @@ class Group:
         self.number = 0
         self.deaths = 0
         """Workers that died while it was in a batch."""
-        self.is_parted = False
-        """Whether it is part of a group that failed."""
 
     def __repr__(self) -> str:
         return f"<Group {self.number} requests={len(self.requests)} rows={self.rows} deaths={self.deaths}>"
@@ -112,7 +109,6 @@ class Group:
         starts = dict(zip(map(id, self.requests), starts_of(self.requests), strict=True))
         whole = self.layout.inputs(memory, self.block, self.rows)
         for part in made:
-            part.is_parted = True
             part.deaths = self.deaths
             views = part.layout.inputs(memory, part.block, part.rows)
             at = 0

@@ -19,8 +19,8 @@ from asynctrt.statistics import Statistics
 from asynctrt.workers.groups import Group
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Close, Counts, Description, Failed, Kind, Lost, Ready
-from asynctrt.workers.process import WorkerProcess
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
+from asynctrt.workers.spawn import Spawner, Worker
 
 GROUPS_MAX: Final = 8192
 """Groups that one worker has at the most; further ones are held by the front."""
@@ -85,7 +85,9 @@ class Candidate:
     """A process, from its start on: it becomes the link's worker when it is ready and needed."""
 
     def __init__(self) -> None:
-        self.process: WorkerProcess | None = None
+        self.process: Worker | None = None
+        self.is_alone = False
+        """Whether no other front has it, for the suspects of this one."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
         self.error: Exception | None = None
@@ -97,6 +99,7 @@ class Link:
 
     :param model: as :func:`asynctrt.open` takes it: a path, or ``module:attribute``.
     :param memory: the heap of the front.
+    :param spawner: gives it workers.
     """
 
     def __init__(
@@ -106,12 +109,14 @@ class Link:
         device: str,
         options: Options,
         memory: SharedMemory,
+        spawner: Spawner,
     ) -> None:
         self._loop = loop
         self._model = model
         self.device = device
         self._options = options
         self._memory = memory
+        self._spawner = spawner
         self.owner: Owner | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
@@ -237,7 +242,7 @@ class Link:
                 logger.error("%r does not end, although it was killed", process)
         self._detach()
 
-    async def _all_ended(self, processes: list[WorkerProcess], timeout_s: float) -> None:
+    async def _all_ended(self, processes: list[Worker], timeout_s: float) -> None:
         end_s = self._loop.time() + timeout_s
         while any(not process.how_it_ended for process in processes):
             left_s = end_s - self._loop.time()
@@ -263,12 +268,13 @@ class Link:
         if pause_s:
             await asyncio.sleep(pause_s)
         try:
-            candidate.process = await WorkerProcess.start(
+            candidate.process = await self._spawner.start(
                 self._model,
                 self.device,
                 self._options,
                 partial(self._heard, candidate),
                 partial(self._died, candidate),
+                alone=candidate.is_alone,
             )
         except AsynctrtError as error:
             candidate.error = error
@@ -300,7 +306,7 @@ class Link:
         self._sender = Sender(rings, 0, CAPACITY, theirs)
         self._receiver = Receiver(rings, nbytes, CAPACITY, own)
         self._loop.add_reader(own, self._woken)
-        message = Attach(memory.nbytes, rings.nbytes, CAPACITY)
+        message = Attach(memory.nbytes, rings.nbytes, 0, CAPACITY)
         candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
         rings.close()
         self._receiver.sleep()
@@ -311,7 +317,7 @@ class Link:
         self.state = "open"
         if not self.first.done():
             self.first.set_result(candidate.description)
-        if self._options.warm_spare and self._spare is None:
+        if self._options.warm_spare and self._spare is None and not self._spawner.is_shared:
             self._spare = self._new_candidate()
         self._next_part()
         if self.owner is not None:
@@ -372,6 +378,8 @@ class Link:
         if self._worker is None:
             pause_s = PAUSE_S * 2 ** (self._failed_starts - 2) if self._failed_starts > 1 else 0.0
             self._worker = self._new_candidate(pause_s)
+            # In a worker that other fronts have too, their requests would be taken for this one's.
+            self._worker.is_alone = self._spawner.is_shared and bool(self._suspects)
         elif self._worker.description is not None:
             self._attach(self._worker)
         if self.owner is not None:
@@ -402,6 +410,18 @@ class Link:
             for group in part:
                 self.put(group)
             self.publish()
+        worker = self._worker
+        if worker is not None and worker.is_alone and self.state == "open" and not self.groups:
+            self._share_again(worker)
+
+    def _share_again(self, worker: Candidate) -> None:
+        """Let go of a worker that no other front has, now that there are no suspects any more."""
+        assert worker.process is not None
+        worker.process.send(Close())
+        self._detach()
+        self._keep_counts(worker)
+        self.state = "restarting"
+        self._worker = self._new_candidate()
 
     def _lose(self, how: str) -> None:
         """Give up: no worker stays alive."""
@@ -438,7 +458,7 @@ class Link:
         self._look_at_answers()
         if self._receiver is not None and not self._receiver.sleep():
             self._loop.call_soon(self._answers)
-        if self._suspects and not self._tried:
+        if not self._tried:
             self._next_part()
         if self.owner is not None:
             self.owner.tell_if_idle()

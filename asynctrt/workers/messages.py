@@ -107,13 +107,66 @@ class Attach:
 
     heap_nbytes: int
     rings_nbytes: int
+    number: int
+    """By which it is detached; 0 for a front that has the worker to itself."""
     capacity: int
     """Entries of each of the two rings: first the worker's, then the front's."""
 
 
 @dataclass(frozen=True, slots=True)
+class Detach:
+    """To a worker: a front is gone, or wants nothing more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
-    """To a worker: close the engine, and end."""
+    """To a worker: close the engine, and end. From one of several fronts: it wants nothing more."""
+
+
+# Between the fronts of a server and their parent, which has the workers. A ticket is a front's word for one.
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """From a front: a worker with this engine."""
+
+    model: str
+    device: str
+    options: Options
+    alone: bool
+    """Whether no other front may have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """From a front: the worker hangs."""
+
+
+@dataclass(frozen=True, slots=True)
+class To:
+    """From a front: something for a worker."""
+
+    ticket: int
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """To a front: what a worker said."""
+
+    ticket: int
+    pid: int
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """To a front: the worker has ended, or has let go of the front."""
+
+    ticket: int
+    how: str
 
 
 def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int = 0) -> None:

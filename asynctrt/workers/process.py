@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from asynctrt.errors import DeviceUnavailableError
 from asynctrt.loops import in_thread
 from asynctrt.options import Options
+from asynctrt.version import __version__
 from asynctrt.workers.messages import Record, Start, channel, receive, send
 
-START_METHOD: Final = ("-m", "asynctrt.workers.child")
 logger = logging.getLogger("asynctrt")
 
 
@@ -126,7 +126,7 @@ class WorkerProcess:
 
 def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
     number = its.fileno()
-    command = [sys.executable, *START_METHOD, str(number)]
+    command = [sys.executable, "-m", "asynctrt.workers.child", str(number), __version__]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])  # noqa: S603  (itself)
 
 

@@ -1,8 +1,8 @@
 """What does an engine in a worker process cost, and what happens when its workers are killed?
 
-Three parts (``--only``): `cost`, the same callers in process and with a worker, in turn; `kills`, requests
+Four parts (``--only``): `cost`, the same callers in process and with a worker, in turn; `kills`, requests
 whose every answer is checked while workers are killed by SIGKILL, with and without a spare; `restarts`, what
-is left behind after many. CPU time is that of all processes.
+is left behind after many; `fronts`, a server with one and with several. CPU time is that of all processes.
 """
 
 import asyncio
@@ -23,6 +23,8 @@ from rich.progress import Progress
 import asynctrt
 from tests.benchmarks.common import arguments, console, in_turn, median, save, show, spread
 from tests.benchmarks.mlp import mlp_onnx
+from tests.benchmarks.serving import INFER, load, process, wait_until_ready
+from tests.helpers import free_port
 
 NOOP = "tests.benchmarks.serving:noop"
 LOADS = (("no-op", 16), ("MLP", 512), ("large", 150_528))
@@ -285,7 +287,47 @@ def restarts(options, _mlp):
     return result
 
 
-PARTS = {"cost": cost, "kills": kills, "restarts": restarts}
+def fronts(options, mlp):
+    """Measure a server in one process, with a worker, and with several fronts."""
+    kinds = {"one process": (), "a worker": ("--isolation=process",)}
+    kinds |= {f"{count} fronts": (f"--fronts={count}",) for count in range(2, options.fronts + 1)}
+    with ExitStack() as stack:
+        runs = {}
+        for kind, flags in kinds.items():
+            http, rpc = free_port(), free_port()
+            server = stack.enter_context(
+                process(
+                    *("asynctrt", "serve", "tests.benchmarks.serving:noop", f"mlp={mlp}", *flags),
+                    *(f"--http-port={http}", f"--grpc-port={rpc}"),
+                )
+            )
+            wait_until_ready(f"http://127.0.0.1:{http}")
+            for model, dim in (("noop", 16), ("mlp", 512)):
+                url = f"http://127.0.0.1:{http}" + INFER.format(model)
+                runs[f"{model}, {kind}"] = lambda server=server, url=url, dim=dim: load(
+                    server, url, options.seconds, connections=256, dim=dim
+                )
+        results = in_turn(runs, options.repeats, "fronts")
+    show(
+        "HTTP, 256 connections",
+        ("", "requests/s", "least to most", "server CPU µs", "p50 ms", "p99 ms"),
+        [
+            (
+                name,
+                f"{median(found, 'requests_per_s'):,.0f}",
+                spread(found, "requests_per_s"),
+                f"{median(found, 'server_cpu_us'):.1f}",
+                f"{median(found, 'p50_us') / 1e3:.1f}",
+                f"{median(found, 'p99_us') / 1e3:.1f}",
+            )
+            for name, found in results.items()
+        ],
+        f"medians of {options.repeats} runs of {options.seconds:g} s in turn; the client has the same cores;",
+    )
+    return results
+
+
+PARTS = {"cost": cost, "kills": kills, "restarts": restarts, "fronts": fronts}
 
 
 def main():
@@ -297,6 +339,7 @@ def main():
         requests=100_000,
         every=2.0,
         restarts=1000,
+        fronts=2,
         only="",
     )
     logging.getLogger("asynctrt").setLevel(logging.CRITICAL)  # Each death is an error there.

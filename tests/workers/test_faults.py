@@ -192,26 +192,32 @@ async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed(
         random = np.random.default_rng(5)
         told = {}
 
+        kills = 0
+
         async def caller(number):
-            for turn in range(150):
-                first = 1 + number * 1000 + turn
+            turn = 0
+            while kills < 6:
+                turn += 1
+                first = 1 + number * 100_000 + turn
                 answer = await engine.infer(rows(first))
                 assert first not in told
                 told[first] = answer["y"][0, 0]
 
         async def killer():
+            nonlocal kills
             while True:
                 await asyncio.sleep(random.uniform(0.05, 0.4))
                 pid = engine.workers[random.integers(2)].pid
                 if pid is not None:
                     os.kill(pid, signal.SIGKILL)
+                    kills += 1
 
         killing = asyncio.create_task(killer())
         await asyncio.gather(*[caller(number) for number in range(32)])
         killing.cancel()
         assert all(value == np.float32(2 * first) for first, value in told.items())
-        assert len(told) == 32 * 150
-        assert sum(worker.deaths for worker in engine.workers) > 0
+        assert len(told) >= 32
+        await until(lambda: sum(worker.deaths for worker in engine.workers) >= 3)
 
 
 PARENT = f"""

@@ -1,0 +1,362 @@
+"""``asynctrt serve --fronts N``: several server processes on one port, and the workers that they share.
+
+This is their parent. It listens nowhere but at the port for metrics: it starts fronts and workers, starts
+again what has died, and hands on signals. :mod:`asynctrt.serving.front` is a front.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from asynctrt import clock
+from asynctrt.errors import AsynctrtError, UsageError
+from asynctrt.loops import in_thread
+from asynctrt.serving import command
+from asynctrt.serving.api import Answer, Headers, Page
+from asynctrt.serving.command import ServeConfig
+from asynctrt.serving.grpc_server import reason_of
+from asynctrt.serving.http import Hub
+from asynctrt.serving.metrics import merged_answer
+from asynctrt.serving.monitoring import PagesAlone
+from asynctrt.serving.server_log import set_up_logging
+from asynctrt.version import __version__
+from asynctrt.workers.messages import To, channel, receive, send
+from asynctrt.workers.pool import WorkerPool
+
+PAUSE_S: Final = 0.2
+"""The pause before a front that died is started again; it doubles with each that dies soon after."""
+PAUSE_S_MAX: Final = 5.0
+SOON_NS: Final = 30_000_000_000
+SPARE_S: Final = 5.0
+"""How much longer than their drain_timeout fronts may take to stop."""
+SCRAPE_S: Final = 5.0
+"""How long a front may take to tell its metrics."""
+LENGTH: Final = 8
+
+logger = logging.getLogger("asynctrt.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """To a new front: what to serve."""
+
+    config: ServeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """From a front: it answers, and its models are ready."""
+
+    lines: tuple[str, ...]
+    """What there is to tell about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """From a front: why it cannot serve."""
+
+    error: AsynctrtError
+
+
+class Front:
+    """One front, over all the processes that it has had."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: subprocess.Popen[bytes] | None = None
+        self.end: socket.socket | None = None
+        self.pidfd = -1
+        self.started_ns = 0
+        self.pause_s = PAUSE_S
+        self.error: AsynctrtError | None = None
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self.scraping = asyncio.Lock()
+
+
+class Fronts:
+    """The fronts of a server, and the pool of workers behind them.
+
+    :param config: with the ports that were reserved.
+    :param say: receives progress, a line each.
+    """
+
+    def __init__(self, config: ServeConfig, say: Callable[[str], None]) -> None:
+        self._config = config
+        self._say = say
+        self._loop = asyncio.get_running_loop()
+        self._pool = WorkerPool(self._loop)
+        self._fronts = [Front(number) for number in range(config.settings.fronts)]
+        self._ready: set[int] = set()
+        self._told: dict[int, tuple[str, ...]] = {}
+        self._was_ready = False
+        self._changed = asyncio.Event()
+        self._asked = False
+        self._restarts: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Fronts {len(self._ready)} of {len(self._fronts)} ready>"
+
+    async def run(self, more: Sequence[str], warnings: Sequence[str]) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        :param more: lines to say once all fronts are ready; likewise ``warnings``, to log.
+        :raises AsynctrtError: what a front says if it cannot serve.
+        """
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for number in signals:
+            self._loop.add_signal_handler(number, partial(self._stop, number))
+        self._loop.add_signal_handler(signal.SIGHUP, partial(self._signal_all, signal.SIGHUP))
+        try:
+            for front in self._fronts:
+                await self._start(front)
+            await self._until(lambda: self._asked or len(self._ready) == len(self._fronts) or self._error)
+            if not self._asked and self._error is None:
+                self._was_ready = True
+                for line in (*self._told[0], *more):
+                    self._say(line)
+                for warning in warnings:
+                    logger.warning("%s", warning)
+            await self._until(lambda: self._asked or (self._error is not None and not self._was_ready))
+            error = None if self._asked else self._error
+            await self._end()
+            if error is not None:
+                raise error
+        finally:
+            for number in (*signals, signal.SIGHUP):
+                self._loop.remove_signal_handler(number)
+            for front in self._fronts:
+                if front.process is not None and front.process.poll() is None:
+                    front.process.kill()
+
+    async def metrics(self, _headers: Headers) -> Answer:
+        """Return the metrics of all fronts, each with its number as a label."""
+        texts = await asyncio.gather(*[self._scrape(front) for front in self._fronts])
+        known = {front.number: text for front, text in zip(self._fronts, texts, strict=True) if text}
+        return await asyncio.to_thread(merged_answer, known)
+
+    @property
+    def _error(self) -> AsynctrtError | None:
+        return next((front.error for front in self._fronts if front.error is not None), None)
+
+    async def _until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _start(self, front: Front) -> None:
+        own, its = channel()
+        metrics, its_metrics = socket.socketpair()
+        try:
+            front.process = await in_thread(partial(_spawn, its.fileno(), its_metrics.fileno()))
+        except OSError as error:
+            own.close()
+            metrics.close()
+            raise UsageError(f"a front could not be started: {error.strerror}") from error
+        finally:
+            its.close()
+            its_metrics.close()
+        front.error = None
+        front.started_ns = clock.now_ns()
+        front.end = own
+        front.pidfd = os.pidfd_open(front.process.pid)
+        settings = self._config.settings
+        if settings.access_log is not None:
+            # Two processes that write to one file tear each other's lines.
+            log = settings.access_log.with_name(f"{settings.access_log.name}.{front.number}")
+            settings = replace(settings, access_log=log)
+        send(own, Begin(replace(self._config, settings=settings)))
+        own.settimeout(0)
+        front.streams = await asyncio.open_connection(sock=metrics)
+        self._pool.add(front.number, own)
+        self._loop.add_reader(own.fileno(), self._readable, front)
+        self._loop.add_reader(front.pidfd, self._ended, front)
+
+    def _readable(self, front: Front) -> None:
+        assert front.end is not None
+        while True:
+            try:
+                message, fds = receive(front.end)
+            except BlockingIOError:
+                return
+            if message is None:
+                self._loop.remove_reader(front.end.fileno())
+                return
+            if isinstance(message, To):
+                self._pool.hear(front.number, message, fds)
+            elif isinstance(message, Serving):
+                self._ready.add(front.number)
+                self._told.setdefault(front.number, message.lines)
+                self._changed.set()
+            elif isinstance(message, Refused):
+                front.error = message.error
+
+    def _ended(self, front: Front) -> None:
+        """Take back what a front had that has ended, and start another one, unless it was to end."""
+        assert front.process is not None
+        assert front.end is not None
+        status = front.process.poll()
+        if status is None:
+            return
+        self._readable(front)
+        self._loop.remove_reader(front.pidfd)
+        self._loop.remove_reader(front.end.fileno())
+        os.close(front.pidfd)
+        self._pool.remove(front.number)
+        front.end.close()
+        if front.streams is not None:
+            front.streams[1].close()
+            front.streams = None
+        self._ready.discard(front.number)
+        front.process = None
+        self._changed.set()
+        if self._asked:
+            return
+        how = f"ended with status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+        if not self._was_ready:
+            front.error = front.error or UsageError(f"a front {how} before it could serve: see its messages")
+            return
+        logger.error("front %d %s; another one takes its place", front.number, how)
+        lived_ns = clock.now_ns() - front.started_ns
+        front.pause_s = PAUSE_S if lived_ns > SOON_NS else min(2 * front.pause_s, PAUSE_S_MAX)
+        task = self._loop.create_task(self._start_again(front))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _start_again(self, front: Front) -> None:
+        await asyncio.sleep(front.pause_s)
+        await self._start(front)
+
+    def _stop(self, number: int) -> None:
+        logger.info("%s: stopping", signal.Signals(number).name)
+        self._asked = True
+        self._signal_all(signal.SIGTERM)
+        self._changed.set()
+
+    def _signal_all(self, number: int) -> None:
+        for front in self._fronts:
+            if front.process is not None and front.process.poll() is None:
+                os.kill(front.process.pid, number)
+
+    async def _end(self) -> None:
+        """Stop all fronts, then all workers."""
+        for task in self._restarts:
+            task.cancel()
+        if not self._asked:
+            self._asked = True
+            self._signal_all(signal.SIGTERM)
+        settings = self._config.settings
+        try:
+            async with asyncio.timeout(settings.drain_delay + settings.drain_timeout + SPARE_S):
+                await self._until(lambda: all(front.process is None for front in self._fronts))
+        except TimeoutError:
+            logger.warning("%r: fronts that do not stop are ended", self)
+            self._signal_all(signal.SIGKILL)
+            await self._until(lambda: all(front.process is None for front in self._fronts))
+        await self._pool.aclose(SPARE_S)
+
+    async def _scrape(self, front: Front) -> bytes:
+        """Return the metrics of a front; nothing if it does not answer."""
+        if front.streams is None or front.number not in self._ready:
+            return b""
+        reader, writer = front.streams
+        try:
+            async with front.scraping, asyncio.timeout(SCRAPE_S):
+                writer.write(b"\n")
+                return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH)))
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            front.streams = None  # What comes late would be taken for the next answer.
+            writer.close()
+            return b""
+
+
+def _spawn(*fds: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "asynctrt.serving.front", *map(str, fds), __version__]
+    # A session of its own: Ctrl-C in a terminal is the parent's to hand on.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)  # noqa: S603
+
+
+async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, in this process or with several fronts.
+
+    :param say: receives progress messages, a line each.
+    :raises AsynctrtError: if it cannot listen on a port or load a model.
+    """
+    if config.settings.fronts == 1:
+        await command.serve(config, say)
+        return
+    settings = config.settings
+    set_up_logging(settings.log_format, settings.log_level)
+    await _serve(config, command.shower(settings, say))
+
+
+async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
+    settings = config.settings
+    with ExitStack() as stack:
+        http_port = _reserve(stack, settings.host, settings.http_port)
+        grpc_port = _reserve(stack, settings.host, settings.grpc_port) if settings.grpc else 0
+        own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
+        fronts = Fronts(replace(config, settings=own), say)
+        listener = None
+        if settings.metrics_port is not None:
+            pages = PagesAlone({"/metrics": Page(fronts.metrics, is_open=True)}, replace(settings, tokens=()))
+            hub = Hub(pages)
+            try:
+                listener = await hub.loop.create_server(hub, settings.host, settings.metrics_port)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot listen on {settings.host} port {settings.metrics_port}: {reason_of(error)}. "
+                    "Choose another port; 0 picks a free one"
+                ) from error
+        try:
+            say(f"starting {settings.fronts} fronts")
+            more = ["metrics                     of one front at a time: --metrics-port has those of all"]
+            if listener is not None:
+                port = listener.sockets[0].getsockname()[1]
+                more = [f"metrics                     http://{settings.host}:{port}/metrics"]
+            await fronts.run(more, command.warnings_of(settings))
+        finally:
+            if listener is not None:
+                listener.close()
+                hub.close()
+    say("stopped")
+
+
+def _reserve(stack: ExitStack, host: str, port: int) -> int:
+    """Return a port that fronts may share, and that nobody else listens on.
+
+    :raises UsageError: if it cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        # Without SO_REUSEPORT first: another server's fronts would share the port with these.
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            port = int(probe.getsockname()[1])
+        kept = stack.enter_context(socket.socket(family))
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        kept.bind((host, port))
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {host} port {port}: {reason_of(error)}. Choose another port; 0 picks a "
+            "free one"
+        ) from error
+    return port
+
+
+async def answer_scrapes(end: socket.socket, text: Callable[[], Awaitable[bytes]]) -> None:
+    """Tell the parent the metrics of a front, as often as it asks."""
+    reader, writer = await asyncio.open_connection(sock=end)
+    while await reader.read(1):
+        said = await text()
+        writer.write(len(said).to_bytes(LENGTH) + said)
+        await writer.drain()

@@ -1,0 +1,268 @@
+"""The workers of a server with several fronts: its parent process has them, and passes messages on.
+
+The parent has no rows: a front and a worker share memory of their own, which the parent only hands over.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import pickle
+import socket
+from functools import partial
+from typing import Any, Final
+
+from asynctrt.errors import AsynctrtError
+from asynctrt.workers.messages import (
+    Attach,
+    Close,
+    Counts,
+    Detach,
+    Failed,
+    From,
+    Gone,
+    Kill,
+    Lost,
+    Ready,
+    To,
+    Want,
+    send,
+)
+from asynctrt.workers.process import WorkerProcess
+
+CLOSED: Final = "was closed"
+logger = logging.getLogger("asynctrt")
+
+
+class Member:
+    """A front, as the pool has it.
+
+    :param end: the socket to it.
+    """
+
+    def __init__(self, number: int, end: socket.socket) -> None:
+        self.number = number
+        self.end = end
+        self.uses: dict[int, Use] = {}
+        """The workers that it has, by its tickets."""
+
+    def tell(self, message: Any) -> None:
+        """Send it a message; nothing if it is gone, or reads nothing."""
+        try:
+            send(self.end, message, flags=socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            is_news = not isinstance(message, From) or not isinstance(message.message, Counts)
+            logger.log(
+                logging.ERROR if is_news else logging.DEBUG,
+                "front %d does not read what it is told: %r",
+                *(self.number, message),
+            )
+        except OSError:
+            return  # It has died, which is seen next.
+
+
+class Use:
+    """A worker that a front has.
+
+    :param number: which no other use has, of any worker.
+    """
+
+    def __init__(self, number: int, member: Member, ticket: int, worker: "Pooled") -> None:
+        self.number = number
+        self.member = member
+        self.ticket = ticket
+        self.worker = worker
+
+    def tell(self, message: Any) -> None:
+        """Tell the front what the worker said."""
+        assert self.worker.process is not None
+        self.member.tell(From(self.ticket, self.worker.process.pid, message))
+
+
+class Pooled:
+    """A worker, and the fronts that have it."""
+
+    def __init__(self, key: bytes, *, is_alone: bool) -> None:
+        self.key = key
+        self.is_alone = is_alone
+        self.process: WorkerProcess | None = None
+        self.ready: Ready | None = None
+        self.failed: Failed | None = None
+        """Why it could not open the engine; it is about to end."""
+        self.uses: dict[int, Use] = {}
+        self.is_closing = False
+
+
+class WorkerPool:
+    """Starts workers as fronts want them: one for each engine, and others for suspects."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._members: dict[int, Member] = {}
+        self._shared: dict[bytes, Pooled] = {}
+        self._spares: dict[bytes, Pooled] = {}
+        self._all: set[Pooled] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed: list[asyncio.Future[None]] = []
+        self._last_use = 0
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<WorkerPool workers={len(self._all)} fronts={len(self._members)}>"
+
+    def add(self, number: int, end: socket.socket) -> None:
+        """Listen to a front; its other messages than those for workers are not for the pool."""
+        self._members[number] = Member(number, end)
+
+    def remove(self, number: int) -> None:
+        """Take back what a front had, which is gone."""
+        member = self._members.pop(number)
+        for use in list(member.uses.values()):
+            self._leave(use)
+
+    def hear(self, number: int, message: To, fds: list[int]) -> None:
+        """Do what a front wants, or pass it on."""
+        member = self._members[number]
+        ticket, said = message.ticket, message.message
+        if isinstance(said, Want):
+            self._want(member, ticket, said)
+            return
+        use = member.uses.get(ticket)
+        if use is None:
+            pass  # It has ended meanwhile, and the front is told so.
+        elif isinstance(said, Close):
+            self._leave(use)
+        elif isinstance(said, Kill) and use.worker.process is not None:
+            use.worker.process.kill()
+        elif isinstance(said, Attach) and use.worker.process is not None:
+            use.worker.process.send(dataclasses.replace(said, number=use.number), fds)
+        for fd in fds:
+            os.close(fd)  # The worker has its own now.
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Close all workers, by force if that takes longer."""
+        self._is_closed = True
+        for worker in self._all:
+            self._close(worker)
+        try:
+            await self._all_ended(timeout_s)
+        finally:
+            for worker in self._all:
+                if worker.process is not None:
+                    worker.process.kill()
+        await self._all_ended(timeout_s)
+
+    async def _all_ended(self, timeout_s: float) -> None:
+        end_s = self._loop.time() + timeout_s
+        while self._all and (left_s := end_s - self._loop.time()) > 0:
+            change: asyncio.Future[None] = self._loop.create_future()
+            self._changed.append(change)
+            await asyncio.wait([change], timeout=left_s)
+
+    def _want(self, member: Member, ticket: int, want: Want) -> None:
+        key = pickle.dumps((want.model, want.device, want.options))
+        worker = None if want.alone else self._shared.get(key)
+        if worker is None:
+            worker = self._spares.pop(key, None)
+            if worker is None:
+                worker = self._start(key, want, is_alone=want.alone)
+            worker.is_alone = want.alone
+            if not want.alone:
+                self._shared[key] = worker
+        self._last_use += 1
+        use = Use(self._last_use, member, ticket, worker)
+        worker.uses[use.number] = member.uses[ticket] = use
+        if worker.ready is not None:
+            _tell_ready(use, worker.ready)
+        elif worker.failed is not None:
+            use.tell(worker.failed)
+
+    def _start(self, key: bytes, want: Want, *, is_alone: bool) -> Pooled:
+        worker = Pooled(key, is_alone=is_alone)
+        self._all.add(worker)
+        task = self._loop.create_task(self._started(worker, want))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return worker
+
+    async def _started(self, worker: Pooled, want: Want) -> None:
+        try:
+            worker.process = await WorkerProcess.start(
+                want.model,
+                want.device,
+                want.options,
+                partial(self._heard, worker, want),
+                partial(self._died, worker),
+            )
+        except AsynctrtError as error:
+            self._died(worker, f"was not started: {error}")
+            return
+        if self._is_closed or worker.is_closing:
+            worker.process.kill()
+
+    def _heard(self, worker: Pooled, want: Want, message: Any) -> None:
+        assert worker.process is not None
+        if isinstance(message, Ready):
+            worker.ready = message
+            for use in worker.uses.values():
+                _tell_ready(use, message)
+            has_spare = worker.key in self._spares
+            if want.options.warm_spare and not worker.is_alone and worker.uses and not has_spare:
+                self._spares[worker.key] = self._start(worker.key, want, is_alone=False)
+        elif isinstance(message, Counts):
+            # One front tells of batches, so that the sum over all fronts is right.
+            for use in list(worker.uses.values())[:1]:
+                use.tell(message)
+        elif isinstance(message, Failed | Lost):
+            if isinstance(message, Failed):
+                worker.failed = message
+            for use in worker.uses.values():
+                use.tell(message)
+
+    def _leave(self, use: Use) -> None:
+        """Let a front go from a worker, which ends with the last one."""
+        worker = use.worker
+        del use.member.uses[use.ticket], worker.uses[use.number]
+        if worker.process is not None and worker.ready is not None:
+            worker.process.send(Detach(use.number))
+        use.member.tell(Gone(use.ticket, CLOSED))
+        if not worker.uses:
+            self._close(worker)
+
+    def _close(self, worker: Pooled) -> None:
+        """Close a worker that nobody has."""
+        worker.is_closing = True
+        if self._shared.get(worker.key) is worker:
+            del self._shared[worker.key]
+            spare = self._spares.pop(worker.key, None)
+            if spare is not None:
+                self._close(spare)
+        if worker.process is None:
+            return  # It is ended as soon as it has been started.
+        if worker.ready is None:
+            worker.process.kill()
+        else:
+            worker.process.send(Close())
+
+    def _died(self, worker: Pooled, how: str) -> None:
+        self._all.discard(worker)
+        if self._shared.get(worker.key) is worker:
+            # The next front that wants one gets the spare, if there is one.
+            del self._shared[worker.key]
+        if self._spares.get(worker.key) is worker:
+            del self._spares[worker.key]
+        for use in worker.uses.values():
+            del use.member.uses[use.ticket]
+            use.member.tell(Gone(use.ticket, how))
+        worker.uses.clear()
+        for change in self._changed:
+            if not change.done():
+                change.set_result(None)
+        self._changed.clear()
+
+
+def _tell_ready(use: Use, ready: Ready) -> None:
+    """Tell a front that a worker is ready; one of them alone counts its contexts and memory."""
+    if next(iter(use.worker.uses)) != use.number:
+        ready = dataclasses.replace(ready, statistics=ready.statistics.without_gauges())
+    use.tell(ready)

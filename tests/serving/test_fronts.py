@@ -1,0 +1,271 @@
+"""``asynctrt serve --fronts``: several processes on one port, with workers in common; any of them may die."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import grpc
+import numpy as np
+import psutil
+import pytest
+from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
+
+from asynctrt.errors import OptionsError, UsageError
+from asynctrt.serving.command import configure
+from asynctrt.serving.metrics import merged_answer
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.server import Server
+from asynctrt.serving.settings import ServerSettings
+from tests.helpers import WAIT_S, free_port, until
+from tests.workers.models import SEGFAULT
+from tests.workers.test_served import body
+
+pytestmark = [pytest.mark.anyio]
+ROOT = Path(__file__).parent.parent.parent
+KIND = "tests.workers.models:kind"
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+
+class Running:
+    """A server in processes of its own."""
+
+    def __init__(self, process, url, metrics, grpc_target):
+        self.process = psutil.Process(process.pid)
+        self.popen = process
+        self.url, self.metrics, self.grpc_target = url, metrics, grpc_target
+
+    def all(self, part):
+        """Return the processes of its fronts (``serving.front``), or of its workers (``workers.child``)."""
+        found = []
+        for child in self.process.children():
+            try:
+                if any(part in word for word in child.cmdline()):
+                    found.append(child)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    @property
+    def fronts(self):
+        return self.all("serving.front")
+
+    @property
+    def workers(self):
+        return self.all("workers.child")
+
+
+def started(command):
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+@asynccontextmanager
+async def running(*flags, model=KIND, fronts=2):
+    ports = [free_port() for _ in range(3)]
+    command = [sys.executable, "-m", "asynctrt", "serve", model, f"--fronts={fronts}", *flags]
+    command += [
+        f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)
+    ]
+    process = await asyncio.to_thread(started, command)
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("metrics"):
+            line = await asyncio.to_thread(process.stderr.readline)
+            assert line, lines
+            lines.append(line)
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        yield Running(process, urls[0], f"{urls[2]}/metrics", f"127.0.0.1:{ports[1]}")
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        rest = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
+        assert "stopped" in rest[1]
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=WAIT_S)
+        assert not alive, (gone, alive)
+
+
+async def asked(url, first):
+    """Ask over a connection of its own, so that any front may get it."""
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/v2/models/kind/infer", json=body(first)) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+async def check(url, firsts):
+    answers = await asyncio.gather(*[asked(url, first) for first in firsts])
+    for first, (status, answer) in zip(firsts, answers, strict=True):
+        assert status == 200, answer
+        assert answer["outputs"][0]["data"] == [2 * first, 2, 4, 6]
+
+
+async def counts(url, name):
+    """Return a metric's samples by front, summed over the other labels."""
+    async with aiohttp.ClientSession() as client, client.get(url) as answer:
+        text = await answer.text()
+    found = {}
+    for line in text.splitlines():
+        if line.startswith(name + "{"):
+            front = re.search(r'front="(\d)"', line)[1]
+            found[front] = found.get(front, 0) + float(line.split()[-1])
+    return found
+
+
+@pytest.mark.tier2
+async def test_fronts_share_a_port_and_a_worker():
+    async with running() as server:
+        assert len(server.fronts) == 2
+        assert len(server.workers) == 1
+        await check(server.url, range(1, 41))
+        by_front = await counts(server.metrics, "nv_inference_request_success")
+        assert sum(by_front.values()) == 40
+        assert min(by_front.values()) > 0, by_front
+        assert sum((await counts(server.metrics, "nv_inference_count")).values()) <= 40
+        contexts = await counts(server.metrics, "asynctrt_contexts")
+        assert min(contexts.values()) == 0, "contexts were counted twice"
+        request = ModelInferRequest(
+            model_name="kind", raw_input_contents=[np.float32([7, 1, 2, 3]).tobytes()]
+        )
+        request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
+        async with grpc.aio.insecure_channel(server.grpc_target) as channel:
+            answer = await channel.unary_unary(METHOD)(request.SerializeToString())
+        outputs = ModelInferResponse.FromString(answer).raw_output_contents
+        assert np.frombuffer(outputs[0], np.float32).tolist() == [14, 2, 4, 6]
+
+
+@pytest.mark.tier2
+async def test_a_worker_dies_and_nobody_notices():
+    async with running("--warm-spare") as server:
+        asking = asyncio.create_task(check(server.url, range(1, 120)))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            worker = server.workers[0]
+            worker.kill()
+            await until(lambda worker=worker: worker.pid not in [one.pid for one in server.workers])
+        await asking
+        await check(server.url, range(1, 20))
+
+
+@pytest.mark.tier2
+async def test_a_front_dies_and_another_takes_its_place():
+    async with running() as server:
+        before = {front.pid for front in server.fronts}
+        server.fronts[0].kill()
+        await until(lambda: len({front.pid for front in server.fronts} - before) == 1)
+        async with asyncio.timeout(WAIT_S):
+            # Connections to the one that died are reset; all others are answered.
+            await check(server.url, range(1, 20))
+            while len(await counts(server.metrics, "asynctrt_contexts")) < 2:
+                await asyncio.sleep(0.05)
+        await check(server.url, range(1, 41))
+        assert len(server.workers) == 1
+
+
+@pytest.mark.tier2
+async def test_a_deadly_request_of_one_front_does_no_harm_to_those_of_others():
+    async with running("--max-rows=8") as server:
+        deadly = [asyncio.create_task(asked(server.url, SEGFAULT)) for _ in range(2)]
+        await asyncio.gather(*[check(server.url, range(start, start + 10)) for start in (1, 20, 40)])
+        for status, answer in await asyncio.gather(*deadly):
+            assert status == 500
+            assert "ended each of the" in answer["error"]
+        await check(server.url, range(1, 20))
+        await until(lambda: len(server.workers) == 1)
+
+
+@pytest.mark.tier2
+async def test_what_is_in_flight_is_answered_when_it_stops():
+    async with running() as server:
+        asking = asyncio.create_task(check(server.url, range(1, 60)))
+        await asyncio.sleep(0.3)
+        server.popen.send_signal(signal.SIGINT)
+        await asking
+        assert await asyncio.to_thread(server.popen.wait, WAIT_S) == 0
+
+
+@pytest.mark.tier2
+async def test_all_end_with_the_parent():
+    command = [sys.executable, "-m", "asynctrt", "serve", KIND, "--fronts=2", "--no-grpc", "--http-port=0"]
+    process = await asyncio.to_thread(started, command)
+    while not (line := await asyncio.to_thread(process.stderr.readline)).startswith("metrics"):
+        assert line
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 3
+    process.kill()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=WAIT_S)
+    assert not alive
+    process.wait()
+    process.stderr.close()
+
+
+@pytest.mark.tier2
+def test_what_a_front_cannot_do_is_said_once():
+    command = [sys.executable, "-m", "asynctrt", "serve", "nothing.onnx", "--fronts=2", "--http-port=0"]
+    done = subprocess.run(
+        [*command, "--grpc-port=0"], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("ModelNotFoundError: there is no file 'nothing.onnx'") == 1
+
+
+def test_a_port_is_not_shared_with_another_server():
+    import socket
+    from contextlib import ExitStack
+
+    from asynctrt.serving.fronts import _reserve
+
+    with socket.socket() as other, ExitStack() as stack:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(UsageError, match="Address already in use"):
+            _reserve(stack, "127.0.0.1", other.getsockname()[1])
+
+
+@pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}, {"gpu_memory": 1 << 30}])
+def test_settings_that_go_with_one_process_alone(settings):
+    with pytest.raises(OptionsError, match="one process"):
+        ServerSettings(fronts=2, **settings)
+
+
+def test_fronts_have_workers():
+    config = configure({"fronts": 2, "models": ["a=a.onnx"]}, {})
+    assert config.models[0].settings["isolation"] == "process"
+    with pytest.raises(OptionsError, match="isolation of 'a.onnx' is 'none'"):
+        configure({"fronts": 2, "models": ["a.onnx"], "isolation": "none"}, {})
+    with pytest.raises(UsageError, match="serve --fronts"):
+        Server(Repository(), ServerSettings(fronts=2))
+
+
+def test_metrics_of_fronts_are_told_apart():
+    one = b"""# HELP nv_inference_count Rows answered.
+# TYPE nv_inference_count counter
+nv_inference_count{model="m",version="1"} 3.0
+# HELP asynctrt_requests_total Requests.
+# TYPE asynctrt_requests_total counter
+asynctrt_requests_total{model="m"} 2.0
+# HELP asynctrt_queue_seconds Times.
+# TYPE asynctrt_queue_seconds histogram
+asynctrt_queue_seconds_bucket{le="0.1",model="m"} 1.0
+asynctrt_queue_seconds_bucket{le="+Inf",model="m"} 2.0
+asynctrt_queue_seconds_count{model="m"} 2.0
+asynctrt_queue_seconds_sum{model="m"} 0.5
+# HELP process_open_fds Files.
+# TYPE process_open_fds gauge
+process_open_fds 9.0
+"""
+    text = b"".join(merged_answer({0: one, 3: one}).body).decode()
+    assert text.count("# TYPE nv_inference_count counter") == 1
+    for front in (0, 3):
+        assert f'nv_inference_count{{front="{front}",model="m",version="1"}} 3.0' in text
+        assert f'asynctrt_requests_total{{front="{front}",model="m"}} 2.0' in text
+        assert f'asynctrt_queue_seconds_bucket{{front="{front}",le="+Inf",model="m"}} 2.0' in text
+        assert f'process_open_fds{{front="{front}"}} 9.0' in text
+    assert "nv_inference_count_total" not in text
+    assert os.linesep in text

@@ -1,0 +1,85 @@
+"""How requests are grouped, and groups halved."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.request import Request, State
+from asynctrt.tensors import TensorSpec
+from asynctrt.workers.groups import PIECES, Group, formed, starts_of
+from asynctrt.workers.layout import LAUNCHED, Layouts
+from asynctrt.workers.memory import Heap, SharedMemory
+
+SPEC = (TensorSpec("x", "float32", (2,)),)
+LAYOUT = Layouts(SPEC, SPEC).of_sizes(())
+
+
+def request(rows=1, value=0.0):
+    return Request(rows, FIXED_SHAPE, 0, 0, payload=(np.full((rows, 2), value, np.float32),))
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=60), st.integers(1, 64))
+def test_groups_keep_the_order_and_are_no_larger_than_they_may_be(rows, rows_max):
+    requests = [request(count) for count in rows]
+    groups = formed(requests, rows_max, alone=False)
+    assert [one for group in groups for one in group] == requests
+    left = sum(rows)
+    for group in groups:
+        size = sum(one.rows for one in group)
+        limit = rows_max if left >= rows_max else max(rows_max // PIECES, 1)
+        assert len(group) == 1 or size <= limit
+        left -= size
+
+
+def test_enough_for_a_batch_goes_as_one_and_the_rest_in_pieces():
+    sizes = [len(group) for group in formed([request() for _ in range(150)], 64, alone=False)]
+    assert sizes == [64, 64, 16, 6]
+    assert len(formed([request() for _ in range(5)], 64, alone=True)) == 5
+
+
+@pytest.fixture
+def memory():
+    made = SharedMemory.create(1 << 20)
+    yield made
+    made.close()
+
+
+def test_halves_have_the_rows_of_who_still_waits(memory):
+    heap = Heap(memory)
+    requests = [request(count, value) for value, count in enumerate((1, 3, 2, 1, 4), start=1)]
+    group = Group(requests, LAYOUT)
+    group.allocate(heap, memory)
+    group.write(memory)
+    group.deaths = 2
+    memory.words[group.block // 8 + LAUNCHED] = 1
+    requests[1].state = State.CANCELLED
+    parts = group.parts(heap, memory)
+    assert [[one.rows for one in part.requests] for part in parts] == [[1, 2], [1, 4]]
+    for part in parts:
+        rows = part.layout.inputs(memory, part.block, part.rows)["x"]
+        for start, one in zip(starts_of(part.requests), part.requests, strict=True):
+            assert (rows[start : start + one.rows] == 1 + requests.index(one)).all()
+            assert one.payload is part
+        assert (part.deaths, part.left) == (2, 2)
+        assert memory.words[part.block // 8 + LAUNCHED] == 0
+    assert heap.blocks == 2
+    for part in parts:
+        part.free(heap)
+        part.free(heap)
+    assert heap.blocks == 0
+
+
+def test_without_room_for_halves_nothing_changes():
+    memory = SharedMemory.create(8192)
+    heap = Heap(memory)
+    requests = [request(200, value) for value in (1, 2)]
+    group = Group(requests, LAYOUT)
+    group.allocate(heap, memory)
+    group.write(memory)
+    with pytest.raises(MemoryError):
+        group.parts(heap, memory)
+    assert heap.blocks == 1
+    assert group.block >= 0
+    memory.close()

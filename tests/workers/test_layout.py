@@ -1,0 +1,66 @@
+"""Where arrays lie in a block: both sides work it out alike, and nothing overlaps."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asynctrt.tensors import TensorSpec
+from asynctrt.workers.layout import Layouts, Placed, symbols_of
+from asynctrt.workers.memory import SharedMemory
+
+INPUTS = (TensorSpec("a", "float32", ("n", 3)), TensorSpec("b", "int8", ("m", "n")))
+OUTPUTS = (TensorSpec("c", "bool", ("m",)), TensorSpec("d", "float64", ()))
+
+
+@pytest.fixture(scope="module")
+def memory():
+    made = SharedMemory.create(1 << 20)
+    yield made
+    made.close()
+
+
+@given(rows=st.integers(1, 40), n=st.integers(0, 9), m=st.integers(0, 9), block=st.integers(0, 64))
+def test_arrays_have_their_shapes_and_nothing_overlaps(memory, rows, n, m, block):
+    layout = Layouts(INPUTS, OUTPUTS).of_sizes((n, m))
+    block *= 64
+    arrays = {**layout.inputs(memory, block, rows), **layout.outputs(memory, block, rows)}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    assert shapes == {"a": (rows, n, 3), "b": (rows, m, n), "c": (rows, m), "d": (rows,)}
+    begin = np.frombuffer(memory.buffer, np.uint8).__array_interface__["data"][0]
+    spans = sorted(
+        (array.__array_interface__["data"][0] - begin, array.nbytes)
+        for array in arrays.values()
+        if array.size
+    )
+    end = block + 8 * 3  # The words of the head: launched, n, m.
+    for start, nbytes in spans:
+        assert start >= end
+        end = start + nbytes
+    assert end <= block + layout.nbytes(rows)
+    assert layout.symbols == (n, m)
+
+
+def test_names_in_the_order_in_which_they_appear():
+    assert symbols_of(INPUTS) == ("n", "m")
+
+
+def test_outputs_whose_shapes_depend_on_the_data_have_no_place():
+    specs = (TensorSpec("found", "int64", ("count", 2)),)
+    layout = Layouts(INPUTS, specs).of_sizes((2, 3))
+    assert not layout.has_outputs
+    assert layout.room_for_text(5)[1] == 0
+
+
+@given(counts=st.lists(st.integers(0, 50), min_size=1, max_size=4))
+def test_outputs_of_any_shape_are_read_as_they_were_written(memory, counts):
+    random = np.random.default_rng(1)
+    outputs = {f"o{number}": random.random((count, 3)) for number, count in enumerate(counts)}
+    specs = [TensorSpec(name, "float64", ("count", 3)) for name in outputs]
+    placed = Placed(outputs)
+    placed.write(memory, 4096)
+    found = Placed.read(memory, 4096, specs)
+    assert {name: array.tolist() for name, array in found.items()} == {
+        name: array.tolist() for name, array in outputs.items()
+    }
+    assert placed.nbytes >= sum(array.nbytes for array in outputs.values())
