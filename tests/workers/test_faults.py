@@ -207,9 +207,10 @@ async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed(
             nonlocal kills
             while True:
                 await asyncio.sleep(random.uniform(0.05, 0.4))
-                pid = engine.workers[random.integers(2)].pid
-                if pid is not None:
-                    os.kill(pid, signal.SIGKILL)
+                # One that is starting is left alone: after five in a row that fail to start it gives up.
+                worker = engine.workers[random.integers(2)]
+                if worker.state == "open":
+                    os.kill(worker.pid, signal.SIGKILL)
                     kills += 1
 
         killing = asyncio.create_task(killer())
@@ -217,7 +218,7 @@ async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed(
         killing.cancel()
         assert all(value == np.float32(2 * first) for first, value in told.items())
         assert len(told) >= 32
-        await until(lambda: sum(worker.deaths for worker in engine.workers) >= 3)
+        await until(lambda: sum(worker.deaths for worker in engine.workers) == kills)
 
 
 PARENT = f"""
