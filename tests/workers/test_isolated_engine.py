@@ -105,6 +105,20 @@ async def test_rows_of_many_shapes_and_several_tensors():
             assert answer["first"].dtype == bool
 
 
+async def test_outputs_whose_shapes_depend_on_the_data():
+    async with opened("tests.workers.models:found", max_rows=8) as engine:
+        calls = [np.arange(rows * 5, dtype=np.float32).reshape(rows, 5) - 7 for rows in (1, 3, 2, 8)]
+        answers = await asyncio.gather(*[engine.infer(call) for call in calls])
+        alone = [await engine.infer(call) for call in calls]
+        for call, answer, other in zip(calls, answers, alone, strict=True):
+            assert answer["output"].shape == call.shape
+            assert np.array_equal(answer["output"], other["output"])
+            found = [row[row == row] for row in other["positives"]]
+            assert len(found) == len(call)
+            assert other["positives"].shape[0] == len(call)
+            assert answer["positives"].shape[1] >= other["positives"].shape[1]
+
+
 async def test_rows_too_large_to_copy_on_the_loop():
     async with opened("tests.workers.models:large", max_rows=8) as engine:
         calls = [np.full((count, 1 << 20), count, np.uint8) for count in (1, 5, 8, 2, 20)]
