@@ -199,3 +199,48 @@ class Statistics:
     def mean_batch_rows(self) -> float:
         """The mean number of rows per batch; 0 before the first batch."""
         return self.rows / self.batches if self.batches else 0.0
+
+    @property
+    def parallel_batches(self) -> int:
+        """How many batches can compute at once: one an arena, or a context where there are no arenas."""
+        return self.arenas or self.contexts - self.contexts_quarantined
+
+    @property
+    def row_s(self) -> float | None:
+        """How much longer one more row makes the queue, in seconds: the time of a row in batches of the
+        largest size that has run. ``None`` if no batch has run yet, or nothing is left to run one on."""
+        if not self.by_batch_rows or not self.parallel_batches:
+            return None
+        rows, batches = max(self.by_batch_rows.items())
+        return _batch_ns(batches) / rows / self.parallel_batches / 1e9
+
+    def drain_s(self, waiting_rows: int = 0) -> float | None:
+        """Estimate how long it takes to answer what is queued and in flight, in seconds.
+
+        It assumes batches of the largest size that has run, each with that size's mean time. ``None`` if no
+        batch has run yet, or nothing is left to run one on.
+
+        :param waiting_rows: rows that are not in the engine's queue yet, and wait elsewhere for their turn.
+        """
+        queued_rows = self.queued_rows + waiting_rows
+        if not queued_rows and not self.in_flight_batches:
+            return 0.0
+        if not self.by_batch_rows or not self.parallel_batches:
+            return None
+        rows, batches = max(self.by_batch_rows.items())
+        count = -(-queued_rows // rows) + self.in_flight_batches
+        return count * _batch_ns(batches) / self.parallel_batches / 1e9
+
+    def busy_share_since(self, before: "Statistics", elapsed_ns: int) -> float:
+        """Return how much of the time since an earlier snapshot it computed, 0 to 1.
+
+        1 means as many batches as it can compute at once.
+
+        :param elapsed_ns: the time between the two, in ns.
+        """
+        busy_ns = [sum(size.compute_ns for size in one.by_batch_rows.values()) for one in (before, self)]
+        return min(1.0, (busy_ns[1] - busy_ns[0]) / elapsed_ns / max(1, self.parallel_batches))
+
+
+def _batch_ns(batches: BatchStatistics) -> float:
+    return (batches.copy_in_ns + batches.compute_ns + batches.copy_out_ns) / batches.count

@@ -48,6 +48,7 @@ LEAST = {
     ],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
+    "ray_serve": ["--seconds", "0.2", "--rows", "8", "--callers", "8"],
     "compare_commits": ["--repeats", "1", "--seconds", "0.02", "--loops", "asyncio", "--only", "a lone"],
 }
 LEAST_ON_GPU = {
@@ -115,6 +116,8 @@ def test_all_of_them_are_run_in_turn_and_one_that_fails_is_said(tmp_path):
 def test_benchmark(name, tmp_path):
     if name == "peers":
         needed(find_spec("async_batcher"), "there is no async-batcher: pip install '.[peers]'")
+    if name == "ray_serve":
+        needed(find_spec("ray"), "there is no Ray: pip install '.[ray]'")
     if name == "agreement":
         installed(BINARY)
     path = tmp_path / "figures.json"

@@ -23,6 +23,7 @@ OPTIONAL = {
     "matplotlib": {"loadtest/plots.py"},
     "psutil": {"loadtest/machine.py"},
     "pynvml": {"loadtest/machine.py", "serving/gpus.py"},
+    "ray": {"ray.py"},
     "scipy": set(),
     "yarl": {
         "client/http.py",

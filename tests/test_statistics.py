@@ -97,3 +97,33 @@ async def test_the_statistics_of_an_engine_are_values():
 def test_rows_per_batch():
     assert snapshot().mean_batch_rows == 0
     assert snapshot(rows=12, batches=3).mean_batch_rows == 4
+
+
+def test_seconds_to_drain():
+    sizes = {1: BatchStatistics(5, 0, 10**9, 0), 8: BatchStatistics(2, 10**8, 3 * 10**8, 4 * 10**8)}
+    done = snapshot(by_batch_rows=sizes, contexts=3, contexts_quarantined=1)
+    assert done.parallel_batches == 2
+    assert done.drain_s() == 0
+    assert dataclasses.replace(done, queued_rows=9).drain_s() == pytest.approx(2 * 0.4 / 2)
+    later = dataclasses.replace(done, queued_rows=9, in_flight_batches=2)
+    assert later.drain_s(waiting_rows=8) == pytest.approx((3 + 2) * 0.4 / 2)
+    assert done.row_s == pytest.approx(0.4 / 8 / 2)
+    # Arenas bound what computes at once.
+    assert dataclasses.replace(later, arenas=1).drain_s() == pytest.approx(4 * 0.4)
+
+
+def test_nobody_knows_the_seconds_to_drain_before_a_batch_has_run_or_without_contexts():
+    waiting = {"queued_rows": 1, "contexts": 1}
+    for done in (snapshot(by_batch_rows={}, **waiting), snapshot(contexts_quarantined=1, **waiting)):
+        assert done.drain_s() is None
+        assert done.row_s is None
+    assert snapshot(by_batch_rows={}).drain_s() == 0
+
+
+def test_the_share_of_busy_time():
+    sizes = {1: BatchStatistics(1, 0, 10**9, 0)}
+    before = snapshot(by_batch_rows=sizes, contexts=2)
+    after = snapshot(by_batch_rows={**sizes, 2: BatchStatistics(1, 9, 10**9, 9)}, contexts=2)
+    assert after.busy_share_since(before, 10**9) == 0.5
+    assert after.busy_share_since(before, 4 * 10**9) == 0.125
+    assert after.busy_share_since(before, 10**8) == 1.0

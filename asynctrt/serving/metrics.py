@@ -24,9 +24,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import (
     batch_bounds,
     batch_counts,
-    drain_s,
     resident_nbytes,
-    slots_of,
 )
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.stalls import Stalls
@@ -125,7 +123,7 @@ GAUGES: Final[tuple[tuple[str, str, Read], ...]] = (
     (
         "asynctrt_parallel_batches",
         "Batches that can compute at once: one an arena, or a context where there are no arenas.",
-        slots_of,
+        lambda done: done.parallel_batches,
     ),
 )
 
@@ -433,7 +431,7 @@ def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Itera
         GaugeMetricFamily,
         "asynctrt_drain_seconds",
         "Estimated seconds until all that waits, is queued or in flight is answered; absent at first.",
-        lambda reading: drain_s(reading.done, _waiting_rows(reading)),
+        lambda reading: reading.done.drain_s(_waiting_rows(reading)),
     )
     if busy_share is not None:
         yield _value(

@@ -139,7 +139,7 @@ class Sampler:
                 before = None  # It was loaded again, so its counters restarted.
             models[key] = _figures(before, reading, elapsed_ns, latencies_ns)
             if before is not None:
-                self._busy[served] = _busy_share(before.done, reading.done, elapsed_ns)
+                self._busy[served] = reading.done.busy_share_since(before.done, elapsed_ns)
         self._number += 1
         self._samples.append(
             {
@@ -199,30 +199,6 @@ def batch_counts(done: Statistics, bounds: list[int]) -> list[int]:
     return counts
 
 
-def slots_of(done: Statistics) -> int:
-    """Return how many batches can compute at once."""
-    return done.arenas or done.contexts - done.contexts_quarantined
-
-
-def drain_s(done: Statistics, waiting_rows: int = 0) -> float | None:
-    """Estimate how long it takes to answer what waits, is queued and is in flight, in seconds.
-
-    It assumes batches of the largest size that has run, each with that size's mean time. ``None`` if no batch
-    has run yet, or nothing is left to run one on.
-
-    :param waiting_rows: rows that are not in the engine's queue yet, but wait for their clients' turns.
-    """
-    queued_rows = done.queued_rows + waiting_rows
-    if not queued_rows and not done.in_flight_batches:
-        return 0.0
-    slots = slots_of(done)
-    if not done.by_batch_rows or not slots:
-        return None
-    rows, batches = max(done.by_batch_rows.items())
-    ns = (batches.copy_in_ns + batches.compute_ns + batches.copy_out_ns) / batches.count
-    return (-(-queued_rows // rows) + done.in_flight_batches) * ns / slots / 1e9
-
-
 def resident_nbytes() -> int | None:
     """Return the process's resident memory in bytes; ``None`` on a platform without /proc."""
     try:
@@ -244,11 +220,6 @@ def _read(served: ServedModel) -> _Reading:
     done = served.engine.statistics()
     counts = batch_counts(done, batch_bounds(served.engine.max_rows))
     return _Reading(served, done, served.succeeded(done), sum(served.failures.values()), counts)
-
-
-def _busy_share(before: Statistics, done: Statistics, elapsed_ns: int) -> float:
-    busy_ns = [sum(size.compute_ns for size in one.by_batch_rows.values()) for one in (before, done)]
-    return min(1.0, (busy_ns[1] - busy_ns[0]) / elapsed_ns / max(1, slots_of(done)))
 
 
 def _figures(

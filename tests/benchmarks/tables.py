@@ -135,6 +135,28 @@ def serving():
         yield cells
 
 
+def ray():
+    """Yield calls through Ray Serve, of 64 callers and of one, by their rows."""
+    yield "", "rows a call", "64 callers: requests/s", "rows/s", "p50, ms", "one caller: p50, ms"
+    measured = figures("ray_serve")
+    alone = {(one["where"], one["rows_a_call"]): one for one in measured if one["callers"] == 1}
+    for one in measured:
+        if one["callers"] > 1:
+            where, count = one["where"], one["rows_a_call"]
+            rates = [hundreds(one[name]) if one[name] > 1e4 else f"{one[name]:,.0f}" for name in RATES]
+            lone = f"{alone[where, count]['p50_ms']:.2g}"
+            yield [
+                where,
+                str(count),
+                *rates,
+                f"{one['p50_ms']:.2g}" if one["p50_ms"] < 10 else f"{one['p50_ms']:.0f}",
+                lone,
+            ]
+
+
+RATES = ("requests_per_s", "rows_per_s")
+
+
 def lateness():
     """Yield how late a load test sends its requests."""
     yield (
@@ -302,6 +324,7 @@ EXTRAS = {
     "trust": "`asynctrt keys`, `sign`, `verify`; plans that are opened only if they are signed",
     "nvml": "figures of GPUs in a server's metrics",
     "otel": "spans of requests for OpenTelemetry",
+    "ray": "`asynctrt.ray`: engines on the machines of a Ray cluster",
     "lean": "TensorRT's lean runtime, CUDA 13",
     "dispatch": "TensorRT's dispatch runtime, CUDA 13",
     "rtx": "TensorRT for RTX, CUDA 13",
@@ -389,6 +412,7 @@ TABLES = {
     "overhead": overhead,
     "perceptron": perceptron,
     "serving": serving,
+    "ray": ray,
     "lateness": lateness,
     "agreement": agreement,
     "ran": ran,
