@@ -1,0 +1,486 @@
+"""examples/deploy/: each file is valid, they agree with each other, and what they say to run is run."""
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import jsonschema
+import pytest
+import yaml
+
+from asynctrt.serving.command import configure
+from asynctrt.serving.settings import ServerSettings
+from tests.helpers import free_port, needed
+from tests.models import double_onnx, scale_onnx
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "examples" / "deploy"
+WAIT_S = 40
+CLOSING_S = 5
+"""What a grace period has to allow for after the server's own limits."""
+
+pytestmark = [pytest.mark.tier2, pytest.mark.timeout(90)]
+DEPLOYMENT, SERVICE, HPA, RUNTIME, INFERENCE, COMPOSE, ADAPTER = (
+    yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    for name in (
+        *("deployment", "service", "hpa", "kserve-runtime"),
+        *("kserve-service", "compose", "prometheus-adapter"),
+    )
+)
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+(KSERVE,) = RUNTIME["spec"]["containers"]
+
+
+def dockerfile():
+    """The instructions of the Dockerfile, and its last stage's by name."""
+    needed(find_spec("dockerfile_parse"), "dockerfile-parse is missing: pip install '.[deploy]'")
+    from dockerfile_parse import DockerfileParser
+
+    parsed = DockerfileParser(fileobj=io.BytesIO((FOLDER / "Dockerfile").read_bytes())).structure
+    steps = [(one["instruction"], one["value"]) for one in parsed if one["instruction"] != "COMMENT"]
+    last = max(number for number, (name, _) in enumerate(steps) if name == "FROM")
+    return steps, dict(steps[last:])
+
+
+def image_command():
+    _, last = dockerfile()
+    assert json.loads(last["ENTRYPOINT"]) == ["asynctrt"]
+    return json.loads(last["CMD"])
+
+
+def image_environment():
+    """What ENV sets, but the PATH."""
+    _, last = dockerfile()
+    found = dict(item.split("=", 1) for item in shlex.split(last["ENV"].replace("\\\n", " ")))
+    assert found.pop("PATH").startswith("/opt/asynctrt/bin:")
+    return found
+
+
+def settings_of(arguments):
+    """The server's settings by a container's arguments, as `asynctrt serve` has them."""
+    names = {name.replace("_", "-"): name for name in ServerSettings.__dataclass_fields__}
+    given = {}
+    for flag, value in pairs(arguments[2:]):
+        name = names.get(flag, flag)
+        given.setdefault(name, []).append(value)
+    known = {
+        name: tuple(values)
+        if name == "allow_hosts"
+        else float(values[0])
+        if name in ("drain_delay", "drain_timeout")
+        else values[0]
+        for name, values in given.items()
+    }
+    known |= {name: int(known[name]) for name in known if name.endswith("_port")}
+    return configure({**known, "models": ["module:attribute"]}, {}).settings
+
+
+def pairs(arguments):
+    """Yield flags and their values, of ``--flag=value`` and ``--flag value``."""
+    left = iter(arguments)
+    for one in left:
+        assert one.startswith("--"), one
+        flag, equals, value = one[2:].partition("=")
+        yield flag, value if equals else next(left)
+
+
+class TestValid:
+    @pytest.mark.parametrize("version", ["1.30", "1.33", "1.37"])
+    @pytest.mark.parametrize("manifest", [DEPLOYMENT, SERVICE, HPA], ids=lambda one: one["kind"])
+    def test_kubernetes(self, manifest, version):
+        validate_kubernetes(manifest, version)
+
+    def test_the_validator_finds_what_is_wrong(self):
+        wrong = json.loads(json.dumps(DEPLOYMENT).replace("failureThreshold", "failuresAllowed"))
+        with pytest.raises(Exception, match="failuresAllowed"):
+            validate_kubernetes(wrong, "1.37")
+
+    @pytest.mark.parametrize("manifest", [RUNTIME, INFERENCE], ids=lambda one: one["kind"])
+    def test_kserve(self, manifest):
+        jsonschema.validate(manifest, KSERVE_SCHEMAS[manifest["kind"]])
+
+    @pytest.mark.parametrize("version", ["1.30", "1.37"])
+    def test_the_containers_of_the_runtime_are_those_of_a_pod(self, version):
+        spec = {name: RUNTIME["spec"][name] for name in ("containers", "volumes")}
+        validate_kubernetes(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": spec}, version
+        )
+
+    def test_compose(self):
+        jsonschema.validate(COMPOSE, COMPOSE_SCHEMA)
+        for service in COMPOSE["services"].values():
+            assert (FOLDER / service["build"]["context"]).resolve() == ROOT
+            assert (ROOT / service["build"]["dockerfile"]).is_file()
+
+    def test_everything_is_tried(self):
+        names = {
+            *("Dockerfile", "Dockerfile.dockerignore", "compose.yaml", "deployment.yaml", "service.yaml")
+        }
+        names |= {"hpa.yaml", "kserve-runtime.yaml", "kserve-service.yaml", "prometheus-adapter.yaml"}
+        assert {path.name for path in FOLDER.iterdir() if path.is_file()} == names
+
+
+def validate_kubernetes(manifest, version):
+    needed(find_spec("kubernetes_validate"), "kubernetes-validate is missing: pip install '.[deploy]'")
+    import kubernetes_validate
+
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def closed(required, **properties):
+    """A schema of an object that has no other properties."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+def items(schema):
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+TEXT, NUMBER, FLAG, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}, {}
+TEXTS = items(TEXT)
+KSERVE_SCHEMAS = {
+    # The names and types that KServe's definitions of these resources have, as far as they are used here.
+    "ServingRuntime": closed(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "serving.kserve.io/v1alpha1"},
+        kind={"const": "ServingRuntime"},
+        metadata=closed("name", name=TEXT),
+        spec=closed(
+            "containers",
+            annotations={"type": "object", "additionalProperties": TEXT},
+            supportedModelFormats=items(
+                closed("name", name=TEXT, version=TEXT, autoSelect=FLAG, priority={**NUMBER, "minimum": 1})
+            ),
+            protocolVersions=TEXTS,
+            containers=items(ANY),
+            volumes=items(ANY),
+        ),
+    ),
+    "InferenceService": closed(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": "serving.kserve.io/v1beta1"},
+        kind={"const": "InferenceService"},
+        metadata=closed("name", name=TEXT),
+        spec=closed(
+            "predictor",
+            predictor=closed(
+                "model",
+                minReplicas=NUMBER,
+                maxReplicas=NUMBER,
+                terminationGracePeriodSeconds=NUMBER,
+                model=closed(
+                    "modelFormat storageUri",
+                    modelFormat=closed("name", name=TEXT, version=TEXT),
+                    protocolVersion={"enum": ["v1", "v2", "grpc-v1", "grpc-v2"]},
+                    runtime=TEXT,
+                    storageUri={"type": "string", "pattern": r"^(pvc|s3|gs|https?|hf|oci)://"},
+                ),
+            ),
+        ),
+    ),
+}
+COMPOSE_SCHEMA = closed(
+    "services",
+    name={"type": "string", "pattern": "^[a-z0-9][a-z0-9_-]*$"},
+    services={
+        "type": "object",
+        "additionalProperties": closed(
+            "image",
+            image=TEXT,
+            build=closed("context", context=TEXT, dockerfile=TEXT),
+            command=TEXTS,
+            restart={"enum": ["no", "always", "on-failure", "unless-stopped"]},
+            stop_grace_period={"type": "string", "pattern": r"^\d+s$"},
+            ports=items({"type": "string", "pattern": r"^127\.0\.0\.1:\d+:\d+$"}),
+            volumes=items({"type": "string", "pattern": "^[^:]+:/[^:]+:ro$"}),
+            read_only=FLAG,
+            tmpfs=TEXTS,
+            cap_drop=TEXTS,
+            security_opt=TEXTS,
+            deploy=closed(
+                "resources",
+                resources=closed(
+                    "reservations",
+                    reservations=closed(
+                        "devices",
+                        devices=items(closed("capabilities", driver=TEXT, count=NUMBER, capabilities=TEXTS)),
+                    ),
+                ),
+            ),
+        ),
+    },
+)
+"""What the specification of compose files has, as far as it is used here."""
+
+
+class TestTheDockerfile:
+    def test_what_it_copies_is_there_and_reaches_the_build(self, tmp_path):
+        """A wheel is built from nothing but what COPY takes, as in the image."""
+        steps, _ = dockerfile()
+        ignored = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+        for name, value in steps:
+            *sources, target = value.split()
+            if name != "COPY" or sources[0].startswith("--from"):
+                continue
+            for source in sources:
+                assert f"!{source}" in ignored
+                place = tmp_path / target if source != target and target != "./" else tmp_path / source
+                copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+                copy(ROOT / source, place)
+        needed(find_spec("hatchling"), "hatchling is missing: pip install -e '.[dev]'")
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert list((tmp_path / "dist").glob("asynctrt-*.whl"))
+
+    def test_its_extras_are_there(self):
+        steps, _ = dockerfile()
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        named = dict(value.split("=") for name, value in steps if name == "ARG" and "=" in value)
+        assert set(named["EXTRAS"].split(",")) <= set(extras)
+        for line in re.findall(r"EXTRAS=([\w,]+)", (FOLDER / "Dockerfile").read_text()):
+            assert set(line.rstrip(",").split(",")) <= set(extras)
+
+    def test_the_base_is_an_argument_and_the_user_is_not_root(self):
+        steps, last = dockerfile()
+        assert steps[0] == ("ARG", "BASE=nvidia/cuda:13.0.1-base-ubuntu24.04")
+        assert [value for name, value in steps if name == "FROM"] == ["${BASE} AS build", "${BASE}"]
+        assert last["USER"] == "10001:10001"
+        assert last["STOPSIGNAL"] == "SIGTERM"
+        assert {POD["securityContext"]["runAsUser"], KSERVE["securityContext"]["runAsUser"]} == {10001}
+
+
+class TestTheyAgree:
+    def test_ports(self):
+        settings = settings_of(CONTAINER["args"])
+        ports = {port["name"]: port["containerPort"] for port in CONTAINER["ports"]}
+        assert ports == {
+            "http": settings.http_port,
+            "grpc": settings.grpc_port,
+            "metrics": settings.metrics_port,
+        }
+        assert {port["targetPort"] for port in SERVICE["spec"]["ports"]} == set(ports)
+        annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
+        assert int(annotations["prometheus.io/port"]) == settings.metrics_port
+        _, last = dockerfile()
+        image = settings_of(image_command())
+        assert last["EXPOSE"].split() == [str(image.http_port), str(image.grpc_port), str(image.metrics_port)]
+        (service,) = COMPOSE["services"].values()
+        assert {port.split(":")[2] for port in service["ports"]} == set(last["EXPOSE"].split())
+        runtime = settings_of(KSERVE["args"])
+        assert [port["containerPort"] for port in KSERVE["ports"]] == [runtime.http_port]
+        assert int(RUNTIME["spec"]["annotations"]["prometheus.kserve.io/port"]) == runtime.metrics_port
+
+    def test_labels_and_names(self):
+        labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+        assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == SERVICE["spec"]["selector"] == labels
+        target = HPA["spec"]["scaleTargetRef"]
+        assert (target["kind"], target["name"]) == (DEPLOYMENT["kind"], DEPLOYMENT["metadata"]["name"])
+        hosts = settings_of(CONTAINER["args"]).allow_hosts
+        assert SERVICE["metadata"]["name"] in hosts
+        assert list(COMPOSE["services"]) == list(
+            settings_of(COMPOSE["services"]["asynctrt"]["command"]).allow_hosts
+        )
+        model = INFERENCE["spec"]["predictor"]["model"]
+        assert model["runtime"] == RUNTIME["metadata"]["name"]
+        assert model["protocolVersion"] in RUNTIME["spec"]["protocolVersions"]
+        assert model["modelFormat"]["name"] in {
+            one["name"] for one in RUNTIME["spec"]["supportedModelFormats"]
+        }
+        names = {one["pods"]["metric"]["name"] for one in HPA["spec"]["metrics"]}
+        (rule,) = ADAPTER["rules"]["custom"]
+        assert all(re.search(rf'[|"]{name}[|"]', rule["seriesQuery"]) for name in names)
+
+    def test_grace_periods_are_longer_than_the_drain(self):
+        (service,) = COMPOSE["services"].values()
+        stop_s = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+        for arguments, before_s, grace_s in (
+            (CONTAINER["args"], stop_s, POD["terminationGracePeriodSeconds"]),
+            (KSERVE["args"], 0, INFERENCE["spec"]["predictor"]["terminationGracePeriodSeconds"]),
+            (service["command"], 0, int(service["stop_grace_period"].removesuffix("s"))),
+        ):
+            settings = settings_of(arguments)
+            assert before_s + settings.drain_delay + settings.drain_timeout + CLOSING_S <= grace_s
+
+    def test_mounts_are_of_volumes_and_nothing_else_is_written(self):
+        for container, volumes in ((CONTAINER, POD["volumes"]), (KSERVE, RUNTIME["spec"]["volumes"])):
+            assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in volumes}
+            assert container["securityContext"]["readOnlyRootFilesystem"]
+            writable = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
+            assert writable == {"/tmp"}
+        environment = image_environment()
+        assert all(value.startswith("/tmp") for value in (environment["HOME"], environment["XDG_CACHE_HOME"]))
+
+
+RUN = {
+    "Dockerfile": SimpleNamespace(arguments=image_command, container=None, grace_s=40),
+    "compose": SimpleNamespace(
+        arguments=lambda: COMPOSE["services"]["asynctrt"]["command"], container=None, grace_s=40
+    ),
+    "Deployment": SimpleNamespace(arguments=lambda: CONTAINER["args"], container=CONTAINER, grace_s=40),
+    "ServingRuntime": SimpleNamespace(arguments=lambda: KSERVE["args"], container=KSERVE, grace_s=35),
+}
+
+
+@contextmanager
+def served(arguments, folder):
+    """Run a container's arguments here: with other ports, models of this folder, and without a GPU."""
+    given = list(pairs(arguments[2:]))
+    assert arguments[:2] == ["serve", "/mnt/models"]
+    assert ("device", "cuda:0") in given
+    assert ("host", "0.0.0.0") in given
+    settings = settings_of(arguments)
+    ports = {getattr(settings, f"{name}_port"): free_port() for name in ("http", "grpc", "metrics")}
+    given = [(flag, value) for flag, value in given if not flag.endswith("-port") and flag != "device"]
+    given += [("device", "host"), ("http-port", str(ports[settings.http_port]))]
+    given += [("grpc-port", str(ports[settings.grpc_port]))]
+    given += [("metrics-port", str(ports[settings.metrics_port]))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment |= {
+        name: value.replace("/tmp", str(folder / "tmp"), 1) for name, value in image_environment().items()
+    }
+    (folder / "tmp").mkdir()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "asynctrt", "serve", str(folder / "models")),
+            *(text for flag, value in given for text in (f"--{flag}", value)),
+        ],
+        cwd=folder / "tmp",
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stderr))
+    reader.start()
+    try:
+        yield process, ports, settings, lines
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stderr.close()
+
+
+def ask(port, path, body=None, host=None):
+    """Return the status and the body of an answer; 0 if nobody listens."""
+    headers = {"Content-Type": "application/json"} | ({"Host": host} if host else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(f"http://127.0.0.1:{port}{path}", data, headers), timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+    except (URLError, ConnectionError):
+        return 0, ""
+
+
+def until(condition, lines):
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "".join(lines)
+        time.sleep(0.02)
+
+
+def rows(count):
+    data = [1.0] * 4 * count
+    return {"inputs": [{"name": "input", "datatype": "FP32", "shape": [count, 4], "data": data}]}
+
+
+def models_in(folder):
+    """Two models in Triton's layout, one of which takes its time."""
+    for name in ("double", "slow"):
+        (folder / "models" / name / "1").mkdir(parents=True)
+    double_onnx(folder / "models" / "double" / "1" / "model.onnx")
+    scale_onnx(folder / "models" / "slow" / "1" / "model.onnx", 3, work=300)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_what_it_says_to_run_is_run(name, tmp_path):
+    """Probes answer, hosts are accepted, the autoscaler's metrics are there, and SIGTERM drains."""
+    one = RUN[name]
+    arguments = one.arguments()
+    models_in(tmp_path)
+    with served(arguments, tmp_path) as (process, ports, settings, lines), ThreadPoolExecutor(4) as pool:
+        http = ports[settings.http_port]
+        if name == "Dockerfile":
+            assert healthcheck(http) != 0
+        for path, port in (
+            probes(one.container) if one.container else [("/v2/health/ready", settings.http_port)]
+        ):
+            until(lambda path=path, port=port: ask(ports[port], path)[0] == 200, lines)
+        if name == "Dockerfile":
+            assert healthcheck(http) == 0
+        for host in [None, *(("any.example" if host == "*" else host) for host in settings.allow_hosts)]:
+            status, answer = ask(http, "/v2/models/double/infer", rows(2), host)
+            assert status == 200, answer
+            assert json.loads(answer)["outputs"][0]["data"] == [2.0] * 8
+        if settings.allow_hosts != ("*",):
+            assert ask(http, "/v2/models/double/infer", rows(1), "elsewhere.example")[0] == 401
+        metrics = ports[settings.metrics_port]
+        until(lambda: "asynctrt_busy_share{" in ask(metrics, "/metrics")[1], lines)
+        known = ask(metrics, "/metrics")[1]
+        for metric in HPA["spec"]["metrics"]:
+            assert f"\n{metric['pods']['metric']['name']}{{" in known
+        asked = [pool.submit(ask, http, "/v2/models/slow/infer", rows(64)) for _ in range(4)]
+        busy = re.compile(r'^asynctrt_in_flight_batches\{model="slow",version="1"\} [1-9]', re.MULTILINE)
+        until(lambda: busy.search(ask(metrics, "/metrics")[1]) or all(one.done() for one in asked), lines)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        if settings.drain_delay:
+            until(lambda: ask(http, "/v2/health/ready")[0] == 503, lines)
+            assert ask(http, "/v2/health/live")[0] == 200
+            assert ask(http, "/v2/models/double/infer", rows(1))[0] == 200
+        assert [one.result(WAIT_S)[0] for one in asked] == [200] * 4
+        assert process.wait(one.grace_s) == 0
+        assert settings.drain_delay <= time.monotonic() - began < one.grace_s
+        if name == "Dockerfile":
+            assert healthcheck(http) != 0
+    for line in lines:
+        assert json.loads(line)["level"] in ("info", "warning"), line
+    assert all(path.name == "cache" for path in (tmp_path / "tmp").iterdir())
+
+
+def probes(container):
+    """Yield the path and the port of each probe of a container."""
+    named = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        http = container[kind]["httpGet"]
+        yield http["path"], named.get(http["port"], http["port"])
+
+
+def healthcheck(port):
+    """Run the image's health check at this port, and return its status."""
+    _, last = dockerfile()
+    options, _, text = last["HEALTHCHECK"].partition("CMD ")
+    assert fnmatch(options, "*--interval=* --timeout=* --start-period=*")
+    python, *rest = json.loads(text)
+    assert python == "python3"
+    rest = [part.replace(":8000/", f":{port}/") for part in rest]
+    return subprocess.run(
+        [sys.executable, *rest], capture_output=True, check=False, timeout=WAIT_S
+    ).returncode
