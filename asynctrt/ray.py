@@ -14,7 +14,7 @@ give of the time that they need for all they have taken: :meth:`asynctrt.Statist
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Unpack
 
 from asynctrt import clock
@@ -52,13 +52,16 @@ class EngineReplica:
     For a deployment of your own: ``serve.deployment(...)(EngineReplica).bind(model, device, options)``.
 
     :param model: a path or ``"module:attribute"``, as for :func:`asynctrt.open`, on the replica's machine.
-    :param device: the name of a device; ``options`` those of the engine.
+    :param device: the name of a device, or several; ``options`` those of the engine.
     """
 
     _engine: Engine | None = None
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it: the engine belongs to the replica's loop.
-        self, model: str | os.PathLike[str], device: str = "host", options: Options | None = None
+        self,
+        model: str | os.PathLike[str],
+        device: str | Sequence[str] = "host",
+        options: Options | None = None,
     ) -> None:
         self._engine = await open_engine(model, device=device, options=options)
         self._before = self._engine.statistics()
@@ -227,7 +230,7 @@ class DrainPolicy:
 def application(
     model: str | os.PathLike[str],
     *,
-    device: str = "host",
+    device: str | Sequence[str] = "host",
     replicas: int | tuple[int, int] = 1,
     drain_target: float = 0.1,
     scaling: Mapping[str, Any] | None = None,
@@ -243,7 +246,7 @@ def application(
     :param model: a path, which is one on the machines of the replicas, so make it absolute; or
         ``"module:attribute"``, which these can import.
     :param device: ``"host"``, or ``"cuda:0"``: each replica then asks Ray for a GPU of its own, and sees no
-        other.
+        other; several, with ``isolation="process"``, as for :func:`asynctrt.open`: for as many GPUs.
     :param replicas: how many; or at least and at most how many, and :class:`DrainPolicy` chooses.
     :param drain_target: with two numbers of replicas: the seconds that a replica may need for what it has
         taken, on average; and ``scaling``, more of Ray's ``AutoscalingConfig``, such as its delays.
@@ -257,9 +260,10 @@ def application(
         )
     chosen: dict[str, Any] = {"name": "engine", **DEPLOYMENT}
     chosen["request_router_config"] = {"request_router_class": DrainRouter, **ROUTER}
-    gpu = GPU.fullmatch(device)
-    if gpu:
-        chosen["ray_actor_options"] = {"num_gpus": 1}
+    names = device.split(",") if isinstance(device, str) else device
+    numbers = [int(found[1] or 0) for found in map(GPU.fullmatch, names) if found]
+    if numbers:
+        chosen["ray_actor_options"] = {"num_gpus": len(numbers)}
     if isinstance(replicas, tuple):
         least, most = replicas
         chosen["autoscaling_config"] = {
@@ -272,10 +276,10 @@ def application(
         chosen["num_replicas"] = replicas
     chosen |= deployment or {}
     gpus = (chosen.get("ray_actor_options") or {}).get("num_gpus", 0)
-    if gpu and int(gpu[1] or 0) >= max(1, gpus):
+    if numbers and max(numbers) >= max(1, gpus):
         raise OptionsError(
             f"device={device!r}, but a replica with {gpus:g} GPUs numbers them from 0, whichever Ray gives "
-            "it: use 'cuda:0'"
+            "it: the first is 'cuda:0'"
         )
     opened = Options.from_settings(options, dict(settings))
     application: Application = serve.deployment(**chosen)(EngineReplica).bind(model, device, opened)

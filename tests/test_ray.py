@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -215,6 +216,19 @@ class TestOnTwoNodes:
 
         in_time(calls())
 
+    def test_a_worker_process_of_a_replica_that_dies_is_noticed_by_nobody(self, run):
+        handle = run(who_and_twice, isolation="process", warm_spare=True)
+
+        async def calls():
+            first = await check(handle, 1)
+            asking = [asyncio.ensure_future(check(handle, number)) for number in range(50)]
+            os.kill(first, signal.SIGKILL)
+            await asyncio.gather(*asking)
+            while await check(handle, 2) == first:
+                await asyncio.sleep(0.01)
+
+        in_time(calls())
+
     def test_replicas_are_added_while_queues_are_long_and_taken_away_after(self, run):
         from ray import serve
 
@@ -373,8 +387,12 @@ def test_what_an_application_asks_ray_for():
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.policy.policy_kwargs == {"target_s": 0.25}
     assert deployment(deployment={"name": "mine", "max_ongoing_requests": 7}).name == "mine"
-    with pytest.raises(asynctrt.OptionsError, match="numbers them from 0"):
-        deployment(device="cuda:1")
+    both = deployment(device=["cuda:0", "cuda:1"], isolation="process")
+    assert both.ray_actor_options["num_gpus"] == 2
+    for devices in ("cuda:1", "cuda:0,cuda:2"):
+        with pytest.raises(asynctrt.OptionsError, match="numbers them from 0"):
+            deployment(device=devices)
+    assert deployment(device="cuda:1", deployment={"ray_actor_options": {"num_gpus": 2}})
     with pytest.raises(asynctrt.OptionsError, match="unknown option 'max_row'"):
         deployment(max_row=3)
     with pytest.raises(asynctrt.OptionsError, match="by itself"):
