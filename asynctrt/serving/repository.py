@@ -51,6 +51,8 @@ class Repository:
         self._limits = {"tensors_max": tensors_max, "json_max": json_max, "waiting_max": waiting_max}
         self._models: dict[str, Model] = {}
         self._places: list[Place] = []
+        # Those whose models nobody knows yet: a server listens before it looks.
+        self._unseen: list[Place] = []
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
         self._is_started = False
@@ -72,9 +74,18 @@ class Repository:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every model is ready that was not unloaded or suspended, and the server is not draining."""
-        return not self.is_draining and all(
-            entry.is_ready or entry.is_put_aside for model in self._models.values() for entry in model.entries
+        """Whether every model is ready that was not unloaded or suspended, and the server is not draining.
+
+        Not before all places that it was started with were looked through.
+        """
+        return (
+            not self.is_draining
+            and not self._unseen
+            and all(
+                entry.is_ready or entry.is_put_aside
+                for model in self._models.values()
+                for entry in model.entries
+            )
         )
 
     def look_for_losses(self, now_ns: int, grace_ns: int) -> list[str]:
@@ -126,8 +137,14 @@ class Repository:
         self._served.clear()
 
     def add_place(self, place: Place) -> None:
-        """Serve the models of a place, which :meth:`load_all` looks for, and :meth:`load` each time."""
+        """Serve the models of a place, which :meth:`load_all` looks for, and :meth:`load` each time.
+
+        The repository is not ready before one of them, or :meth:`look_for_models`, has looked through it; one
+        that is added after :meth:`load_all` does not make it unready.
+        """
         self._places.append(place)
+        if not self._is_started:
+            self._unseen.append(place)
 
     def find(self, name: str, version: str = "") -> ServedModel:
         """Return the model of that name; without a version, the newest that is served.
@@ -216,9 +233,16 @@ class Repository:
         :raises AsynctrtError: if a place cannot be read, or two have a model of the same name.
         """
         for place in self._places:
-            for name in await place.names():
+            for name in await self._names(place):
                 self._place(name, place)
         return list(self._models)
+
+    async def _names(self, place: Place) -> list[str]:
+        names = await place.names()
+        # Whoever finds them lists them before anything else is done.
+        if place in self._unseen:
+            self._unseen.remove(place)
+        return names
 
     def _place(self, name: str, place: Place) -> Model:
         """Return the model of that name, which is found in a place."""
@@ -266,7 +290,7 @@ class Repository:
     async def _found(self, name: str) -> Model:
         """Return a model that is new in its place."""
         for place in self._places:
-            if name in await place.names():
+            if name in await self._names(place):
                 return self._place(name, place)
         return self._known(name)
 

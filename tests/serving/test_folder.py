@@ -457,3 +457,35 @@ async def test_swaps_under_load_lose_no_request_and_mix_up_no_answer(tmp_path):
 
 def answered_more(answers, before):
     return all(answers[protocol] > before[protocol] for protocol in answers)
+
+
+async def test_it_is_not_ready_before_it_has_looked_for_models(tmp_path):
+    """A server listens before it looks: who asks then must not be told that all is there."""
+    scale_onnx(tmp_path / "m" / "1" / "model.onnx", 2)
+    repository = Repository()
+    repository.add_place(ModelFolder(tmp_path))
+    try:
+        assert not repository.is_ready
+        async with asyncio.timeout(WAIT_S):
+            assert await repository.look_for_models() == ["m"]
+            assert not repository.is_ready
+            await repository.load_all()
+        assert repository.is_ready
+        (tmp_path / "later").mkdir()
+        repository.add_place(ModelFolder(tmp_path / "later"))
+        assert repository.is_ready
+    finally:
+        await repository.aclose()
+
+
+async def test_it_is_ready_with_what_was_asked_for_by_name(tmp_path):
+    for name in ("a", "b"):
+        scale_onnx(tmp_path / name / "1" / "model.onnx", 2)
+    repository = Repository()
+    repository.add_place(ModelFolder(tmp_path))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await repository.load("a")
+        assert repository.is_ready
+    finally:
+        await repository.aclose()
