@@ -154,7 +154,7 @@ class DrainRouter(FIFOMixin, RequestRouter):
         self._backlogs: dict[ReplicaID, Backlog] = {}
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self, candidate_replicas: list[RunningReplica], pending_request: "PendingRequest | None" = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas in the order in which they are to be tried: two at random, then the others."""
         order = random.sample(candidate_replicas, len(candidate_replicas))

@@ -10,6 +10,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["README.md"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 3
+autodoc_mock_imports = ["ray"]  # It is large, and the pages need none of it.
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 suppress_warnings = ["myst.xref_missing"]  # Links to files of the source, which the site does not have.

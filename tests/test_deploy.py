@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-import jsonschema
 import pytest
 import yaml
 
@@ -115,7 +114,7 @@ class TestValid:
 
     @pytest.mark.parametrize("manifest", [RUNTIME, INFERENCE], ids=lambda one: one["kind"])
     def test_kserve(self, manifest):
-        jsonschema.validate(manifest, KSERVE_SCHEMAS[manifest["kind"]])
+        validate(manifest, KSERVE_SCHEMAS[manifest["kind"]])
 
     @pytest.mark.parametrize("version", ["1.30", "1.37"])
     def test_the_containers_of_the_runtime_are_those_of_a_pod(self, version):
@@ -125,7 +124,7 @@ class TestValid:
         )
 
     def test_compose(self):
-        jsonschema.validate(COMPOSE, COMPOSE_SCHEMA)
+        validate(COMPOSE, COMPOSE_SCHEMA)
         for service in COMPOSE["services"].values():
             assert (FOLDER / service["build"]["context"]).resolve() == ROOT
             assert (ROOT / service["build"]["dockerfile"]).is_file()
@@ -143,6 +142,13 @@ def validate_kubernetes(manifest, version):
     import kubernetes_validate
 
     kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def validate(content, schema):
+    needed(find_spec("jsonschema"), "jsonschema is missing: pip install '.[deploy]'")
+    import jsonschema
+
+    jsonschema.validate(content, schema)
 
 
 def closed(required, **properties):

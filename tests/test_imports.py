@@ -260,6 +260,19 @@ def test_a_missing_extra_is_named(command, target, missing, extra):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.tier2
+def test_the_extra_of_ray_is_named():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['ray'] = None; import asynctrt.ray"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
+    assert "MissingExtraError" in done.stderr
+    assert "pip install 'asynctrt[ray]'" in done.stderr
+
+
 def test_the_other_commands_need_nothing_of_a_load_test():
     heavy = {"aiohttp", "hdrh", "jinja2", "matplotlib", "psutil", "pynvml", "scipy"}
     assert not loaded_by("import asynctrt.cli, asynctrt.loadtest") & heavy
