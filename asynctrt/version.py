@@ -1,5 +1,3 @@
-"""The version, where every module can see it."""
+"""The version, where every module can see it, and hatchling as well, which reads the line below."""
 
-from typing import Final
-
-__version__: Final = "0.1.0"
+__version__ = "0.1.0"
