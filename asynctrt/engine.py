@@ -66,9 +66,8 @@ class Engine:
         self._options = options
         self._capacity = capacity
         self._rows_max = capacity.rows_max
-        self._has_profiles = parts.shapes.has_profiles
         # Up to this many rows are never split, whatever their shape.
-        self._rows_unsplit = 0 if self._has_profiles else self._rows_max
+        self._rows_unsplit = 0 if parts.shapes.limit_varies else self._rows_max
         self._has_fixed_shape = all(spec.is_fixed for spec in model.inputs)
         self._now_ns = clock.now_ns
         self._opened_ns = clock.now_ns()
@@ -77,7 +76,7 @@ class Engine:
         self._input_check = InputCheck(
             model.inputs,
             check_finite=options.check_finite,
-            check_key=self._scheduler.limit if self._has_profiles else None,
+            check_key=self._scheduler.limit if parts.shapes.has_profiles else None,
             import_array=device.import_array,
         )
         self._validate = self._input_check.validate
@@ -268,7 +267,7 @@ class Engine:
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.
 
-        :param rows: how many, up to ``max_rows``.
+        :param rows: how many, up to ``max_rows``, and to as many as ``max_batch_bytes`` leaves of a shape.
         :param dims: the dimensions of one row, by input name, where the model leaves them open.
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """

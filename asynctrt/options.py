@@ -43,6 +43,7 @@ class Settings(TypedDict, total=False):
     """The keywords of :func:`asynctrt.open` besides model and device: see :class:`Options`."""
 
     max_rows: int | None
+    max_batch_bytes: int
     max_delay: float
     max_queue_rows: int
     max_in_flight: int | None
@@ -148,6 +149,12 @@ class Options:
         default=None,
         check=count(1).or_none,
         doc="Rows that one batch holds at most. Default: 64, or the model's own limit if that is lower.",
+    )
+    max_batch_bytes: int = setting(
+        default=256 << 20,
+        check=count(1),
+        doc="""Bytes that one batch of rows of any size holds at most, inputs and outputs; a batch of large
+        rows has fewer, one at least. Each context keeps memory for the largest batch that it had.""",
     )
     max_delay: float = setting(
         default=0.0,

@@ -15,6 +15,7 @@ from asynctrt.errors import AsynctrtError, ModelError, OptionsError
 from asynctrt.loading import find_device, load_model
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
+from asynctrt.runtime.staging import lay_out
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
@@ -210,6 +211,23 @@ class ModelProfiles:
         return tuple(dims for dims in resolved if dims is not None)
 
 
+def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
+    """Return what tells the bytes of one row of a shape, inputs and outputs, from its dynamic dimensions.
+
+    ``None`` for a model whose rows all have one shape: what a batch of it needs is known, and is taken or
+    refused when it is opened. Outputs whose shape depends on the data count for nothing.
+    """
+    if all(spec.is_fixed for spec in model.inputs):
+        return None
+
+    def row_nbytes(shape: Hashable) -> int:
+        assert isinstance(shape, tuple)
+        layout = lay_out(model.inputs, model.outputs, dict(shape), rows_max=1)
+        return layout.input_row_nbytes + layout.output_row_nbytes
+
+    return row_nbytes
+
+
 def build_on(
     model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
 ) -> EngineParts:
@@ -291,6 +309,8 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             rows_fixed=model.rows_fixed,
             profiles=ModelProfiles(model) if isinstance(model, ProfiledModel) else None,
             fills_batches=options.deterministic,
+            nbytes_max=options.max_batch_bytes,
+            row_nbytes=row_nbytes_of(model),
         )
         if options.deterministic and model.platform == "tensorrt_plan":
             logger.warning(
@@ -306,6 +326,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             rows_max=capacity.rows_max,
             graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
+            rows_held=shapes.rows_held,
         )
     except BaseException:
         if arenas is not None and arenas is not shared:

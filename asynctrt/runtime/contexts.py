@@ -12,7 +12,7 @@ from typing import Final
 from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding, create_context_on
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, InputError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
 from asynctrt.runtime.staging import (
     DeviceSource,
@@ -270,6 +270,7 @@ class ContextPool:
     :param arenas: the arenas that its contexts work in; ``None`` for a model that needs none.
     :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
     :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
+    :param rows_held: the rows that a slab of a shape holds, where that is not ``rows_max``.
     :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
     """
 
@@ -283,10 +284,11 @@ class ContextPool:
         rows_max: int,
         graphs: Sequence[int] = (),
         profile_of: Callable[[int], int | None] = lambda _: None,
+        rows_held: Callable[[Hashable], int] | None = None,
     ) -> None:
         self._device = device
         self._model = model
-        self._rows_max = rows_max
+        self._rows_held = rows_held or (lambda _: rows_max)
         self._profile_of = profile_of
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
         self._arenas = arenas
@@ -336,7 +338,8 @@ class ContextPool:
         layout = self._layouts.get(shape)
         if layout is None:
             assert isinstance(shape, tuple)
-            layout = lay_out(self._model.inputs, self._model.outputs, dict(shape), self._rows_max)
+            rows = self._rows_held(shape)
+            layout = lay_out(self._model.inputs, self._model.outputs, dict(shape), rows)
             self._layouts[shape] = layout
             if len(self._layouts) > SLABS_MAX:
                 self._layouts.popitem(last=False)
@@ -354,9 +357,16 @@ class ContextPool:
         """Return where the rows of a batch come from, in the slab of its context.
 
         :raises DeviceMemoryError: when rows of this shape need more memory than there is.
+        :raises ExecutionError: when the model now asks for more rows than it did at first.
         """
         key, context = batch.key, self.contexts[batch.context]
         slab = context.slab(key.shape, self.layout)
+        if batch.rows_run > slab.layout.rows_max:
+            # Else the device would read and write beyond its memory.
+            raise ExecutionError(
+                f"{self._model.name!r} is to run {batch.rows_run} rows, and said before that batches of this "
+                f"shape have at most {slab.layout.rows_max}. Mend its rows_of: it must not change its answers"
+            )
         if key.slab is not None:
             return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
         if key.on_device or key.outputs_on_device:
@@ -441,7 +451,7 @@ class ContextPool:
             check_room(
                 self._device,
                 layout.nbytes * len(self.contexts) * copies,
-                f"the slabs of {len(self.contexts)} contexts, {mib(layout.nbytes)} for {self._rows_max} "
+                f"the slabs of {len(self.contexts)} contexts, {mib(layout.nbytes)} for {layout.rows_max} "
                 "rows,",
                 "Open the engine with fewer contexts or a smaller max_rows",
             )

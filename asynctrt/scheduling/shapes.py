@@ -34,6 +34,8 @@ class Shapes:
     :param rows_fixed: the only batch size of the model, if it takes no other.
     :param profiles: for a model with optimisation profiles.
     :param fills_batches: whether every batch is padded to as many rows as one of its shape holds.
+    :param nbytes_max: bytes of one batch, if it has more than one row, or more than its profile demands.
+    :param row_nbytes: returns the bytes of one row of a shape; ``None`` if those of all shapes are the same.
     """
 
     def __init__(
@@ -43,18 +45,28 @@ class Shapes:
         rows_fixed: int | None = None,
         profiles: Profiles | None,
         fills_batches: bool = False,
+        nbytes_max: int = 0,
+        row_nbytes: Callable[[Hashable], int] | None = None,
     ) -> None:
         self._fills_batches = fills_batches
         self._rows_max = rows_max
         self._rows_fixed = rows_fixed
         self._profiles = profiles
+        self._nbytes_max = nbytes_max
+        self._row_nbytes = row_nbytes
+        self._limits: dict[Hashable, int] = {}
         self._ranges: dict[Hashable, tuple[tuple[int, int], ...]] = {}
         self._chosen: dict[tuple[Hashable, int], int] = {}
 
     @property
     def has_profiles(self) -> bool:
-        """Return whether the limit depends on the shape."""
+        """Return whether the model takes some shapes and refuses others."""
         return self._profiles is not None
+
+    @property
+    def limit_varies(self) -> bool:
+        """Return whether batches of one shape may hold other numbers of rows than those of another."""
+        return self._profiles is not None or (self._row_nbytes is not None and self._rows_fixed is None)
 
     @property
     def runs_as_many_as_it_takes(self) -> bool:
@@ -67,9 +79,23 @@ class Shapes:
         :raises InputError: for a shape that no profile of the model takes.
         :raises ExecutionError: when the model fails to say.
         """
-        if self._profiles is None:
+        if not self.limit_varies:
             return self._rows_max
-        return min(self._rows_max, max(most for _, most in self._ranges_of(shape)))
+        limit = self._limits.get(shape)
+        if limit is None:
+            if len(self._limits) >= SHAPES_MAX:
+                self._limits.clear()
+            limit = self._limits[shape] = self._limit_of(shape)
+        return limit
+
+    def rows_held(self, shape: Hashable) -> int:
+        """Return the rows that memory for any batch of this shape must hold, those that pad it included.
+
+        They are more than :meth:`limit` where no profile takes as few.
+
+        :raises InputError, ExecutionError: as :meth:`limit`.
+        """
+        return max(self.limit(shape), self.padded_rows(shape, self.limit(shape)))
 
     def padded_rows(self, shape: Hashable, rows: int) -> int:
         """Round ``rows`` up to the fixed batch size, or to the least that some profile accepts.
@@ -79,9 +105,12 @@ class Shapes:
         if self._rows_fixed is not None:
             return self._rows_fixed
         if self._fills_batches:
-            return self.limit(shape)
+            rows = self.limit(shape)
         if self._profiles is None:
             return rows
+        return self._padded(shape, rows)
+
+    def _padded(self, shape: Hashable, rows: int) -> int:
         fitting = [max(rows, least) for least, most in self._ranges_of(shape) if rows <= most]
         if not fitting:
             raise ExecutionError(f"no profile of the model takes {rows} rows of the shape {shape!r}")
@@ -101,6 +130,18 @@ class Shapes:
                 self._chosen.clear()
             chosen = self._chosen[shape, rows] = _asked(lambda: int(profiles.profile_of(shape, rows)))
         return chosen
+
+    def _limit_of(self, shape: Hashable) -> int:
+        most = self._rows_max
+        if self._profiles is not None:
+            most = min(most, max(most for _, most in self._ranges_of(shape)))
+        if self._row_nbytes is None or self._rows_fixed is not None:
+            return most
+        fitting = max(1, min(most, self._nbytes_max // max(1, self._row_nbytes(shape))))
+        if self._profiles is not None:
+            # What pads a batch takes as much room as rows that somebody waits for.
+            fitting = min(most, self._padded(shape, fitting))
+        return fitting
 
     def _ranges_of(self, shape: Hashable) -> tuple[tuple[int, int], ...]:
         ranges = self._ranges.get(shape)

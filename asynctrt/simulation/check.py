@@ -17,7 +17,7 @@ from asynctrt.simulation.arrivals import Arrival
 from asynctrt.simulation.device import VirtualDevice
 from asynctrt.simulation.engine import VirtualEngine
 from asynctrt.simulation.rules import Limits, Rules
-from asynctrt.simulation.scenario import DefectiveProfiles, Disturbance, Scenario, scenario_of
+from asynctrt.simulation.scenario import DefectiveProfiles, Disturbance, Scenario, row_nbytes, scenario_of
 from asynctrt.simulation.timeline import Timeline
 
 STEPS_MAX: Final = 50_000
@@ -103,6 +103,8 @@ class World:
                 rows_fixed=rows_fixed,
                 profiles=profiles if scenario.has_profiles else None,
                 fills_batches=scenario.is_alone,
+                nbytes_max=scenario.batch_nbytes_max,
+                row_nbytes=row_nbytes if scenario.batch_nbytes_max else None,
             ),
             queue_rows_max=scenario.queue_rows_max,
             priorities=scenario.priorities,
@@ -121,6 +123,7 @@ class World:
                 arenas=scenario.arenas,
                 in_flight_max=in_flight_max,
                 rows_fixed=rows_fixed,
+                limit_of=scenario.limit,
                 profile_of=profiles.right_profile if scenario.has_profiles else None,
                 is_calm=scenario.is_calm,
                 batch_ns=scenario.latency().cost((), scenario.rows_max).total_ns,
@@ -309,14 +312,15 @@ def _simpler(best: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 
 def _is_possible(scenario: Scenario) -> bool:
     """Return whether a world with simpler settings is still one that an engine would be opened with."""
-    rows = max((arrival.rows for _, arrival in scenario.requests), default=1)
     # Slots fill their slab to the rows of the batch that they were made for.
     slabs: Counter[Any] = Counter()
     for engine, arrival in scenario.requests:
         if arrival.key.slab is not None:
             slabs[engine, arrival.key] += arrival.rows
     return (
-        max([rows, *slabs.values()]) <= scenario.rows_max <= scenario.queue_rows_max
+        all(arrival.rows <= scenario.limit(arrival.key.shape) for _, arrival in scenario.requests)
+        and all(rows <= scenario.limit(key.shape) for (_, key), rows in slabs.items())
+        and scenario.rows_max <= scenario.queue_rows_max
         and scenario.arenas <= scenario.contexts
         and max(scenario.captured, default=0) <= scenario.rows_max
         and all(arrival.priority < scenario.priorities for _, arrival in scenario.requests)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,12 +33,18 @@ class Limits:
     arenas: int
     in_flight_max: int
     rows_fixed: int | None = None
+    limit_of: Callable[[Hashable], int] | None = None
+    """The rows that a batch of a shape holds, where that is not the same for all."""
     profile_of: Callable[[int], int] | None = None
     """The profile for a number of rows, of a model that has profiles."""
     is_calm: bool = False
     """Whether every batch takes exactly what others like it took, so that expectations can be held to it."""
     batch_ns: int = 0
     """What the largest batch takes, if all is calm."""
+
+    def rows_max(self, key: BatchKey) -> int:
+        """Return the rows that a batch of a key holds."""
+        return self.policy.rows_max if self.limit_of is None else self.limit_of(key.shape)
 
 
 class Rules:
@@ -308,7 +314,8 @@ class Rules:
         _hold(len(set(batch.requests)) == len(batch.requests) > 0, "a request is in a batch twice")
         rows = sum(request.rows for request in batch.requests)
         _hold(batch.rows == rows, f"a batch of {rows} rows counts {batch.rows}")
-        _hold(rows <= batch.rows_run <= policy.rows_max, f"a batch runs {batch.rows_run} of {rows} rows")
+        rows_max = limits.rows_max(batch.key)
+        _hold(rows <= batch.rows_run <= rows_max, f"a batch runs {batch.rows_run} of {rows} rows")
         for request in batch.requests:
             _hold(request.key == batch.key, "requests of different keys share a batch")
             _hold(request.state is State.IN_FLIGHT, "a launched request is not in flight")
@@ -316,7 +323,7 @@ class Rules:
         padded = sizes[bisect_left(sizes, rows) :][:1]
         allowed: tuple[int, ...] = (rows, *padded) if limits.rows_fixed is None else (limits.rows_fixed,)
         if policy.is_alone:
-            allowed = (policy.rows_max,)
+            allowed = (rows_max,)
             _hold(len(batch.requests) == 1, "a request that is to be alone has company")
         elif batch.key.slab is not None and batch.reason is not Reason.AGAIN:
             _hold(self._rows[batch.key] == rows, "the rows of a slab were launched in parts")
@@ -388,10 +395,12 @@ class Rules:
         is_saturated = in_flight >= policy.concurrency
         # What leaves the queue makes a bucket smaller that was full or ready before.
         if batch.reason is Reason.FULL:
-            _hold(self._rows[batch.key] >= policy.rows_max, "a batch is called full that is not")
+            _hold(
+                self._rows[batch.key] >= self._limits.rows_max(batch.key),
+                "a batch is called full that is not",
+            )
         if is_saturated:
-            some_full = any(rows >= policy.rows_max for rows in self._rows.values())
-            _hold(some_full, "a batch was launched although the device has enough to do")
+            _hold(self._some_full(), "a batch was launched although the device has enough to do")
         elif batch.reason is Reason.AHEAD:
             _hold(policy.is_pipelined and bool(in_flight), "a batch is called ahead of none")
         elif batch.reason in (Reason.DELAY, Reason.DEADLINE):
@@ -421,8 +430,7 @@ class Rules:
         if not has_room:
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
-        full = any(rows >= policy.rows_max for rows in self._rows.values())
-        _hold(not full, "a full batch waits although a context is free")
+        _hold(not self._some_full(), "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
             return
         if policy.is_pipelined:
@@ -433,6 +441,9 @@ class Rules:
         if deadline_ns != NO_DEADLINE_NS:
             end_ns = min(end_ns, deadline_ns - DEADLINE_MARGIN_NS)
         _hold(wakeup_ns is not None and wakeup_ns <= max(end_ns, now_ns), "nobody watches the end of a delay")
+
+    def _some_full(self) -> bool:
+        return any(rows >= self._limits.rows_max(key) for key, rows in self._rows.items())
 
     def _check_just_in_time(self, now_ns: int, wakeup_ns: int | None) -> None:
         """What waits until the device wants it is launched by then: when the one batch there is has ended.

@@ -61,6 +61,8 @@ class Scenario:
     times_all: bool = False
     captured: tuple[int, ...] = ()
     rows_fixed: bool = False
+    batch_nbytes_max: int = 0
+    """Bytes of a batch, if they are limited; a row of the shape ``("n", k)`` has k + 1."""
     has_profiles: bool = False
     defect_share: float = 0.0
     """How often the model raises when it is asked about its profiles."""
@@ -79,6 +81,12 @@ class Scenario:
         exact = not (self.faults or self.disturbances or self.jitter or self.interference)
         # Another engine's batches are in no estimate, nor is the wait for others that are copied out.
         return exact and self.engines == 1 and not self.copy_us
+
+    def limit(self, shape: Hashable) -> int:
+        """Return the rows that a batch of a shape holds."""
+        if not self.batch_nbytes_max:
+            return self.rows_max
+        return max(1, min(self.rows_max, self.batch_nbytes_max // row_nbytes(shape)))
 
     def latency(self) -> LatencyModel:
         """Return what batches cost."""
@@ -129,6 +137,11 @@ class Scenario:
             much = f" by {item.much_ns / MS:g} ms" if item.much_ns else ""
             lines.append(f"{item.at_ns / MS:12.3f} ms  {item.kind}{much}")
         return lines
+
+
+def row_nbytes(shape: Hashable) -> int:
+    """Return the bytes of one row of a shape."""
+    return 1 + sum(size for _, size in shape) if isinstance(shape, tuple) else 1
 
 
 def _of(engine: int, engines: int) -> str:
@@ -213,6 +226,9 @@ def scenario_of(seed: int) -> Scenario:
         interference=choose([0.0, 0.0, 0.5, 1.0]),
         jitter=choose([0.0, 0.0, 0.3]),
     )
+    if kind in ("plain", "alone") and seed % 4 == 1:
+        # As above: nothing is drawn for it.
+        base = dataclasses.replace(base, batch_nbytes_max=2 * rows_max)
     requests = _requests(rng, base)
     last_ns = requests[-1][1].due_ns if requests else 0
     faults: list[Fault] = []
@@ -263,12 +279,14 @@ def _requests(rng: random.Random, world: Scenario) -> list[tuple[int, Arrival]]:
         rows = rng.randint(1, rows_mean)
         kind = rng.randrange(shapes)
         shape: Any = () if kind == 0 else (("n", kind),)
+        # An engine splits what is larger than a batch.
+        rows = min(rows, world.limit(shape))
         key = BatchKey(shape, on_device=rng.random() < 0.1)
         engine = rng.randrange(world.engines)
         if slabs and rng.random() < 0.2:
             # Slots are given out until their slab is full.
             slab, used = slab_rows.get((engine, shape), (0, 0))
-            slab, used = (slab, used + rows) if used + rows <= world.rows_max else (slab + 1, rows)
+            slab, used = (slab, used + rows) if used + rows <= world.limit(shape) else (slab + 1, rows)
             slab_rows[engine, shape] = slab, used
             key = BatchKey(shape, slab=slab)
         patience_ns = int(rng.expovariate(1) * batch_ns) if rng.random() < cancel_share else None

@@ -705,3 +705,12 @@ class TestSharedArenas:
                 assert await ask(engine, range(3))
                 assert engine.statistics().arenas == 0
                 assert arenas.engines == 0
+
+
+def test_a_model_that_changes_its_mind_cannot_make_the_device_write_beyond_its_memory():
+    pool = make_pool(rows_held=lambda shape: 4)
+    batch = make_batch(make_request(rows(1, 2, 3)), rows_run=5)
+    with pytest.raises(ExecutionError, match="must not change its answers"):
+        pool.source(batch)
+    pool.source(batch._replace(rows_run=4))
+    assert pool.close(WAIT_S) == 0

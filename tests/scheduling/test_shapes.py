@@ -63,6 +63,78 @@ def test_rows_are_padded_to_the_smallest_batch_that_a_profile_takes(ranges, rows
     assert shapes(ranges=ranges).padded_rows(SHAPE, rows) == run
 
 
+@pytest.mark.parametrize(
+    ("nbytes_max", "row_nbytes", "limit"),
+    [
+        (100, 1, 8),  # All that the engine takes.
+        (8, 1, 8),
+        (7, 1, 7),
+        (100, 30, 3),
+        (100, 100, 1),
+        (100, 101, 1),  # One row at least: a single large request is no reason to refuse it.
+        (100, 1 << 60, 1),
+        (100, 0, 8),  # Rows without any values.
+    ],
+)
+def test_large_rows_make_small_batches(nbytes_max, row_nbytes, limit):
+    rules = Shapes(rows_max=8, profiles=None, nbytes_max=nbytes_max, row_nbytes=lambda shape: row_nbytes)
+    assert (rules.limit(SHAPE), rules.rows_held(SHAPE)) == (limit, limit)
+    assert rules.limit_varies
+    assert not shapes().limit_varies
+
+
+@pytest.mark.parametrize(
+    ("ranges", "limit", "held"),
+    [
+        (((1, 8),), 3, 3),
+        (((4, 8),), 4, 4),  # No smaller batch is taken, so that it may as well be full.
+        (((1, 2), (5, 8)), 5, 5),
+        (((1, 2),), 2, 2),
+        (((9, 16),), 8, 9),  # Padded to more than the engine's own limit.
+    ],
+)
+def test_large_rows_make_batches_as_small_as_profiles_let_them_be(ranges, limit, held):
+    profiles = Profiles(ranges=ranges)
+    rules = Shapes(rows_max=8, profiles=profiles, nbytes_max=100, row_nbytes=lambda shape: 30)
+    assert (rules.limit(SHAPE), rules.rows_held(SHAPE)) == (limit, held)
+    assert all(rules.padded_rows(SHAPE, rows) <= held for rows in range(1, limit + 1))
+
+
+@pytest.mark.parametrize(
+    ("rows_max", "ranges", "held"),
+    [
+        (8, ((1, 64),), 8),
+        (4, ((8, 16),), 8),
+        (4, ((1, 2), (8, 16)), 8),
+        (4, ((1, 2), (4, 16)), 4),
+        (64, ((1, 32),), 32),
+    ],
+)
+@pytest.mark.parametrize("fills", [False, True])
+def test_memory_has_room_for_what_pads_a_batch(rows_max, ranges, held, fills):
+    rules = Shapes(rows_max=rows_max, profiles=Profiles(ranges=ranges), fills_batches=fills)
+    assert rules.rows_held(SHAPE) == held
+    assert max(rules.padded_rows(SHAPE, rows) for rows in range(1, rules.limit(SHAPE) + 1)) == held
+
+
+def test_a_model_of_a_fixed_size_runs_it_whatever_its_rows_weigh():
+    rules = Shapes(rows_max=8, rows_fixed=8, profiles=None, nbytes_max=1, row_nbytes=lambda shape: 100)
+    assert (rules.limit(SHAPE), rules.padded_rows(SHAPE, 1), rules.rows_held(SHAPE)) == (8, 8, 8)
+
+
+def test_the_bytes_of_a_row_are_asked_for_once_for_each_shape():
+    asked = []
+    rules = Shapes(
+        rows_max=8, profiles=None, nbytes_max=8, row_nbytes=lambda shape: asked.append(shape) or shape
+    )
+    for _ in range(3):
+        assert [rules.limit(shape) for shape in (1, 2, 4)] == [8, 4, 2]
+    assert asked == [1, 2, 4]
+    for size in range(1, SHAPES_MAX + 10):
+        rules.limit(size)
+        assert len(rules._limits) <= SHAPES_MAX
+
+
 def test_rows_that_no_profile_takes():
     with pytest.raises(ExecutionError, match=r"no profile of the model takes 5 rows"):
         shapes(ranges=((1, 4),)).padded_rows(SHAPE, 5)
@@ -83,7 +155,7 @@ def test_what_is_remembered_is_bounded():
     for size in range(SHAPES_MAX + 10):
         rules.limit(size)
         rules.profile(size, 1)
-        assert max(len(rules._ranges), len(rules._chosen)) <= SHAPES_MAX
+        assert max(len(rules._limits), len(rules._ranges), len(rules._chosen)) <= SHAPES_MAX
     assert rules.limit(0) == 8
 
 

@@ -278,6 +278,10 @@ def a_lane_is_never_left(original, self, batch, now_ns):
     pass
 
 
+def one_limit_for_all_shapes(original, self, shape):
+    return self._rows_max
+
+
 PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
@@ -323,6 +327,7 @@ PLANTED = [
     (Policy, "ready_ns", a_delay_passes_deadlines),
     (Policy, "rows_to_run", padding_to_the_largest),
     (Shapes, "padded_rows", no_padding_at_all),
+    (Shapes, "limit", one_limit_for_all_shapes),
     (Shapes, "profile", the_profile_of_fewer_rows),
     (CompletionEstimator, "started", ends_are_expected_late),
     (Counters, "add_batch", padding_is_counted_as_rows),
