@@ -77,7 +77,7 @@ class JsonCodec(ModelCodec):
         super().__init__(name, version, inputs, outputs, tensors_max=tensors_max, rows_max=rows_max)
         self.json_max = json_max
 
-    def is_slow(self, body: bytes | bytearray, head_nbytes: int) -> bool:
+    def is_slow(self, body: Buffer, head_nbytes: int) -> bool:
         """Return whether decoding a request would hold the event loop for a millisecond or more.
 
         Then :meth:`decode` belongs in a thread, with a ``pause`` that lets the loop run.
@@ -86,7 +86,7 @@ class JsonCodec(ModelCodec):
             return True
         return is_slow_json(body, head_nbytes)
 
-    def decode(self, body: bytes | bytearray, head_nbytes: int, pause: Pause = no_pause) -> DecodedRequest:
+    def decode(self, body: Buffer, head_nbytes: int, pause: Pause = no_pause) -> DecodedRequest:
         """Decode a request: ``head_nbytes`` of JSON, then raw tensors. ``pause`` is called on the way.
 
         :raises RequestError: if it breaks the protocol; the message names the field.
@@ -295,11 +295,11 @@ def _wants_binary(name: str, parameters: dict[str, Any], *, binary_default: bool
     return binary
 
 
-def is_slow_json(raw: bytes | bytearray, nbytes: int) -> bool:
+def is_slow_json(raw: Buffer, nbytes: int) -> bool:
     """Return whether parsing ``nbytes`` of JSON would hold the event loop for a millisecond or more."""
     if nbytes <= FAST_NBYTES:
         return False
-    return nbytes > FAST_TEXT_NBYTES or raw.count(b",", 0, nbytes) > PIECE
+    return nbytes > FAST_TEXT_NBYTES or bytes(raw[:nbytes]).count(b",") > PIECE
 
 
 def check_json_nbytes(nbytes: int, what: str, nbytes_max: int) -> None:

@@ -33,6 +33,7 @@ from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
 from asynctrt.kserve.json_pieces import Pause, no_pause
 from asynctrt.serving.admission import Caller
+from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER, RequestIds
 from asynctrt.serving.served import Inference, ServedModel
@@ -64,6 +65,10 @@ OFF_LOOP_NBYTES_MIN: Final = 32 << 10
 """From this size on, compression and decompression run in a thread; so does what inflates to more than that.
 Compressing as much takes 0.6 ms, inflating it up to 0.4 ms."""
 
+DEFLATED_NBYTES: Final = 64 << 10
+INFLATED_NBYTES: Final = 256 << 10
+"""Bytes that are inflated at a time, and the most that they become."""
+
 SIMPLE_TYPES: Final = (b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 """Content types that browsers let any page send."""
 
@@ -80,7 +85,7 @@ PREFLIGHT: Final = (
 )
 
 Headers = Mapping[bytes, bytes]
-Body = bytes | bytearray
+Body = bytes | bytearray | memoryview
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -511,7 +516,7 @@ class Api:
             )
         await (self.repository.load(name) if verb == "load" else self.repository.unload(name))
 
-    async def _decompressed(self, coding: bytes, body: Body) -> bytes:
+    async def _decompressed(self, coding: bytes, body: Body) -> Body:
         if coding not in (b"gzip", b"deflate"):
             raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
         nbytes_max = self.settings.max_body
@@ -640,26 +645,40 @@ def _route(path: bytes) -> ModelRoute | None:
     return ModelRoute(name, version, verb) if name else None
 
 
-def decompress(body: Body, nbytes_max: int) -> bytes:
+def decompress(body: Body, nbytes_max: int) -> Body:
     """Decompress a body that was compressed with gzip or zlib.
 
     :raises TooLargeError: if it would be larger than ``nbytes_max``.
     :raises RequestError: if it was not compressed with either.
     """
     machine = zlib.decompressobj(wbits=47)  # Either of the two, detected by its first bytes.
+    pieces: list[bytes] = []
+    nbytes = taken = 0
     try:
-        out = machine.decompress(body, nbytes_max + 1)
-        if len(out) <= nbytes_max and not machine.eof:
-            out += machine.flush()
+        # In pieces, as the machine copies what it leaves of its input, each time.
+        while nbytes <= nbytes_max and not machine.eof:
+            rest = machine.unconsumed_tail or body[taken : taken + DEFLATED_NBYTES]
+            taken += 0 if machine.unconsumed_tail else len(rest)
+            piece = machine.decompress(rest, min(INFLATED_NBYTES, nbytes_max + 1 - nbytes))
+            if not piece and not rest:
+                break  # Its end is missing.
+            pieces.append(piece)
+            nbytes += len(piece)
     except zlib.error as error:
         raise RequestError(f"the body is not compressed as Content-Encoding states: {error}") from error
-    if len(out) > nbytes_max:
+    if nbytes > nbytes_max:
         raise TooLargeError(f"the decompressed body exceeds the {nbytes_max} bytes that this server accepts")
     if not machine.eof:
         raise RequestError("the compressed body is truncated")
-    if machine.unused_data:
+    if machine.unused_data or taken < len(body):
         raise RequestError("something follows the compressed body; several gzip members are not accepted")
-    return out
+    if nbytes < ASSEMBLED_NBYTES_MIN:
+        return b"".join(pieces)
+    # It is freed by the event loop, for which that is less work than a `bytes` of this size.
+    assembly = Assembly(nbytes)
+    for piece in pieces:
+        assembly.add(piece)
+    return assembly.whole()
 
 
 def compress(coding: str, pieces: Sequence[Buffer]) -> bytes:

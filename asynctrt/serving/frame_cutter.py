@@ -30,6 +30,8 @@ class FrameCutter:
         self._left = 0
         """Bytes of the current frame that are still to come."""
         self._is_cutting = False
+        self.large_nbytes = 0
+        """Bytes of the frame that is being cut, or was cut last."""
         self._first = 0
         """The first byte of the fragment that comes next."""
         self._last = 0
@@ -94,6 +96,7 @@ class FrameCutter:
             out.append(head[:start])
             return start
         self._is_cutting = True
+        self.large_nbytes = nbytes
         self._key = bytes(head[end:start])
         self._first = head[0] & ~FINAL
         # If it is cut at all, the last fragment continues the message, and ends it if the frame did.

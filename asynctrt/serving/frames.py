@@ -11,9 +11,11 @@ from typing import Any, Final
 from asynctrt.errors import AsynctrtError, CallerError, MissingExtraError
 from asynctrt.kserve.datatypes import Buffer
 from asynctrt.serving.api import ModelRoute, error_answer
+from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.frame_cutter import FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
+from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.websocket import (
     GOING_AWAY,
     POLICY_VIOLATION,
@@ -130,6 +132,7 @@ class SocketConnection(asyncio.Protocol):
         self._cutter = FrameCutter(hub.settings.max_body)
         self._transport: Any = None
         self._pieces = bytearray()
+        self._assembly: Assembly | None = None
         self._is_text = False
         self._is_reading = True
         self._is_flushing = False
@@ -165,6 +168,7 @@ class SocketConnection(asyncio.Protocol):
         self._session.cancel_all()
         self._frames.clear()
         self._unparsed.clear()
+        self._assembly = None
         _forget_frames(self._protocol.parser_exc)
 
     def data_received(self, data: bytes) -> None:
@@ -262,19 +266,36 @@ class SocketConnection(asyncio.Protocol):
             if frame.fin:
                 self._receive(bytes(frame.data))
                 return
-            self._pieces = bytearray(frame.data)
+            nbytes = self._cutter.large_nbytes
+            self._assembly = Assembly(nbytes) if nbytes >= ASSEMBLED_NBYTES_MIN else None
+            self._pieces = bytearray()
+            self._append(frame.data)
         elif opcode is CONT:
-            self._pieces += frame.data
+            self._append(frame.data)
             if frame.fin:
+                assembly, self._assembly = self._assembly, None
                 pieces, self._pieces = self._pieces, bytearray()
-                self._receive(pieces)
+                self._receive(pieces if assembly is None else assembly.whole())
 
-    def _receive(self, raw: bytes | bytearray) -> None:
+    def _append(self, data: bytes | bytearray | memoryview) -> None:
+        """Add the next fragment of a message."""
+        assembly = self._assembly
+        if assembly is None:
+            self._pieces += data
+        elif assembly.has_room(len(data)):
+            assembly.add(data)
+        else:
+            # A client's own fragments: the size was that of another one.
+            self._assembly = None
+            self._pieces += assembly.whole()
+            self._pieces += data
+
+    def _receive(self, raw: bytes | bytearray | memoryview) -> None:
         if not self._is_text:
             self._session.receive(raw)
             return
         try:
-            text = raw.decode()
+            text = str(raw, "utf-8")
         except UnicodeDecodeError:
             self._protocol.fail(1007, "a text message must be UTF-8")
             return
@@ -299,6 +320,9 @@ class SocketConnection(asyncio.Protocol):
         if nbytes <= JOIN_NBYTES_MAX:
             self._send(b"".join(pieces))
         elif self._protocol.state is State.OPEN and not self._transport.is_closing():
+            if type(self._transport) is not PacedTransport:
+                is_paused = self._writing.since is not None
+                self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
             self._write(self._protocol.data_to_send())
             self._written += nbytes
             # The head of a frame with a size of 8 bytes, which a server does not mask.

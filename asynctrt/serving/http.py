@@ -36,6 +36,7 @@ from asynctrt.serving.api import (
 )
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
+from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.served import Inference
 
@@ -51,6 +52,9 @@ REFUSED_MAX: Final = 32
 """Connections beyond ``max_connections`` that are told so. More are closed without a word."""
 REFUSED_S: Final = 2.0
 """Time for such a client to read why it is refused, and to close."""
+
+LARGE_READ_NBYTES: Final = 64 << 10
+"""After so much at once there may be more, which is read after others had their turn."""
 
 PIPELINE_MAX: Final = 64
 PIPELINE_NBYTES_MAX: Final = 1 << 20
@@ -255,6 +259,7 @@ class HttpConnection(asyncio.Protocol):
         self._waiting: deque[HttpRequest] = deque()
         self._waiting_nbytes = 0
         self._is_throttled = False
+        self._is_resting = False
         self._inference: Inference | None = None
         self._caller: Caller | None = None
         self._task: asyncio.Task[None] | None = None
@@ -296,6 +301,8 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
+        if len(data) >= LARGE_READ_NBYTES:
+            self._rest()
         if reader is not None:
             reader.feed(data, self._hub.tick)
             if reader.began is not None:
@@ -312,6 +319,19 @@ class HttpConnection(asyncio.Protocol):
         self._touched = self._hub.tick
         if self._current is None:
             self._next()
+
+    def _rest(self) -> None:
+        """Read no more until others had their turn: uvloop reads up to 32 times from one connection."""
+        if not self._is_resting and not self._transport.is_closing():
+            self._is_resting = True
+            if not self._is_throttled:
+                self._transport.pause_reading()
+            self._hub.loop.call_soon(self._rested)
+
+    def _rested(self) -> None:
+        self._is_resting = False
+        if not self._is_throttled and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     # ---- the reader's calls
 
@@ -513,6 +533,9 @@ class HttpConnection(asyncio.Protocol):
         if nbytes > JOIN_NBYTES_MAX:
             # Not writelines: in Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 asyncio's never tells that a
             # client takes nothing (CVE-2024-12254), so that answers would pile up.
+            if type(self._transport) is not PacedTransport:
+                is_paused = self._writing.since is not None
+                self._transport = PacedTransport.between(self._transport, self, is_paused=is_paused)
             self._transport.write(b"".join(head))
             for piece in body:
                 self._transport.write(piece)
@@ -549,6 +572,8 @@ class HttpConnection(asyncio.Protocol):
         is_much = len(self._waiting) >= PIPELINE_MAX or self._waiting_nbytes > PIPELINE_NBYTES_MAX
         if is_much != self._is_throttled and not self._transport.is_closing():
             self._is_throttled = is_much
+            if self._is_resting:
+                return  # It does not read now, and looks at this when it would again.
             if is_much:
                 self._transport.pause_reading()
             else:

@@ -8,6 +8,7 @@ import logging
 from typing import Any, Final, Protocol
 
 from asynctrt.errors import MissingExtraError
+from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 
 try:
     import httptools
@@ -63,7 +64,7 @@ class HttpRequest:
         """The target's path: without a query, and without the host that a proxy's client sends."""
         self.version = version
         self.headers = headers
-        self.body: bytes | bytearray = b""
+        self.body: bytes | bytearray | memoryview = b""
         self.keep_alive = keep_alive
         self.began_ns = 0
         self.is_authorized = False
@@ -121,6 +122,8 @@ class RequestReader:
         self._is_resuming = False
         self._body: list[bytes | bytearray] = []
         self._body_nbytes = 0
+        self._announced_nbytes = 0
+        self._assembly: Assembly | None = None
         self._websocket: HttpRequest | None = None
 
     def __repr__(self) -> str:
@@ -157,6 +160,7 @@ class RequestReader:
         self._parser = None
         self.began = None
         self._body = []
+        self._assembly = None
         self._headers = {}
         self._request = self._websocket = None
 
@@ -212,7 +216,8 @@ class RequestReader:
         self._head_nbytes = 0
         self._request = None
         self._body = []
-        self._body_nbytes = 0
+        self._assembly = None
+        self._body_nbytes = self._announced_nbytes = 0
 
     def on_url(self, url: bytes) -> None:
         """Take a piece of the request's target."""
@@ -256,9 +261,11 @@ class RequestReader:
             method, _path_of(self._url), version, headers, keep_alive=parser.should_keep_alive()
         )
         self._request = request
-        if len(length) > 1 and int(length) > self._max_body:
+        self._announced_nbytes = int(length) if b"transfer-encoding" not in headers else 0
+        if self._announced_nbytes > self._max_body:
             self._refuse(
-                413, f"the body has {int(length)} bytes; this server accepts at most {self._max_body}"
+                413,
+                f"the body has {self._announced_nbytes} bytes; this server accepts at most {self._max_body}",
             )
         elif self._has_body:
             self._sink.admit(request)
@@ -285,7 +292,25 @@ class RequestReader:
         if self._parser is None:
             return
         self._unread_nbytes = -1
+        assembly = self._assembly
+        if assembly is not None:
+            assembly.add(piece)
+        else:
+            self._keep(piece)
+        self._body_nbytes += len(piece)
+        if self._body_nbytes > self._max_body:
+            self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
+
+    def _keep(self, piece: bytes) -> None:
+        """Keep a piece of a body until that is complete, or is so large that it is put together at once."""
         pieces = self._body
+        if self._announced_nbytes >= ASSEMBLED_NBYTES_MIN and self._body_nbytes > PIECES_NBYTES_MAX:
+            # Not before: what is announced need not come.
+            assembly = self._assembly = Assembly(self._announced_nbytes)
+            for kept in (*pieces, piece):
+                assembly.add(kept)
+            pieces.clear()
+            return
         if len(pieces) == PIECES_MAX or (len(pieces) > 1 and self._body_nbytes > PIECES_NBYTES_MAX):
             # Chunks of one byte each would take many times the memory of their content.
             self._body = pieces = [bytearray(b"".join(pieces))]
@@ -293,9 +318,6 @@ class RequestReader:
             pieces[0] += piece
         else:
             pieces.append(piece)
-        self._body_nbytes += len(piece)
-        if self._body_nbytes > self._max_body:
-            self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
 
     def on_message_complete(self) -> None:
         """Give the complete request to the sink."""
@@ -309,7 +331,11 @@ class RequestReader:
                 self._websocket = request
                 return
         body, self._body = self._body, []
-        request.body = body[0] if len(body) == 1 else b"".join(body)
+        assembly, self._assembly = self._assembly, None
+        if assembly is not None:
+            request.body = assembly.whole()
+        else:
+            request.body = body[0] if len(body) == 1 else b"".join(body)
         self._request = None
         self._headers = {}
         self.began = None

@@ -124,7 +124,7 @@ class WebSocketSession:
         )
         return is_full
 
-    def receive(self, message: Message | bytearray) -> None:
+    def receive(self, message: Message | bytearray | memoryview) -> None:
         """Handle one message."""
         request_id = ""
         try:
@@ -364,7 +364,7 @@ def _nothing() -> None:
     """Continue with nothing."""
 
 
-def _head_of(message: bytes | bytearray) -> bytes:
+def _head_of(message: Buffer) -> bytes:
     length = int.from_bytes(message[:PREFIX_NBYTES], "little")
     if len(message) < PREFIX_NBYTES + length:
         raise RequestError(

@@ -12,10 +12,8 @@ from websockets.asyncio.client import connect
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.serving.http import REFUSED_MAX, HttpConnection
-from asynctrt.serving.tls import SLICE_NBYTES, TlsConnection
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
-from tests.models import rows
 from tests.serving.support import WAIT_S, request, serving
 from tests.serving.test_http import infer, outputs
 from tests.serving.test_websocket import binary
@@ -143,107 +141,3 @@ async def test_nothing_is_left_of_a_connection(pair):
             await until(lambda: connection() is None)
         finally:
             gc.enable()
-
-
-class Wire:
-    """A TLS transport that notes what is written."""
-
-    def __init__(self):
-        self.written = []
-        self.is_closed = False
-
-    def write(self, data):
-        self.written.append(bytes(data))
-
-    def is_closing(self):
-        return self.is_closed
-
-    def close(self):
-        self.is_closed = True
-
-    def get_write_buffer_size(self):
-        return 0
-
-
-class Writer(asyncio.Protocol):
-    """What the protocol of a connection is told."""
-
-    def __init__(self):
-        self.said = []
-
-    def pause_writing(self):
-        self.said.append("pause")
-
-    def resume_writing(self):
-        self.said.append("resume")
-
-    def connection_lost(self, exc):
-        self.said.append("lost")
-
-
-@pytest.fixture
-def ends():
-    wire, protocol = Wire(), Writer()
-    connection = TlsConnection(lambda: protocol)
-    connection.connection_made(wire)
-    return wire, protocol, connection
-
-
-class TestPieces:
-    async def test_one_is_encrypted_in_an_iteration_of_the_loop(self, ends):
-        wire, protocol, connection = ends
-        data = rows(*range(SLICE_NBYTES // 4)).tobytes()  # Four slices.
-        connection.write(data)
-        connection.write(b"behind")
-        for count in range(1, 6):
-            assert len(wire.written) == count
-            assert connection.get_write_buffer_size() == len(data) + 6 - sum(map(len, wire.written))
-            assert protocol.said == ["pause"] + ["resume"] * (count == 5)
-            await asyncio.sleep(0)
-        assert b"".join(wire.written) == data + b"behind"
-        assert max(map(len, wire.written)) == SLICE_NBYTES
-
-    async def test_little_is_written_at_once(self, ends):
-        wire, protocol, connection = ends
-        for data in (b"a", bytes(SLICE_NBYTES), b"c"):
-            connection.write(data)
-        assert wire.written == [b"a", bytes(SLICE_NBYTES), b"c"]
-        assert not protocol.said
-
-    async def test_who_reads_slowly_is_waited_for(self, ends):
-        wire, protocol, connection = ends
-        connection.write(bytes(3 * SLICE_NBYTES))
-        connection.pause_writing()
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert len(wire.written) == 1
-        for _ in range(9):
-            connection.resume_writing()
-            connection.pause_writing()
-        assert len(wire.written) == 2, "it has one turn in an iteration"
-        await asyncio.sleep(0)
-        assert len(wire.written) == 2
-        assert protocol.said == ["pause"]
-        connection.resume_writing()
-        assert len(wire.written) == 3
-        assert protocol.said == ["pause", "resume"]
-
-    async def test_what_waits_is_sent_before_it_closes(self, ends):
-        wire, _, connection = ends
-        connection.write(bytes(2 * SLICE_NBYTES))
-        connection.close()
-        assert connection.is_closing()
-        assert not wire.is_closed
-        await asyncio.sleep(0)
-        assert len(wire.written) == 2
-        assert wire.is_closed
-
-    async def test_nothing_is_kept_for_who_has_gone(self, ends):
-        wire, protocol, connection = ends
-        connection.write(bytes(2 * SLICE_NBYTES))
-        connection.connection_lost(None)
-        await asyncio.sleep(0)
-        assert len(wire.written) == 1
-        assert connection.get_write_buffer_size() == 0
-        assert protocol.said == ["pause", "lost"]
-        connection.data_received(b"late")
