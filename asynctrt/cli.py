@@ -13,7 +13,6 @@ import anyio
 import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
-from asynctrt.backends.tensorrt.builder import BuildStep
 from asynctrt.build_options import BuildOptions
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
@@ -38,9 +37,10 @@ try:
     import typer.core
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress
 
     from asynctrt.bench_terminal import show_demo, show_model, show_overhead
+    from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
@@ -229,7 +229,7 @@ def bench(
 
 
 async def _bench(report: benchmarks.BenchReport, seconds: float) -> None:
-    with _progress() as progress:
+    with _progress() as progress, builds_shown(err, progress):
         task = progress.add_task(report.title, total=len(report.cases) * report.repeats)
 
         def advance(case: benchmarks.BenchCase) -> None:
@@ -432,7 +432,8 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
 
     job = command.check if given["check"] else fronts.serve
     try:
-        was_interrupted = _run(lambda: job(config, say))
+        with builds_shown(err, is_wanted=config.settings.log_format == "text"):
+            was_interrupted = _run(lambda: job(config, say))
     except DeviceLostError as error:
         say(f"error: {error}")
         raise typer.Exit(DEVICE_LOST) from error
@@ -531,20 +532,6 @@ def _build(ctx: typer.Context, model: str, **given: Any) -> None:
         _say(line)
 
 
-class BuildBar:
-    """Shows how far a build is: a bar for the whole, with the phase that it is in."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("parsing the model", total=None)
-
-    def __call__(self, step: BuildStep) -> None:
-        """Show one step. Called on TensorRT's threads, which rich allows."""
-        if step.parent is None:
-            self._progress.update(self._task, total=step.total, completed=step.done)
-        self._progress.update(self._task, description=escape(step.phase.lower()))
-
-
 def _build_signature() -> inspect.Signature:
     """Return the flags of ``build``: its own, and the options of a build."""
     parameters = [
@@ -590,7 +577,7 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     reports: list[Any] = []
 
     async def measure() -> None:
-        with terminal.LiveView(err, f"asynctrt load {target}") as view:
+        with builds_shown(err), terminal.LiveView(err, f"asynctrt load {target}") as view:
             reports.append(await command.load(planned, view.watch))
 
     if _run(measure):
@@ -742,13 +729,7 @@ def _end(was_interrupted: bool) -> None:
 
 
 def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=err, transient=True)
+    return progress_on(err)
 
 
 def _dims(given: list[str]) -> dict[str, int]:

@@ -1,16 +1,28 @@
 """Write files completely or not at all, and lock them against other processes."""
 
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Final
 
+from asynctrt.cancellation import current
 from asynctrt.errors import UsageError
+
+TEMPORARY: Final = ".tmp"
+"""How the names of files end that are being written; they begin with a dot, and the file's own name."""
+
+WAIT_S: Final = 0.05
+"""Time between two tries to get a lock that somebody else has."""
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
     """Write a file completely or not at all. A pipe or a device such as ``/dev/stdout`` is written directly.
+
+    What writers of the same file left behind that were killed half way is removed.
 
     :param mode: who may read it afterwards. It is never more than that meanwhile.
     :raises UsageError: if the disk is full, the folder is missing, and so on.
@@ -23,14 +35,16 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
             path.write_bytes(raw)
             return
         target = Path(os.path.realpath(path))  # A link stays a link.
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{path.name}.", delete=False) as file:
+        sweep(target.parent, target.name)
+        with _temporary(target) as file:
             temporary = file.name
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(mode)
-        Path(temporary).replace(target)
-        temporary = None
+            Path(temporary).chmod(mode)
+            # While it is locked: nobody else removes it.
+            Path(temporary).replace(target)
+            temporary = None
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
     finally:
@@ -39,28 +53,83 @@ def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:
 
 
 @contextmanager
-def locked(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
-    """Hold a lock that one thread of one process has at a time; it ends with its process, however that ends.
+def _temporary(target: Path) -> Iterator[IO[bytes]]:
+    """Make a file beside another one, and hold a lock on it: it ends with its writer, however that ends."""
+    while True:
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115  (it is closed below)
+            dir=target.parent, prefix=f".{target.name}.", suffix=TEMPORARY, delete=False
+        )
+        with file:
+            # Somebody may have swept it away just now, before it was locked.
+            if _try_lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+                yield file
+                return
 
-    :param path: a file to lock, which is made if it is not there, and stays.
-    :param waiting: called if somebody else has it, before waiting for it.
-    :raises UsageError: if the file cannot be made.
+
+def sweep(folder: Path, name: str = "*") -> None:
+    """Remove temporary files of writers that are gone, of one file or of all in a folder.
+
+    A writer holds a lock on its own. What cannot be looked at is left.
+    """
+    written = ".+" if name == "*" else re.escape(name)
+    # What is between the two is of `tempfile`.
+    temporary = re.compile(rf"\.{written}\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if temporary.fullmatch(entry.name) is None:
+                continue
+            with suppress(OSError):
+                descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    status = os.fstat(descriptor)
+                    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                    if is_ours and _try_lock(descriptor):
+                        Path(entry.path).unlink()
+                finally:
+                    os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock an open file unless somebody else has: false then, and ``None`` where files cannot be locked.
+
+    The lock ends when the file is closed.
     """
     # Not before it is needed: Windows has none.
     import fcntl  # noqa: PLC0415
 
     try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # A network's file system may have no locks.
+        return None
+    return True
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], object] | None = None) -> Iterator[None]:
+    """Hold a lock that one thread of one process has at a time; it ends with its process, however that ends.
+
+    :param path: a file to lock, which is made if it is not there, and stays.
+    :param waiting: called if somebody else has it, before waiting for it.
+    :raises UsageError: if the file cannot be made, or the work of this thread was cancelled meanwhile.
+    """
+    cancellation = current()
+    try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be made, to be locked: {error.strerror}") from error
     try:
-        if waiting is not None:
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while (is_locked := _try_lock(descriptor)) is not True:
+            if is_locked is None:
+                raise UsageError(
+                    f"{str(path)!r} cannot be locked: its file system has no locks. Choose another folder"
+                )
+            if waiting is not None:
+                waiting()
                 waiting = None
-        if waiting is not None:
-            waiting()
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if cancellation.wait(WAIT_S):
+                raise UsageError(f"waiting for whoever has locked {str(path)!r} was interrupted")
         yield
     finally:
         os.close(descriptor)

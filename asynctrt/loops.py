@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import anyio
 
+from asynctrt.cancellation import Cancellation, cancelled_by
 from asynctrt.errors import UsageError
 
 T = TypeVar("T")
@@ -38,10 +39,17 @@ def running_loop() -> asyncio.AbstractEventLoop:
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run a blocking function in a thread that ends with it.
 
-    It cannot be stopped half way, so a caller who is cancelled waits for it all the same; what it has made
-    is then given to ``undo``, so that nothing is left behind.
+    A caller who is cancelled waits for it all the same, and asks it to end: see
+    :func:`asynctrt.cancellation.current`. What it has made by then is given to ``undo``, so that nothing is
+    left behind.
     """
-    future, cancelled = await see_through_in_thread(function)
+    cancellation = Cancellation()
+
+    def run() -> T:
+        with cancelled_by(cancellation):
+            return function()
+
+    future, cancelled = await see_through_in_thread(run, cancellation.cancel)
     if cancelled is None:
         return future.result()
     if future.exception() is None and undo is not None:
@@ -51,20 +59,24 @@ async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | Non
 
 async def see_through_in_thread(
     function: Callable[[], T],
+    on_cancel: Callable[[], object] | None = None,
 ) -> "tuple[asyncio.Future[T], asyncio.CancelledError | None]":
     """Run a blocking function in a thread that ends with it, whatever is cancelled meanwhile.
 
+    :param on_cancel: called when something is.
     :returns: the function's future, which is done, and the cancellation that is still to be raised.
     """
     executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
     future = asyncio.get_running_loop().run_in_executor(executor, function)
-    cancelled = await wait_shielded(future)
+    cancelled = await wait_shielded(future, on_cancel=on_cancel)
     executor.shutdown()
     return future, cancelled
 
 
 async def wait_shielded(
-    future: "asyncio.Future[Any]", timeout_s: float = math.inf
+    future: "asyncio.Future[Any]",
+    timeout_s: float = math.inf,
+    on_cancel: Callable[[], object] | None = None,
 ) -> asyncio.CancelledError | None:
     """Wait until a future is done or the time is up, whatever is cancelled meanwhile.
 
@@ -79,4 +91,6 @@ async def wait_shielded(
                 await asyncio.wait([future], timeout=min(left_s, WAIT_S_MAX))
             except asyncio.CancelledError as error:
                 cancelled = error
+                if on_cancel is not None:
+                    on_cancel()
     return cancelled

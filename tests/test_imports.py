@@ -42,6 +42,7 @@ OPTIONAL = {
     "websockets": {"client/websocket.py", "serving/frames.py"},
     "rich": {
         "bench_terminal.py",
+        "build_terminal.py",
         "cli.py",
         "loadtest/terminal.py",
         "simulation/terminal.py",
@@ -98,7 +99,7 @@ def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
 @pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
 def test_devices_and_backends_never_see_scheduling_or_runtime(path):
     leaves = {"clock", "errors", "files", "options", "pace", "signatures", "tensorrt_options", "tensors"}
-    leaves |= {"build_options", "validation"}
+    leaves |= {"build_options", "cancellation", "validation"}
     assert own(imports(path)) <= leaves | {"backends", "devices"}
 
 

@@ -47,8 +47,6 @@ class LiveView:
         self._shown_ns = 0
 
     def __enter__(self) -> Self:
-        self._live.start()
-        self._live.update(Text(f"{self._title}: starting"), refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,6 +56,8 @@ class LiveView:
         """Show the progress, unless it was shown just before."""
         now_ns = clock.now_ns()
         if now_ns - self._shown_ns >= REFRESH_S * 1e9:
+            # Not before: until the model is open, the terminal is for what opening it shows.
+            self._live.start()
             self._shown_ns = now_ns
             self._live.update(progress_view(self._title, progress, now_ns), refresh=True)
 

@@ -23,7 +23,7 @@ from asynctrt.build_options import BUILDERS, BuildOptions
 from asynctrt.clock import now_ns
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import MissingExtraError, ModelError, OptionsError, UsageError
-from asynctrt.files import locked
+from asynctrt.files import locked, sweep
 from asynctrt.plans.building import ModelSource, build_from, read_source, write_plan
 from asynctrt.plans.digest import digest_of
 from asynctrt.plans.plan_file import installed_versions
@@ -40,6 +40,8 @@ FORMAT: Final = 1
 DRIVER: Final = Path("/sys/module/nvidia/version")
 
 logger = logging.getLogger("asynctrt")
+PROGRESS: Final = logging.getLogger("asynctrt.build")
+"""What a build tells of its progress. A record has ``model``, a path, and ``step``: how far it is, if any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,28 +163,30 @@ class PlanCache:
         path: Path,
         reason: str,
     ) -> Plan:
-        logger.info("building a plan from %r for %s: %s", str(source.path), device.name, reason)
-        start_ns = now_ns()
+        where, start_ns = str(source.path), now_ns()
+        about = {"model": where, "step": None}
+        PROGRESS.info("building a plan from %r for %s: %s", where, device.name, reason, extra=about)
 
         def report(step: BuildStep) -> None:
-            if step.parent is None:
-                logger.info("building %r: %s, %d of %d", str(source.path), step.phase, step.done, step.total)
+            # Few are worth a line in a log; a terminal shows them all.
+            level = logging.INFO if step.parent is None else logging.DEBUG
+            told = (where, step.phase, step.done, step.total)
+            PROGRESS.log(level, "building %r: %s, %d of %d", *told, extra={"model": where, "step": step})
 
         _remove(path)
+        sweep(self.folder)
         built, manifest = build_from(
             source, facts["flavour"], options, device=device, report=report, key=facts
         )
         write_plan(path, built.content, manifest)
-        logger.info(
-            "built a plan of %s from %r in %.1f s",
-            mib(len(built.content)),
-            str(source.path),
-            (now_ns() - start_ns) / 1e9,
+        seconds = (now_ns() - start_ns) / 1e9
+        PROGRESS.info(
+            "built a plan of %s from %r in %.1f s", mib(len(built.content)), where, seconds, extra=about
         )
         for change in manifest.changes:
             logger.warning("%r: %s", str(source.path), change)
-        where = f"the plan of {str(source.path)!r} ({path})"
-        return Plan(where, source.path.stem, built.content, read_header(built.content, where=where), path)
+        name = f"the plan of {str(source.path)!r} ({path})"
+        return Plan(name, source.path.stem, built.content, read_header(built.content, where=name), path)
 
     def _shrink(self, newest: Path) -> None:
         """Remove what was used longest ago, until all the rest fits; never what was just built."""

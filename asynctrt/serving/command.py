@@ -158,7 +158,7 @@ async def serve(
         tasks = [loading, serving]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
+            if loading.done() and not server.is_stopping:
                 loading.result()
                 if loaded is not None:
                     loaded()
@@ -167,7 +167,7 @@ async def serve(
                 tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
             # A watch ends with an error of ours, if at all.
             await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
+            for task in tasks[1:]:
                 if task.done():
                     task.result()
         finally:

@@ -233,6 +233,11 @@ class Server:
         """Wait until the server has stopped."""
         await self._stopped.wait()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to stop: by a signal, or by :meth:`stop`."""
+        return self._asked.is_set() or self._stopping is not None
+
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
 

@@ -4,6 +4,7 @@ A crash there becomes an error here; what the builder holds on the host and on t
 Ctrl-C, which a terminal sends to both, ends it at once. The two exchange lines of JSON and plain bytes.
 """
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -22,6 +24,7 @@ from asynctrt.backends.tensorrt.builder import BuildStep, Built, ParserFault, Re
 from asynctrt.backends.tensorrt.flavours import find_builder
 from asynctrt.backends.tensorrt.profiles import NetworkTensor
 from asynctrt.build_options import BuildOptions
+from asynctrt.cancellation import current
 from asynctrt.errors import AsynctrtError, BuildError, InternalError
 
 PROGRAM: Final = (
@@ -29,6 +32,8 @@ PROGRAM: Final = (
     "from asynctrt.backends.tensorrt.build_process import main; main()"
 )
 """What the process runs. It finds packages where this one does."""
+
+PR_SET_PDEATHSIG: Final = 1
 
 TAIL: Final = 1000
 """Characters of what a process wrote before it crashed that go into a message."""
@@ -49,7 +54,9 @@ def build_in_process(
     :param flavour: the name of the package, or ``None`` for the first that is installed.
     :param device: the GPU to build on, or ``None`` for CUDA's own choice.
     :raises BuildError: also if the process crashed.
+    :raises UsageError: if it was interrupted, or the work of this thread was cancelled.
     """
+    cancellation = current()
     order = {
         "path": os.fspath(path),
         "flavour": flavour,
@@ -67,7 +74,8 @@ def build_in_process(
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            built = _exchange(process.stdin, process.stdout, order, model, report)
+            with cancellation.calling(process.kill):
+                built = _exchange(process.stdin, process.stdout, order, model, report)
         finally:
             # It has nothing more to say, or nobody to say it to: the caller may have been interrupted.
             process.kill()
@@ -77,7 +85,7 @@ def build_in_process(
             return built
         said.seek(0)
         tail = said.read().decode(errors="replace").strip()[-TAIL:]
-    if status == -signal.SIGINT:
+    if status == -signal.SIGINT or cancellation.is_cancelled:
         raise errors.UsageError(f"building a plan from {str(path)!r} was interrupted")
     raise BuildError(
         f"the builder crashed on {str(path)!r}: its process ended with {_name_of(status)}. The model is "
@@ -181,6 +189,7 @@ class _ToParent(logging.Handler):
 def main() -> None:
     """Build what the process that asked orders. Called in the process that builds."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _end_with_parent()
     line = _Line()
     order = json.loads(sys.stdin.buffer.readline())
     model = sys.stdin.buffer.read(order["nbytes"])
@@ -199,6 +208,15 @@ def main() -> None:
         line.tell(content, built=told, nbytes=len(content))
     # Without the library's own end, which has nothing left to do for anybody.
     os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even if that was killed itself.
+
+    Else a build would go on for nobody, maybe for long, with all that it holds of the GPU.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _build(order: Mapping[str, Any], model: bytes, line: _Line) -> Built:
