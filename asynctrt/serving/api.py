@@ -38,6 +38,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER, RequestIds
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.told import told
 from asynctrt.serving.worker import Worker, pause
 
 EXTENSIONS: Final = (
@@ -514,7 +515,11 @@ class Api:
             raise CallerError(
                 "this server does not let clients load or unload models: start it with --model-control"
             )
-        await (self.repository.load(name) if verb == "load" else self.repository.unload(name))
+        try:
+            await (self.repository.load(name) if verb == "load" else self.repository.unload(name))
+        except AsynctrtError as error:
+            # Where the server's files lie is for its log.
+            raise told(error) from error
 
     async def _decompressed(self, coding: bytes, body: Body) -> Body:
         if coding not in (b"gzip", b"deflate"):

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt.engine import Engine
 from asynctrt.serving.served import ServedModel
+from asynctrt.serving.told import without_folders
 
 LOST: Final = "nothing can run it any more in this process: restart the server"
 """Why a loaded model is not ready."""
@@ -140,7 +141,7 @@ class Model:
     def blame(self, error: Exception) -> None:
         """Note why it could not be loaded as it is now. What is served of it stays."""
         for entry in self.entries:
-            entry.reason = str(error)
+            entry.reason = without_folders(str(error))
 
 
 def is_version(text: str) -> bool:

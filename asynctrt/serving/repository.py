@@ -29,6 +29,7 @@ from asynctrt.serving.entries import (
     is_version,
 )
 from asynctrt.serving.served import ServedModel
+from asynctrt.serving.told import without_folders
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -322,7 +323,7 @@ class Repository:
                 try:
                     served = await self._opened(name, version, entry, source)
                 except AsynctrtError as error:
-                    entry.reason = str(error)
+                    entry.reason = without_folders(str(error))
                     logger.warning("cannot load model %s version %s: %s", name, version, error)
                     failures.append(error)
                 else:

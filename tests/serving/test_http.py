@@ -415,6 +415,17 @@ class TestLimits:
             assert outputs(await raw.answer()) == [2]
             assert await raw.ended() == b""
 
+    async def test_empty_lines_before_a_request_are_none(self):
+        """They are skipped, and a client that sends nothing else is idle all the same."""
+        async with serving(idle_timeout=0.25) as server, connected(server) as raw:
+            raw.send(b"\r\n\r\n" + infer(1))
+            assert outputs(await raw.answer()) == [2]
+            end = asyncio.create_task(raw.ended())
+            while not end.done():  # It ends within WAIT_S.
+                raw.send(b"\r\n")
+                await asyncio.wait([end], timeout=0.02)
+            assert end.result() == b""
+
     async def test_a_request_in_flight_is_not_idle(self):
         device = LatchDevice()
         settings = {"idle_timeout": 0.25, "request_timeout": 0.25, "engine": {"device": device}}
