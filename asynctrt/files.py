@@ -1,11 +1,13 @@
 """Write files completely or not at all, and lock them against other processes."""
 
+import errno
 import os
 import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Final
 
@@ -17,6 +19,29 @@ TEMPORARY: Final = ".tmp"
 
 WAIT_S: Final = 0.05
 """Time between two tries to get a lock that somebody else has."""
+
+
+class SpecialFileError(OSError):
+    """What is to be read is no regular file: reading it might never end."""
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file to read it. A pipe would be waited for, and a device has no end.
+
+    :raises SpecialFileError: if it is one of these.
+    :raises OSError: if it cannot be opened; ``IsADirectoryError`` for a folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise SpecialFileError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import MissingExtraError, UntrustedError, UsageError
-from asynctrt.files import write_whole
+from asynctrt.files import open_regular, write_whole
 
 try:
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -87,7 +87,11 @@ def create_key(path: Path) -> TrustedKey:
     except OSError as error:
         raise UsageError(f"{str(path)!r} cannot be written: {error.strerror}") from error
     public = private.public_key()
-    write_whole(public_path, _public_pem(public))
+    try:
+        write_whole(public_path, _public_pem(public))
+    except UsageError:
+        path.unlink(missing_ok=True)  # Half a pair is of no use, and in the way of the next try.
+        raise
     return TrustedKey(public_path.stem, public.public_bytes_raw())
 
 
@@ -96,8 +100,13 @@ def read_key(path: Path) -> TrustedKey:
 
     :raises UsageError: if the file cannot be read, is none, or can be replaced by others.
     """
-    raw = _read(path, "a public key")
-    mode = stat.S_IMODE(path.stat().st_mode)
+    return _read_key(path)[0]
+
+
+def _read_key(path: Path) -> tuple[TrustedKey, os.stat_result]:
+    """Return a public key, and whose file it is."""
+    raw, status = _read(path, "a public key")
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o022:
         raise UsageError(
             f"{str(path)!r} can be written by others (mode {mode:o}), who could put their own key there: "
@@ -111,7 +120,7 @@ def read_key(path: Path) -> TrustedKey:
         ) from error
     if not isinstance(key, Ed25519PublicKey):
         raise UsageError(f"{str(path)!r} is a key of another kind. Keys are Ed25519: asynctrt keys new NAME")
-    return TrustedKey(path.stem, key.public_bytes_raw())
+    return TrustedKey(path.stem, key.public_bytes_raw()), status
 
 
 def trust(path: Path, folder: Path) -> TrustedKey:
@@ -162,7 +171,7 @@ def sign(digest: bytes, key_path: Path) -> str:
     :param key_path: the private key.
     :raises UsageError: if it cannot be read, is none, or can be read by others.
     """
-    raw = _read(key_path, "a private key")
+    raw, status = _read(key_path, "a private key")
     try:
         key = serialization.load_pem_private_key(raw, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -174,7 +183,7 @@ def sign(digest: bytes, key_path: Path) -> str:
         raise UsageError(
             f"{str(key_path)!r} is a key of another kind. Keys are Ed25519: asynctrt keys new NAME"
         )
-    mode = stat.S_IMODE(key_path.stat().st_mode)
+    mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise UsageError(
             f"the private key {str(key_path)!r} can be read by others (mode {mode:o}). Make a new one if it "
@@ -230,7 +239,7 @@ def read_signature_file(path: Path, where: str) -> bytes:
     :raises UntrustedError: if there is none, or it cannot be read.
     """
     try:
-        return _read(path, "a signature")
+        return _read(path, "a signature")[0]
     except UsageError as error:
         raise UntrustedError(
             f"{where} is not signed: {error}. If you know where it comes from, sign it: asynctrt sign FILE "
@@ -256,13 +265,28 @@ def _parse(signature: bytes, where: str) -> dict[str, str]:
 
 def _trusted(folder: Path) -> list[tuple[Path, TrustedKey]]:
     paths = sorted(folder.glob("*.pub"))
-    if paths and (mode := stat.S_IMODE(folder.stat().st_mode)) & 0o022:
-        raise UsageError(
-            f"{str(folder)!r} can be written by others (mode {mode:o}), who could put their own key there: "
-            f"chmod go-w {folder}"
-        )
+    if paths:
+        _check_ours(folder, folder.stat())
     # Their files begin with a part of their id, so that two of one name have room.
-    return [(path, TrustedKey(path.stem.partition(".")[2], read_key(path).raw)) for path in paths]
+    found = []
+    for path in paths:
+        key, status = _read_key(path)
+        _check_ours(path, status)
+        found.append((path, TrustedKey(path.stem.partition(".")[2], key.raw)))
+    return found
+
+
+def _check_ours(path: Path, status: os.stat_result) -> None:
+    """Check that nobody else decides which key is trusted.
+
+    :raises UsageError: if somebody else can replace it.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022 or status.st_uid not in (os.getuid(), 0):
+        raise UsageError(
+            f"{str(path)!r} belongs to somebody else, or can be written by others (mode {mode:o}), who could "
+            f"put their own key there: chmod go-w {path}, or copy it to a place of your own"
+        )
 
 
 def _public_pem(key: Ed25519PublicKey) -> bytes:
@@ -271,12 +295,14 @@ def _public_pem(key: Ed25519PublicKey) -> bytes:
     )
 
 
-def _read(path: Path, what: str) -> bytes:
+def _read(path: Path, what: str) -> tuple[bytes, os.stat_result]:
+    """Return the content of a file, and whose it is: of the very file that was read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
             content = file.read(FILE_NBYTES_MAX + 1)
     except OSError as error:
         raise UsageError(f"{what} is to be read from {str(path)!r}: {error.strerror}") from error
     if len(content) > FILE_NBYTES_MAX:
         raise UsageError(f"{str(path)!r} is too large for {what}: more than {FILE_NBYTES_MAX} bytes")
-    return content
+    return content, status

@@ -150,6 +150,47 @@ def test_files_that_others_can_write_or_read_are_not_used(made, tmp_path):
         signatures.sign(DIGEST, folder / "mine")
 
 
+@pytest.mark.parametrize("which", ["the folder", "a key"])
+def test_trusted_keys_of_somebody_else_are_not_used(made, tmp_path, monkeypatch, which):
+    folder, _, _ = made
+    trusted = tmp_path / "trusted"
+    signatures.trust(folder / "mine.pub", trusted)
+    if os.getuid() == 0:
+        (path,) = trusted.iterdir()
+        os.chown(trusted if which == "the folder" else path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(UsageError, match="belongs to somebody else"):
+        signatures.trusted_keys(trusted)
+
+
+def test_the_mode_of_a_key_is_that_of_the_file_that_was_read(made, tmp_path, monkeypatch):
+    """Else it could be put in another's place between the two looks."""
+    folder, _, _ = made
+    path = folder / "mine.pub"
+    path.chmod(0o666)
+    monkeypatch.setattr(Path, "stat", lambda self, **kw: os.lstat("/dev/null"))
+    with pytest.raises(UsageError, match="mode 666"):
+        signatures.read_key(path)
+
+
+def test_half_a_pair_of_keys_is_not_left(tmp_path, monkeypatch):
+    def full(path, content, **kw):
+        raise UsageError("the disk is full")
+
+    monkeypatch.setattr(signatures, "write_whole", full)
+    with pytest.raises(UsageError, match="full"):
+        signatures.create_key(tmp_path / "k")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_is_no_signature(tmp_path):
+    """Whoever can write the folder of a plan could let the server wait for ever."""
+    os.mkfifo(tmp_path / "m.plan.sig")
+    with pytest.raises(UntrustedError, match="no regular file"):
+        signatures.read_signature_file(tmp_path / "m.plan.sig", "the plan")
+
+
 def test_the_public_key_in_place_of_the_private_one(made):
     """Others may read it, but that is not what is wrong."""
     folder, _, _ = made

@@ -133,6 +133,12 @@ def build_from(
         else:
             builder = find_builder(flavour)
             built = build_plan(source.content, source.path, builder, options, report, device=found)
+        if _external(source.path, source.content) != source.external:
+            # What was built would be known by the digests of other weights.
+            raise BuildError(
+                f"files beside {str(source.path)!r} that hold its weights were changed while the plan was "
+                "built. Build it again when they are complete"
+            )
         return built, _describe(source, built, options, None if found is None else found.gpu, key or {})
     finally:
         if found is not None and found is not device:

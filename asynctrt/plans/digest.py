@@ -7,6 +7,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from asynctrt.errors import ModelError, ModelNotFoundError
+from asynctrt.files import open_regular
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
     :raises ModelError: if it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield file
     except FileNotFoundError as error:
         raise ModelNotFoundError(
@@ -39,4 +40,10 @@ def digest_of(path: Path) -> str:
     :raises ModelError: if it cannot be read.
     """
     with opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest_of_file(file)
+
+
+def digest_of_file(file: BufferedReader) -> str:
+    """Return the SHA-256 of an open file, from its beginning on, in hexadecimal."""
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,7 +18,7 @@ from asynctrt.backends.tensorrt.plan import (
     capability_text,
     read_header,
 )
-from asynctrt.plans.digest import digest_of, opened
+from asynctrt.plans.digest import digest_of_file, opened
 from asynctrt.tensorrt_options import FLAVOURS
 
 VERSION_COMPATIBLE_SINCE: Final = (8, 6)
@@ -72,9 +72,11 @@ def read_plan_file(path: Path) -> PlanFile:
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is not a plan, or is truncated.
     """
-    digest = digest_of(path)
-    beginning = read_beginning(path)
-    nbytes = path.stat().st_size
+    # Opened once: the file may be replaced meanwhile.
+    with opened(path) as file:
+        beginning = file.read(BEGINNING_NBYTES)
+        digest = digest_of_file(file)
+        nbytes = file.tell()
     header = read_header(beginning, where=repr(str(path)), nbytes=nbytes)
     capabilities = header.compute_capabilities
     return PlanFile(

@@ -14,9 +14,12 @@ import pytest
 import asynctrt
 from asynctrt.backends.tensorrt.built_here import is_recorded
 from asynctrt.backends.tensorrt.manifest import manifest_path, read_manifest
-from asynctrt.backends.tensorrt.plan import read_header
-from asynctrt.errors import ModelNotFoundError, OptionsError, UsageError
-from asynctrt.plans.building import read_source
+from asynctrt.backends.tensorrt.plan import read_header, read_plan
+from asynctrt.errors import BuildError, ModelError, ModelNotFoundError, OptionsError, UsageError
+from asynctrt.plans import building as building_module
+from asynctrt.plans.building import build_from, read_source
+from asynctrt.plans.digest import digest_of
+from asynctrt.plans.plan_file import read_plan_file
 from tests.models import double_onnx, node, save, sequence_onnx
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +105,44 @@ def test_weights_outside_the_model_are_a_part_of_it(tmp_path, length):
     (tmp_path / name).write_bytes(b"\1" * (64 * 64 * 4))
     assert read_source(path).external != first.external
     assert read_source(path).digest == first.digest
+
+
+def test_weights_that_change_while_the_plan_is_built(tmp_path, monkeypatch):
+    path = save(
+        tmp_path / "m.onnx",
+        [node("MatMul", "x w", "y")],
+        [("x", F, ["n", 64])],
+        [("y", F, ["n", 64])],
+        [("w", np.eye(64, dtype=np.float32))],
+    )
+    onnx.save_model(onnx.load(path), path, save_as_external_data=True, location="w.bin", size_threshold=0)
+    source = read_source(path)
+    assert list(source.external) == ["w.bin"]
+
+    def building(*_):
+        (tmp_path / "w.bin").write_bytes(b"\1" * (64 * 64 * 4))
+
+    monkeypatch.setattr(building_module, "build_in_process", building)
+    with pytest.raises(BuildError, match="changed while the plan was built"):
+        build_from(source, "tensorrt_rtx", asynctrt.BuildOptions())
+
+
+@pytest.mark.parametrize("name", ["m.onnx", "m.plan"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    for read in (read_source, read_plan, digest_of, read_plan_file):
+        with pytest.raises(ModelError, match="no regular file"):
+            read(tmp_path / name)
+    with pytest.raises(ModelError, match="no regular file"):
+        read_plan(Path("/dev/zero"))
+
+
+def test_what_is_no_plan_is_not_read_as_a_whole(tmp_path):
+    path = tmp_path / "m.plan"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # All of it a hole.
+    with pytest.raises(ModelError, match="is not a TensorRT plan"):
+        read_plan(path)
 
 
 def test_a_file_outside_the_models_folder_is_not_looked_at(tmp_path):

@@ -9,9 +9,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any, Final
 
 from asynctrt.errors import ModelError
+from asynctrt.files import open_regular
 
 FORMAT: Final = "asynctrt-plan-1"
 
@@ -21,6 +23,14 @@ FILE_NBYTES_MAX: Final = 4 << 20
 
 NAME_MAX: Final = 60
 """Characters of a dimension's name that are taken over."""
+
+KINDS: Final[dict[str, type | UnionType]] = {
+    **dict.fromkeys(("plan_digest", "model", "model_digest", "builder"), str),
+    **dict.fromkeys(("plan_nbytes", "model_nbytes", "layers"), int),
+    **dict.fromkeys(("external", "options", "key"), dict),
+    "gpu": str | None,
+}
+"""Of what kind each part of a manifest is that is not looked at one by one."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -94,7 +104,7 @@ def read_manifest(path: Path) -> Manifest:
     :raises ModelError: if it cannot be read, or is none.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             raw = file.read(FILE_NBYTES_MAX + 1)
         if len(raw) > FILE_NBYTES_MAX:
             raise ValueError("it is too large")
@@ -110,7 +120,7 @@ def read_manifest(path: Path) -> Manifest:
         raise ModelError(
             f"the manifest {str(path)!r} cannot be read: {error}. Build the plan again, or remove it"
         ) from error
-    if not isinstance(made.plan_digest, str) or not isinstance(made.key, dict):
+    if not all(isinstance(getattr(made, name), kind) for name, kind in KINDS.items()):
         raise ModelError(f"the manifest {str(path)!r} is damaged. Build the plan again, or remove it")
     return made
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from asynctrt.errors import ModelError, ModelNotFoundError
+from asynctrt.files import open_regular
 
 HEADER_NBYTES: Final = 64
 """The value of ``Runtime.engine_header_size`` in the packages that have it."""
@@ -139,8 +140,14 @@ def capability_text(capability: tuple[int, int]) -> str:
 
 def _read_file(path: Path) -> bytes:
     try:
-        # Not mapped: truncating a file while it is mapped would kill the process.
-        return path.read_bytes()
+        with open_regular(path) as file:
+            # What is no plan is refused before it is read as a whole, however large it is.
+            read_header(
+                file.read(HEADER_NBYTES), where=repr(str(path)), nbytes=os.fstat(file.fileno()).st_size
+            )
+            file.seek(0)
+            # Not mapped: truncating a file while it is mapped would kill the process.
+            return file.read()
     except FileNotFoundError as error:
         raise ModelNotFoundError(
             f"there is no file {str(path)!r}. Give the path of a TensorRT plan; the working directory is "

@@ -66,6 +66,26 @@ def test_damaged_manifests_are_refused(tmp_path):
             read_manifest(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("plan_nbytes", "9"),
+        ("model", None),
+        ("external", []),
+        ("options", "x"),
+        ("gpu", 1),
+        ("layers", {}),
+        ("key", None),
+        ("builder", 3),
+    ],
+)
+def test_each_part_is_of_its_kind(tmp_path, name, value):
+    path = tmp_path / "m.plan.json"
+    path.write_text(json.dumps({**json.loads(manifest().as_text()), name: value}))
+    with pytest.raises(ModelError, match="damaged"):
+        read_manifest(path)
+
+
 def test_it_counts_for_its_plan_alone(tmp_path, caplog):
     plan = tmp_path / "m.plan"
     assert find_manifest(plan, "0" * 64) is None
