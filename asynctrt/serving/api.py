@@ -525,13 +525,14 @@ class Api:
         if coding not in (b"gzip", b"deflate"):
             raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
         nbytes_max = self.settings.max_body
+        loop = asyncio.get_running_loop()
         if len(body) > OFF_LOOP_NBYTES_MIN:
-            return await asyncio.to_thread(decompress, body, nbytes_max)
+            return await asyncio.to_thread(decompress, body, nbytes_max, loop)
         try:
             # A few bytes may become a thousand times as many.
             return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
         except TooLargeError:
-            return await asyncio.to_thread(decompress, body, nbytes_max)
+            return await asyncio.to_thread(decompress, body, nbytes_max, loop)
 
     async def compressed(self, headers: Headers, answer: Answer) -> Answer:
         """Compress the answer to an inference if its client accepts that and it is large enough.
@@ -650,8 +651,10 @@ def _route(path: bytes) -> ModelRoute | None:
     return ModelRoute(name, version, verb) if name else None
 
 
-def decompress(body: Body, nbytes_max: int) -> Body:
+def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | None = None) -> Body:
     """Decompress a body that was compressed with gzip or zlib.
+
+    :param loop: the event loop that gives a large one back, if that is not the running one.
 
     :raises TooLargeError: if it would be larger than ``nbytes_max``.
     :raises RequestError: if it was not compressed with either.
@@ -679,8 +682,7 @@ def decompress(body: Body, nbytes_max: int) -> Body:
         raise RequestError("something follows the compressed body; several gzip members are not accepted")
     if nbytes < ASSEMBLED_NBYTES_MIN:
         return b"".join(pieces)
-    # It is freed by the event loop, for which that is less work than a `bytes` of this size.
-    assembly = Assembly(nbytes)
+    assembly = Assembly(nbytes, loop)
     for piece in pieces:
         assembly.add(piece)
     return assembly.whole()

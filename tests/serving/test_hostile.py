@@ -226,9 +226,9 @@ class TestTheLoopIsNotHeld:
         threads = []
         decompress = api_module.decompress
 
-        def watched(body, nbytes_max):
+        def watched(body, nbytes_max, loop=None):
             threads.append((threading.current_thread() is threading.main_thread(), nbytes_max))
-            return decompress(body, nbytes_max)
+            return decompress(body, nbytes_max, loop)
 
         monkeypatch.setattr(api_module, "decompress", watched)
         async with serving() as server:

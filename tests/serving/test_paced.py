@@ -1,6 +1,7 @@
 """Large answers go out, and large requests come in, in pieces: others have their turn in between."""
 
 import asyncio
+import threading
 import zlib
 
 import numpy as np
@@ -9,9 +10,10 @@ from websockets.asyncio.client import connect
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import RequestError, TooLargeError
+from asynctrt.serving import assembly as assembly_module
 from asynctrt.serving import paced
 from asynctrt.serving.api import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
-from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
+from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, FREED_NBYTES, Assembly
 from asynctrt.serving.http import LARGE_READ_NBYTES, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
@@ -300,6 +302,40 @@ def test_an_assembly_takes_no_more_than_was_announced():
     with pytest.raises(ValueError, match="structures"):
         assembly.add(b"de")
     assert bytes(assembly.whole()) == b"abc"
+
+
+async def test_memory_is_given_back_in_pieces_when_the_last_of_a_message_is_gone(monkeypatch):
+    freed = []
+    give_back = assembly_module._give_back_some
+    monkeypatch.setattr(
+        assembly_module, "_give_back_some", lambda *given: freed.append(given) or give_back(*given)
+    )
+    whole = Assembly(5 * FREED_NBYTES)
+    whole.add(b"abcd")
+    tensor = np.frombuffer(whole.whole(), np.uint8)[1:3]
+    del whole
+    await asyncio.sleep(0)
+    assert not freed
+    assert tensor.tobytes() == b"bc"
+    del tensor
+    for count in range(1, 6):
+        await asyncio.sleep(0)
+        assert len(freed) == count
+    await asyncio.sleep(0)
+    assert [start for _, _, start in freed] == [number * FREED_NBYTES for number in range(5)]
+    assert freed[0][0].closed
+
+
+async def test_memory_goes_in_any_thread_and_without_a_loop():
+    one = Assembly(MIB)
+    thread = threading.Thread(target=lambda held: held.clear(), args=([one],))
+    del one
+    thread.start()
+    thread.join()
+    await asyncio.sleep(0)
+    closed = asyncio.new_event_loop()
+    closed.close()
+    Assembly(MIB, closed)
 
 
 @pytest.mark.parametrize("level", [0, 9])
