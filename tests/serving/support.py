@@ -1,6 +1,9 @@
 """What the tests of serving share: a real server on free ports, and HTTP by hand."""
 
 import asyncio
+import mmap
+import tracemalloc
+import weakref
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -70,6 +73,28 @@ def address(server):
     """Host and port of a server's HTTP."""
     host, _, port = server.http_url.partition("://")[2].rpartition(":")
     return host, int(port)
+
+
+class Held:
+    """Counts the bytes that Python holds, and those of messages that are put together in mapped memory."""
+
+    def __init__(self, monkeypatch):
+        self.maps = weakref.WeakSet()
+
+        class Mapped(mmap.mmap):
+            def __new__(cls, *given):
+                made = super().__new__(cls, *given)
+                self.maps.add(made)
+                return made
+
+        monkeypatch.setattr("asynctrt.serving.assembly.mmap.mmap", Mapped)
+        tracemalloc.start()
+
+    def nbytes(self):
+        return tracemalloc.get_traced_memory()[0] + sum(len(one) for one in self.maps if not one.closed)
+
+    def stop(self):
+        tracemalloc.stop()
 
 
 class Raw:

@@ -6,7 +6,6 @@ import gzip
 import json
 import socket
 import struct
-import tracemalloc
 import weakref
 import zlib
 
@@ -21,7 +20,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import failing_model, rows
-from tests.serving.support import WAIT_S, address, ask, connected, engine_of, request, serving
+from tests.serving.support import WAIT_S, Held, address, ask, connected, engine_of, request, serving
 
 pytestmark = pytest.mark.anyio
 INFER = "/v2/models/double/infer"
@@ -679,15 +678,15 @@ class TestMemory:
     """It is given back by reference counts: the cycle collector counts objects, not their bytes."""
 
     @pytest.fixture(autouse=True)
-    def traced(self):
+    def held(self, monkeypatch):
         gc.disable()
-        tracemalloc.start()
-        yield
-        tracemalloc.stop()
+        held = Held(monkeypatch)
+        yield held
+        held.stop()
         gc.enable()
 
     @pytest.mark.parametrize("tokens", [(), ("s3cret",)])
-    async def test_of_an_upload_that_is_broken_off(self, tokens):
+    async def test_of_an_upload_that_is_broken_off(self, held, tokens):
         async with serving(tokens=tokens) as server, connected(server) as raw:
             head = request(INFER, method="POST", Content_Length=32 * MIB, Authorization="Bearer s3cret")
             raw.send(head + bytes(16 * MIB))
@@ -696,16 +695,16 @@ class TestMemory:
             await until(lambda: gone()._reader._body_nbytes == 16 * MIB)
             raw.close()
             await until(lambda: not server._hub.connections and gone() is None)
-            assert tracemalloc.get_traced_memory()[0] < 4 * MIB
+            await until(lambda: held.nbytes() < 4 * MIB)
 
     @pytest.mark.parametrize(
         ("path", "status"), [(INFER, 400), ("/nothing", 404), ("/v2/repository/index", 413)]
     )
-    async def test_of_a_connection_that_was_answered(self, path, status):
+    async def test_of_a_connection_that_was_answered(self, held, path, status):
         async with serving(max_json=1000) as server, connected(server) as raw:
             raw.send(request(path, bytes(16 * MIB), Inference_Header_Content_Length=2))
             assert (await raw.answer())[0] == status
-            await until(lambda: tracemalloc.get_traced_memory()[0] < 4 * MIB)
+            await until(lambda: held.nbytes() < 4 * MIB)
             assert len(server._hub.connections) == 1
 
 

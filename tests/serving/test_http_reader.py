@@ -7,6 +7,7 @@ import weakref
 import pytest
 
 from asynctrt.serving.http_reader import PATH_NBYTES_MAX, RequestReader
+from tests.serving.support import Held
 
 INNER = b"GET /inner HTTP/1.1\r\nHost: t\r\n\r\n"
 NEXT = b"GET /next HTTP/1.1\r\nHost: t\r\n\r\n"
@@ -219,22 +220,22 @@ class TestLimits:
 class TestMemory:
     """Memory is given back by reference counts: the cycle collector counts objects, not their bytes."""
 
-    def test_a_reader_that_is_closed_keeps_nothing(self):
+    def test_a_reader_that_is_closed_keeps_nothing(self, monkeypatch):
         reader, _ = reading(max_body=64 * MIB)
         gc.disable()
-        tracemalloc.start()
+        held = Held(monkeypatch)
         try:
             reader.feed(POST + b"Content-Length: %d\r\n\r\n" % (32 * MIB), 0)
             for _ in range(16):
                 reader.feed(b"x" * MIB, 0)
-            assert tracemalloc.get_traced_memory()[0] > 16 * MIB
+            assert held.nbytes() > 16 * MIB
             reader.close()
-            assert tracemalloc.get_traced_memory()[0] < MIB
+            assert held.nbytes() < MIB
             gone = weakref.ref(reader)
             del reader
             assert gone() is None
         finally:
-            tracemalloc.stop()
+            held.stop()
             gc.enable()
 
     def test_a_request_that_was_refused_is_not_kept(self):
