@@ -183,7 +183,7 @@ class SocketConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         self._unparsed.clear()
         self._protocol.receive_eof()
-        return False
+        return self._hub.close_soon(self._transport)
 
     def pause_writing(self) -> None:
         self._writing.pause(self._hub.tick)

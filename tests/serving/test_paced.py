@@ -14,7 +14,7 @@ from asynctrt.serving import assembly as assembly_module
 from asynctrt.serving import paced
 from asynctrt.serving.api import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, FREED_NBYTES, Assembly
-from asynctrt.serving.http import LARGE_READ_NBYTES, HttpConnection
+from asynctrt.serving.http import CLOSED_MAX, LARGE_READ_NBYTES, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.tensors import TensorSpec
@@ -248,6 +248,21 @@ async def test_of_a_large_request_one_piece_is_read_in_a_turn_of_the_loop():
         connection.connection_lost(None)
         await asyncio.sleep(0)
         assert wire.written == ["pause"], "nothing is read from who has gone"
+
+
+async def test_clients_that_go_all_at_once_are_closed_a_few_at_a_time():
+    async with serving() as server:
+        hub, wires = server._hub, [Reading() for _ in range(2 * CLOSED_MAX + 1)]
+        for wire in wires:
+            connection = HttpConnection(hub)
+            connection.connection_made(wire)
+            assert connection.eof_received()
+        for closed in (0, CLOSED_MAX, 2 * CLOSED_MAX, len(wires)):
+            assert sum(wire.is_closed for wire in wires) == closed
+            await asyncio.sleep(0)
+        assert not hub._ended
+        wires[0].get_extra_info = lambda name, default=None: "TLS"
+        assert not hub.close_soon(wires[0]), "a TLS transport closes itself"
 
 
 class Taken:
