@@ -4,6 +4,7 @@ A client sends nearly the same request again and again: only the id and the tens
 says besides them (:class:`RequestLayout`) is remembered by its bytes, and with it the head of the answer.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -21,6 +22,9 @@ LAYOUT_NBYTES_MAX: Final = 4096
 FAST_NBYTES: Final = 16 << 10
 """JSON, typed contents and byte strings up to this size are decoded by the event loop: it takes a
 millisecond at most."""
+
+FAST_BOOLS_NBYTES: Final = 4 << 20
+"""Raw booleans up to this size are: each is looked at, 60 MiB of them in 4 ms."""
 
 SIZE_MAX: Final = 2**40
 """The largest number of elements of a tensor: more than any body can hold, and too few for overflows."""
@@ -124,7 +128,11 @@ class ModelCodec:
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[bytes, RequestLayout] = {}
-        self._has_strings = any(spec.dtype.kind == "S" for spec in inputs)
+        # Raw tensors of which every value is looked at, and from what size on that takes long.
+        kinds = {spec.dtype.kind for spec in inputs}
+        self._slow_nbytes = (
+            FAST_NBYTES if "S" in kinds else FAST_BOOLS_NBYTES if "b" in kinds else sys.maxsize
+        )
 
     @staticmethod
     def is_slow_answer(layout: RequestLayout, result: InferResult) -> bool:

@@ -82,7 +82,7 @@ class JsonCodec(ModelCodec):
 
         Then :meth:`decode` belongs in a thread, with a ``pause`` that lets the loop run.
         """
-        if self._has_strings and len(body) - head_nbytes > FAST_NBYTES:
+        if len(body) - head_nbytes > self._slow_nbytes:
             return True
         return is_slow_json(body, head_nbytes)
 

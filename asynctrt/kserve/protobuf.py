@@ -219,7 +219,7 @@ class ProtobufCodec(ModelCodec):
 
     def is_slow(self, raw: Sequence[Buffer] | None) -> bool:
         """Return whether reading the raw tensors of a request would hold the event loop."""
-        return self._has_strings and raw is not None and sum(map(len, raw)) > FAST_NBYTES
+        return raw is not None and sum(map(len, raw)) > self._slow_nbytes
 
     def decode(
         self, request: Any, raw: Sequence[Buffer] | None = None, pause: Pause = no_pause

@@ -27,8 +27,9 @@ class Assembly:
     """
 
     def __init__(self, nbytes: int, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        # Not in huge pages: to find one may take the system long.
-        mapped = mmap.mmap(-1, nbytes)
+        # Not in huge pages: to find one may take the system long. And not shared, which is the default: that
+        # is a file in memory, which goes as a whole when it is closed.
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if loop is None:
             with suppress(RuntimeError):
                 loop = asyncio.get_running_loop()
@@ -59,14 +60,13 @@ class Assembly:
 def _give_back(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop) -> None:
     """Have the loop give memory back. Called in any thread, when nothing refers to it any more."""
     with suppress(RuntimeError):  # The loop is closed: it goes with the last reference, which is this one.
-        loop.call_soon_threadsafe(_give_back_some, mapped, loop, 0)
+        loop.call_soon_threadsafe(_give_back_some, mapped, loop)
 
 
-def _give_back_some(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop, start: int) -> None:
-    nbytes = min(FREED_NBYTES, len(mapped) - start)
-    with suppress(OSError):
-        mapped.madvise(mmap.MADV_DONTNEED, start, nbytes)
-    if start + nbytes < len(mapped):
-        loop.call_soon(_give_back_some, mapped, loop, start + nbytes)
-    else:
+def _give_back_some(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop) -> None:
+    if len(mapped) <= FREED_NBYTES:
         mapped.close()
+        return
+    with suppress(OSError):
+        mapped.resize(len(mapped) - FREED_NBYTES)
+        loop.call_soon(_give_back_some, mapped, loop)

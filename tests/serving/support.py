@@ -82,8 +82,8 @@ class Held:
         self.maps = weakref.WeakSet()
 
         class Mapped(mmap.mmap):
-            def __new__(cls, *given):
-                made = super().__new__(cls, *given)
+            def __new__(cls, *given, **more):
+                made = super().__new__(cls, *given, **more)
                 self.maps.add(made)
                 return made
 

@@ -10,7 +10,7 @@ from websockets.asyncio.client import connect
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import EngineClosedError
-from asynctrt.kserve.codec import FAST_NBYTES
+from asynctrt.kserve.codec import FAST_BOOLS_NBYTES, FAST_NBYTES
 from asynctrt.kserve.json_codec import JsonCodec
 from asynctrt.kserve.protobuf import ProtobufCodec, message_classes
 from asynctrt.serving.worker import Worker, pause
@@ -145,6 +145,24 @@ class TestHttp:
             status, headers, _ = await ask(server, INFER, head + raw, **length)
             assert (status, headers["content-encoding"]) == (200, "gzip")
         assert threads == [("decode", False), ("decode_split", False), ("encode", False)] * 2
+
+    @pytest.mark.parametrize("nbytes", [1000, FAST_BOOLS_NBYTES + 1])
+    async def test_booleans_of_which_each_is_looked_at(self, threads, nbytes):
+        any_of = FunctionModel(
+            lambda inputs: {"output": inputs["input"].any(axis=1, keepdims=True)},
+            inputs=TensorSpec("input", "bool", ("n",)),
+            outputs=TensorSpec("output", "bool", (1,)),
+        )
+        tensor = {"name": "input", "datatype": "BOOL", "shape": [1, nbytes]}
+        tensor["parameters"] = {"binary_data_size": nbytes}
+        head = json.dumps({"inputs": [tensor]}).encode()
+        async with serving({"double": any_of}, max_json=1 << 20) as server:
+            length = {"Inference_Header_Content_Length": len(head)}
+            for last, status in ((1, 200), (2, 400)):
+                answer = await ask(server, INFER, head + bytes(nbytes - 1) + bytes([last]), **length)
+                assert answer[0] == status
+        is_fast = nbytes <= FAST_BOOLS_NBYTES
+        assert {on_loop for name, on_loop in threads if name == "decode"} == {is_fast}
 
     async def test_answers_keep_their_order(self, gate):
         async with serving({"double": model()}) as server, connected(server) as raw:
