@@ -1,63 +1,10 @@
-"""Show in a terminal what `asynctrt demo` and `asynctrt bench` found."""
-
-from typing import Final
+"""Show in a terminal what `asynctrt bench` found."""
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from asynctrt import bench as benchmarks
-from asynctrt import demo as demonstration
-
-LABELS_MAX: Final = 20
-
-
-def show_demo(out: Console, report: demonstration.DemoReport, model: demonstration.ContentModel) -> None:
-    """Print what the demo found, and how fast."""
-    together, alone = report.together, report.one_by_one
-    if not together.files:
-        out.print(f"No file could be identified in {', '.join(map(str, report.folders))}.")
-        return
-    found = Table(title="File types found", caption=f"{len(report.found)} types in all")
-    for column in ("type", "files", "extension agrees"):
-        found.add_column(column, justify="left" if column == "type" else "right")
-    for label, files in report.found.most_common(LABELS_MAX):
-        judged = report.judged[label]
-        found.add_row(label, f"{files:,}", f"{report.right[label] / judged:.0%}" if judged else "-")
-    out.print(found)
-    judged, right = report.judged.total(), report.right.total()
-    out.print(
-        f"The model agrees with the extension of [bold]{right:,} of {judged:,}[/] files that have a known one"
-        f" ([bold]{right / max(judged, 1):.1%}[/]); {report.skipped:,} files were unreadable or too small."
-    )
-    speed = Table(title="Speed")
-    for column in ("", "files/s", "mean batch", "p50 ms", "p99 ms"):
-        speed.add_column(column, justify="right" if column else "left")
-    for name, done in ((f"{demonstration.CALLERS} at a time", together), ("one at a time", alone)):
-        if done.files:
-            speed.add_row(
-                name,
-                f"{done.files_per_s:,.0f}",
-                f"{done.mean_batch_rows:.1f}",
-                f"{done.latency_ms(50):.2f}",
-                f"{done.latency_ms(99):.2f}",
-            )
-    out.print(speed)
-    if alone.files:
-        out.print(
-            f"[bold]{together.files_per_s / alone.files_per_s:.2f}[/] times as many files a second. On a CPU "
-            "a model like this gains little from larger batches; the gain comes from computing on every core."
-        )
-    out.print(
-        "\nTo try next:\n"
-        "  asynctrt demo ~/Downloads              your own files\n"
-        f"  asynctrt bench {model.path}\n"
-        "                                         this model against plain ONNX Runtime\n"
-        "  asynctrt bench overhead                the cost of the engine itself\n"
-        "  asynctrt load demo --report run.html   this model under load (needs the extra load)",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def show_overhead(out: Console, report: benchmarks.BenchReport) -> None:

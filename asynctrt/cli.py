@@ -14,6 +14,7 @@ import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
 from asynctrt.build_options import BuildOptions
+from asynctrt.demo_parts import Course
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor.text import lines as finding_lines
@@ -39,8 +40,9 @@ try:
     from rich.markup import escape
     from rich.progress import Progress
 
-    from asynctrt.bench_terminal import show_demo, show_model, show_overhead
+    from asynctrt.bench_terminal import show_model, show_overhead
     from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
+    from asynctrt.demo_terminal import DemoView
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
 
@@ -148,49 +150,32 @@ def _root(
 def demo(
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            help="Identify the files in this folder. Default: Python's standard library.", exists=True
+        typer.Argument(help="Use the files in this folder. Default: Python's standard library.", exists=True),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 500,
+    seconds: Annotated[
+        float, typer.Option(min=0.05, metavar="<seconds>", help="How long each way is measured.")
+    ] = 3.0,
+    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
+    dashboard: Annotated[
+        bool | None,
+        typer.Option(
+            "--dashboard/--no-dashboard", help="Serve a dashboard at the end. Default: in a terminal."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 1000,
-    device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
 ) -> None:
-    """Identify file types with a real model: in batches, then one file at a time for comparison."""
+    """Show in a minute what asynctrt is for: the same load with it and without, on two models."""
     model = demonstration.ContentModel.find()
-    folders = (folder,) if folder else demonstration.default_folders()
-    report = demonstration.DemoReport(folders=folders)
-    was_interrupted = _run(lambda: _demo(model, report, limit, device))
-    show_demo(out, report, model)
-    _end(was_interrupted)
-
-
-async def _demo(
-    model: demonstration.ContentModel, report: demonstration.DemoReport, limit: int, device: str
-) -> None:
-    paths = demonstration.find_files(report.folders, limit)
+    course = Course(
+        folders=(folder,) if folder else demonstration.default_folders(),
+        limit=limit,
+        seconds=seconds,
+        device=device,
+        dashboard=out.is_terminal if dashboard is None else dashboard,
+    )
     with _progress() as progress:
-        reading = progress.add_task("reading files", total=len(paths))
-
-        def read() -> list[tuple[Path, Any]]:
-            rows = []
-            for path in paths:
-                row = demonstration.read_row(model, path)
-                if row is not None:
-                    rows.append((path, row))
-                progress.advance(reading)
-            return rows
-
-        rows = await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
-        report.skipped = len(paths) - len(rows)
-        together = progress.add_task("identifying, 256 at a time", total=len(rows))
-        alone = progress.add_task("the same, one at a time", total=len(rows))
-        async with asynctrt.open(model.path, device=device, max_rows=demonstration.MAX_ROWS) as engine:
-            await demonstration.run_together(
-                engine, model, rows, report, lambda files: progress.advance(together, files)
-            )
-            await demonstration.run_one_by_one(
-                engine, rows, report.one_by_one, lambda files: progress.advance(alone, files)
-            )
+        was_interrupted = _run(lambda: course.run(model, DemoView(out, progress, course)))
+    _end(was_interrupted)
 
 
 @app.command()

@@ -10,24 +10,29 @@ import random
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 import asynctrt
-from asynctrt import clock
 from asynctrt.errors import MissingExtraError
 from asynctrt.tensors import Array
 
-CALLERS: Final = 256
+CALLERS: Final = 32
 """Requests in flight at once."""
 
 MAX_ROWS: Final = 4
 """On a CPU this model is fastest in small batches: `asynctrt bench` on it shows by how much."""
+
+
+LOOKED_AT_MAX: Final = 100_000
+"""A folder may be a whole disk, and nobody waits for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,35 +113,18 @@ class ContentModel:
 
 
 @dataclass(slots=True)
-class DemoRun:
-    """The timing of one run over all files, in ns."""
+class Found:
+    """What the files are. It is filled while they are identified, so that Ctrl-C still shows them."""
 
-    files: int = 0
-    elapsed_ns: int = 0
-    latencies_ns: list[int] = field(default_factory=list)
-    mean_batch_rows: float = 0.0
-
-    @property
-    def files_per_s(self) -> float:
-        """Files a second; 0 before the first."""
-        return self.files / self.elapsed_ns * 1e9 if self.elapsed_ns else 0.0
-
-    def latency_ms(self, percent: float) -> float:
-        """Return a percentile of the requests' latency in ms."""
-        return float(np.percentile(self.latencies_ns, percent)) / 1e6 if self.latencies_ns else 0.0
-
-
-@dataclass(slots=True)
-class DemoReport:
-    """The demo's findings and timings. It is filled while the demo runs, so that Ctrl-C still shows them."""
-
-    folders: tuple[Path, ...] = ()
-    found: Counter[str] = field(default_factory=Counter)
+    labels: Counter[str] = field(default_factory=Counter)
     right: Counter[str] = field(default_factory=Counter)
     judged: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
-    together: DemoRun = field(default_factory=DemoRun)
-    one_by_one: DemoRun = field(default_factory=DemoRun)
+
+    @property
+    def files(self) -> int:
+        """The files that were identified."""
+        return self.labels.total()
 
 
 def default_folders() -> tuple[Path, ...]:
@@ -145,15 +133,19 @@ def default_folders() -> tuple[Path, ...]:
 
 
 def find_files(folders: Sequence[Path], limit: int) -> list[Path]:
-    """Return up to ``limit`` files below the folders: a random sample, the same each time."""
+    """Return up to ``limit`` files below the folders: a random sample, the same each time.
+
+    What may not be looked at is left out, and so is what comes after the first :data:`LOOKED_AT_MAX` files.
+    """
 
     def walk() -> Iterator[Path]:
         for folder in folders:
             for path in folder.rglob("*"):
-                if path.is_file() and not path.is_symlink():
-                    yield path
+                with suppress(OSError):
+                    if path.is_file() and not path.is_symlink():
+                        yield path
 
-    files = sorted(set(walk()))
+    files = sorted(set(islice(walk(), LOOKED_AT_MAX)))
     if len(files) > limit:
         files = sorted(random.Random(0).sample(files, limit))  # noqa: S311  (a sample, not a secret)
     return files
@@ -183,56 +175,27 @@ def _installed_model() -> ContentModel:
     return ContentModel.find()
 
 
-async def run_together(
+async def identify(
     engine: asynctrt.Engine,
     model: ContentModel,
     rows: Sequence[tuple[Path, Array]],
-    report: DemoReport,
-    advance: Callable[[int], None],
+    found: Found,
+    advance: Callable[[], None],
 ) -> None:
     """Identify every file with ``await engine.infer``, many at once, and count the labels."""
     waiting = iter(rows)
-    done = report.together
-    started_ns = clock.now_ns()
 
     async def caller() -> None:
         for path, row in waiting:
-            sent_ns = clock.now_ns()
             result = await engine.infer(row)
-            now_ns = clock.now_ns()
             label = model.label(result[engine.outputs[0].name][0])
             agrees = model.agrees(path, label)
-            report.found[label] += 1
+            found.labels[label] += 1
             if agrees is not None:
-                report.judged[label] += 1
-                report.right[label] += agrees
-            done.latencies_ns.append(now_ns - sent_ns)
-            done.files += 1
-            done.elapsed_ns = now_ns - started_ns
-            advance(1)
+                found.judged[label] += 1
+                found.right[label] += agrees
+            advance()
 
-    try:
-        async with asyncio.TaskGroup() as callers:
-            for _ in range(min(CALLERS, len(rows))):
-                callers.create_task(caller())
-    finally:
-        done.mean_batch_rows = engine.statistics().mean_batch_rows
-
-
-async def run_one_by_one(
-    engine: asynctrt.Engine,
-    rows: Sequence[tuple[Path, Array]],
-    done: DemoRun,
-    advance: Callable[[int], None],
-) -> None:
-    """Send the same files one at a time, for comparison."""
-    started_ns = clock.now_ns()
-    done.mean_batch_rows = 1.0
-    for _, row in rows:
-        sent_ns = clock.now_ns()
-        await engine.infer(row)
-        now_ns = clock.now_ns()
-        done.latencies_ns.append(now_ns - sent_ns)
-        done.files += 1
-        done.elapsed_ns = now_ns - started_ns
-        advance(1)
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(min(CALLERS, len(rows))):
+            callers.create_task(caller())

@@ -171,19 +171,36 @@ def test_bench_of_a_model_with_dynamic_dimensions(tmp_path):
     assert json.loads(out)["complete"]
 
 
+@pytest.mark.tier2
 def test_demo(tmp_path):
+    """Without a terminal, and 80 columns wide: no line is cut or too long, and it ends by itself."""
     for number in range(30):
         (tmp_path / f"{number}.py").write_text(
             f"import os\n\n\ndef function_{number}():\n    return os.getcwd()\n"
         )
     (tmp_path / "tiny.py").write_text("a")
-    code, out, _ = asynctrt_command("demo", tmp_path)
-    assert code == 0
+    code, out, err = asynctrt_command("demo", tmp_path, "--seconds", "0.05", columns=80)
+    assert (code, "Traceback" in err) == (0, False)
     assert re.search(r"python .* 30 .* 100%", out)
-    assert "30 of 30 files" in out
-    assert "1 files were unreadable or too small" in out
-    assert "one at a time" in out
-    assert "To try next" in out
+    assert "30 of 30 files" in " ".join(out.split())
+    assert "1 files were unreadable or too small" in " ".join(out.split())
+    for way in ("in the coroutine", "asyncio.to_thread", "a batcher by hand", "asynctrt"):
+        assert len(re.findall(rf"│ {way} +│ +[\d,]+ │ +[\d,.-]+ │ +[\d,.-]+ │ +[\d,.-]+ │", out)) == 3, way
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "asynctrt demo --dashboard" in out[out.index("To try next") :]
+
+
+@pytest.mark.tier2
+@pytest.mark.timeout(180)
+def test_the_demo_ends_with_a_dashboard_that_ctrl_c_ends(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("import os\n\n\ndef function():\n    return os.getcwd()\n")
+    code, screen = in_a_terminal(
+        "demo", str(tmp_path), "--seconds", "0.05", interrupt_at=r"dashboard: http[^$]*costs"
+    )
+    assert (code, "Traceback" in screen) == (0, False)
+    assert re.search(r"asynctrt load http://127.0.0.1:\d+/v2/models/layers", screen)
 
 
 def test_demo_of_an_empty_folder(tmp_path):
@@ -223,9 +240,18 @@ def test_ctrl_c_in_bench_of_a_model_shows_what_was_measured(tmp_path):
 
 @pytest.mark.tier2
 @pytest.mark.timeout(240)  # ONNX Runtime's threads spin, which is slow where other processes are busy.
-def test_ctrl_c_in_the_demo_shows_what_was_found():
-    code, screen = in_a_terminal("demo", "--limit", "5000", interrupt_at=r"[1-9]\d\d/\d{4}.*\n?.*the same")
+@pytest.mark.parametrize(
+    ("interrupt_at", "shows"),
+    [
+        (r"identifying them.*m[1-9]\d*/\d", "real model|No file could be identified"),
+        (r"gains little.*m1/4", "in the coroutine"),
+    ],
+)
+def test_ctrl_c_in_the_demo_shows_what_was_found(interrupt_at, shows):
+    code, screen = in_a_terminal(
+        "demo", "--limit", "100", "--seconds", "0.2", "--no-dashboard", interrupt_at=interrupt_at
+    )
     assert code == 130
     assert "Interrupted" in screen
     assert "Traceback" not in screen
-    assert "Speed" in screen or "No file could be identified" in screen
+    assert re.search(shows, screen)

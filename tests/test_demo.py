@@ -9,7 +9,8 @@ import pytest
 from magika import Magika
 
 import asynctrt
-from asynctrt import demo
+from asynctrt import demo, demo_parts
+from asynctrt.comparison import Measured, by_hand, ways_to
 from asynctrt.errors import MissingExtraError
 
 FILES = demo.find_files(demo.default_folders(), 60)
@@ -108,20 +109,105 @@ def test_without_magika_the_message_names_the_extra(monkeypatch):
         demo.ContentModel.find()
 
 
-def test_one_by_one_and_together_find_the_same(model):
-    rows = [(path, row) for path in FILES[:20] if (row := demo.read_row(model, path)) is not None]
-    report = demo.DemoReport()
-    advanced = []
+class Shown:
+    """A view that keeps what it was told."""
 
-    async def both():
-        async with asynctrt.open(model.path, max_rows=demo.MAX_ROWS) as engine:
-            await demo.run_together(engine, model, rows, report, advanced.append)
-            await demo.run_one_by_one(engine, rows, report.one_by_one, advanced.append)
+    def __init__(self):
+        self.jobs, self.parts, self.files, self.url = [], [], None, "not yet"
 
-    asyncio.run(both())
-    assert sum(report.found.values()) == report.together.files == report.one_by_one.files == len(rows)
-    assert sum(advanced) == 2 * len(rows)
-    assert report.together.latency_ms(50) <= report.together.latency_ms(99)
-    assert report.together.mean_batch_rows > 1
-    assert report.one_by_one.files_per_s > 0
-    assert demo.DemoRun().files_per_s == demo.DemoRun().latency_ms(50) == 0
+    def begin(self, what, total):
+        done = [what, 0, total]
+        self.jobs.append(done)
+
+        def advance():
+            done[1] += 1
+
+        return advance
+
+    def show_files(self, found, model):
+        self.files = found
+
+    def show_part(self, part):
+        self.parts.append(part)
+
+    def show_dashboard(self, url):
+        self.url = url
+
+
+def course_of(folder, **settings):
+    for number in range(12):
+        (folder / f"{number}.py").write_text(
+            f"import os\n\n\ndef function_{number}():\n    return os.getcwd()\n"
+        )
+    return demo_parts.Course(folders=(folder,), **{"seconds": 0.05, **settings})
+
+
+@pytest.mark.tier2
+def test_a_demo_that_is_interrupted_shows_what_it_has(model, tmp_path, monkeypatch):
+    """Cancelled while the second way is measured: the first is shown all the same."""
+    shown, measured = Shown(), []
+
+    async def measure(way, rows, **load):
+        if measured:
+            await asyncio.get_running_loop().create_future()
+        measured.append(way)
+        return Measured(answers=3, elapsed_ns=10**9, latencies_ns=[10**6], late_ns=[0])
+
+    async def interrupted():
+        running = asyncio.create_task(course_of(tmp_path).run(model, shown))
+        while not measured:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running], timeout=20)
+        assert running.cancelled()
+
+    monkeypatch.setattr(demo_parts, "measure", measure)
+    asyncio.run(interrupted())
+    (part,) = shown.parts
+    assert list(part.results) == ["in the coroutine"]
+    assert part.compared() is None
+    assert shown.url == "not yet"
+
+
+def test_no_file_is_no_demo(model, tmp_path):
+    shown = Shown()
+    asyncio.run(demo_parts.Course(folders=(tmp_path,)).run(model, shown))
+    assert (shown.files.files, shown.parts) == (0, [])
+
+
+def test_what_is_compared_is_the_best_of_the_others():
+    part = demo_parts.Part("title", "about", 8)
+    assert part.compared() is None
+    for name, answers in {"in the coroutine": 20, "by hand": 50, "asynctrt": 100}.items():
+        part.results[name] = Measured(answers=answers, elapsed_ns=10**9)
+    assert part.compared() == (2.0, "by hand")
+    part.results = {"by hand": Measured(), "asynctrt": Measured(answers=1, elapsed_ns=10**9)}
+    assert part.compared() is None, "nothing can be said over none"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", list(ways_to(abs, None, 4)))
+async def test_each_way_answers_each_caller_with_its_own_row(way):
+    """Whoever measures wrong answers measures nothing."""
+    spec = asynctrt.TensorSpec("x", "float32", (1,))
+    model = asynctrt.FunctionModel(
+        lambda inputs: -inputs["x"], inputs=spec, outputs=asynctrt.TensorSpec("y", "float32", (1,))
+    )
+    async with asynctrt.open(model, max_rows=4) as engine, ways_to(np.negative, engine, 4)[way]() as infer:
+        rows = [np.full((1, 1), number, np.float32) for number in range(11)]
+        answers = await asyncio.wait_for(asyncio.gather(*map(infer, rows)), 20)
+    for number, answer in enumerate(answers):
+        assert np.asarray(answer["y"] if way == "asynctrt" else answer).tolist() == [[-number]]
+
+
+@pytest.mark.anyio
+async def test_a_batcher_by_hand_fails_its_callers_and_goes_on():
+    def predict(rows):
+        if rows.min() < 0:
+            raise ValueError("negative")
+        return rows
+
+    async with by_hand(predict, 1) as infer:
+        with pytest.raises(ValueError, match="negative"):
+            await asyncio.wait_for(infer(np.full((1, 1), -1.0)), 20)
+        assert (await asyncio.wait_for(infer(np.ones((1, 1))), 20)).tolist() == [[1.0]]

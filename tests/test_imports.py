@@ -44,9 +44,11 @@ OPTIONAL = {
         "bench_terminal.py",
         "build_terminal.py",
         "cli.py",
+        "demo_terminal.py",
         "loadtest/terminal.py",
         "simulation/terminal.py",
     },  # Two bring it.
+    "threadpoolctl": {"demo_parts.py"},
     "magika": set(),  # The demo reads its files and never imports it.
     "cuda": {"devices/cuda/bindings.py", "testing/tensorrt/cuda.py"},
     "tensorrt": set(),  # The adapter imports the flavour that it chose by name.
