@@ -46,7 +46,7 @@ from asynctrt.options import Options
 from asynctrt.statistics import Statistics
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import check_names
+from asynctrt.validation import check_names, show
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -163,8 +163,8 @@ def batch(
     def decorate(decorated: Callable[..., Any]) -> Batched[Any, Any]:
         if not callable(decorated):
             raise OptionsError(
-                f"asynctrt.batch decorates a function, not a {type(decorated).__name__}. Options are "
-                "keywords: @asynctrt.batch(max_rows=32)"
+                f"{show(decorated)} is not a function, which asynctrt.batch decorates. Options are keywords: "
+                "@asynctrt.batch(max_rows=32)"
             )
         refuse_generators(decorated)
         return Batched(decorated, options, items=items)

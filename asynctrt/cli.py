@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,10 +15,12 @@ import asynctrt
 from asynctrt import bench as benchmarks
 from asynctrt import demo as demonstration
 from asynctrt.build_options import BuildOptions
+from asynctrt.command_messages import reword
 from asynctrt.demo_parts import Course
 from asynctrt.doctor import Level, diagnose
 from asynctrt.doctor.diagnosis import TIMEOUT_S as DOCTOR_TIMEOUT_S
 from asynctrt.doctor.text import lines as finding_lines
+from asynctrt.environment import misspelt, shown, variables
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.settings import LoadSettings
@@ -42,6 +45,7 @@ try:
 
     from asynctrt.bench_terminal import show_model, show_overhead
     from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
+    from asynctrt.command_help import show_help
     from asynctrt.demo_terminal import DemoView
 except ImportError as error:
     raise MissingExtraError("the command line needs typer and rich: pip install 'asynctrt[cli]'") from error
@@ -61,12 +65,10 @@ LEVEL_STYLES: Final = {
 }
 """How the first line of a finding of the doctor is shown."""
 
-METAVARS: Final[dict[Any, str]] = {list[str] | None: "<str>"}
-"""What the help shows for a type whose own name is long."""
-
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
     "bench": ("asynctrt bench overhead", "asynctrt bench model.onnx --max-rows 32 --dim length=128"),
+    "env": ("asynctrt env", "asynctrt env --all"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
     "serve": (
@@ -102,6 +104,9 @@ err = Console(stderr=True)
 class _Command(typer.core.TyperCommand):
     """A command that knows others' words for its flags, and ``--version``."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        show_help(out, self, ctx)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args == ["--version"]:
             _root(version=True)
@@ -111,6 +116,8 @@ class _Command(typer.core.TyperCommand):
             # Of typer's own copy of click, or of click, by the version of typer.
             if type(error).__name__ == "NoSuchOption":
                 _suggest(error, [name for item in self.params if (name := item.name)])
+            elif type(error).__name__ == "BadParameter":
+                reword(error)
             raise
 
 
@@ -122,12 +129,17 @@ def _suggest(error: Any, names: list[str]) -> None:
         error.possibilities = [f"--{meant.replace('_', '-')}"]
 
 
-def main() -> None:
-    """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
+def prepare() -> None:
+    """Give each command its class, with its help, and its examples."""
     for info in (*app.registered_commands, *keys_app.registered_commands):
         info.cls = _Command
         examples = EXAMPLES.get(info.name or str(getattr(info.callback, "__name__", "")), ())
         info.epilog = "\n\n".join(["Examples:", *examples]) if examples else None
+
+
+def main() -> None:
+    """Run the command. An error of asynctrt's is shown as its message, without a traceback."""
+    prepare()
     try:
         app()
     except AsynctrtError as error:
@@ -411,6 +423,7 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     path = settings.pop("config", None)
     config = command.configure(settings, command.read_config(path) if path else {})
+    config = dataclasses.replace(config, notes=tuple(misspelt(os.environ, _variables())))
 
     def say(line: str) -> None:
         err.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -438,7 +451,15 @@ def _serve_signature() -> inspect.Signature:
     parameters = [
         context,
         _parameter(
-            "models", list[str] | None, None, typer.Argument(metavar="MODEL", help="The models to serve.")
+            "models",
+            list[str] | None,
+            None,
+            typer.Argument(
+                metavar="MODEL",
+                help="The models to serve. Also ASYNCTRT_SERVE_MODELS, with spaces between them.",
+                envvar="ASYNCTRT_SERVE_MODELS",
+                show_envvar=False,
+            ),
         ),
         _parameter("config", Path | None, None, typer.Option(help="A TOML file of settings and models.")),
         _parameter("device", str, "host", typer.Option(help="The device that models run on.")),
@@ -478,7 +499,7 @@ def _flag(
         rich_help_panel=panel,
         show_envvar=False,
         show_default=default is not None and default is not False,
-        metavar=metavar or METAVARS.get(kind),
+        metavar=metavar,
     )
     return _parameter(name, kind, default, info)
 
@@ -557,6 +578,8 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     from asynctrt.loadtest import command, terminal  # noqa: PLC0415
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
+    for line in misspelt(os.environ, _variables()):
+        err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
     planned = command.plan(target, settings)
     command.check_baseline(planned, benchmarks.describe_machine(), any_machine=given["any_machine"])
     reports: list[Any] = []
@@ -688,6 +711,43 @@ def _simulate_signature() -> inspect.Signature:
 
 _simulate.__signature__ = _simulate_signature()  # type: ignore[attr-defined]  # Typer reads it.
 app.command("simulate", help=_help_of(_simulate))(_simulate)
+
+
+def _variables() -> dict[str, str]:
+    """Return the environment variables that there are, and what each of them sets."""
+    of_context = {"ctx", "target", "check"}
+    signatures = {"serve": _serve_signature(), "load": _load_signature()}
+    named = variables(
+        {
+            name: [each for each in found.parameters if each not in of_context]
+            for name, found in signatures.items()
+        }
+    )
+    return named | {"ASYNCTRT_SERVE_MODELS": "serve MODEL ..."}
+
+
+def _env(
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every variable, not only those that are set.")
+    ] = False,
+) -> None:
+    """List the environment variables that set something, with their values and flags.
+
+    Every flag of serve and load is one, too: --http-port of serve is ASYNCTRT_SERVE_HTTP_PORT. A flag wins
+    over its variable. Tokens are not shown.
+    """
+    known = _variables()
+    listed = [name for name in known if show_all or name in os.environ]
+    for name in listed:
+        _say(f"{name}={shown(name, os.environ[name])}" if name in os.environ else name)
+        _say(f"    asynctrt {known[name]}")
+    if not listed:
+        _say("No variable of asynctrt is set. asynctrt env --all lists those there are.")
+    for line in misspelt(os.environ, known):
+        err.print(f"[yellow]Warning[/]: {escape(line)}", highlight=False, soft_wrap=True)
+
+
+app.command("env", help=_help_of(_env))(_env)
 
 
 def _run(job: Callable[[], Coroutine[Any, Any, None]], *, use_uvloop: bool = True) -> bool:

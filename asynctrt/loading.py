@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from types import FunctionType
+from typing import Any, Final, cast
 
 from asynctrt.backends.base import Model, missing_members
 from asynctrt.devices.base import Device
@@ -28,7 +29,7 @@ def find_device(device: str | Device) -> Device:
         return device
     if not isinstance(device, str):
         raise DeviceUnavailableError(
-            f"{device!r} is neither the name of a device nor a device (asynctrt.devices.base.Device)"
+            f"{device!r} is not a device, nor the name of one: 'host', 'cuda:0', 'cuda:1' and so on"
         )
     if device == "host":
         return HostDevice()
@@ -38,7 +39,7 @@ def find_device(device: str | Device) -> Device:
 
         return find_cuda_device(device)
     raise DeviceUnavailableError(
-        f"there is no device {device!r}. There are 'host' and 'cuda:0', 'cuda:1' and so on"
+        f"{device!r} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on"
     )
 
 
@@ -72,10 +73,15 @@ def load_model(
             f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {model!r} is none. "
             "Leave it out; a TensorRTModel takes it as its own argument options"
         )
+    if isinstance(cast("object", model), FunctionType):
+        raise ModelError(
+            f"{model!r} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
+            "outputs=...)"
+        )
     if not isinstance(model, str | os.PathLike):
         if not isinstance(model, Model):
             raise ModelError(
-                f"{model!r} is neither a path nor a model: it lacks {', '.join(missing_members(model))}. "
+                f"{model!r} is not a path and not a model: it lacks {', '.join(missing_members(model))}. "
                 "A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
                 "and adds name, inputs, outputs, create_context and close"
             )
@@ -147,7 +153,7 @@ def _attribute(where: str) -> Model:
         except Exception as error:
             raise ModelError(f"{where!r} made no model: {type(error).__name__}: {error}") from error
     if not isinstance(found, Model):
-        raise ModelError(f"{where!r} is neither a model nor a function that makes one, but {found!r}")
+        raise ModelError(f"{where!r} is not a model, nor a function that makes one, but {found!r}")
     return found
 
 

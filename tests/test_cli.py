@@ -9,10 +9,14 @@ import re
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
+import typer.main
 
 import asynctrt
+from asynctrt import cli
+from asynctrt.command_help import show_help
 from tests.models import double_onnx, lying_onnx, sequence_onnx
 
 WAIT_S = 50
@@ -71,24 +75,56 @@ def test_version_and_help():
 
 
 @pytest.mark.tier2
-def test_help_fits_a_narrow_terminal():
-    for command in (
-        "demo",
-        "bench",
-        "doctor",
-        "inspect",
-        "keys",
-        "sign",
-        "verify",
-        "serve",
-        "load",
-        "simulate",
-    ):
-        code, out, _ = asynctrt_command(command, "--help", columns=80)
-        assert code == 0
-        assert max(map(len, out.splitlines())) <= 80
-        if command == "serve":
-            assert "tables of the file, [[models]], each with a path" in " ".join(out.split())
+@pytest.mark.parametrize("columns", [80, 60])
+def test_help_fits_a_narrow_terminal(columns, monkeypatch, capsys):
+    """No line is too long or cut, and every flag and every word of its text is there."""
+    monkeypatch.setattr(cli.out, "_width", columns)
+    for name, command in all_commands():
+        context = types.SimpleNamespace(command_path=f"asynctrt {name}")
+        help_of_it = types.SimpleNamespace(
+            callback=command.callback,
+            help=command.help,
+            epilog=command.epilog,
+            get_params=lambda _, own=command: own.params,
+        )
+        show_help(cli.out, help_of_it, context)
+        shown = capsys.readouterr().out
+        prose, _, examples = shown.partition("Examples:")
+        assert "…" not in shown
+        assert max(map(len, prose.splitlines())) <= columns, name
+        assert max(map(len, examples.splitlines()), default=0) <= 80, name
+        for parameter in command.params:
+            flag = re.escape(parameter.opts[0])
+            if parameter.param_type_name == "option":
+                assert re.search(rf"^  .*{flag}\b", shown, re.MULTILINE), (name, flag)
+            words = re.findall(r"[A-Za-z]{5,20}", re.sub(r"\[/?bold\]", "", parameter.help or ""))
+            assert set(words) <= set(re.findall(r"[A-Za-z]+", shown)), (name, flag)
+
+
+def all_commands():
+    """Yield each command there is, with its name."""
+    cli.prepare()
+    groups = [("", typer.main.get_command(cli.app))]
+    while groups:
+        prefix, group = groups.pop()
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                groups.append((f"{name} ", command))
+            else:
+                yield prefix + name, command
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize("command", [["serve"], ["keys", "new"], ["demo"]])
+def test_the_help_that_is_printed_is_that_one(command):
+    code, out, _ = asynctrt_command(*command, "--help", columns=80)
+    assert (code, max(map(len, out.splitlines())) <= 80) == (0, True)
+    assert out.startswith("Usage: python -m asynctrt " + " ".join(command))
+    assert "  -h, --help\n      Show this message and exit." in out
+    if command == ["serve"]:
+        assert "tables of the file, [[models]], each with a path" in " ".join(out.split())
+        assert "  --watch <seconds>\n" in out
+        assert "  --grpc, --no-grpc\n      Whether to serve gRPC. [default: --grpc]\n" in out
 
 
 @pytest.mark.tier2
@@ -102,9 +138,15 @@ def test_help_fits_a_narrow_terminal():
         (["bench", "overhead", "--max-delay", "5"], 1, "OptionsError: max_delay must be a number of seconds"),
         (["bench", "overhead", "--seconds", "0"], 2, "Invalid value"),
         (["bench", "overhead", "--dim", "x"], 2, "NAME=SIZE"),
-        (["bench", "overhead", "--loop", "twisted"], 2, "Invalid value"),
+        (["bench", "overhead", "--loop", "twisted"], 2, "'twisted' is not one of 'uvloop', 'asyncio'"),
         (["demo", "/no/such/folder"], 2, "does not exist"),
-        (["demo", "--limit", "0"], 2, "Invalid value"),
+        (["demo", "--limit", "0"], 2, "0 is less than 1"),
+        (["demo", "--limit", "many"], 2, "'many' is not a whole number"),
+        (["bench", "overhead", "--seconds", "soon"], 2, "'soon' is not a number"),
+        (["serve", "m.onnx", "--http-port", "y"], 2, "'y' is not a whole number"),
+        (["load", "localhost:8000"], 1, "'localhost:8000' is not a file. For a server, give the address"),
+        (["inspect", __file__], 1, "is not a TensorRT plan"),
+        (["doctor", "--device", "gpu"], 1, "'gpu' is not a device"),
     ],
 )
 def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, tmp_path):
@@ -112,16 +154,17 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, tmp_pa
         arguments = ["bench", sequence_onnx(tmp_path / "m.onnx"), "--dim", "x"]
     returned, out, err = asynctrt_command(*arguments)
     assert returned == code
-    assert says in re.sub(r"\s+", " ", err)
+    assert says in re.sub(r"[\s│]+", " ", err)
     assert "Traceback" not in out + err
 
 
 @pytest.mark.tier2
 def test_bench_overhead_as_a_table():
-    code, out, _ = asynctrt_command("bench", "overhead", *QUICK)
+    code, out, _ = asynctrt_command("bench", "overhead", *QUICK, columns=80)
     assert code == 0
-    for part in ("immediate, 256 callers", "host, a lone caller, max_delay=2 ms", "CPU µs a request"):
+    for part in ("immediate, 256 callers", "host, a lone caller, max_delay=2", "CPU µs a", "median of 1;"):
         assert part in out
+    assert ("…" in out, max(map(len, out.splitlines())) <= 80) == (False, True)
 
 
 @pytest.mark.tier2
@@ -136,10 +179,18 @@ def test_bench_overhead_as_json(loop):
 
 
 def test_bench_of_a_model(tmp_path):
-    code, out, _ = asynctrt_command("bench", double_onnx(tmp_path / "double.onnx"), *QUICK)
+    code, out, _ = asynctrt_command("bench", double_onnx(tmp_path / "double.onnx"), *QUICK, columns=80)
     assert code == 0
-    for part in ("raw, 1 thread, batch 64", "engine, 256 callers", "of batch 64", "input: float32[rows, 4]"):
-        assert part in out
+    words = " ".join(out.split())
+    for part in (
+        "raw, 1 thread,",
+        "batch 64",
+        "engine, 256",
+        "over raw: over ONNX",
+        "input: float32[rows, 4]",
+    ):
+        assert part in words
+    assert ("…" in out, max(map(len, out.splitlines())) <= 80) == (False, True)
 
 
 @pytest.mark.tier2

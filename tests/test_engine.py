@@ -78,8 +78,8 @@ class TestOpening:
             ("missing.onnx", ModelNotFoundError, "no file 'missing.onnx'"),
             (".", ModelNotFoundError, "is a folder"),
             ("model.plan", DeviceUnavailableError, "TensorRT plan.*device='cuda:0'"),
-            (object(), ModelError, "neither a path nor a model"),
-            (None, ModelError, "neither a path nor a model"),
+            (object(), ModelError, "is not a path and not a model"),
+            (None, ModelError, "is not a path and not a model"),
         ],
     )
     async def test_a_model_that_is_none(self, model, error, says):
@@ -90,10 +90,10 @@ class TestOpening:
         ("device", "says"),
         [
             ("cuda:99", "cuda:99"),
-            ("cpu", "no device 'cpu'"),
-            ("", "no device"),
-            (0, "0 is neither the name of a device nor a device"),
-            (None, "None is neither"),
+            ("cpu", "'cpu' is not a device"),
+            ("", "is not a device"),
+            (0, "0 is not a device, nor the name of one"),
+            (None, "None is not a device"),
         ],
     )
     async def test_a_device_that_is_none(self, device, says):

@@ -44,6 +44,7 @@ OPTIONAL = {
         "bench_terminal.py",
         "build_terminal.py",
         "cli.py",
+        "command_help.py",
         "demo_terminal.py",
         "loadtest/terminal.py",
         "simulation/terminal.py",

@@ -17,6 +17,7 @@ from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, Unfinished, Work
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe
 from asynctrt.tensors import Array, TensorSpec
+from asynctrt.validation import show
 
 BatchFunction = Callable[..., Any]
 
@@ -78,8 +79,8 @@ class FunctionModel(ModelBase):
     :param inputs: one spec, or several; likewise ``outputs``.
     :param rows_fixed: the only batch size that the function accepts; ``None`` if it accepts any.
     :param rows_max: the largest batch that the function accepts; ``None`` for no limit.
-    :raises ModelError: for an output dimension that no input determines, and for a function that accepts
-        neither one argument nor two, or that is a generator.
+    :raises ModelError: for an output dimension that no input determines, for what is no function or spec, and
+        for a function that accepts neither one argument nor two, or that is a generator.
     """
 
     def __init__(
@@ -92,10 +93,18 @@ class FunctionModel(ModelBase):
         rows_fixed: int | None = None,
         rows_max: int | None = None,
     ) -> None:
+        if not callable(function):
+            raise ModelError(f"{show(function)} is not a function: a FunctionModel calls one for each batch")
         self.function = function
         self.name: str = name or getattr(function, "__name__", None) or type(function).__name__
         self.inputs = (inputs,) if isinstance(inputs, TensorSpec) else tuple(inputs)
         self.outputs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
+        for spec in (*self.inputs, *self.outputs):
+            if not isinstance(spec, TensorSpec):
+                raise ModelError(
+                    f"{show(spec)} is not a TensorSpec: inputs and outputs are one or several, such as "
+                    'asynctrt.TensorSpec("x", "float32", (4,))'
+                )
         self.rows_fixed = rows_fixed
         self.rows_max = rows_max
         self.platform = "python"

@@ -88,6 +88,11 @@ class OnnxModel(ModelBase):
         try:
             session = self._load(self._session_options())
         except Exception as error:
+            if "INVALID_PROTOBUF" in str(error):
+                raise ModelError(
+                    f"{str(self.path)!r} is not an ONNX model, or is damaged: ONNX Runtime {ort.__version__} "
+                    "cannot parse it. Export the model to ONNX, for example with torch.onnx.export"
+                ) from error
             raise ModelError(
                 f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__}: "
                 f"{_first_line(error)}. Check it with onnx.checker.check_model"

@@ -31,9 +31,7 @@ def diagnose(
     :raises OptionsError: if ``device`` is no name of a device, or ``timeout`` is not positive.
     """
     if device is not None and not DEVICE.fullmatch(device):
-        raise OptionsError(
-            f"there is no device {device!r}. There are 'host' and 'cuda:0', 'cuda:1' and so on"
-        )
+        raise OptionsError(f"{device!r} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on")
     if not timeout > 0:
         raise OptionsError(f"timeout must be a number of seconds > 0, not {timeout!r}")
     return conclude(gather(device=device, timeout_s=timeout, on_done=on_done))

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,9 @@ from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
 from asynctrt.process import add_cwd_to_path
+
+ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/|$)")
+"""How a target looks that is an address without a scheme: ``localhost:8000``."""
 
 DEMO: Final = "demo"
 """The target that stands for the model of ``asynctrt demo``, with files of this machine."""
@@ -77,6 +81,11 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
         options = {"max_rows": demo.MAX_ROWS, **options}
         if not {"inputs", "trace"} & settings.keys():
             settings |= {"inputs": demo.default_folders()[0], "reader": "asynctrt.demo:read_input"}
+    if ADDRESS.match(target) and not Path(target).exists():
+        raise UsageError(
+            f"{target!r} is not a file. For a server, give the address of a model, such as "
+            f"http://{target.partition('/')[0]}/v2/models/NAME, or with grpc:// or ws://"
+        )
     spec = TargetSpec(
         target,
         given.get("model"),

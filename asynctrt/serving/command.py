@@ -35,6 +35,8 @@ class ServeConfig:
     settings: ServerSettings
     models: tuple[ModelSource, ...]
     device: str
+    notes: tuple[str, ...] = ()
+    """What was noticed before, for the log."""
 
     def repository(self) -> Repository:
         """Return a repository of the models that are no folders, which are not loaded yet.
@@ -143,6 +145,8 @@ async def serve(
     """
     settings = config.settings
     set_up_logging(settings.log_format, settings.log_level)
+    for note in config.notes:
+        logger.warning("%s", note)
     show = shower(settings, say)
     shorten_switch_interval()
     add_cwd_to_path()
@@ -202,7 +206,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
     async with Server(repository, settings):
         names = await repository.look_for_models()
         await repository.load_all()
-    for warning in warnings_of(config.settings):
+    for warning in (*config.notes, *warnings_of(config.settings)):
         say(f"warning: {warning}")
     say(f"all is well: {len(names)} model{'s' * (len(names) != 1)} on {config.device}")
 
@@ -222,6 +226,8 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
     is_front = settings.fronts > 1
     if not is_front:
         say(f"loading {count} model{'s' * (count != 1)}")
+    if not count:
+        logger.warning("there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan")
     try:
         await repository.load_all()
     except AsynctrtError as error:

@@ -31,8 +31,8 @@ def no_children(probe, *args, timeout_s, env):
 @pytest.mark.parametrize(
     ("device", "kwargs", "says"),
     [
-        ("cuda", {}, "no device 'cuda'"),
-        ("cuda:x", {}, "no device"),
+        ("cuda", {}, "'cuda' is not a device"),
+        ("cuda:x", {}, "is not a device"),
         (None, {"timeout": 0}, "timeout must be"),
     ],
 )
@@ -161,7 +161,7 @@ def test_text_fits_a_terminal_and_bad_options_are_refused():
         cwd=ROOT,
     )
     assert done.returncode == 1
-    assert "there is no device 'tpu:0'" in done.stderr
+    assert "'tpu:0' is not a device" in done.stderr
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "asynctrt", "doctor", "--device", "host"],
         capture_output=True,

@@ -278,7 +278,7 @@ def find_cuda_device(name: str) -> CudaDevice:
     """
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
     if found is None:
-        raise DeviceUnavailableError(f"there is no device {name!r}. A GPU is called 'cuda:0', 'cuda:1', ...")
+        raise DeviceUnavailableError(f"{name!r} is not a device. A GPU is called 'cuda:0', 'cuda:1', ...")
     return CudaDevice(int(found[1] or 0))
 
 
