@@ -7,6 +7,7 @@
         result["output"]
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asynctrt.backends.function import FunctionModel
@@ -57,14 +58,30 @@ from asynctrt.process import tune_process
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
 from asynctrt.tensorrt_options import TensorRTOptions
-from asynctrt.tensors import InferResult, TensorSpec, Timing
+from asynctrt.tensors import Array, InferResult, TensorSpec, Timing
 
 if TYPE_CHECKING:
+    from asynctrt.backends.onnxruntime import OnnxModel as OnnxModel
+    from asynctrt.backends.tensorrt import TensorRTModel as TensorRTModel
+    from asynctrt.devices.cuda import CudaDevice as CudaDevice
     from asynctrt.plans.building import build
 from asynctrt.version import __version__ as __version__
 
+_LATER = {
+    "CudaDevice": "asynctrt.devices.cuda",
+    "OnnxModel": "asynctrt.backends.onnxruntime",
+    "TensorRTModel": "asynctrt.backends.tensorrt",
+    "build": "asynctrt.plans.building",
+}
+"""What is imported when it is first used, and from where: it is seldom used, or needs CUDA or a runtime. What
+may not be installed is not in ``__all__``, which must work for ``import *``."""
+
+_MODULES = ("client", "loadtest", "serving", "testing")
+"""Modules that are imported when they are first used, as ``asynctrt.client``."""
+
 __all__ = [
     "Arenas",
+    "Array",
     "AsynctrtError",
     "BatchStatistics",
     "BatchTrace",
@@ -122,14 +139,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``build`` when it is first used: few programs build plans."""
-    if name == "build":
-        from asynctrt.plans.building import build  # noqa: PLC0415
-
-        return build
+    """Import what is seldom used, or needs CUDA or a runtime, when it is first used."""
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    if name in _MODULES:
+        return import_module(f"asynctrt.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     """Name what is imported when it is first used, too."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LATER, *_MODULES})

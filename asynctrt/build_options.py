@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from asynctrt.errors import OptionsError
 from asynctrt.tensorrt_options import PATHS
-from asynctrt.validation import FLAG, PATH, Check, check_names, choice, count, setting, validate
+from asynctrt.validation import FLAG, PATH, Check, changed_repr, check_names, choice, count, setting, validate
 
 BUILDERS: Final = ("tensorrt", "tensorrt_rtx")
 """The packages that can build plans, in the order in which they are tried."""
@@ -232,6 +232,8 @@ class BuildOptions:
         check=count(0),
         doc="Which messages of TensorRT go to the logger ``asynctrt.tensorrt``: a level of :mod:`logging`.",
     )
+
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         validate(self)

@@ -14,6 +14,7 @@ from asynctrt.validation import (
     FLAG,
     Check,
     as_int,
+    changed_repr,
     check_names,
     choice,
     count,
@@ -299,6 +300,8 @@ class Options:
         doc="""With ``isolation="process"``: keep a second worker that has the model loaded, to take over at
         once when the first one dies. It takes the memory that the first one takes.""",
     )
+
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         validate(self)

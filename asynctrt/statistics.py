@@ -155,6 +155,12 @@ class Statistics:
         for name in ("launched", "lanes", "by_batch_rows"):
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
+    def __repr__(self) -> str:
+        counts = ("submitted", "succeeded", "failed", "cancelled", "expired", "refused", "queued_requests")
+        shown = [f"{name}={count}" for name in counts if (count := getattr(self, name))]
+        batches = f"batches={self.batches} of {self.mean_batch_rows:.1f} rows"
+        return f"<Statistics {' '.join([self.state, *shown, batches])}>"
+
     def joined(self, other: "Statistics") -> "Statistics":
         """Return the sum of two snapshots, of engines that share a model. What has no sum is this one's."""
         arenas = self.arenas + other.arenas

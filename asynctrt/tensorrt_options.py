@@ -14,6 +14,7 @@ from asynctrt.validation import (
     PATH,
     Check,
     as_int,
+    changed_repr,
     check_names,
     choice,
     count,
@@ -280,10 +281,4 @@ class TensorRTOptions:
             )
         return dataclasses.replace(self, flavour=flavour)
 
-    def __repr__(self) -> str:
-        changed = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        }
-        return f"TensorRTOptions({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+    __repr__ = changed_repr

@@ -94,6 +94,13 @@ def validate(settings: Any) -> None:
             object.__setattr__(settings, item.name, check(item.name, getattr(settings, item.name)))
 
 
+def changed_repr(settings: Any) -> str:
+    """Return a ``repr`` of what differs from the defaults, without secrets: some classes have 40 fields."""
+    given = ((item, getattr(settings, item.name)) for item in dataclasses.fields(settings) if item.repr)
+    changed = [f"{item.name}={value!r}" for item, value in given if value != item.default]
+    return f"{type(settings).__name__}({', '.join(changed)})"
+
+
 def docs_of(cls: type) -> dict[str, str]:
     """Return the documentation of each field by its name, as one line without markup: a flag's help."""
     return {

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 import asynctrt
-from asynctrt import TensorSpec, loadtest
-from asynctrt.tensors import Array
+from asynctrt import Array, TensorSpec, loadtest
 
 
 def double(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:

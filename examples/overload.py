@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 import asynctrt
-from asynctrt import TensorSpec
-from asynctrt.tensors import Array
+from asynctrt import Array, TensorSpec
 
 
 def slow_double(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:

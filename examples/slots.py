@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 import asynctrt
-from asynctrt import TensorSpec
-from asynctrt.tensors import Array
+from asynctrt import Array, TensorSpec
 
 PIXELS = (3, 224, 224)
 

@@ -1,6 +1,7 @@
 """What a user's type checker and editor make of asynctrt: strict mypy and pyright, `help()` and `dir()`."""
 
 import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import asynctrt
 from asynctrt import loadtest, serving
+from asynctrt.client import connect, connect_blocking
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import SimulationSettings
@@ -30,6 +32,7 @@ from asynctrt import loadtest
 from asynctrt.client import connect
 
 Floats = npt.NDArray[np.float32]
+anything: asynctrt.Array = np.ones(3)
 
 
 @asynctrt.batch(max_rows=32)
@@ -52,7 +55,9 @@ async def main() -> None:
         async with engine.slot(rows=1) as slot:
             slot["x"][...] = 1
             print((await slot.infer())["y"].sum())
-        report = await loadtest.run(engine, rate=500, seconds=1, slo="p99<250ms")
+        rows = {"x": [[1.0] * 16]}
+        report = await loadtest.run(engine, rate=500, seconds="1s", slo="p99<250ms", inputs=rows)
+        report = await loadtest.run(engine, users=4, duration=0.5, slo=["p99<250ms", "errors<1%"])
         print(report.holds, report.runs[0].latency["p99"])
     async with connect("ws://127.0.0.1:8000/v2/ws") as client:
         print((await client.infer("m", {"x": np.ones((1, 16), np.float32)}))["y"])
@@ -67,7 +72,11 @@ asyncio.run(main())
 """
 WRONG = """
 import asynctrt
+from asynctrt import loadtest
 
+loadtest.run("model.onnx", rates=3)
+loadtest.run("model.onnx", rate=[3])
+asynctrt.OnnxModel(3)
 asynctrt.TensorSpec(3, "float32")
 asynctrt.open("model.onnx", max_row=3)
 """
@@ -101,8 +110,9 @@ def test_a_users_project_is_checked_strictly(checker, tmp_path):
     )
     assert good.returncode == 0, good.stdout
     assert wrong.returncode == 1
-    assert wrong.stdout.count("error:") + wrong.stdout.count("- error") >= 2, wrong.stdout
-    assert "max_row" in wrong.stdout
+    assert wrong.stdout.count("error:") + wrong.stdout.count("- error") >= 5, wrong.stdout
+    for word in ('"max_row"', '"rates"', '"rate"', "wrong.py:7:"):
+        assert word in wrong.stdout, wrong.stdout
 
 
 @pytest.mark.parametrize(
@@ -113,6 +123,43 @@ def test_help_shows_each_setting(cls):
         (line,) = (line for line in cls.__doc__.splitlines() if line.startswith(f":param {item.name}: "))
         assert len(line) > len(item.name) + 20
     assert cls.__doc__.splitlines()[-2].startswith((":param", ":raises")), "fields and errors are one list"
+
+
+def test_blocking_clients_take_what_the_others_take():
+    ours, theirs = (inspect.signature(one).parameters.values() for one in (connect_blocking, connect))
+    assert [(one.name, one.default, one.annotation) for one in ours] == [
+        (one.name, one.default, one.annotation) for one in theirs
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings", [asynctrt.Options, asynctrt.BuildOptions, LoadSettings, ServerSettings, SimulationSettings]
+)
+def test_a_repr_shows_what_was_changed_and_no_more(settings):
+    made = settings()
+    assert repr(made) == f"{settings.__name__}()"
+    name = {"SimulationSettings": "devices", "LoadSettings": "rows", "ServerSettings": "http_port"}.get(
+        settings.__name__, "max_rows"
+    )
+    assert repr(dataclasses.replace(made, **{name: 7})) == f"{settings.__name__}({name}=7)"
+
+
+def test_what_pages_use_is_there():
+    """And none of it is imported before it is used: test_imports sees to that."""
+    for name in (
+        "Array",
+        "OnnxModel",
+        "TensorRTModel",
+        "CudaDevice",
+        "client",
+        "loadtest",
+        "serving",
+        "testing",
+    ):
+        assert name in dir(asynctrt)
+        assert getattr(asynctrt, name) is not None
+    with pytest.raises(AttributeError, match="'asynctrt' has no attribute 'onnx'"):
+        asynctrt.onnx
 
 
 @pytest.mark.parametrize("module", [asynctrt, loadtest, serving])

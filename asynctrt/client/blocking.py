@@ -16,13 +16,34 @@ from asynctrt.errors import UsageError
 from asynctrt.tensors import Array
 
 
-def connect_blocking(url: str, **settings: Any) -> "BlockingClient":
+def connect_blocking(
+    url: str,
+    *,
+    token: str | None = None,
+    max_in_flight: int = 256,
+    attempts: int = 1,
+    idempotent: bool = False,
+    reconnect_timeout: float = 30.0,
+    max_size: int | None = None,
+    **settings: Any,
+) -> "BlockingClient":
     """Return a client to be entered with ``with``. It waits where the one of ``connect`` is awaited.
 
-    :param url: as for :func:`asynctrt.client.connect`, and likewise ``settings``.
+    The parameters are those of :func:`asynctrt.client.connect`.
+
     :raises UsageError: as for ``connect``.
     """
-    return BlockingClient(connect(url, **settings))
+    client = connect(
+        url,
+        token=token,
+        max_in_flight=max_in_flight,
+        attempts=attempts,
+        idempotent=idempotent,
+        reconnect_timeout=reconnect_timeout,
+        max_size=max_size,
+        **settings,
+    )
+    return BlockingClient(client)
 
 
 class BlockingClient:

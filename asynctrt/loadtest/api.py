@@ -3,11 +3,12 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError
 from asynctrt.loadtest.job import LoadJob, carry_out
+from asynctrt.loadtest.keywords import RunSettings
 from asynctrt.loadtest.saving import LoadReport
 from asynctrt.loadtest.session import SETTING_NAMES, LoadSession
 from asynctrt.loadtest.settings import LoadSettings, in_own_words
@@ -31,7 +32,7 @@ async def run(
     search: bool = False,
     compare: Mapping[str, Any] | None = None,
     precision: float = 0.05,
-    **settings: Any,
+    **settings: Unpack[RunSettings],
 ) -> LoadReport:
     """Measure a target from this process and event loop.
 
@@ -58,8 +59,8 @@ async def run(
     :raises TargetError: if the target cannot be reached or does not answer.
     :raises AsynctrtError: the target's own error, if it refuses the first request.
     """
-    settings = in_own_words(settings)
-    check_names(settings, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
+    given = in_own_words(settings)
+    check_names(given, SETTING_NAMES, "setting of a load test", synonyms=ALL_SYNONYMS)
     if isinstance(target, str | Path):
         target = TargetSpec(
             str(target),
@@ -71,11 +72,11 @@ async def run(
             tuple(f"{name}: {value}" for name, value in (headers or {}).items()),
             method,
         )
-    elif any(given is not None for given in (model, token, options, body, headers, method)):
+    elif any(one is not None for one in (model, token, options, body, headers, method)):
         raise UsageError(
             "model, token, options, body, headers and method apply to paths and addresses only: this target "
             "is open already"
         )
-    job = LoadJob(target, LoadSettings(**settings), sweep or {}, search, compare or {}, precision)
+    job = LoadJob(target, LoadSettings(**given), sweep or {}, search, compare or {}, precision)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:
         return await carry_out(job, session)

@@ -18,6 +18,7 @@ from asynctrt.validation import (
     TEXT,
     TEXTS,
     Check,
+    changed_repr,
     choice,
     count,
     documented,
@@ -274,6 +275,8 @@ class LoadSettings:
         doc="""Record when and where each of the last batches of an engine in the same process ran, for the
         report's timeline. A GPU then times every batch, which slows the engine that is measured.""",
     )
+
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         validate(self)

@@ -11,6 +11,7 @@ from asynctrt.validation import (
     PORT,
     TEXT,
     WORDS,
+    changed_repr,
     choice,
     count,
     documented,
@@ -260,6 +261,8 @@ class ServerSettings:
         doc="""A file for one JSON object a request, an inference over websocket or gRPC included; ``-`` is
         standard output.""",
     )
+
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         validate(self)

@@ -12,6 +12,7 @@ from asynctrt.validation import (
     FLAG,
     TEXT,
     TEXTS,
+    changed_repr,
     choice,
     count,
     documented,
@@ -159,6 +160,8 @@ class SimulationSettings:
         check=TEXTS,
         doc="What has to be met, such as p99<20ms, which also says what goodput counts.",
     )
+
+    __repr__ = changed_repr
 
     def __post_init__(self) -> None:
         validate(self)

@@ -28,11 +28,10 @@ from starlette.responses import FileResponse
 from starlette.routing import Route, WebSocketRoute
 
 import asynctrt
-from asynctrt import Engine, Pipeline, TensorSpec
+from asynctrt import Array, Engine, Pipeline, TensorSpec
 from asynctrt.client import JAVASCRIPT
 from asynctrt.pipeline import Call
 from asynctrt.serving import websocket_endpoint
-from asynctrt.tensors import Array
 
 HERE = Path(__file__).parent
 SIDE = 640

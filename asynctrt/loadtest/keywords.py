@@ -1,0 +1,78 @@
+"""The settings of a load test as keywords, for type checkers and editors.
+
+They are the fields of :class:`~asynctrt.loadtest.settings.LoadSettings` and other load testers' words for
+them, which a type checker cannot derive; a test holds them to be the same. Values may be whatever
+:func:`asynctrt.loadtest.run` accepts, which is more than what is kept.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from numpy.typing import ArrayLike
+
+from asynctrt.loadtest.settings import Arrivals, Pacing, Scenario
+from asynctrt.tensors import Array
+
+Given = str | Path | Array | Mapping[str, ArrayLike]
+"""A file of arrays, one array, or arrays by name."""
+
+
+class OwnSettings(TypedDict, total=False):
+    """The settings by their own names. Times are in seconds, or texts such as ``"1m30s"``."""
+
+    rate: float | str | None
+    callers: int | str | None
+    think: float | str
+    arrivals: Arrivals
+    burst: float | None
+    burst_share: float
+    swing: float | None
+    period: float | None
+    trace: str | Path | None
+    trace_speed: float
+    scenario: Scenario | None
+    seconds: float | str | None
+    warmup: float | str
+    requests: int | None
+    until: float | None
+    repeats: int | None
+    answer_timeout: float | str
+    max_outstanding: int | None
+    slo: str | Sequence[str]
+    rows: int
+    dims: str | Sequence[str]
+    inputs: Given | None
+    reader: str | None
+    samples: int
+    expect: Given | None
+    reference: str | None
+    rtol: float
+    atol: float
+    pacing: Pacing
+    processes: int
+    seed: int
+    trace_batches: bool
+
+
+class RunSettings(OwnSettings, total=False):
+    """The settings by their own names, and by those that other load testers have for them."""
+
+    users: int | str | None
+    vus: int | str | None
+    clients: int | str | None
+    concurrency: int | str | None
+    connections: int | str | None
+    duration: float | str | None
+    run_time: float | str | None
+    time: float | str | None
+    rps: float | str | None
+    qps: float | str | None
+    request_rate: float | str | None
+    iterations: int | None
+    num_requests: int | None
+    number_of_requests: int | None
+    timeout: float | str
+    threads: int
+    workers: int
+    batch_size: int
