@@ -144,9 +144,7 @@ async def serve(
     :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
     """
     settings = config.settings
-    set_up_logging(settings.log_format, settings.log_level)
-    for note in config.notes:
-        logger.warning("%s", note)
+    _open_log(config)
     show = shower(settings, say)
     shorten_switch_interval()
     add_cwd_to_path()
@@ -183,6 +181,13 @@ async def serve(
         raise DeviceLostError(
             f"nothing can run {', '.join(server.lost)} any more in this process: start the server again"
         )
+
+
+def _open_log(config: ServeConfig) -> None:
+    """Set the log up, and write there what was noticed before."""
+    set_up_logging(config.settings.log_format, config.settings.log_level)
+    for note in config.notes:
+        logger.warning("%s", note)
 
 
 async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
