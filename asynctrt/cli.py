@@ -597,6 +597,9 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
     failed = command.gate(planned, report)
     for why in failed:
         err.print(f"[bold red]Failed[/]: {escape(why)}", highlight=False, soft_wrap=True)
+    if given["fail_if"] and report.complete and not failed:
+        passed = escape(", ".join(given["fail_if"]))
+        err.print(f"[green]Passed[/]: none is true of {passed}", highlight=False, soft_wrap=True)
     for path in command.write(planned, report):
         err.print(f"written: {escape(str(path))}", highlight=False, soft_wrap=True)
     if not report.complete and not report.void:
