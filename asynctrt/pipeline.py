@@ -10,9 +10,12 @@ It is an engine to its callers, so servers, load tests and websockets take it wh
 
 import asyncio
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import fields
 from functools import partial
 from threading import get_ident
@@ -21,6 +24,7 @@ from typing import Any, Final, Literal, NoReturn, TypeVar, get_origin
 import numpy as np
 
 from asynctrt import clock
+from asynctrt.backends.function import is_coroutine_function
 from asynctrt.engine import Engine, _caller
 from asynctrt.errors import (
     DeadlineError,
@@ -34,12 +38,15 @@ from asynctrt.errors import (
     describe,
 )
 from asynctrt.inputs import InputCheck, Inputs
-from asynctrt.loops import running_loop
+from asynctrt.loops import running_loop, wait_shielded
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
+from asynctrt.stages import as_dtype, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import BatchStatistics, Statistics
-from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec
-from asynctrt.validation import priority_of, timeout_ns_of
+from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
+from asynctrt.validation import count, priority_of, timeout_ns_of
+
+logger = logging.getLogger("asynctrt")
 
 T = TypeVar("T")
 Stage = Engine | Callable[..., Any]
@@ -48,6 +55,9 @@ PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError)
 """What an engine within says that holds for the whole: later, elsewhere, or look at the device."""
 
 PLATFORM: Final = "asynctrt_pipeline"
+
+CANCEL_S: Final = 1.0
+"""How long a stage that is cancelled by closing may take to end."""
 
 
 def _nothing(kind: Any) -> Any:
@@ -100,14 +110,9 @@ class Call:
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function in a thread of the pipeline, of which there are ``threads``.
 
-        :raises DeadlineError: if the request's time is over before it begins.
+        :raises DeadlineError: if the request's time is over before a thread is free.
         """
-        self.left()
-        return await self._pipeline.run_in_thread(partial(self._begin, function, *arguments))
-
-    def _begin(self, function: Callable[..., T], *arguments: Any) -> T:
-        self.left()  # It may have waited for a thread.
-        return function(*arguments)
+        return await self._pipeline.run_in_thread(partial(function, *arguments), timeout=self.left())
 
 
 class Pipeline(Engine):
@@ -117,14 +122,17 @@ class Pipeline(Engine):
 
     - an :class:`Engine`, which batches the request with others (a :class:`FunctionModel` for a function over
       batches);
-    - a function, which is called in a thread: ``stage(inputs)``, or ``stage(inputs, call)``;
+    - a function, which is called in a thread: ``stage(inputs)``, or ``stage(inputs, call)`` if it has a
+      second parameter that needs an argument or is called ``call``;
     - a coroutine function, likewise, on the event loop. With ``call.infer(engine, ...)`` and
       ``call.in_thread(function, ...)`` it can do anything: several engines at once, one for each of many
       pieces.
 
+    The first stage reads the caller's own arrays, so it gets views that cannot be written to.
+
     A request's timeout counts from its arrival to the beginning of its last stage, and each engine gets what
-    is left of it; likewise its priority, as far as an engine has so many. Nothing but what the engines do
-    themselves is batched, and requests overtake each other.
+    is left of it; likewise its priority, as far as an engine has so many. What has begun is not stopped.
+    Nothing but what the engines do themselves is batched, and requests overtake each other.
 
     The engines stay their owner's to close. ``async with`` closes the pipeline's threads, and waits for what
     is under way.
@@ -139,7 +147,8 @@ class Pipeline(Engine):
     :param max_in_flight: rows that may be under way; more are refused with ``QueueFullError``.
     :param close_timeout: seconds that :meth:`aclose` waits for requests under way.
     :raises OptionsError: for an impossible option.
-    :raises UsageError: without stages, for a stage that is none of these, or without a running loop.
+    :raises UsageError: without stages, inputs or outputs, for a stage that is none of these, or without a
+        running loop.
     """
 
     def __init__(
@@ -160,6 +169,8 @@ class Pipeline(Engine):
         self._thread = get_ident()
         self._is_urgent = False
         self._opened_at = _caller()
+        threads = count(1)("threads", threads)
+        max_in_flight = count(1)("max_in_flight", max_in_flight)
         self._options = Options(
             max_rows=max_in_flight,
             max_queue_rows=max_in_flight,
@@ -172,14 +183,17 @@ class Pipeline(Engine):
         self._stages = [(stage, self._runner_of(stage)) for stage in stages]
         self._engines = [stage for stage in stages if isinstance(stage, Engine)]
         self._name = name
-        self._inputs = (inputs,) if isinstance(inputs, TensorSpec) else tuple(inputs)
-        self._outputs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
+        self._inputs = specs_of("inputs", inputs)
+        self._outputs = specs_of("outputs", outputs)
         self._check = InputCheck(self._inputs, check_finite=False, check_key=None, import_array=None)
         self._default_ns = None if timeout is None else timeout_ns_of(timeout)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"asynctrt-{name}")
-        self._tasks: dict[asyncio.Task[InferResult], int] = {}
+        # The executor's queue has no bound, and keeps what was cancelled: only what can begin is put there.
+        self._free_threads = asyncio.Semaphore(threads)
+        self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}
+        self._shutdown: asyncio.Task[None] | None = None
         self._state = "open"
 
     def __repr__(self) -> str:
@@ -189,9 +203,11 @@ class Pipeline(Engine):
 
     @property
     def state(self) -> str:
-        """``open``, ``draining``, ``closed``; ``lost`` or ``suspended``, if an engine that is a stage is."""
+        """``open``, ``draining``, ``closing``, ``closed``; while it is open, the state of the first engine
+        among its stages that is not."""
         if self._state == "open":
-            return next((one.state for one in self._engines if one.state in ("lost", "suspended")), "open")
+            states = [one.state for one in self._engines]
+            return next((state for state in states if state != "open"), "open")
         return self._state
 
     @property
@@ -243,10 +259,11 @@ class Pipeline(Engine):
         :param timeout: seconds until its last stage has begun.
         :param priority: for the engines within.
         :param outputs: ``host``.
-        :raises InputError: for inputs that do not fit ``inputs``.
+        :raises InputError: for inputs that do not fit ``inputs``, and for more rows than may ever be under
+            way.
         :raises QueueFullError: if too many rows are under way, here or in an engine within.
         :raises DeadlineError: if the timeout passed.
-        :raises EngineClosedError: if it is draining or closed.
+        :raises EngineClosedError: if it is draining or closed, or is closed meanwhile.
         :raises ExecutionError: if a stage failed, or gave something else than ``outputs``.
         :raises UsageError: on another event loop, and for ``outputs="device"``.
         """
@@ -255,7 +272,7 @@ class Pipeline(Engine):
         future = self.submit(inputs, timeout=timeout, priority=priority)
         try:
             return await future
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             future.cancel()
             raise
 
@@ -270,7 +287,9 @@ class Pipeline(Engine):
         if self._state != "open":
             self._counts["refused"] += 1
             raise EngineClosedError(f"{self._name!r} is {self._state}: send to another engine")
-        under_way = sum(self._tasks.values())
+        if rows > self._options.max_queue_rows:
+            raise too_many_rows(rows, self._options.max_queue_rows, "max_in_flight")
+        under_way = sum([rows for rows, _ in self._tasks.values()])
         if under_way + rows > self._options.max_queue_rows:
             self._counts["refused"] += 1
             raise QueueFullError(
@@ -280,26 +299,67 @@ class Pipeline(Engine):
             )
         now_ns = clock.now_ns()
         call = Call(self, level, None if timeout_ns is None else now_ns + timeout_ns)
-        named = {spec.name: array for spec, array in zip(self._inputs, arrays, strict=True)}
-        task = self._loop.create_task(self._run(named, rows, call, now_ns))
-        self._tasks[task] = rows
+        # The answer is not the task: a stage cannot keep its caller, and a caller sees no cancellation but
+        # its own.
+        answer: asyncio.Future[InferResult] = self._loop.create_future()
+        task = self._loop.create_task(self._run(arrays, rows, call, now_ns))
+        self._tasks[task] = rows, answer
         self._counts["submitted"] += 1
-        task.add_done_callback(partial(self._ended, rows=rows, began_ns=now_ns))
-        return task
+        task.add_done_callback(partial(self._ended, began_ns=now_ns))
+        answer.add_done_callback(partial(self._answered, task))
+        return answer
 
-    async def run_in_thread(self, function: Callable[[], T]) -> T:
-        """Run a function in one of the pipeline's threads."""
-        return await self._loop.run_in_executor(self._threads, function)
+    async def run_in_thread(self, function: Callable[[], T], *, timeout: float | None = None) -> T:
+        """Run a function in one of the pipeline's threads, in the caller's context.
 
-    async def _run(self, given: Mapping[str, Any], rows: int, call: Call, arrival_ns: int) -> InferResult:
+        :param timeout: seconds until a thread is free.
+        :raises DeadlineError: if none is by then.
+        """
+        try:
+            async with asyncio.timeout(timeout if self._free_threads.locked() else None):
+                await self._free_threads.acquire()
+        except TimeoutError:
+            raise DeadlineError(
+                f"{self._name!r}: the timeout passed before one of its threads was free"
+            ) from None
+        future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
+        work = partial(copy_context().run, outcome_of, function, future)
+        try:
+            self._threads.submit(self._work, work, future)
+        except BaseException:
+            self._free_threads.release()
+            raise
+        return (await future)()
+
+    def _work(self, work: Callable[[], Callable[[], Any]], future: "asyncio.Future[Any]") -> None:
+        """Run in a thread, and say on the loop what came of it."""
+        outcome = work()
+        with suppress(RuntimeError):  # A loop that is closed waits for nothing.
+            self._loop.call_soon_threadsafe(self._worked, future, outcome)
+
+    def _worked(self, future: "asyncio.Future[Any]", outcome: Callable[[], Any]) -> None:
+        self._free_threads.release()
+        if not future.done():
+            future.set_result(outcome)
+
+    async def _run(self, arrays: tuple[Array, ...], rows: int, call: Call, arrival_ns: int) -> InferResult:
+        given: Any = {spec.name: read_only(array) for spec, array in zip(self._inputs, arrays, strict=True)}
         try:
             for _, run in self._stages:
                 call.left()
                 given = await run(given, call)
-            outputs = self._checked_outputs(given, rows)
+            outputs = self._checked_outputs(given, rows, arrays)
         except PASSED_ON:
             raise
-        except Exception as error:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not its caller, but something that a stage waited for was cancelled.
+            raise ExecutionError(f"a stage of {self._name!r} was cancelled by what it waited for") from error
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # A stage that calls sys.exit() must not end a server.
             raise ExecutionError(f"a stage of {self._name!r} failed: {describe(error)}") from error
         record = BatchRecord(rows, arrival_ns)
         record.compute_ns = clock.now_ns() - arrival_ns
@@ -313,60 +373,69 @@ class Pipeline(Engine):
             raise UsageError(
                 f"{stage!r} is not a stage of a pipeline: an engine, a function or a coroutine function is"
             )
-        takes_call = len(inspect.signature(stage).parameters) > 1
-        function: Callable[..., Any] = stage if takes_call else lambda given, _: stage(given)
-        if inspect.iscoroutinefunction(stage) or inspect.iscoroutinefunction(type(stage).__call__):
+        function: Callable[..., Any] = stage if takes_call(stage) else lambda given, _: stage(given)
+        if is_coroutine_function(stage):
             return function
-        return lambda given, call: call.in_thread(function, given, call)
 
-    def _checked_outputs(self, given: Any, rows: int) -> dict[str, Array]:
-        """Return the outputs that the last stage gave, in their own dtypes.
+        async def in_thread(given: Any, call: Call) -> Any:
+            found = await call.in_thread(function, given, call)
+            return await found if inspect.isawaitable(found) else found
 
+        return in_thread
+
+    def _checked_outputs(self, given: Any, rows: int, inputs: tuple[Array, ...]) -> dict[str, Array]:
+        """Return the outputs that the last stage gave, each of its dtype, and the caller's to write to.
+
+        :param inputs: the caller's arrays, which must not lie under the outputs.
         :raises ExecutionError: if one is missing, or is something else than it should be.
         """
         if not isinstance(given, Mapping):
             raise ExecutionError(f"the last stage gave a {type(given).__name__}, not arrays by name")
         found = {}
+        symbols = self._check.symbols([array.shape[1:] for array in inputs])
         for spec in self._outputs:
             if spec.name not in given:
                 raise ExecutionError(f"output {spec.name!r} is missing: the last stage gave {sorted(given)}")
-            array = np.asarray(given[spec.name])
-            if spec.dtype.kind == "S" and array.dtype.kind == "U":
-                array = np.char.encode(array, "utf-8")
+            array = as_dtype(spec, np.asarray(given[spec.name]))
             fixed = all(
-                isinstance(dim, str) or dim == size
+                symbols.setdefault(dim, size) == size if isinstance(dim, str) else dim == size
                 for dim, size in zip(spec.dims, array.shape[1:], strict=False)
             )
             if array.ndim != 1 + len(spec.dims) or array.shape[0] != rows or not fixed:
+                named = "".join(f", {dim}={symbols[dim]}" for dim in spec.dims if dim in symbols)
                 raise ExecutionError(
-                    f"output {spec.name!r} has shape {array.shape}, and should be {spec}, {rows} rows"
+                    f"output {spec.name!r} has shape {array.shape}, and should be {spec}, {rows} rows{named}"
                 )
-            if spec.dtype.kind != "S" and array.dtype != spec.dtype:
-                if not np.can_cast(array.dtype, spec.dtype, "same_kind"):
-                    raise ExecutionError(
-                        f"output {spec.name!r} is {array.dtype}, and should be {spec.dtype.name}"
-                    )
-                array = array.astype(spec.dtype)
+            if not array.flags.writeable or any(np.may_share_memory(array, one) for one in inputs):
+                array = array.copy()
             found[spec.name] = array
         return found
 
-    def _ended(self, task: "asyncio.Task[InferResult]", *, rows: int, began_ns: int) -> None:
-        del self._tasks[task]
-        if task.cancelled():
+    def _answered(self, task: "asyncio.Task[InferResult]", answer: "asyncio.Future[InferResult]") -> None:
+        if answer.cancelled():
             self._counts["cancelled"] += 1
+            task.cancel()
+
+    def _ended(self, task: "asyncio.Task[InferResult]", *, began_ns: int) -> None:
+        rows, answer = self._tasks.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if answer.done():
             return
-        error = task.exception()
-        if error is not None:
+        if task.cancelled():
+            answer.cancel()  # By whoever cancels every task of the loop.
+        elif error is not None:
             self._counts["expired" if isinstance(error, DeadlineError) else "failed"] += 1
-            return
-        took_ns = clock.now_ns() - began_ns
-        count, sum_ns = self._sizes.get(rows, (0, 0))
-        self._sizes[rows] = (count + 1, sum_ns + took_ns)
+            answer.set_exception(error)
+        else:
+            took_ns = clock.now_ns() - began_ns
+            requests, sum_ns = self._sizes.get(rows, (0, 0))
+            self._sizes[rows] = (requests + 1, sum_ns + took_ns)
+            answer.set_result(task.result())
 
     def statistics(self) -> Statistics:
         """Return a snapshot. Each request counts as a batch of its own, whose compute time is all it took."""
-        sizes = self._sizes.items()
-        succeeded = sum(count for _, (count, _) in sizes)
+        sizes = dict(self._sizes).items()  # A copy: other threads may ask.
+        succeeded = sum(requests for _, (requests, _) in sizes)
         total_ns = sum(sum_ns for _, (_, sum_ns) in sizes)
         # What only an engine has: it is nothing here, of whatever kind.
         none = {field.name: _nothing(field.type) for field in fields(Statistics)}
@@ -377,14 +446,16 @@ class Pipeline(Engine):
                 for name in ("submitted", "failed", "cancelled", "expired", "refused")
             },
             "succeeded": succeeded,
-            "rows": sum(rows * count for rows, (count, _) in sizes),
+            "rows": sum(rows * requests for rows, (requests, _) in sizes),
             "batches": succeeded,
             "batches_timed": succeeded,
             "compute_ns": total_ns,
             "total_ns": total_ns,
             "in_flight_batches": len(self._tasks),
             "contexts": 1,
-            "by_batch_rows": {rows: BatchStatistics(count, 0, sum_ns, 0) for rows, (count, sum_ns) in sizes},
+            "by_batch_rows": {
+                rows: BatchStatistics(requests, 0, sum_ns, 0) for rows, (requests, sum_ns) in sizes
+            },
         }
         return Statistics(**{**none, **known})
 
@@ -397,20 +468,39 @@ class Pipeline(Engine):
             await asyncio.wait(list(self._tasks))
 
     async def aclose(self) -> None:
-        """Refuse new requests, wait up to ``close_timeout`` for those under way, cancel the rest. Idempotent.
+        """Refuse new requests, wait up to ``close_timeout`` for those under way, fail the rest. Idempotent.
 
-        The engines within stay open. A function that still runs in a thread is not waited for.
+        Those fail with ``EngineClosedError``, and their stages are cancelled. The engines within stay open. A
+        function that still runs in a thread is not waited for. A caller who is cancelled waits all the same.
         """
         self._check_loop()
-        if self._state != "closed":
-            self._state = "closed"
-        if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=self._options.close_timeout)
-        for task in list(self._tasks):
+        if self._shutdown is None:
+            self._shutdown = self._loop.create_task(self._end())
+        cancelled = await wait_shielded(self._shutdown)
+        self._shutdown.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _end(self) -> None:
+        """Close, and see it through although a loop that ends cancels every task, this one included."""
+        self._state = "closing"
+        await self._wait_ended(self._options.close_timeout)
+        for task, (_, answer) in list(self._tasks.items()):
+            if not answer.done():
+                self._counts["failed"] += 1
+                answer.set_exception(EngineClosedError(f"{self._name!r} is closed"))
             task.cancel()
+        await self._wait_ended(CANCEL_S)
         if self._tasks:
-            await asyncio.wait(list(self._tasks))
+            logger.error("%r: %d requests go on in stages that were cancelled", self, len(self._tasks))
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._state = "closed"
+
+    async def _wait_ended(self, timeout_s: float) -> None:
+        """Wait until no request is under way, or the time is up."""
+        end_s = self._loop.time() + timeout_s
+        for task in list(self._tasks):
+            await wait_shielded(task, end_s - self._loop.time())
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Refuse: a pipeline has no slab to write into.

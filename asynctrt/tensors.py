@@ -278,9 +278,9 @@ def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
     raise InputError(f"input {spec.name!r} takes shape {shape_text(spec)}, given {tuple(shape)}. {fix}")
 
 
-def too_many_rows(rows: int, rows_max: int) -> InputError:
+def too_many_rows(rows: int, rows_max: int, option: str = "max_queue_rows") -> InputError:
     """Return the error for a request of more rows than an engine's queue can ever hold."""
     return InputError(
         f"{rows} rows are more than the queue can ever hold ({rows_max}). "
-        "Send them in several calls, or open the engine with a larger max_queue_rows"
+        f"Send them in several calls, or open the engine with a larger {option}"
     )

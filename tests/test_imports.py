@@ -142,6 +142,7 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
         "kserve",
         "loading",
         "options",
+        "pipeline",
         "process",
         "serving",
         "statistics",

@@ -116,7 +116,7 @@ async def test_a_timeout_that_passes_before_a_stage_ends_it_there():
         await asyncio.sleep(0.05)
         gate.set()
         for call in (late, behind):
-            with pytest.raises(DeadlineError, match="between two stages"):
+            with pytest.raises(DeadlineError):
                 await call
         assert not ran
 
@@ -133,17 +133,15 @@ async def test_overload_cancelling_and_closing():
         await until(lambda: around.statistics().cancelled == 1)
         assert around.statistics().refused == 1
         await around.aclose()  # What is held does not end by itself.
-        assert [call.cancelled() for call in await settled(calls)] == [True, True, True]
+        assert calls[0].cancelled()
+        for call in calls[1:]:  # Nobody cancelled these.
+            with pytest.raises(EngineClosedError, match="'pipeline' is closed"):
+                await call
         with pytest.raises(EngineClosedError, match="is closed"):
             await around.infer(rows(1))
         await around.aclose()
         device.open()
         assert (await engine.infer(rows(2)))["output"][0, 0] == 4  # The engine is its owner's.
-
-
-async def settled(calls):
-    await asyncio.wait(calls)
-    return calls
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from asynctrt import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError
 from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Gate, Lane, Ticket
 from asynctrt.tensors import Array, InferResult
 from asynctrt.validation import timeout_ns_of
@@ -203,24 +204,10 @@ class Admission:
     def __init__(self, engine: Engine, nbytes_max: int = WAITING_NBYTES_MAX) -> None:
         self._engine = engine
         options = engine.options
-        batch_rows = engine.max_rows
-        contexts = engine.statistics().contexts
-        in_flight = min(options.max_in_flight or contexts, contexts)
-        # A device is busy with half of its contexts, or two: the others wait for it. One more batch queues.
-        busy = min(in_flight, max(2, in_flight // 2)) + 1
-        factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR
-        full_rows = max(
-            max(in_flight + 1, FULL_BATCHES_MIN) * batch_rows * factor,
-            min(FULL_BATCHES * batch_rows, options.max_queue_rows // 2),
-        )
-        self.gate = Gate(
-            batch_rows=batch_rows,
-            busy_rows=busy * batch_rows * factor,
-            full_rows=full_rows,
-            waiting_rows_max=max(0, options.max_queue_rows - full_rows),
-            waiting_nbytes_max=nbytes_max,
-        )
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
+        # What a pipeline gives for some rows cannot always be joined to what it gives for others.
+        self._splits = engine.platform != PLATFORM
+        self.gate = self._batch_gate(nbytes_max) if self._splits else self._pipeline_gate(nbytes_max)
         self._is_filling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = NO_DEADLINE_NS
@@ -235,6 +222,39 @@ class Admission:
 
     def __repr__(self) -> str:
         return f"<Admission {self.gate!r}>"
+
+    def _batch_gate(self, nbytes_max: int) -> Gate:
+        """Return a gate before an engine that forms batches."""
+        engine, options = self._engine, self._engine.options
+        batch_rows = engine.max_rows
+        contexts = engine.statistics().contexts
+        in_flight = min(options.max_in_flight or contexts, contexts)
+        # A device is busy with half of its contexts, or two: the others wait for it. One more batch queues.
+        busy = min(in_flight, max(2, in_flight // 2)) + 1
+        factor = 1 if all(spec.is_fixed for spec in engine.inputs) else MIXED_FACTOR
+        full_rows = max(
+            max(in_flight + 1, FULL_BATCHES_MIN) * batch_rows * factor,
+            min(FULL_BATCHES * batch_rows, options.max_queue_rows // 2),
+        )
+        return Gate(
+            batch_rows=batch_rows,
+            busy_rows=busy * batch_rows * factor,
+            full_rows=full_rows,
+            waiting_rows_max=max(0, options.max_queue_rows - full_rows),
+            waiting_nbytes_max=nbytes_max,
+        )
+
+    def _pipeline_gate(self, nbytes_max: int) -> Gate:
+        """Return a gate before a pipeline: a quarter of what may be under way is kept for others."""
+        rows = self._engine.max_rows
+        full_rows = max(1, rows * 3 // 4)
+        return Gate(
+            batch_rows=max(1, rows // 4),
+            busy_rows=max(1, rows // 2),
+            full_rows=full_rows,
+            waiting_rows_max=rows - full_rows,
+            waiting_nbytes_max=nbytes_max,
+        )
 
     def submit(self, submission: Submission) -> None:
         """Let a request into the engine, or let it wait.
@@ -314,7 +334,7 @@ class Admission:
         if not has_room:
             raise self._too_much()
         self._empty.clear()
-        if submission.rows > gate.batch_rows:
+        if submission.rows > gate.batch_rows and self._splits:
             self._wait_in_parts(submission)
         else:
             gate.wait(submission)
