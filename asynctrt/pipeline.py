@@ -27,10 +27,12 @@ from asynctrt import clock
 from asynctrt.backends.function import is_coroutine_function
 from asynctrt.engine import Engine, _caller
 from asynctrt.errors import (
+    CallerError,
     DeadlineError,
     DeviceError,
     EngineClosedError,
     ExecutionError,
+    InputError,
     LifecycleError,
     OverloadError,
     QueueFullError,
@@ -41,7 +43,7 @@ from asynctrt.inputs import InputCheck, Inputs
 from asynctrt.loops import running_loop, wait_shielded
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
-from asynctrt.stages import as_dtype, outcome_of, read_only, specs_of, takes_call
+from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import BatchStatistics, Statistics
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
 from asynctrt.validation import count, priority_of, timeout_ns_of
@@ -51,8 +53,9 @@ logger = logging.getLogger("asynctrt")
 T = TypeVar("T")
 Stage = Engine | Callable[..., Any]
 
-PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError)
-"""What an engine within says that holds for the whole: later, elsewhere, or look at the device."""
+PASSED_ON: Final = (OverloadError, LifecycleError, DeviceError, InputError)
+"""What an engine within says that holds for the whole: later, elsewhere, or look at the device. And what a
+stage says about the inputs."""
 
 PLATFORM: Final = "asynctrt_pipeline"
 
@@ -102,10 +105,16 @@ class Call:
 
         :param outputs: ``device`` leaves them on the GPU, for the next engine there.
         :raises DeadlineError: if the time is over, or the engine could not begin in time.
-        :raises AsynctrtError: whatever the engine raises.
+        :raises ExecutionError: if the engine cannot take the inputs: they are a stage's, not the caller's.
+        :raises AsynctrtError: whatever else the engine raises.
         """
         priority = min(self.priority, engine.options.priorities - 1)
-        return await engine.infer(inputs, timeout=self.left(), priority=priority, outputs=outputs)
+        try:
+            return await engine.infer(inputs, timeout=self.left(), priority=priority, outputs=outputs)
+        except CallerError as error:
+            raise ExecutionError(
+                f"a stage of {self._pipeline.name!r} called {engine.name!r} wrongly: {describe(error)}"
+            ) from error
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function in a thread of the pipeline, of which there are ``threads``.
@@ -128,7 +137,8 @@ class Pipeline(Engine):
       ``call.in_thread(function, ...)`` it can do anything: several engines at once, one for each of many
       pieces.
 
-    The first stage reads the caller's own arrays, so it gets views that cannot be written to.
+    The first stage reads the caller's own arrays, so it gets views that cannot be written to. A stage that
+    finds the caller's inputs wrong raises :class:`InputError`, which the caller gets as it is.
 
     A request's timeout counts from its arrival to the beginning of its last stage, and each engine gets what
     is left of it; likewise its priority, as far as an engine has so many. What has begun is not stopped.
@@ -259,8 +269,8 @@ class Pipeline(Engine):
         :param timeout: seconds until its last stage has begun.
         :param priority: for the engines within.
         :param outputs: ``host``.
-        :raises InputError: for inputs that do not fit ``inputs``, and for more rows than may ever be under
-            way.
+        :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, and for more
+            rows than may ever be under way.
         :raises QueueFullError: if too many rows are under way, here or in an engine within.
         :raises DeadlineError: if the timeout passed.
         :raises EngineClosedError: if it is draining or closed, or is closed meanwhile.
@@ -349,17 +359,20 @@ class Pipeline(Engine):
                 call.left()
                 given = await run(given, call)
             outputs = self._checked_outputs(given, rows, arrays)
-        except PASSED_ON:
-            raise
-        except asyncio.CancelledError as error:
+        except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
             # Not its caller, but something that a stage waited for was cancelled.
-            raise ExecutionError(f"a stage of {self._name!r} was cancelled by what it waited for") from error
+            raise ExecutionError(
+                f"a stage of {self._name!r} was cancelled by what it waited for"
+            ) from cancelled
         except (KeyboardInterrupt, GeneratorExit):
             raise
-        except BaseException as error:  # A stage that calls sys.exit() must not end a server.
+        except BaseException as raised:  # A stage that calls sys.exit() must not end a server.
+            error = first_of(raised)
+            if isinstance(error, PASSED_ON):
+                raise error from error.__cause__
             raise ExecutionError(f"a stage of {self._name!r} failed: {describe(error)}") from error
         record = BatchRecord(rows, arrival_ns)
         record.compute_ns = clock.now_ns() - arrival_ns

@@ -67,6 +67,13 @@ def _raise(error: BaseException) -> NoReturn:
         del error  # Its traceback has this frame.
 
 
+def first_of(error: BaseException) -> BaseException:
+    """Return the first error of a task group's; any other as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def read_only(array: Array) -> Array:
     """Return a view that cannot be written to."""
     view = array.view()

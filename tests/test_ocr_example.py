@@ -13,6 +13,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from playwright.async_api import async_playwright, expect
 
+from asynctrt import InputError
 from tests.helpers import free_port, needed
 from tests.serving.support import CHROMIUM_FLAGS
 
@@ -61,6 +62,23 @@ def test_repetitions_and_blanks_are_left_out(example):
     scores = np.eye(4, dtype=np.float32)[[0, 1, 1, 0, 1, 2, 2, 0]]
     assert example.read(scores, ["", "a", "b", "c"]) == ("aab", 1.0)
     assert example.read(scores[:1], ["", "a", "b", "c"]) == ("", 0.0)
+
+
+def test_pictures_are_turned_as_they_were_held_and_what_is_none_is_the_caller_s_mistake(example):
+    image, file = Image.new("RGB", (40, 20), "white"), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = 6  # To be shown turned by 90 degrees, as browsers do.
+    image.save(file, "JPEG", exif=exif)
+    assert example.decode({"image": np.frombuffer(file.getvalue(), np.uint8)[None]})["size"] == [40, 80]
+    whole = picture(LINES)
+    for wrong in (b"", b"GIF89a", whole[:40], whole[: len(whole) // 2]):
+        with pytest.raises(InputError, match="not a picture"):
+            example.decode({"image": np.frombuffer(wrong, np.uint8)[None]})
+
+
+def test_texts_are_cut_between_characters(example):
+    assert example.shortened("grüße", 3) == b"gr"
+    assert example.shortened("grüße", 64) == "grüße".encode()
 
 
 def test_lines_are_read(example, models):

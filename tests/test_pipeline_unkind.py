@@ -75,6 +75,27 @@ async def test_whatever_a_stage_raises_is_its_request_s_error_and_no_more(error,
         assert (one.statistics().failed, one.statistics().cancelled) == (1, 0)
 
 
+async def test_a_stage_may_find_the_inputs_wrong_and_an_engine_within_may_not():
+    def stage(given):
+        raise InputError("not a picture")
+
+    async with asynctrt.open(double_model()) as engine, pipeline(stage) as one:
+        with pytest.raises(InputError, match="^not a picture$"):
+            await one.infer(rows(1))
+
+        async def many(given, call):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(call.infer(engine, given["x"][:, : int(given["x"][0, 0])]))
+            raise AssertionError
+
+        async with pipeline(many) as other:
+            with pytest.raises(ExecutionError, match="called 'double' wrongly: InputError"):
+                await other.infer(rows(2))
+            await engine.drain()
+            with pytest.raises(EngineClosedError, match="draining"):  # And no group of one.
+                await other.infer(rows(4))
+
+
 async def test_what_waits_for_a_thread_is_refused_in_time_and_forgotten_when_its_caller_goes():
     stage = Blocking()
     async with pipeline(stage) as one, asyncio.timeout(WAIT_S):

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import onnx
 import uvicorn
-from PIL import Image
+from PIL import Image, ImageOps
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.routing import Route, WebSocketRoute
 
 import asynctrt
-from asynctrt import Array, Engine, Pipeline, TensorSpec
+from asynctrt import Array, Engine, InputError, Pipeline, TensorSpec
 from asynctrt.client import JAVASCRIPT
 from asynctrt.pipeline import Call
 from asynctrt.serving import websocket_endpoint
@@ -76,9 +76,13 @@ def as_input(pixels: Array) -> Array:
 def decode(inputs: dict[str, Array]) -> dict[str, Any]:
     """Return the picture, scaled and padded, as the detector takes it."""
     if len(inputs["image"]) != 1:
-        raise ValueError("one picture a request")
-    with Image.open(io.BytesIO(inputs["image"][0].tobytes())) as image:
-        picture = image.convert("RGB")
+        raise InputError("give one picture a request")
+    try:
+        with Image.open(io.BytesIO(inputs["image"][0].tobytes())) as image:
+            # Browsers turn pictures as their cameras were held, too.
+            picture = ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f"these bytes are not a picture that can be read: {error}") from error
     scale = min(SIDE / max(picture.size), 2.0)
     size = [max(1, round(side * scale)) for side in picture.size]
     page = np.zeros((SIDE, SIDE, 3), np.uint8)
@@ -154,6 +158,11 @@ def read(scores: Array, characters: list[str]) -> tuple[str, float]:
     return "".join(characters[index] for index in best[keep]), float(scores.max(1)[keep].mean())
 
 
+def shortened(text: str, nbytes: int) -> bytes:
+    """Return a text in UTF-8, cut between two characters if it is longer."""
+    return text.encode()[:nbytes].decode(errors="ignore").encode()
+
+
 def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> Pipeline:
     """Return the pipeline: from the bytes of a picture to its lines."""
 
@@ -166,11 +175,14 @@ def make_reader(detector: Engine, recogniser: Engine, characters: list[str]) -> 
             (scores,) = (await call.infer(recogniser, row)).values()
             return await call.in_thread(read, scores[0], characters)
 
-        lines = await asyncio.gather(*map(line, boxes))
-        kept = [(text, score, box) for (text, score), box in zip(lines, boxes, strict=True) if text]
+        # Unlike gather, it leaves nothing behind if a line fails.
+        async with asyncio.TaskGroup() as group:
+            lines = [group.create_task(line(box)) for box in boxes]
+        found = [(*task.result(), box) for task, box in zip(lines, boxes, strict=True)]
+        kept = [one for one in found if one[0]]
         return {
-            "text": np.array([[text.encode()[:256] for text, _, _ in kept]], "S256"),
-            "score": np.array([[score for _, score, _ in kept]], np.float32),
+            "text": np.array([[shortened(text, 256) for text, _, _ in kept]], "S256").reshape(1, -1),
+            "score": np.array([[score for _, score, _ in kept]], np.float32).reshape(1, -1),
             "box": np.array([box for _, _, box in kept], np.float32).reshape(1, -1, 4) / given["scale"],
         }
 
