@@ -20,7 +20,14 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self
 
 from asynctrt import clock
-from asynctrt.errors import DeadlineError, EngineClosedError, InputError, UsageError
+from asynctrt.errors import (
+    DeadlineError,
+    EngineClosedError,
+    InputError,
+    OverloadError,
+    UsageError,
+    once_begun,
+)
 from asynctrt.inputs import InputCheck, Inputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
 from asynctrt.options import Options
@@ -495,6 +502,8 @@ class Engine:
             )
             # One part failed or the caller went away, so the others are of no use any more.
             self._give_up(requests, futures)
+            if isinstance(error, OverloadError) and not isinstance(error, DeadlineError):
+                raise once_begun(error) from error
             if not isinstance(error, DeadlineError):
                 raise
             raise DeadlineError(

@@ -212,6 +212,21 @@ class InternalError(AsynctrtError):
     """asynctrt broke one of its own rules. Please report it with the traceback."""
 
 
+def once_begun(error: BaseException) -> BaseException:
+    """Return the error of a request of which a part had begun when another was refused.
+
+    ``QueueFullError``, ``SuspendedError`` and ``ModelNotReadyError`` say that nothing was begun, and clients
+    send such a request again. What is returned for them is an ``OverloadError`` or ``LifecycleError``, which
+    does not say that. Any other error is returned as it is.
+    """
+    for kind, base in _NOT_BEGUN.items():
+        if isinstance(error, kind):
+            made = base(f"a part of the request had begun when another was refused: {error}")
+            made.__cause__ = error
+            return made
+    return error
+
+
 def describe(error: BaseException) -> str:
     """Return ``"ValueError: its message"`` for any exception, even one whose ``__str__`` raises."""
     name = _read(lambda: type(error).__name__, "an exception")
@@ -277,6 +292,12 @@ def _read(read: Callable[[], str], otherwise: str) -> str:
     except BaseException:  # Foreign code ran, which may raise anything.
         return otherwise
 
+
+_NOT_BEGUN: Final = {
+    QueueFullError: OverloadError,
+    SuspendedError: LifecycleError,
+    ModelNotReadyError: LifecycleError,
+}
 
 _HEAPTYPE: Final = 1 << 9
 """CPython's flag of the classes that were made by a class statement."""

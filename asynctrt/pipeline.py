@@ -38,6 +38,7 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
     describe,
+    once_begun,
 )
 from asynctrt.inputs import InputCheck, Inputs
 from asynctrt.loops import running_loop, wait_shielded
@@ -271,7 +272,8 @@ class Pipeline(Engine):
         :param outputs: ``host``.
         :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, and for more
             rows than may ever be under way.
-        :raises QueueFullError: if too many rows are under way, here or in an engine within.
+        :raises QueueFullError: if too many rows are under way, here or in an engine that is its first stage.
+        :raises OverloadError: if an engine within has no room when something has begun.
         :raises DeadlineError: if the timeout passed.
         :raises EngineClosedError: if it is draining or closed, or is closed meanwhile.
         :raises ExecutionError: if a stage failed, or gave something else than ``outputs``.
@@ -354,10 +356,12 @@ class Pipeline(Engine):
 
     async def _run(self, arrays: tuple[Array, ...], rows: int, call: Call, arrival_ns: int) -> InferResult:
         given: Any = {spec.name: read_only(array) for spec, array in zip(self._inputs, arrays, strict=True)}
+        stages = 0
         try:
             for _, run in self._stages:
                 call.left()
                 given = await run(given, call)
+                stages += 1
             outputs = self._checked_outputs(given, rows, arrays)
         except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
@@ -372,6 +376,8 @@ class Pipeline(Engine):
         except BaseException as raised:  # A stage that calls sys.exit() must not end a server.
             error = first_of(raised)
             if isinstance(error, PASSED_ON):
+                has_begun = stages or not isinstance(self._stages[0][0], Engine)
+                error = once_begun(error) if has_begun else error
                 raise error from error.__cause__
             raise ExecutionError(f"a stage of {self._name!r} failed: {describe(error)}") from error
         record = BatchRecord(rows, arrival_ns)

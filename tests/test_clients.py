@@ -16,11 +16,14 @@ from asynctrt.errors import (
     ExecutionError,
     InputError,
     ModelNotReadyError,
+    OverloadError,
     QueueFullError,
+    SuspendedError,
     TooLargeError,
     UnauthorizedError,
     UnknownModelError,
     UsageError,
+    once_begun,
 )
 from asynctrt.kserve.client import AnswerError
 from asynctrt.tensors import TensorSpec
@@ -127,6 +130,10 @@ class TestWhatIsSentAgain:
             (InputError(), False, False),
             (ExecutionError(), False, False),
             (RemoteError(), False, False),
+            (OverloadError(), False, True),
+            (once_begun(QueueFullError()), False, True),
+            (once_begun(SuspendedError()), False, True),
+            (once_begun(EngineClosedError()), False, True),
         ],
     )
     async def test_by_its_error(self, error, surely, if_idempotent):

@@ -15,7 +15,14 @@ import pytest
 import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeadlineError, DeviceLostError, ExecutionError, InputError
+from asynctrt.errors import (
+    DeadlineError,
+    DeviceLostError,
+    ExecutionError,
+    InputError,
+    OverloadError,
+    QueueFullError,
+)
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -37,6 +44,22 @@ def total(inputs, outputs):
 
 def opened_files():
     return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("submits", [False, True])
+async def test_a_call_that_loses_a_part_to_urgent_work_does_not_say_that_nothing_has_begun(submits):
+    device = LatchDevice()
+    options = {"device": device, "contexts": 1, "max_rows": 2, "max_queue_rows": 4, "priorities": 2}
+    async with asynctrt.open(double_model(), **options) as engine:
+        split = (engine.submit if submits else engine.infer)(rows(1, 2, 3, 4))
+        split = asyncio.ensure_future(split)
+        await device.wait_held()
+        urgent = engine.submit(rows(5, 6, 7, 8), priority=1)
+        with pytest.raises(OverloadError, match="a part of the request had begun") as caught:
+            await split
+        assert not isinstance(caught.value, QueueFullError)
+        device.open()
+        assert (await urgent)["output"][:, 0].tolist() == [10, 12, 14, 16]
 
 
 class TestTurns:

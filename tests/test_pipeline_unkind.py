@@ -19,10 +19,12 @@ from asynctrt.errors import (
     ExecutionError,
     InputError,
     OptionsError,
+    OverloadError,
     QueueFullError,
     UsageError,
 )
 from asynctrt.serving.admission import Admission, Submission
+from asynctrt.testing import LatchDevice
 from tests.helpers import WAIT_S, until
 from tests.models import double_model, rows
 
@@ -94,6 +96,25 @@ async def test_a_stage_may_find_the_inputs_wrong_and_an_engine_within_may_not():
             await engine.drain()
             with pytest.raises(EngineClosedError, match="draining"):  # And no group of one.
                 await other.infer(rows(4))
+
+
+async def test_only_what_has_not_begun_says_so_when_an_engine_within_is_full():
+    device = LatchDevice()
+    options = {"device": device, "contexts": 1, "max_rows": 1, "max_queue_rows": 1}
+    async with asynctrt.open(double_model(), **options) as engine:
+        spec = {"inputs": engine.inputs, "outputs": engine.outputs}
+        async with pipeline(engine, **spec) as first, pipeline(lambda given: given, engine, **spec) as second:
+            held = [engine.submit(rows(1))]
+            await device.wait_held()
+            held.append(engine.submit(rows(2)))
+            with pytest.raises(QueueFullError):  # Clients send this again, whatever it does.
+                await first.infer(rows(3))
+            with pytest.raises(OverloadError, match="a part of the request had begun") as caught:
+                await second.infer(rows(3))
+            assert type(caught.value) is OverloadError
+            assert type(caught.value.__cause__) is QueueFullError
+            device.open()
+            await asyncio.gather(*held)
 
 
 async def test_what_waits_for_a_thread_is_refused_in_time_and_forgotten_when_its_caller_goes():

@@ -12,6 +12,7 @@ from asynctrt.errors import (
     DeadlineError,
     LifecycleError,
     ModelNotReadyError,
+    OverloadError,
     QueueFullError,
     SuspendedError,
     UsageError,
@@ -38,8 +39,8 @@ class NotConnectedError(ConnectionLostError):
 NOT_BEGUN: Final = (NotConnectedError, QueueFullError, ModelNotReadyError, SuspendedError)
 """What says that the server has not begun with the request."""
 
-TRANSIENT: Final = (ConnectionLostError, LifecycleError)
-"""What another attempt may mend, after the request may have been computed."""
+TRANSIENT: Final = (ConnectionLostError, LifecycleError, OverloadError)
+"""What another attempt may mend, after the request may have been computed; but not a deadline."""
 
 GATEWAY: Final = (502, 503, 504)
 """What proxies answer if a server is away, whether or not it has the request."""
@@ -51,7 +52,7 @@ def may_repeat(error: AsynctrtError, *, is_idempotent: bool) -> bool:
         return True
     if isinstance(error, RemoteError):
         return is_idempotent and error.status in GATEWAY
-    return is_idempotent and isinstance(error, TRANSIENT)
+    return is_idempotent and isinstance(error, TRANSIENT) and not isinstance(error, DeadlineError)
 
 
 async def persist(

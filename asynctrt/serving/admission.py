@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from asynctrt import clock
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError
+from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, QueueFullError, once_begun
 from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Gate, Lane, Ticket
@@ -391,7 +391,8 @@ class Admission:
         if isinstance(ticket, _Part):
             whole = ticket.whole
             if error is not None and not whole.future.done():
-                whole.future.set_exception(error)
+                has_begun = any(part.future is not None for part in whole.parts)
+                whole.future.set_exception(once_begun(error) if has_begun else error)
             self.drop_parts(whole)
             return
         assert isinstance(ticket, Submission)
@@ -413,7 +414,7 @@ class Admission:
         if done.cancelled():
             whole.future.cancel()
         elif error is not None:
-            whole.future.set_exception(error)
+            whole.future.set_exception(once_begun(error))
             self.drop_parts(whole)
         elif not whole.left:
             parts, whole.parts = whole.parts, []

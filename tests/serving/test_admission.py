@@ -157,6 +157,27 @@ async def test_a_large_request_is_answered_in_parts():
         assert (gate.rows, gate.waiting, gate.waiting_rows, server.api.in_flight) == (0, 0, 0, 0)
 
 
+async def test_a_request_of_which_a_part_was_computed_does_not_say_that_it_was_not():
+    held = Held(max_queue_rows=6 * BATCH)
+    async with held.serving(tokens=TOKENS) as server, connected(server) as large, AsyncExitStack() as stack:
+        gate = server.repository.find("double").admission.gate
+        for _ in range(4):
+            raw = await stack.enter_async_context(connected(server))
+            raw.send(infer(*[1] * BATCH, **GREEDY))
+        await until(lambda: server.api.in_flight == 4)
+        large.send(infer(*[2] * 3 * BATCH, **GREEDY))
+        await until(lambda: gate.waiting_rows == 3 * BATCH)
+        await held.run(1)
+        await until(lambda: gate.waiting_rows == 2 * BATCH)  # One of its parts was let in.
+        raw = await stack.enter_async_context(connected(server))
+        raw.send(infer(*[3] * BATCH, **MODEST))
+        status, headers, body = await large.answer()
+        assert (status, headers["asynctrt-error"]) == (503, "OverloadError")
+        assert b"a part of the request had begun" in body
+        held.device.open()
+        await until(lambda: not server.api.in_flight)
+
+
 async def test_too_much_is_refused_to_who_floods():
     held = Held(max_queue_rows=6 * BATCH)  # Four batches are let in, and two wait.
     async with held.serving(tokens=TOKENS) as server, AsyncExitStack() as stack:
