@@ -1,18 +1,22 @@
 """What clients have in common, whatever they speak."""
 
+import asyncio
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from asynctrt.client.persistence import check_settings, only_input
+from asynctrt.client.persistence import check_settings, only_input, seconds_of
+from asynctrt.errors import UsageError
+from asynctrt.loops import running_loop
 from asynctrt.tensors import Array
 
 
 class Client(ABC):
     """A client of a server. :func:`asynctrt.client.connect` makes it; enter it with ``async with``.
 
-    Any number of tasks may use it at once.
+    Any number of tasks may use it at once, all on the event loop on which it was entered.
     """
 
     def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
@@ -21,6 +25,8 @@ class Client(ABC):
         self._attempts = attempts
         self._idempotent = idempotent
         self._only_inputs: dict[tuple[str, str], str] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...
@@ -67,20 +73,53 @@ class Client(ABC):
         :raises ConnectionLostError: if the connection is lost before the answer arrives.
         :raises DeadlineError: if there is no answer within ``deadline``, or the request was queued for longer
             than ``timeout``.
-        :raises UsageError: for an array without a name, if the model has several inputs.
+        :raises OptionsError: for a ``timeout`` or ``deadline`` that is no number of seconds.
+        :raises UsageError: for an array without a name, if the model has several inputs; on another event
+            loop than the client's, and in a process forked from its own.
+        :raises AnswerError: if the server's answer cannot be read.
         """
 
     @abstractmethod
-    async def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
+    async def metadata(
+        self, model: str, *, version: str = "", deadline: float | None = None
+    ) -> dict[str, Any]:
         """Return KServe's description of a model: its versions, platform, inputs and outputs.
 
+        :param deadline: as for :meth:`infer`.
         :raises AsynctrtError: the server's error.
         :raises ConnectionLostError: if there is no answer.
         """
 
-    async def _only_input(self, model: str, version: str) -> str:
+    async def _named(
+        self, model: str, version: str, inputs: Any, deadline: float | None
+    ) -> tuple[Mapping[str, Any], float | None]:
+        """Return a call's inputs by name, and what is left of its deadline once a name was asked for."""
+        self._check_loop()
+        deadline = seconds_of("deadline", deadline)
+        if isinstance(inputs, Mapping):
+            return inputs, deadline
         known = self._only_inputs.get((model, version))
         if known is None:
-            known = only_input(model, await self.metadata(model, version=version))
+            began_s = running_loop().time()
+            known = only_input(model, await self.metadata(model, version=version, deadline=deadline))
             self._only_inputs[model, version] = known
-        return known
+            if deadline is not None:
+                deadline = max(0.0, deadline - (running_loop().time() - began_s))
+        return {known: inputs}, deadline
+
+    def _enter(self) -> None:
+        """Note where it belongs."""
+        self._loop, self._pid = running_loop(), os.getpid()
+
+    def _check_loop(self) -> None:
+        """Check that its sockets may be used here.
+
+        :raises UsageError: if not.
+        """
+        if self._pid != os.getpid():
+            raise UsageError(f"{self!r} was made before this process was forked: make one in each process")
+        if self._loop is not None and running_loop() is not self._loop:
+            raise UsageError(
+                f"{self!r} belongs to the event loop on which it was entered, and this is another one. Use a "
+                "client on each loop, or one of connect_blocking, which any thread may use"
+            )

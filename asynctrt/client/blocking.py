@@ -1,19 +1,23 @@
 """Call a server from threads: scripts, notebooks, WSGI applications."""
 
-from collections.abc import Sequence
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
-from typing import Any, Self
-
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from typing import Any, Final, Self, TypeVar
 
 from asynctrt.client.base import Client
 from asynctrt.client.connecting import connect
 from asynctrt.client.persistence import NotConnectedError
 from asynctrt.errors import UsageError
 from asynctrt.tensors import Array
+
+T = TypeVar("T")
+
+CLOSE_S: Final = 5.0
+"""How long calls that closing fails may take to notice."""
 
 
 def connect_blocking(
@@ -54,22 +58,26 @@ class BlockingClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._stack: ExitStack | None = None
-        self._portal: BlockingPortal | None = None
+        self._pid = os.getpid()
+        self._thread: _LoopThread | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<asynctrt.client.BlockingClient of {self._client!r}>"
 
     def __enter__(self) -> Self:
-        if self._portal is not None or self._is_closed:
+        if self._thread is not None or self._is_closed:
             raise UsageError(
                 "this client was already entered: call connect_blocking(...) again for a new one"
             )
-        with ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal("asyncio"))
-            stack.enter_context(self._portal.wrap_async_context_manager(self._client))
-            self._stack = stack.pop_all()
+        self._pid = os.getpid()
+        thread = _LoopThread()
+        try:
+            thread.submit(self._client.__aenter__()).result()
+        except BaseException:
+            thread.end()
+            raise
+        self._thread = thread
         return self
 
     def __exit__(
@@ -82,11 +90,14 @@ class BlockingClient:
 
     def close(self) -> None:
         """Close the connection, and end the thread; requests in flight fail. Idempotent."""
-        stack, self._stack = self._stack, None
-        self._portal = None
+        thread, self._thread = self._thread, None
         self._is_closed = True
-        if stack is not None:
-            stack.close()
+        # In a process that was forked since, the thread is not there, and would be waited for for ever.
+        if thread is not None and self._pid == os.getpid():
+            try:
+                thread.submit(self._client.aclose()).result()
+            finally:
+                thread.end()
 
     def infer(
         self,
@@ -122,17 +133,60 @@ class BlockingClient:
 
         :param settings: as for :meth:`infer`. A future that is cancelled cancels its request.
         """
-        return self._running().start_task_soon(partial(self._client.infer, model, inputs, **settings))
+        return self._running().submit(self._client.infer(model, inputs, **settings))
 
-    def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
+    def metadata(self, model: str, *, version: str = "", deadline: float | None = None) -> dict[str, Any]:
         """Return KServe's description of a model: as :meth:`asynctrt.client.Client.metadata`."""
-        return self._running().call(partial(self._client.metadata, model, version=version))
+        return (
+            self._running().submit(self._client.metadata(model, version=version, deadline=deadline)).result()
+        )
 
-    def _running(self) -> BlockingPortal:
-        if self._portal is None:
+    def _running(self) -> "_LoopThread":
+        if self._pid != os.getpid():
+            raise UsageError(f"{self!r} was entered before this process was forked: use one in each process")
+        if self._thread is None:
             raise NotConnectedError(
                 "this client is closed"
                 if self._is_closed
                 else "use the client in `with connect_blocking(...)`"
             )
-        return self._portal
+        return self._thread
+
+
+class _LoopThread:
+    """An event loop in a thread of its own. A fork of the process, which lacks the thread, can exit."""
+
+    def __init__(self) -> None:
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        # A daemon: a client that nobody closed must not keep the interpreter from exiting.
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(_run(started),), name="asynctrt-client", daemon=True
+        )
+        self._thread.start()
+        self._loop, self._stop = started.result()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine on the loop."""
+        with self._lock:
+            if not self._is_over:
+                return asyncio.run_coroutine_threadsafe(call, self._loop)
+        call.close()
+        raise NotConnectedError("this client is closed")
+
+    def end(self) -> None:
+        """End what runs on the loop, the loop, and the thread."""
+        with self._lock:  # What was submitted before is on the loop before this, and so is waited for.
+            self._is_over = True
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+async def _run(started: "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
+    stop = asyncio.Event()
+    started.set_result((asyncio.get_running_loop(), stop))
+    await stop.wait()
+    calls = asyncio.all_tasks() - {asyncio.current_task()}
+    if calls:
+        await asyncio.wait(calls, timeout=CLOSE_S)

@@ -31,14 +31,18 @@ def connect(
     :param idempotent: whether a request may be computed twice, so that it is also sent again if its
         connection was lost, or the server stopped.
     :param reconnect_timeout: seconds to keep trying to connect again after a websocket was lost.
-    :param max_size: the largest answer of a websocket in bytes; ``None`` for no limit.
+    :param max_size: the largest answer in bytes; ``None`` for no limit.
     :param settings: passed to ``websockets.asyncio.client.connect`` or to ``aiohttp.TCPConnector``: ``ssl``
         and others.
-    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, or ``url`` has another scheme.
+    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, ``url`` is no such address, or
+        ``token`` cannot stand in a header; on entering, for an unknown setting.
     :raises MissingExtraError: for HTTP without aiohttp.
     :raises ConnectionLostError: on entering, if there is no server at the address of a websocket.
     :raises UnauthorizedError: on entering, if the websocket's server refuses the token.
     """
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        # A line break would end the header and begin another one. The message must not show the token.
+        raise UsageError("a token has printable ASCII characters without spaces, and this one has others")
     scheme = url.partition("://")[0]
     if scheme in ("http", "https"):
         # Not before it is needed: applications that use websockets need no aiohttp.
@@ -50,6 +54,7 @@ def connect(
             max_in_flight=max_in_flight,
             attempts=attempts,
             idempotent=idempotent,
+            max_size=max_size,
             settings=settings,
         )
     if scheme not in ("ws", "wss"):

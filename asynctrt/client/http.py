@@ -1,6 +1,7 @@
 """Call a server over HTTP: KServe V2 with raw tensors, so Triton and others understand it, too."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
@@ -12,8 +13,9 @@ from asynctrt.client.persistence import (
     persist,
     queue_timeout,
     remote_error,
+    seconds_of,
 )
-from asynctrt.errors import AsynctrtError, ConnectionLostError, MissingExtraError, UsageError
+from asynctrt.errors import AsynctrtError, ConnectionLostError, MissingExtraError, RequestError, UsageError
 from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
@@ -40,6 +42,9 @@ BY_STATUS: Final = {
 
 TEXT_LENGTH_MAX: Final = 300
 
+REFUSAL_NBYTES_MAX: Final = 64 * 1024
+"""What is read of the body of an error."""
+
 
 class HttpClient(Client):
     """Made by :func:`asynctrt.client.connect` for an address with ``http`` or ``https``."""
@@ -52,12 +57,14 @@ class HttpClient(Client):
         max_in_flight: int,
         attempts: int,
         idempotent: bool,
+        max_size: int | None,
         settings: Mapping[str, Any],
     ) -> None:
         super().__init__(url.rstrip("/").removesuffix("/v2"), max_in_flight, attempts, idempotent=idempotent)
-        if not urlsplit(url).hostname:
+        if not _is_address(url):
             raise UsageError(f"{url!r} is not the address of a server, such as http://HOST:PORT")
         self._token = token
+        self._max_size = math.inf if max_size is None else max_size
         self._settings = {"limit": max_in_flight, **settings}
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -68,6 +75,7 @@ class HttpClient(Client):
     async def __aenter__(self) -> Self:
         if self._session is not None or self._is_closed:
             raise UsageError("this client was already entered: call connect(...) again for a new one")
+        self._enter()
         headers = {"Accept-Encoding": "identity"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -102,8 +110,7 @@ class HttpClient(Client):
         idempotent: bool | None = None,
     ) -> dict[str, Array]:
         """Send rows as one POST: see :meth:`asynctrt.client.Client.infer`."""
-        if not isinstance(inputs, Mapping):
-            inputs = {await self._only_input(model, version): inputs}
+        inputs, deadline = await self._named(model, version, inputs, deadline)
         arrays = as_arrays(inputs)
         tensors = [write_tensor(array) for array in arrays.values()]
         head = dump(
@@ -137,14 +144,26 @@ class HttpClient(Client):
             is_over=lambda: self._session is None,
         )
 
-    async def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
+    async def metadata(
+        self, model: str, *, version: str = "", deadline: float | None = None
+    ) -> dict[str, Any]:
         """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
+        self._check_loop()
 
         async def send() -> dict[str, Any]:
             answer, _ = await self._ask("GET", _path(model, version))
-            return parse_object(answer, "the answer")
+            try:
+                return parse_object(answer, "the answer")
+            except RequestError as error:
+                raise AnswerError(f"{error}; it begins {answer[:100]!r}") from error
 
-        return await persist(send, attempts=self._attempts, is_idempotent=True, deadline=None)
+        return await persist(
+            send,
+            attempts=self._attempts,
+            is_idempotent=True,
+            deadline=seconds_of("deadline", deadline),
+            is_over=lambda: self._session is None,
+        )
 
     async def _ask(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
@@ -158,16 +177,46 @@ class HttpClient(Client):
             async with self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             ) as response:
-                answer = await response.read()
+                answer = await self._read(response)
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise NotConnectedError(f"cannot connect to {self.url}: {_text_of(error)}") from error
         except asyncio.CancelledError:
-            raise
+            task = asyncio.current_task()
+            if not self._is_closed or task is None or task.cancelling():
+                raise
+            # Closing the pool cancels those that wait for a connection; nobody cancelled this task.
+            raise NotConnectedError("this client was closed") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLostError(f"the connection to {self.url} was lost: {_text_of(error)}") from error
         if response.status != 200:
             raise _refusal(response.status, response.headers.get(KIND), answer)
         return answer, response.headers
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        """Return the body of an answer; of an error, as much of it as a message shows.
+
+        :raises AnswerError: if it is larger than allowed.
+        """
+        is_refusal = response.status != 200
+        if self._max_size == math.inf and not is_refusal:
+            return await response.read()
+        parts, nbytes = [], 0
+        async for part in response.content.iter_any():
+            parts.append(part)
+            nbytes += len(part)
+            if is_refusal and nbytes >= REFUSAL_NBYTES_MAX:
+                break
+            if nbytes > self._max_size and not is_refusal:
+                raise AnswerError(f"the answer has more than the {self._max_size:,} bytes of max_size")
+        return b"".join(parts)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:
+        return False
 
 
 def _path(model: str, version: str) -> str:
@@ -180,9 +229,7 @@ def _refusal(status: int, kind: str | None, body: bytes) -> AsynctrtError:
         text = str(parse_object(body, "the answer")["error"])
     except (KeyError, AsynctrtError):
         said = " ".join(body[: 4 * TEXT_LENGTH_MAX].decode(errors="replace").split())[:TEXT_LENGTH_MAX]
-        return remote_error(
-            None, status, f"the server answered with status {status}: {said or 'nothing else'}"
-        )
+        text = f"the server answered with status {status}: {said or 'nothing else'}"
     if kind is None and status in BY_STATUS:
         return BY_STATUS[status](text)
     return remote_error(kind, status, text)

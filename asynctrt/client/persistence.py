@@ -1,6 +1,7 @@
 """Whether a request may be sent again, and until when: what all clients do about servers that fail."""
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
@@ -17,8 +18,12 @@ from asynctrt.errors import (
     SuspendedError,
     UsageError,
 )
+from asynctrt.kserve.client import AnswerError
+from asynctrt.validation import duration
 
 T = TypeVar("T")
+
+SECONDS: Final = duration()
 
 DELAY_S_MIN: Final = 0.05
 DELAY_S_MAX: Final = 2.0
@@ -96,8 +101,21 @@ def check_settings(max_in_flight: int, attempts: int) -> None:
         raise UsageError(f"max_in_flight and attempts must be at least 1, not {max_in_flight} and {attempts}")
 
 
+def seconds_of(name: str, value: Any) -> float | None:
+    """Return a number of seconds; ``None`` for no limit, and for infinity.
+
+    :raises OptionsError: for anything else.
+    """
+    seconds: float | None = SECONDS.or_none(name, value)
+    return None if seconds == math.inf else seconds
+
+
 def queue_timeout(timeout: float | None, deadline: float | None) -> float | None:
-    """Return how long a request may be queued on the server, in seconds: not beyond its deadline."""
+    """Return how long a request may be queued on the server, in seconds: not beyond its deadline.
+
+    :raises OptionsError: if ``timeout`` is no number of seconds.
+    """
+    timeout = seconds_of("timeout", timeout)
     if timeout is None or deadline is None:
         return deadline if timeout is None else timeout
     return min(timeout, deadline)
@@ -117,11 +135,15 @@ def only_input(model: str, metadata: Mapping[str, Any]) -> str:
     """Return the name of a model's only input, for a caller who gave an array without one.
 
     :raises UsageError: if it has several.
+    :raises AnswerError: if the metadata cannot be read.
     """
-    names = [str(item["name"]) for item in metadata["inputs"]]
+    try:
+        names = [str(item["name"]) for item in metadata["inputs"]]
+    except (KeyError, TypeError) as error:
+        raise AnswerError(f"the metadata of {model!r} cannot be read: {metadata!s:.100}") from error
     if len(names) != 1:
+        listed = ", ".join(f"{name!r}: rows" for name in names)
         raise UsageError(
-            f"{model!r} has the inputs {', '.join(map(repr, names))}, so it takes a mapping: "
-            f"infer({model!r}, {{{names[0]!r}: rows, ...}})"
+            f"{model!r} has {len(names)} inputs, so it takes a mapping: infer({model!r}, {{{listed}}})"
         )
     return names[0]

@@ -6,7 +6,7 @@ from typing import Any, Final, Self
 
 from asynctrt import errors
 from asynctrt.client.base import Client
-from asynctrt.client.persistence import NotConnectedError, persist, queue_timeout, remote_error
+from asynctrt.client.persistence import NotConnectedError, persist, queue_timeout, remote_error, seconds_of
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -14,7 +14,13 @@ from asynctrt.errors import (
     UsageError,
     copy_for,
 )
-from asynctrt.kserve.client import as_array, describe_request, place_outputs, read_outputs
+from asynctrt.kserve.client import (
+    AnswerError,
+    as_array,
+    describe_request,
+    place_outputs,
+    read_outputs,
+)
 from asynctrt.kserve.codec import PlacedTensor, remember
 from asynctrt.kserve.datatypes import Buffer, write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object, split_id
@@ -68,6 +74,7 @@ class WebSocketClient(Client):
     async def __aenter__(self) -> Self:
         if self._task is not None:
             raise UsageError("this client was already entered: call connect(...) again for a new one")
+        self._enter()
         self._socket = await self._open()
         self._connected.set()
         self._task = asyncio.create_task(self._run(self._socket))
@@ -77,6 +84,7 @@ class WebSocketClient(Client):
         """Close the websocket, and stop connecting again. Idempotent."""
         self._lost = self._lost or ConnectionLostError("this client is closed")
         socket, self._socket = self._socket, None
+        self._fail_all()  # Before a server that does not answer keeps it.
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -97,8 +105,7 @@ class WebSocketClient(Client):
         idempotent: bool | None = None,
     ) -> dict[str, Array]:
         """Send rows as one message: see :meth:`asynctrt.client.Client.infer`."""
-        if not isinstance(inputs, Mapping):
-            inputs = {await self._only_input(model, version): inputs}
+        inputs, deadline = await self._named(model, version, inputs, deadline)
         arrays = {name: as_array(name, value) for name, value in inputs.items()}
         tensors = [write_tensor(array) for array in arrays.values()]
         sizes = tuple([len(tensor) for tensor in tensors])
@@ -122,8 +129,11 @@ class WebSocketClient(Client):
             is_over=lambda: self._lost is not None,
         )
 
-    async def metadata(self, model: str, *, version: str = "") -> dict[str, Any]:
+    async def metadata(
+        self, model: str, *, version: str = "", deadline: float | None = None
+    ) -> dict[str, Any]:
         """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
+        self._check_loop()
         content = {"metadata": True, "model_name": model, "model_version": version}
         rest = b"," + dump(content)[1:]
 
@@ -135,7 +145,7 @@ class WebSocketClient(Client):
             send,
             attempts=self._attempts,
             is_idempotent=True,
-            deadline=None,
+            deadline=seconds_of("deadline", deadline),
             is_over=lambda: self._lost is not None,
         )
 
@@ -201,6 +211,8 @@ class WebSocketClient(Client):
     async def _open(self) -> ClientConnection:
         try:
             return await open_websocket(self.url, **self._settings)
+        except TypeError as error:
+            raise UsageError(f"websockets refuses a setting of this client: {error}") from error
         except InvalidStatus as error:
             raise _refused(self.url, error) from error
         except InvalidURI as error:
@@ -247,10 +259,11 @@ class WebSocketClient(Client):
         self._fail_all()
 
     def _fail_all(self) -> None:
+        why = self._lost or ConnectionLostError(f"the connection to {self.url} was lost")
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
-                future.set_exception(ConnectionLostError(f"the connection to {self.url} was lost"))
+                future.set_exception(copy_for(why))
 
     def _take(self, message: bytes | str) -> None:
         if isinstance(message, str):  # Only cancellations are sent as text, so this answers one.
@@ -261,19 +274,25 @@ class WebSocketClient(Client):
             head = message[PREFIX_NBYTES:stop]
         request_id, rest = split_id(head)
         known = self._answers.get(rest)
+        content = {}
         if known is None:
             content = parse_object(head, "the answer")
             request_id = content.get("id", request_id)
             if "error" in content:
-                error = remote_error(content.get("type"), content.get("status"), content["error"])
+                error = remote_error(content.get("type"), content.get("status"), str(content["error"]))
                 self._settle(request_id, error=error)
                 return
             if "metadata" in content:
                 self._settle(request_id, content["metadata"])
                 return
-            known = place_outputs(content)
-            remember(self._answers, rest, known)
-        outputs = read_outputs(known, message, stop)
+        try:
+            if known is None:
+                known = place_outputs(content)
+                remember(self._answers, rest, known)
+            outputs = read_outputs(known, message, stop)
+        except AnswerError as error:  # Of one request: the next message begins where it begins.
+            self._settle(request_id, error=error)
+            return
         # The caller may write to its outputs, so they are copies.
         self._settle(request_id, {name: array.copy() for name, array in outputs.items()})
 

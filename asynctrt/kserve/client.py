@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import AsynctrtError, InputError, RequestError
+from asynctrt.errors import AsynctrtError, InputError, ModelError, RequestError
 from asynctrt.kserve.codec import PlacedTensor, read_tensors
 from asynctrt.kserve.datatypes import (
     DATATYPES,
@@ -22,7 +22,7 @@ from asynctrt.tensors import Array, TensorSpec, convert
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
 
-UNREADABLE: Final = (RequestError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
+UNREADABLE: Final = (RequestError, ModelError, AttributeError, KeyError, TypeError, ValueError, OverflowError)
 """What walking through malformed content raises."""
 
 
