@@ -1,10 +1,12 @@
 """The client for browsers, in a browser, against a real server."""
 
 import asyncio
+import json
 import re
 
 import numpy as np
 from playwright.async_api import async_playwright
+from websockets.asyncio.server import serve
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.client import JAVASCRIPT
@@ -80,6 +82,9 @@ class Page:
         await self.browser.close()
         await self.driver.stop()
         assert not self.trouble
+
+
+LIE = {"name": "y", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}
 
 
 def run(main):
@@ -169,6 +174,62 @@ def test_deadlines_cancelling_and_lost_connections(chromium):
             device.open()
             assert (await call)["output"]["data"][0] == 6
             assert await page.run("return states.includes('connecting');")
+
+    run(main)
+
+
+LIES = {
+    "size": ({"outputs": [LIE | {"parameters": {"binary_data_size": 3}}]}, b"abc"),
+    "short": ({"outputs": [LIE | {"shape": [4], "parameters": {"binary_data_size": 16}}]}, b""),
+    "shape": ({"outputs": [LIE | {"shape": [4]}]}, b"abcd"),
+    "type": ({"outputs": [LIE | {"datatype": "FP7"}]}, b"abcd"),
+    "bytes": ({"outputs": [LIE | {"datatype": "BYTES"}]}, b"\xff\xff\xff\xff"),
+    "json": ({"outputs": [{"name": "y", "datatype": "FP32", "shape": [1], "data": [1]}]}, b""),
+    "none": ({}, b""),
+}
+
+
+def test_answers_that_cannot_be_read_and_times_that_are_none(chromium):
+    """Without a word of what is wrong, a page would wait for ever."""
+
+    async def lie(socket):
+        async for message in socket:
+            size = int.from_bytes(message[:4], "little")
+            request = json.loads(message[4 : 4 + size])
+            if request["model_name"] == "babble":
+                await socket.send("what?")
+                continue
+            content, raw = LIES.get(request["model_name"], ({"outputs": [LIE]}, b"\0\0\x80?"))
+            head = json.dumps({"id": request["id"]} | content).encode()
+            await socket.send(len(head).to_bytes(4, "little") + head + raw)
+
+    async def main():
+        async with (
+            serving() as server,
+            serve(lie, "127.0.0.1", 0) as unkind,
+            Page(server, chromium) as page,
+        ):
+            port = unkind.sockets[0].getsockname()[1]
+            await page.run(f"window.liar = new Client('ws://127.0.0.1:{port}');")
+            for name in LIES:
+                said = await page.run(f"return caught(liar.infer('{name}', row(1), {{ deadline: 20_000 }}));")
+                assert said[0] == "AnswerError"
+                assert await page.run("return (await liar.infer('m', row(1))).y.data[0];") == 1
+            said = await page.run("return caught(liar.infer('babble', row(1), { deadline: 20_000 }));")
+            assert said[0] == "AnswerError"
+            # It has connected again.
+            assert await page.run("return (await liar.infer('m', row(1))).y.data[0];") == 1
+            for time in ("Infinity", "2 ** 40"):
+                times = f"{{ deadline: {time}, timeout: {time} }}"
+                code = f"return (await liar.infer('m', row(1), {times})).y.shape;"
+                assert await page.run(code) == [1]
+            for wrong in ("NaN", "-1"):
+                said = await page.run(f"return caught(liar.infer('m', row(1), {{ deadline: {wrong} }}));")
+                assert said[0] == "RangeError"
+            for wrong in ("maxInFlight", "attempts"):
+                said = await page.run(f"return caught((async () => new Client('/', {{ {wrong}: 0 }}))());")
+                assert said[0] == "RangeError"
+            assert page.trouble == []
 
     run(main)
 

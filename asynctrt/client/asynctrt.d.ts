@@ -24,7 +24,8 @@ export function tensor(
 export class ServerError extends Error {
   /**
    * The name of the error's class on the server, such as "QueueFullError", "DeadlineError", "InputError";
-   * "NotConnectedError" if nothing was sent, "ConnectionLostError" if the connection was lost after that.
+   * "NotConnectedError" if nothing was sent, "ConnectionLostError" if the connection was lost after that,
+   * "AnswerError" if the answer cannot be read.
    */
   readonly type: string;
   /** The HTTP status of the error; 0 if there was no answer. */
@@ -84,7 +85,10 @@ export interface ModelMetadata {
 
 /** A client of one websocket. It connects at once, and again whenever the connection was lost. */
 export class Client {
-  /** `url` may be relative to the page, and begin with http as well as with ws: "/v2/ws". */
+  /**
+   * `url` may be relative to the page, and begin with http as well as with ws: "/v2/ws".
+   * Throws a RangeError if `maxInFlight` or `attempts` is less than 1.
+   */
   constructor(url: string | URL, options?: ClientOptions);
   readonly url: string;
   readonly connected: boolean;
@@ -92,7 +96,7 @@ export class Client {
   readonly inFlight: number;
   /**
    * Run rows through a model; on the websocket of a single model its name is ignored.
-   * Throws a ServerError, or the reason of `signal`.
+   * Throws a ServerError, the reason of `signal`, or a RangeError for a time that is not a number ≥ 0.
    */
   infer(model: string, inputs: Record<string, Tensor>, options?: InferOptions): Promise<Record<string, Tensor>>;
   /** Return KServe's description of a model. */

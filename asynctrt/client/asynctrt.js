@@ -17,7 +17,8 @@ const ARRAYS = {
 
 // What says that the server has not begun with a request, so that it may be sent again whatever it does.
 const NOT_BEGUN = new Set(["NotConnectedError", "QueueFullError", "ModelNotReadyError", "SuspendedError"]);
-const IF_IDEMPOTENT = new Set(["ConnectionLostError", "EngineClosedError", "LifecycleError"]);
+const IF_IDEMPOTENT = new Set(["ConnectionLostError", "EngineClosedError", "LifecycleError", "OverloadError"]);
+const TIMER_MAX_MS = 2 ** 31 - 1;             // Browsers take a longer time for none.
 
 /** What went wrong. `type` is the name of the error's class on the server, `status` its HTTP status. */
 export class ServerError extends Error {
@@ -56,6 +57,13 @@ function written({ datatype, data }) {
   return bytes;
 }
 
+// Milliseconds, or undefined for no limit.
+function limit(name, value) {
+  if (value === undefined || value === Infinity) return undefined;
+  if (!(value >= 0)) throw new RangeError(`${name} must be a number of milliseconds ≥ 0, not ${value}`);
+  return value;
+}
+
 function read(datatype, bytes) {
   if (datatype !== "BYTES") return new ARRAYS[datatype](bytes);
   const view = new DataView(bytes), items = [];
@@ -71,7 +79,11 @@ function outputsOf(head, message, start) {
   const outputs = {};
   for (const { name, datatype, shape, parameters } of head.outputs) {
     const end = start + parameters.binary_data_size;
-    outputs[name] = { datatype, shape, data: read(datatype, message.slice(start, end)) };
+    const data = read(datatype, message.slice(start, end));
+    if (end > message.byteLength || data.length !== shape.reduce((product, dim) => product * dim, 1)) {
+      throw new RangeError(`output "${name}" of shape [${shape}] has ${data.length} elements`);
+    }
+    outputs[name] = { datatype, shape, data };
     start = end;
   }
   return outputs;
@@ -86,6 +98,9 @@ export class Client {
   #opening = [];         // Calls that wait for the connection.
 
   constructor(url, { token = "", maxInFlight = 64, attempts = 1, idempotent = false, onstate = () => {} } = {}) {
+    if (!(maxInFlight >= 1 && attempts >= 1)) {
+      throw new RangeError(`maxInFlight and attempts must be at least 1, not ${maxInFlight} and ${attempts}`);
+    }
     const at = new URL(url, globalThis.location?.href);
     at.protocol = at.protocol.replace("http", "ws");
     this.#url = at.href;
@@ -103,7 +118,7 @@ export class Client {
 
   /** Run rows through a model; see asynctrt.d.ts for what may be given and what is thrown. */
   async infer(model, inputs, { outputs, version, priority, timeout, deadline, signal, idempotent } = {}) {
-    const queued = Math.min(timeout ?? Infinity, deadline ?? Infinity);
+    const queued = Math.min(limit("timeout", timeout) ?? Infinity, limit("deadline", deadline) ?? Infinity);
     const raw = Object.values(inputs).map(written);
     const head = {
       model_name: model,
@@ -135,7 +150,7 @@ export class Client {
 
   async #persist(head, raw, deadline, signal, idempotent) {
     const late = new AbortController();
-    const timer = deadline === undefined ? 0 : setTimeout(() => late.abort(
+    const timer = (limit("deadline", deadline) ?? Infinity) > TIMER_MAX_MS ? 0 : setTimeout(() => late.abort(
       new ServerError(`no answer within the deadline of ${deadline} ms`, "DeadlineError", 503)), deadline);
     const stop = signal ? AbortSignal.any([signal, late.signal]) : late.signal;
     try {
@@ -159,6 +174,7 @@ export class Client {
     else await this.#wait(this.#turns, stop);  // Whoever ends hands its turn over.
     try {
       if (!this.connected) await this.#wait(this.#opening, stop);
+      stop.throwIfAborted();  // It may have been, since its turn came.
       if (!this.connected) throw new ServerError(`not connected to ${this.#url}`, "NotConnectedError", 0);
       return await this.#exchange(head, raw, stop);
     } finally {
@@ -199,7 +215,7 @@ export class Client {
   #wait(queue, stop) {
     if (this.#closed) throw new ServerError("this client is closed", "NotConnectedError", 0);
     return new Promise((answer, fail) => {
-      const leave = () => { queue.splice(queue.indexOf(entry), 1); fail(stop.reason); };
+      const leave = () => { if (queue.includes(entry)) queue.splice(queue.indexOf(entry), 1); fail(stop.reason); };
       const done = (then) => (value) => { stop.removeEventListener("abort", leave); then(value); };
       const entry = { answer: done(answer), fail: done(fail) };
       queue.push(entry);
@@ -216,28 +232,38 @@ export class Client {
     socket.binaryType = "arraybuffer";
     socket.onopen = () => {
       this.#delay = DELAY_MIN_MS;
-      this.#onstate("connected");
       for (const call of this.#opening.splice(0)) call.answer();
+      this.#onstate("connected");
     };
     socket.onmessage = ({ data }) => this.#take(data);
     socket.onclose = () => {
       if (this.#closed) return;
       this.#fail(new ServerError(`the connection to ${this.#url} was lost`, "ConnectionLostError", 0));
-      this.#onstate("connecting");
-      this.#timer = setTimeout(() => this.#connect(), this.#delay);
+      // Many pages that lost one server do not come back at the same moment.
+      this.#timer = setTimeout(() => this.#connect(), this.#delay * (1 + Math.random()) / 2);
       this.#delay = Math.min(2 * this.#delay, DELAY_MAX_MS);
+      this.#onstate("connecting");
     };
   }
 
   #take(data) {
-    const text = typeof data === "string";
-    const length = text ? 0 : new DataView(data).getUint32(0, true);
-    const head = JSON.parse(text ? data : decoder.decode(new Uint8Array(data, PREFIX, length)));
-    const request = this.#waiting.get(head.id);
-    if (!request) return;
-    if (head.error !== undefined) request.fail(new ServerError(head.error, head.type ?? "ServerError", head.status));
-    else if (head.metadata) request.answer(head.metadata);
-    else request.answer(outputsOf(head, data, PREFIX + length));
+    let request;
+    try {
+      const text = typeof data === "string";
+      const length = text ? 0 : new DataView(data).getUint32(0, true);
+      const head = JSON.parse(text ? data : decoder.decode(new Uint8Array(data, PREFIX, length)));
+      request = this.#waiting.get(head.id);
+      if (!request) return;
+      if (head.error !== undefined) request.fail(new ServerError(head.error, head.type ?? "ServerError", head.status));
+      else if (head.metadata) request.answer(head.metadata);
+      else request.answer(outputsOf(head, data, PREFIX + length));
+    } catch (error) {
+      const why = new ServerError(`the answer cannot be read: ${error.message}`, "AnswerError", 0);
+      if (request) return request.fail(why);
+      // Nobody knows whose answer it was, so all of this connection have it.
+      this.#fail(why);
+      this.#socket.close();
+    }
   }
 
   #fail(error) {
