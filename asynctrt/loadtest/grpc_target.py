@@ -119,11 +119,11 @@ class GrpcTarget:
                 index = await self._ask("RepositoryIndex")
             except UnsupportedError as error:
                 raise OptionsError(
-                    f"{self._address.server} does not list its models ({error}): name one in the address, or "
+                    f"{self._address.shown} does not list its models ({error}): name one in the address, or "
                     "with --model NAME"
                 ) from error
             models = [{"name": item.name, "state": item.state} for item in index.models]
-            self.name = choose_model(read_index(models), self._address.server)
+            self.name = choose_model(read_index(models), self._address.shown)
         metadata = await self._ask("ModelMetadata", name=self.name, version=self._address.version)
         self.inputs = read_specs(
             {"name": item.name, "datatype": item.datatype, "shape": item.shape} for item in metadata.inputs
@@ -172,7 +172,7 @@ class GrpcTarget:
             async with asyncio.timeout(PAGE_S):
                 answer = await self._ask("ModelStatistics", name=self.name, version=self._address.version)
         except TimeoutError as error:
-            raise ConnectionLostError(f"{self._address.server} did not answer within {PAGE_S:g} s") from error
+            raise ConnectionLostError(f"{self._address.shown} did not answer within {PAGE_S:g} s") from error
         except RequestError:
             return None  # The server has no statistics, or none for this model.
         return read_counters([_as_json(model) for model in answer.model_stats])
@@ -196,7 +196,7 @@ class GrpcTarget:
         try:
             return parse(self._kinds[method + "Response"], answer)
         except RequestError as error:
-            raise TargetError(f"{self._address.server} does not speak KServe: {error}") from error
+            raise TargetError(f"{self._address.shown} does not speak KServe: {error}") from error
 
     def _failure(self, error: Any) -> AsynctrtError:
         """Return the error for a status other than OK."""
@@ -208,7 +208,7 @@ class GrpcTarget:
             is_ready = self._channel.get_state() is grpc.ChannelConnectivity.READY
             if is_ready and not any(word in said for word in LOST):
                 return OverloadError(said)
-            return ConnectionLostError(f"the connection to {self._address.server} failed: {said}")
+            return ConnectionLostError(f"the connection to {self._address.shown} failed: {said}")
         kind = KINDS.get(code)
         return kind(said) if kind is not None else TargetError(f"{code}: {said}")
 

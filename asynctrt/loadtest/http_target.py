@@ -105,7 +105,7 @@ class Pages:
     async def read(self) -> None:
         """Ask for everything that does not change."""
         if not self.address.model:
-            model = choose_model(await self._index(), self.address.server)
+            model = choose_model(await self._index(), self.address.shown)
             self.address = Address(self.address.server, model)
         metadata = await self._object("GET", self.address.path)
         self.inputs = read_specs(metadata.get("inputs") or ())
@@ -136,24 +136,24 @@ class Pages:
         """Return the names of the models that are ready."""
         status, body = await self._ask("POST", "/v2/repository/index", b"{}")
         if status == 401:
-            raise refusal(self.address.server, status, body)
+            raise refusal(self.address.shown, status, body)
         try:
             # It is a list, and the JSON reader accepts objects only.
             return read_index(parse_object(b'{"models":' + body + b"}", "the answer")["models"])
         except UNREADABLE:
             raise OptionsError(
-                f"{self.address.server} does not list its models (status {status}): name one in the address, "
+                f"{self.address.shown} does not list its models (status {status}): name one in the address, "
                 "or with --model NAME"
             ) from None
 
     async def _object(self, method: str, path: str) -> dict[str, Any]:
         status, body = await self._ask(method, path)
         if status != 200:
-            raise refusal(f"{self.address.server}{path}", status, body)
+            raise refusal(f"{self.address.shown}{path}", status, body)
         try:
             return parse_object(body, "the answer")
         except RequestError as error:
-            raise TargetError(f"{self.address.server}{path} is not in KServe's form: {error}") from error
+            raise TargetError(f"{self.address.shown}{path} is not in KServe's form: {error}") from error
 
     async def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         url = self.address.server + path
@@ -166,9 +166,11 @@ class Pages:
             ):
                 return response.status, await response.read()
         except TimeoutError as error:
-            raise ConnectionLostError(f"{url} did not answer within {PAGE_S:g} s") from error
+            raise ConnectionLostError(
+                f"{self.address.shown}{path} did not answer within {PAGE_S:g} s"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise failure(url, error) from error
+            raise failure(self.address.shown + path, error) from error
 
 
 class HttpTarget:
@@ -181,8 +183,8 @@ class HttpTarget:
         self.inputs = pages.inputs
         self.in_flight_max = SERVER_IN_FLIGHT
         self._pages = pages
-        self._server = pages.address.server
-        self._url = URL(f"{self._server}{pages.address.path}/infer", encoded=True)
+        self._server = pages.address.shown
+        self._url = URL(f"{pages.address.server}{pages.address.path}/infer", encoded=True)
         self._post = pages.session.post
         self._create_task = asyncio.get_running_loop().create_task
 

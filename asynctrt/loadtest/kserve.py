@@ -19,7 +19,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.kserve import client
-from asynctrt.loadtest.targets import BatchCounters, TargetSpec
+from asynctrt.loadtest.targets import BatchCounters, TargetSpec, without_password
 from asynctrt.tensors import TensorSpec
 
 MODELS: Final = "/v2/models/"
@@ -41,6 +41,11 @@ class Address:
     server: str
     model: str = ""
     version: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The server as messages show it."""
+        return without_password(self.server)
 
     @property
     def path(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt import clock
-from asynctrt.errors import AsynctrtError, TargetError
+from asynctrt.errors import AsynctrtError, TargetError, describe
 from asynctrt.loadtest.arrivals import read_trace
 from asynctrt.loadtest.opening import opened
 from asynctrt.loadtest.plans import ProcessPlan, make_plan, rows_of, trace_shapes
@@ -103,9 +103,7 @@ async def answer(target: Target, prepared: Any, timeout: float, what: str) -> An
     except AsynctrtError:
         raise
     except Exception as error:
-        raise TargetError(
-            f"{target.name!r} failed to answer {what}: {type(error).__name__}: {error}"
-        ) from error
+        raise TargetError(f"{target.name!r} failed to answer {what}: {describe(error)}") from error
 
 
 async def _with_answers(samples: Sequence[Sample], target: Any, settings: LoadSettings) -> list[Sample]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,6 +78,10 @@ def _takes_nothing(call: Any) -> bool:
         return False  # It is built in and does not say.
 
 
+async def _awaited(made: Awaitable[Any]) -> Any:
+    return await made
+
+
 class CallTarget:
     """Call an async function of the application, and measure whatever it does."""
 
@@ -99,8 +103,9 @@ class CallTarget:
         made = self._call() if self.is_self_contained else self._call(prepared)
         if inspect.iscoroutine(made):
             return self._create_task(made)
-        if asyncio.isfuture(made):
-            return made
+        if inspect.isawaitable(made):
+            # A task of its own, though it may be a future: two calls may be given the same one.
+            return self._create_task(_awaited(made))
         raise TargetError(
             f"{self.name} is not an async function: it returned {type(made).__name__}, not an awaitable"
         )

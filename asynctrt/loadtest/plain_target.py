@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -15,7 +16,13 @@ from asynctrt.errors import (
     TargetError,
     UsageError,
 )
-from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import (
+    SERVER_IN_FLIGHT,
+    BatchCounters,
+    Target,
+    TargetSpec,
+    without_password,
+)
 from asynctrt.loadtest.templates import Template
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array, TensorSpec
@@ -29,19 +36,28 @@ except ImportError as error:
 TEXT_LENGTH_MAX: Final = 300
 """Characters of an answer that an error quotes."""
 OVERLOADED: Final = (429, 503)
+TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""What the names of headers and methods consist of."""
 
 
 async def open_plain_target(spec: TargetSpec) -> Target:
     """Open an address of HTTP, or a websocket, that is none of KServe's.
 
-    :raises OptionsError: for headers that are none, or a websocket without a body.
+    :raises OptionsError: for headers or a method that are none, or a websocket without a body.
     :raises UsageError: for an address without a host, or a body that cannot be read.
     """
-    url = URL(spec.where)
-    if not url.host:
+    try:
+        url = URL(spec.where)
+        is_right = bool(url.host)
+    except ValueError:
+        is_right = False
+    if not is_right:
         raise UsageError(
-            f"{spec.where!r} is not the address of a server: write {spec.scheme}://HOST:PORT/PATH"
+            f"{without_password(spec.where)!r} is not the address of a server: write "
+            f"{spec.scheme}://HOST:PORT/PATH"
         )
+    if spec.method is not None and not TOKEN.fullmatch(spec.method):
+        raise OptionsError(f"{spec.method!r} is not a method of HTTP, such as POST")
     headers = dict(_header(text) for text in spec.headers)
     if spec.token:
         headers["Authorization"] = f"Bearer {spec.token}"
@@ -62,8 +78,10 @@ async def open_plain_target(spec: TargetSpec) -> Target:
 
 def _header(text: str) -> tuple[str, str]:
     name, mark, value = text.partition(":")
-    if not mark or not name.strip():
+    if not mark or not TOKEN.fullmatch(name.strip()):
         raise OptionsError(f"{text!r} is not a header: write 'Name: value'")
+    if not value.strip().isprintable():
+        raise OptionsError(f"the header {name.strip()!r} has a line break, or another character that ends it")
     return name.strip(), value.strip()
 
 
@@ -88,6 +106,8 @@ class _PlainTarget:
         self.is_self_contained = template is None or not template.names
         """Whether the same is sent each time, so that no inputs are needed."""
         self._url = url
+        self._shown = without_password(str(url))
+        self._closing: set[asyncio.Task[None]] = set()
         self._template = template
         self._session = session
         self._create_task = asyncio.get_running_loop().create_task
@@ -104,7 +124,7 @@ class _PlainTarget:
                 return {name: np.asarray(value) for name, value in content.items()}
             return {"answer": np.asarray(content)}
         except ValueError as error:
-            raise TargetError(f"{self._url} did not answer in JSON: {error}") from error
+            raise TargetError(f"{self._shown} did not answer in JSON: {error}") from error
 
     async def batches(self) -> BatchCounters | None:
         """Return ``None``: what it computes is not known."""
@@ -139,9 +159,9 @@ class PlainHttpTarget(_PlainTarget):
             response = await self._session.request(self._method, self._url, data=body, allow_redirects=False)
             answer = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
-            raise TargetError(f"{self._url} cannot be reached: {_said(error)}") from error
+            raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLostError(f"the connection to {self._url} was lost: {_said(error)}") from error
+            raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
         if not 200 <= response.status < 300:
             text = " ".join(answer[: 4 * TEXT_LENGTH_MAX].decode(errors="replace").split())
             kind = OverloadError if response.status in OVERLOADED else TargetError
@@ -174,20 +194,22 @@ class PlainWebsocketTarget(_PlainTarget):
             await socket.send_str(message.decode())
             answer = await socket.receive()
         except aiohttp.ClientConnectorError as error:
-            raise TargetError(f"{self._url} cannot be reached: {_said(error)}") from error
+            raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except aiohttp.WSServerHandshakeError as error:
-            raise TargetError(f"{self._url} refuses websockets with status {error.status}") from error
+            raise TargetError(f"{self._shown} refuses websockets with status {error.status}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLostError(f"the connection to {self._url} was lost: {_said(error)}") from error
+            raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
         except asyncio.CancelledError:
             # Its answer may still come, and would be taken for that of the next message.
             if socket is not None:
-                self._create_task(_closed(socket))
+                closing = self._create_task(_closed(socket))
+                self._closing.add(closing)  # The loop keeps no task that nobody else does.
+                closing.add_done_callback(self._closing.discard)
             raise
         if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
             code = socket.close_code
             raise ConnectionLostError(
-                f"{self._url} closed the websocket instead of answering, with code {code}"
+                f"{self._shown} closed the websocket instead of answering, with code {code}"
             )
         self._idle.append(socket)
         return answer.data.encode() if isinstance(answer.data, str) else bytes(answer.data)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from asynctrt import clock
 from asynctrt.alarm import create_alarm
+from asynctrt.errors import describe
 from asynctrt.loadtest.arrivals import Arrivals
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import BLOCK, RunRecorder, Windows
@@ -281,7 +282,7 @@ class Runner:
         try:
             future = self._start(self._prepared[what])
         except Exception as error:
-            self._recorder.failed(due_ns, type(error).__name__, str(error))
+            self._recorder.failed(due_ns, *_described(error))
             self._go_on_after_error()
             return
         self._flying[future] = now_ns, due_ns
@@ -298,7 +299,7 @@ class Runner:
         try:
             answer = future.result()
         except (Exception, asyncio.CancelledError) as error:
-            recorder.failed(due_ns, type(error).__name__, str(error))
+            recorder.failed(due_ns, *_described(error))
             self._outcome.last_done_ns = now_ns - self._start_ns
             self._go_on_after_error()
             return
@@ -450,6 +451,12 @@ class Runner:
             after = await self._target.batches()
         if self._before is not None and after is not None:
             self._outcome.batches = after.since(self._before)
+
+
+def _described(error: BaseException) -> tuple[str, str]:
+    """Return the kind of an error and its message, which may be any application's, and raise itself."""
+    kind = type(error).__name__
+    return kind, describe(error).removeprefix(kind).removeprefix(": ")
 
 
 def _view(numbers: npt.NDArray[np.int64]) -> "memoryview[int]":

@@ -13,6 +13,7 @@ from typing import Any, Final
 from asynctrt.errors import UsageError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.report import Report
+from asynctrt.loadtest.targets import without_password
 
 SECRET: Final = ("--token", "--header", "--headers")
 """Flags whose values no report may hold."""
@@ -101,11 +102,12 @@ def describe_making() -> dict[str, str]:
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
-    """Return a command's words, without the values of its flags for tokens and headers."""
+    """Return a command's words, without the values of its flags for tokens and headers, and passwords."""
     told = []
     hides = False
     for word in words:
         flag, mark, _ = word.partition("=")
-        told.append("…" if hides else f"{flag}=…" if mark and flag in SECRET else word)
+        shown = without_password(word)
+        told.append("…" if hides else f"{flag}=…" if mark and flag in SECRET else shown)
         hides = not hides and word in SECRET
     return told

@@ -12,6 +12,7 @@
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, runtime_checkable
@@ -27,8 +28,16 @@ SERVER_IN_FLIGHT: Final = 256
 
 SCHEMES: Final = ("http", "https", "grpc", "grpcs", "ws", "wss")
 
+PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")
+"""What stands before the host in an address: a user and a password."""
+
 Call = Callable[[Mapping[str, Array]], Awaitable[Mapping[str, Array]]]
 """A function as a target: takes a request's arrays by name, and returns the answer's."""
+
+
+def without_password(text: str) -> str:
+    """Return a text as it may be shown: without the users and passwords of the addresses in it."""
+    return PASSWORD.sub(r"\1…@", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,8 @@ class Target(Protocol):
 class TargetSpec:
     """Name a target. Unlike the target itself, its spec can be sent to the processes that load it.
 
-    :param where: a path or an address, as in the module's description.
+    :param where: a path or an address, as in the module's description. A user and a password in it are in no
+        report.
     :param model: the server's model, if the address does not name it.
     :param token: the server's bearer token.
     :param device: the device of an engine.
@@ -155,13 +165,14 @@ class TargetSpec:
         return not is_kserve or self.body is not None or self.method is not None
 
     def describe(self) -> dict[str, Any]:
-        """Return what a report says about the target: everything but the token and headers."""
+        """Return what a report says about the target: everything but the token, headers and passwords."""
         options = {
             name: getattr(self.options, name)
             for name in Options.__dataclass_fields__
             if getattr(self.options, name) != getattr(Options(), name)
         }
-        described = {"where": self.where, "model": self.model, "device": self.device, "options": options}
+        where = without_password(self.where)
+        described = {"where": where, "model": self.model, "device": self.device, "options": options}
         if self.is_plain:  # Not the headers, which may be secret.
             described |= {"body": self.body, "method": self.method}
         return described

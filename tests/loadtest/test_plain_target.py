@@ -183,8 +183,16 @@ def test_which_addresses_are_plain(where, body, is_plain):
 async def test_misuse():
     with pytest.raises(OptionsError, match="'colon' is not a header"):
         await loadtest.run(TargetSpec("http://127.0.0.1:9/x", headers=("colon",)), **QUICK)
-    with pytest.raises(UsageError, match="is not the address of a server"):
-        await loadtest.run("http:///x", **QUICK)
+    for wrong in ("a\r\nX: 1", "a b: 1", ": 1", "a: 1\r\nX: 1", "a: \0"):
+        with pytest.raises(OptionsError, match="header"):
+            await loadtest.run(TargetSpec("http://127.0.0.1:9/x", headers=(wrong,)), **QUICK)
+    with pytest.raises(OptionsError, match="'G ET' is not a method"):
+        await loadtest.run(TargetSpec("http://127.0.0.1:9/x", method="G ET"), **QUICK)
+    for wrong in ("http:///x", "http://127.0.0.1:99999/x"):
+        with pytest.raises(UsageError, match="is not the address of a server"):
+            await loadtest.run(wrong, **QUICK)
+    with pytest.raises(TargetError, match="http://…@127.0.0.1:9/x cannot be reached"):
+        await loadtest.run("http://me:s3cret@127.0.0.1:9/x", **QUICK)
     with pytest.raises(OptionsError, match="callers is given twice"):
         await loadtest.run("http://127.0.0.1:9/x", users=1, vus=2)
     with pytest.raises(OptionsError, match="seconds must be"):

@@ -67,7 +67,7 @@ async def test_the_page_about_it_runs_as_it_stands(tmp_path, monkeypatch, capsys
 def test_no_report_holds_a_secret(monkeypatch):
     words = [
         "load",
-        "http://h/x",
+        "http://me:s3cret@h/x",
         "--token",
         "s3cret",
         "--header=X: s3cret",

@@ -1,11 +1,13 @@
 """Targets in this process, and how a target is said."""
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt import loadtest
 from asynctrt.errors import ModelNotFoundError, TargetError, UsageError
 from asynctrt.loadtest.local_targets import CallTarget
 from asynctrt.loadtest.opening import opened
@@ -104,6 +106,28 @@ async def test_a_function_that_gives_a_future():
     assert (await CallTarget(later).start({}))["y"].tolist() == [1.0]
 
 
+async def test_requests_that_are_given_one_future_or_raise_what_cannot_be_shown_are_all_counted():
+    class Unkind(Exception):
+        def __str__(self):
+            raise ValueError("no")
+
+    shared = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.01, shared.set_result, {})
+    turns = itertools.count(1)
+
+    def call():
+        return shared if next(turns) % 3 else failing()
+
+    async def failing():
+        raise Unkind
+
+    report = await loadtest.run(call, callers=6, requests=60, duration="20s", warmup=0)
+    run = report.runs[0]
+    assert run.complete
+    assert run.answered + run.errors["Unkind"].count == run.requests == 60
+    assert "its message cannot be read" in run.errors["Unkind"].example
+
+
 async def test_a_function_that_is_not_async():
     with pytest.raises(TargetError, match="is not an async function: it returned dict"):
         CallTarget(dict).start({})
@@ -125,6 +149,7 @@ def test_a_token_is_not_shown():
     assert "s3cret" not in repr(spec)
     assert "s3cret" not in str(spec.describe())
     assert spec.describe()["options"] == {"max_rows": 4}
+    assert TargetSpec("http://me:s3cret@here/a@b").describe()["where"] == "http://…@here/a@b"
     assert spec.is_server
     assert not TargetSpec("model.onnx").is_server
     assert not TargetSpec("package.module:attribute").is_server
