@@ -81,10 +81,15 @@ async def asynctrt_engine(
 
 
 @_async_fixture
-async def asynctrt_server(asynctrt_engine: Engine) -> AsyncGenerator[Any, None]:
-    """Return a server of that engine on a free port, a ``LocalServer``; the model's name is "model"."""
+async def asynctrt_server(asynctrt_engine: Engine, asynctrt_device: Any) -> AsyncGenerator[Any, None]:
+    """Return a server of that engine on a free port, a ``LocalServer``; the model's name is "model".
+
+    What a latch still holds after the test is run before the server is closed, which would wait for it.
+    """
     # Not before it is needed: an application without a server has no need of the extra `serve`.
     from asynctrt.testing.server import serve_locally  # noqa: PLC0415
 
     async with serve_locally({"model": asynctrt_engine}) as server:
         yield server
+        if isinstance(asynctrt_device, LatchDevice):
+            asynctrt_device.open()

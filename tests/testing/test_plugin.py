@@ -61,6 +61,26 @@ def test_mistakes_are_explained(tmp_path):
     assert "await device.wait_held(1)" in said
 
 
+@pytest.mark.tier2
+def test_a_batch_that_is_still_held_keeps_no_server(tmp_path):
+    """A server that closes waits for its answers, 5 s long; the latch lets go of them first."""
+    (tmp_path / "conftest.py").write_text(FILES["conftest.py"])
+    (tmp_path / "test_it.py").write_text(
+        "import numpy as np, pytest, time\n"
+        "@pytest.fixture(autouse=True, scope='module')\n"
+        "def in_time():\n"
+        "    began = time.monotonic()\n"
+        "    yield\n"
+        "    assert time.monotonic() - began < 4\n"
+        "@pytest.mark.anyio\n"
+        "async def test_it(asynctrt_server, asynctrt_latch, asynctrt_engine):\n"
+        "    asynctrt_engine.submit(np.ones((1, 1), np.float32))\n"
+        "    await asynctrt_latch.wait_held()\n"
+    )
+    code, said = pytest_in(tmp_path)
+    assert code == 0, said
+
+
 @pytest.mark.anyio
 async def test_a_server_for_a_test():
     async with (
