@@ -166,6 +166,23 @@ def test_on_a_gpu(tmp_path):
     assert result["output"].tolist() == rows(6).tolist()
 
 
+def test_the_tutorial_makes_the_model_that_its_snippets_take(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert names_of("tutorial.md", "onnx.save")["graph"].name == "double"
+    snippet = names_of("tutorial.md", "careful")
+    assert bounded(snippet["careful"]("model.onnx", rows(3)))["output"].tolist() == rows(6).tolist()
+
+
+def test_what_two_extras_need_is_the_same_version():
+    """A client alone has to work as it does beside a server."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needs = {}
+    for extra in ("client", "serve", "load"):
+        for need in extras[extra]:
+            needs.setdefault(re.split("[>=]", need)[0], set()).add(need)
+    assert [versions for versions in needs.values() if len(versions) > 1] == []
+
+
 def test_batching_priorities_overload(tmp_path, capsys):
     careful = names_of("tutorial.md", "careful")["careful"]
     result = bounded(careful(double_onnx(tmp_path / "model.onnx"), rows(3)))
