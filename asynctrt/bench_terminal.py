@@ -9,7 +9,9 @@ from asynctrt import bench as benchmarks
 
 
 def show_overhead(out: Console, report: benchmarks.BenchReport) -> None:
-    """Print the cost of the engine itself as a table."""
+    """Print the cost of the engine itself as a table; nothing, if nothing was measured."""
+    if not _was_measured(report):
+        return
     table = _table(report, ("requests/s", "spread", "CPU µs a\nrequest", "round trip\nµs", "mean\nbatch"))
     for case in report.cases:
         rate, spread = case.median("requests_per_s"), case.spread("requests_per_s")
@@ -28,7 +30,9 @@ def show_overhead(out: Console, report: benchmarks.BenchReport) -> None:
 
 
 def show_model(out: Console, report: benchmarks.BenchReport) -> None:
-    """Print an engine beside plain ONNX Runtime as a table."""
+    """Print an engine beside plain ONNX Runtime as a table; nothing, if nothing was measured."""
+    if not _was_measured(report):
+        return
     raw = {
         (case.labels["threads"], case.labels["rows"]): rate
         for case in report.cases
@@ -56,6 +60,10 @@ def show_model(out: Console, report: benchmarks.BenchReport) -> None:
             _figure(case, "p99_ms", 1),
         )
     out.print(table)
+
+
+def _was_measured(report: benchmarks.BenchReport) -> bool:
+    return any(case.runs for case in report.cases)
 
 
 def _over_raw(

@@ -1,6 +1,8 @@
 """Show in a terminal what `asynctrt demo` does."""
 
+import sys
 from collections.abc import Callable
+from shutil import which
 from typing import Final
 
 from rich.console import Console
@@ -106,17 +108,27 @@ class DemoView:
         self._out.print("\nTo try next:", highlight=False)
         address = url or "http://127.0.0.1:8000"
         tries = [
-            ("asynctrt demo ~/Downloads", "your own files"),
-            (f"asynctrt load {address}/v2/models/layers --callers 64", "a load, to be seen on the dashboard"),
-            ("asynctrt bench overhead", "what the engine itself costs"),
+            ("demo ~/Downloads", "your own files"),
+            (f"load {address}/v2/models/layers --callers 64", "a load, to be seen on the dashboard"),
+            ("bench overhead", "what the engine itself costs"),
         ]
         if url is None:
             tries[1:2] = [
-                ("asynctrt demo --dashboard", "and then a dashboard of both models"),
-                ("asynctrt load demo", "the first model under load"),
+                ("demo --dashboard", "and then a dashboard of both models"),
+                ("load demo", "the first model under load"),
             ]
         for command, what in tries:
-            self._out.print(f"  {command}\n      {what}", highlight=False, markup=False, soft_wrap=True)
+            self._out.print(
+                f"  {_command()} {command}\n      {what}", highlight=False, markup=False, soft_wrap=True
+            )
 
     def _say(self, text: str) -> None:
         self._out.print(text, highlight=False, markup=False)
+
+
+def _command() -> str:
+    """Return the command as it can be called here: it is on the path only in an active environment."""
+    if which("asynctrt"):
+        return "asynctrt"
+    given = sys.argv[0]
+    return f"{sys.executable} -m asynctrt" if given.endswith(".py") else given

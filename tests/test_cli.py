@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import io
 import json
 import os
 import pty
@@ -13,9 +14,11 @@ import types
 
 import pytest
 import typer.main
+from rich.console import Console
 
 import asynctrt
-from asynctrt import cli
+from asynctrt import bench, cli
+from asynctrt.bench_terminal import show_model, show_overhead
 from asynctrt.command_help import show_help
 from tests.models import double_onnx, lying_onnx, sequence_onnx
 
@@ -270,6 +273,14 @@ def test_ctrl_c_in_bench_overhead_shows_what_was_measured():
     assert re.search(r"median of 1( or 2)?;", screen)
     assert "Interrupted" in screen
     assert "Traceback" not in screen
+
+
+def test_a_benchmark_that_was_interrupted_at_once_shows_no_empty_table():
+    out = Console(record=True, file=io.StringIO())
+    report = bench.BenchReport("nothing yet", {}, [], 1)
+    for show in (show_overhead, show_model):
+        show(out, report)
+    assert out.export_text() == ""
 
 
 @pytest.mark.tier2
