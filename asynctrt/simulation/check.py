@@ -127,6 +127,8 @@ class World:
                 profile_of=profiles.right_profile if scenario.has_profiles else None,
                 is_calm=scenario.is_calm,
                 batch_ns=scenario.latency().cost((), scenario.rows_max).total_ns,
+                times_all=scenario.times_all,
+                users=self._users,
             ),
         )
         engine = VirtualEngine(

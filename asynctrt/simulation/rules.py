@@ -2,12 +2,13 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from asynctrt.errors import AsynctrtError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
+from asynctrt.scheduling.estimates import TIMED_ALWAYS_NS, TIMED_EVERY, WINDOW
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX
@@ -41,6 +42,10 @@ class Limits:
     """Whether every batch takes exactly what others like it took, so that expectations can be held to it."""
     batch_ns: int = 0
     """What the largest batch takes, if all is calm."""
+    times_all: bool = False
+    """Whether the device times every batch."""
+    users: Sequence[int] = ()
+    """The batches in each arena, over all engines that share them."""
 
     def rows_max(self, key: BatchKey) -> int:
         """Return the rows that a batch of a key holds."""
@@ -61,6 +66,9 @@ class Rules:
         self._again: deque[tuple[Request, ...]] = deque()
         self._slabs: dict[int, list[tuple[int, int]]] = {}
         self._ends_ns: dict[int, int] = {}
+        # How many batches of a shape and a size were timed, and the profile that each context had last.
+        self._timed: Counter[tuple[Hashable, int]] = Counter()
+        self._profile_of: dict[int, int | None] = {}
         self.quarantined: set[int] = set()
         self._passed_over: Counter[BatchKey] = Counter()
         self._keys: set[BatchKey] = set()
@@ -134,6 +142,7 @@ class Rules:
         numbers = [self._number.get(request, 0) for request in batch.requests]
         self._say(now_ns, f"{batch!r} with requests {numbers} is launched")
         self._check_rows(batch)
+        self._check_times(batch)
         if batch.reason is Reason.AGAIN:
             self._check_context(batch)
             self._take_again(batch.requests)
@@ -157,6 +166,8 @@ class Rules:
         _hold(len(self.in_flight) <= self._limits.in_flight_max, "too many batches are in flight")
 
     def expected(self, batch: Batch, expected_ns: int | None) -> None:
+        seen = any(self._timed[batch.key.shape, rows] for rows in range(1, batch.rows_run + 1))
+        _hold((expected_ns is not None) is seen, "an expectation out of nothing, or none out of something")
         if expected_ns is not None:
             _hold(expected_ns >= 0, "a batch is expected in the past")
             self._ends_ns[batch.number] = batch.launched_ns + expected_ns
@@ -197,6 +208,7 @@ class Rules:
             self._end(request, State.DONE)
         self._rows_run += batch.rows
         self._rows_padded += batch.rows_run - batch.rows
+        self._timed[batch.key.shape, batch.rows_run] += batch.is_timed
         if self._limits.is_calm and batch.number in self._ends_ns:
             _hold(
                 self._ends_ns.pop(batch.number) <= now_ns, f"batch {batch.number} was expected after its end"
@@ -389,6 +401,24 @@ class Rules:
         _hold(batch.context not in self.quarantined, "a context was given out that is out of use")
         arena = batch.context % limits.arenas if limits.arenas else None
         _hold(batch.arena == arena, "a context was given another arena than its own")
+        free = set(range(limits.contexts)) - busy - self.quarantined
+        if batch.arena is not None and limits.users:
+            # This batch is counted there by now.
+            least = min(limits.users[one % limits.arenas] - (one % limits.arenas == arena) for one in free)
+            _hold(limits.users[batch.arena] - 1 == least, "a fuller arena was taken")
+        if limits.profile_of is not None:
+            mates = [one for one in free if batch.arena is None or one % limits.arenas == arena]
+            known = [one for one in mates if self._profile_of.get(one) == batch.profile]
+            wanted = known or [one for one in mates if one not in self._profile_of] or mates
+            _hold(batch.context in wanted, "a context that had another profile was taken")
+            self._profile_of[batch.context] = batch.profile
+
+    def _check_times(self, batch: Batch) -> None:
+        if self._limits.times_all:
+            _hold(batch.is_timed, "a batch is not timed although all are")
+        elif batch.number % TIMED_EVERY and self._timed[batch.key.shape, batch.rows_run] >= WINDOW:
+            known_ns = self._scheduler.usual_ns(batch)[1]
+            _hold(not batch.is_timed or known_ns >= TIMED_ALWAYS_NS, "a known size is timed out of turn")
 
     def _check_reason(self, batch: Batch, now_ns: int) -> None:
         policy, in_flight = self._limits.policy, len(self.in_flight)
@@ -399,6 +429,8 @@ class Rules:
                 self._rows[batch.key] >= self._limits.rows_max(batch.key),
                 "a batch is called full that is not",
             )
+        if batch.reason is Reason.TURN:
+            _hold(is_saturated, "a turn on a device that has room")
         if is_saturated:
             _hold(self._some_full(), "a batch was launched although the device has enough to do")
         elif batch.reason is Reason.AHEAD:

@@ -2,14 +2,13 @@
 
 ``LatchDevice`` is a device whose batches end when the test says so; ``StrictModel`` puts your own model on a
 strict double of TensorRT (``asynctrt.testing.tensorrt``), without a GPU; ``serve_locally`` is a server on a
-free port; ``asynctrt.testing.plugin`` has them as fixtures of pytest; ``simulate`` runs the scheduler
-through millions of events from a seed.
+free port; ``asynctrt.testing.plugin`` has them as fixtures of pytest. The scheduler's own simulator is
+``asynctrt simulate``.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from asynctrt.testing.latch import LatchDevice, LatchError
-from asynctrt.testing.simulator import Simulation, simulate
 
 if TYPE_CHECKING:
     from asynctrt.testing.server import LocalServer, serve_locally
@@ -19,10 +18,8 @@ __all__ = [
     "LatchDevice",
     "LatchError",
     "LocalServer",
-    "Simulation",
     "StrictModel",
     "serve_locally",
-    "simulate",
 ]
 
 

@@ -8,6 +8,7 @@ from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
 from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
@@ -101,7 +102,7 @@ def a_bucket_keeps_its_turn(original, self, bucket):
 
 
 def only_full_buckets_while_busy(original, self, now_ns, in_flight):
-    if in_flight < self._policy.concurrency or not self._full:
+    if in_flight < self._policy.concurrency or not self.full:
         return original(self, now_ns, in_flight)
     full = [bucket for level in reversed(self._levels) for bucket in level.ready if bucket.is_full]
     return (full[0], Reason.FULL) if full else None
@@ -274,6 +275,30 @@ def an_empty_wakeup_storm(original, self):
     return 0
 
 
+def any_context_for_any_profile(original, self, free, profile):
+    return free[-1]
+
+
+def the_first_arena_always(original, self, profile):
+    return next(arena for arena, contexts in enumerate(self._free) if contexts)
+
+
+def the_end_is_always_known(original, self, batch, now_ns):
+    return 0
+
+
+def every_batch_is_timed(original, self, number, shape, rows):
+    return True
+
+
+def each_slab_is_learned_anew(original, self):
+    return self.shape, self.slab
+
+
+def masked_ones_are_not_told_apart(original, self, request):
+    return False
+
+
 def a_lane_is_never_left(original, self, batch, now_ns):
     pass
 
@@ -330,12 +355,21 @@ PLANTED = [
     (Shapes, "limit", one_limit_for_all_shapes),
     (Shapes, "profile", the_profile_of_fewer_rows),
     (CompletionEstimator, "started", ends_are_expected_late),
+    (CompletionEstimator, "started", the_end_is_always_known),
+    (CompletionEstimator, "wants_times", every_batch_is_timed),
+    (ContextAllocator, "_with_profile", any_context_for_any_profile),
+    (ContextAllocator, "_arena_for", the_first_arena_always),
+    (Scheduler, "_mask", masked_ones_are_not_told_apart),
     (Counters, "add_batch", padding_is_counted_as_rows),
     (Lanes, "landed", a_lane_is_never_left),
+    (BatchKey, "cost_key", each_slab_is_learned_anew),
 ]
 
 
 def plant(monkeypatch, owner, name, defect):
     """Put a defect in the place of a method."""
     original = getattr(owner, name)
+    if isinstance(original, property):
+        monkeypatch.setattr(owner, name, property(lambda self: defect(original, self)))
+        return
     monkeypatch.setattr(owner, name, lambda self, *args, **more: defect(original, self, *args, **more))

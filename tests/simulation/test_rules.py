@@ -49,10 +49,15 @@ def test_an_expectation_after_the_end_is_found_where_times_are_exact():
     submit(scheduler, rules)
     batch = scheduler.next_batch(6)
     rules.launched(batch, 6)
-    rules.expected(batch, 10)
     scheduler.finished(batch, 9, 0, 3, 0)
+    rules.answered(Flight(batch, lambda _: None), 9)
+    submit(scheduler, rules)
+    batch = scheduler.next_batch(10)
+    rules.launched(batch, 10)
+    rules.expected(batch, 10)
+    scheduler.finished(batch, 13, 0, 3, 0)
     with pytest.raises(InternalError, match="was expected after its end"):
-        rules.answered(Flight(batch, lambda _: None), 9)
+        rules.answered(Flight(batch, lambda _: None), 13)
 
 
 def test_a_request_that_vanishes_is_found():
