@@ -305,6 +305,7 @@ class Engine:
             cancelled=counters.cancelled,
             expired=counters.expired,
             refused=counters.refused,
+            refused_late=counters.refused_late,
             rows=counters.rows,
             batches=counters.batches,
             queue_ns=counters.queue_ns,

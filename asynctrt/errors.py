@@ -20,6 +20,7 @@
     ├── OverloadError           503 UNAVAILABLE        try again later, or shed load
     │   ├── QueueFullError                             the bounded queue had no room
     │   └── DeadlineError       (TimeoutError)         the timeout passed while queued
+    │       └── DeadlineUnreachableError               it would pass, as far as can be told: not queued
     ├── LifecycleError          503 UNAVAILABLE
     │   ├── EngineClosedError                          the engine is draining or closed
     │   ├── SuspendedError                             the engine's weights are not on its device
@@ -149,6 +150,13 @@ class QueueFullError(OverloadError):
 
 class DeadlineError(OverloadError, TimeoutError):
     """The request's timeout passed while it was still queued. It never reached the device."""
+
+
+class DeadlineUnreachableError(DeadlineError):
+    """By what batches took so far, the request's timeout would pass before its turn. Nothing was queued."""
+
+    predicted_s: float = 0.0
+    """In how many seconds it would have been launched; with ``timeout_until="answer"``, answered."""
 
 
 class LifecycleError(AsynctrtError):

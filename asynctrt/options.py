@@ -36,6 +36,11 @@ ArenaSize = Literal["profile", "shapes"]
 Isolation = Literal["none", "process"]
 """Where an engine runs."""
 
+
+TimeoutUntil = Literal["launch", "answer"]
+"""What has to happen before a timeout is over."""
+
+
 Runtime = Literal["onnxruntime", "tensorrt"]
 """What can run a model."""
 
@@ -49,6 +54,7 @@ class Settings(TypedDict, total=False):
     max_queue_rows: int
     max_in_flight: int | None
     timeout: float | None
+    timeout_until: TimeoutUntil
     priorities: int
     urgent_share: float | None
     contexts: int | None
@@ -179,11 +185,20 @@ class Options:
         check=duration().or_none,
         doc="How long a request that gives no timeout of its own may be queued. Default: no limit.",
     )
+    timeout_until: TimeoutUntil = setting(
+        default="launch",
+        check=choice(*get_args(TimeoutUntil)),
+        doc="""What has to happen before a timeout is over. ``launch``: the request has left the queue.
+        ``answer``: it is answered, as far as can be told from what batches took so far; what cannot be any
+        more is not computed. Either way a request that would be too late is refused when it comes, with
+        ``DeadlineUnreachableError``.""",
+    )
     priorities: int = setting(
         default=3,
         check=count(1),
         doc="""Priority levels. A request's ``priority`` goes from 0, the default, to ``priorities - 1``, the
-        most urgent. A more urgent request is always launched first.""",
+        most urgent. A more urgent request is launched first, and of equals the one with the earliest
+        deadline; but one batch in 8 starts with what has waited longest, if that is over a second.""",
     )
     urgent_share: float | None = setting(
         default=None,

@@ -161,6 +161,7 @@ class EngineParts:
                 is_alone=options.deterministic,
                 is_pipelined=is_pipelined,
                 lanes_max=lanes_max,
+                answers_in_time=options.timeout_until == "answer",
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,

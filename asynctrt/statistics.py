@@ -94,7 +94,10 @@ class Statistics:
     expired: int
     """Requests whose timeout passed while they were queued."""
     refused: int
-    """Requests not accepted, because the queue was full or the engine was closing."""
+    """Requests not accepted, because the queue was full, they would have been too late, or the engine was
+    closing."""
+    refused_late: int
+    """Of these, how many would have been too late: ``DeadlineUnreachableError``."""
     rows: int
     """Rows answered."""
     rows_padded: int
@@ -108,7 +111,8 @@ class Statistics:
     """Batches by the reason for launching them, those in flight included: ``full`` (the batch could not
     grow), ``idle`` (the device had room), ``delay`` (``max_delay`` had passed), ``deadline`` (one would have
     passed), ``turn`` (it was the bucket's turn when another bucket was full), ``ahead`` (the device was about
-    to be done with the one before it), ``again`` (a part of one that failed)."""
+    to be done with the one before it), ``aged`` (it starts with what was most overdue, whatever its
+    priority), ``again`` (a part of one that failed)."""
     queue_ns: int
     """Time in the queue, summed over the answered requests."""
     copy_in_ns: int

@@ -471,8 +471,8 @@ class TestOverload:
         opening, device = latched(slots=1, contexts=1, max_rows=1)
         async with opening as engine:
             first = send(engine, 1)
-            first_alone = asyncio.create_task(engine.infer(rows(2), timeout=0))
             await until(lambda: device.held)
+            first_alone = asyncio.create_task(engine.infer(rows(2), timeout=0))
             with pytest.raises(DeadlineError, match="timeout of 0.000 ms passed.*did not reach the device"):
                 await first_alone
             device.open()

@@ -50,7 +50,13 @@ def deadline_error(request: Request, now_ns: int) -> DeadlineError:
     """Return the error for a request whose timeout passed in the queue."""
     assert request.deadline_ns != NO_DEADLINE_NS
     waited_ms = (now_ns - request.arrival_ns) / 1e6
-    timeout_ms = (request.deadline_ns - request.arrival_ns) / 1e6
+    timeout_ms = (request.deadline_ns + request.reserve_ns - request.arrival_ns) / 1e6
+    if request.reserve_ns:
+        return DeadlineError(
+            f"the request could not be answered any more within its timeout of {timeout_ms:.3f} ms, after "
+            f"{waited_ms:.3f} ms in the queue: a batch takes {request.reserve_ns / 1e6:.3f} ms. It did not "
+            "reach the device. Allow more time, or send less"
+        )
     return DeadlineError(
         f"the timeout of {timeout_ms:.3f} ms passed after {waited_ms:.3f} ms in the queue; the request did "
         "not reach the device. Allow more time, or send less"

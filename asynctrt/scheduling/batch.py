@@ -22,6 +22,8 @@ class Reason(StrEnum):
     """It was its turn among buckets of which another was full, on a device with enough to do."""
     AHEAD = "ahead"
     """The device was about to be done with the batch before it: staged and copied in, it is there in time."""
+    AGED = "aged"
+    """It starts with the request that is most overdue, whatever its priority."""
     AGAIN = "again"
     """It is a part of a batch that failed."""
 

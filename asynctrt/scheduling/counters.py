@@ -29,6 +29,7 @@ class Counters:
     cancelled: int = 0
     expired: int = 0
     refused: int = 0
+    refused_late: int = 0
     rows_padded: int = 0
     batches_timed: int = 0
     busy_ns: int = 0

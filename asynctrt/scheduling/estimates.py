@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import BatchKey
 
 WINDOW: Final = 16
 SHAPES_MAX: Final = 256
@@ -88,6 +89,19 @@ class LatencyHistory:
             window = sizes[seen]
         return window.expected_ns
 
+    def sure_ns(self, shape: Hashable, rows: int) -> int | None:
+        """Return what :meth:`expected_ns` does, from sizes alone of which enough samples exist."""
+        sizes = self._shapes.get(shape)
+        if not sizes:
+            return None
+        window = sizes.get(rows)
+        if window is None or len(window.recent) < QUANTILE:
+            seen = [size for size in sizes if size < rows and len(sizes[size].recent) >= QUANTILE]
+            if not seen:
+                return None
+            window = sizes[max(seen)]
+        return window.expected_ns
+
     def has_seen(self, shape: Hashable, rows: int) -> bool:
         """Return whether a batch of exactly this size was seen."""
         return rows in self._shapes.get(shape, ())
@@ -159,6 +173,22 @@ class CompletionEstimator:
         """Return how long before a batch can compute it is to be launched: to be staged and copied in."""
         staged_ns = self._staging.expected_ns(copies, rows) or 0
         return staged_ns + (self._copy_in.expected_ns(copies, rows) or 0) + LEAD_MARGIN_NS
+
+    def service_ns(self, key: BatchKey, rows: int) -> int | None:
+        """Return how long a batch takes at least from its launch to its end, if it does not wait for another;
+        ``None`` until enough like it were seen."""
+        compute_ns = self._compute.sure_ns(key.cost_key, rows)
+        if compute_ns is None:
+            return None
+        copies = key.copy_key
+        copies_ns = (self._copy_in.expected_ns(copies, rows) or 0) + (
+            self._copy_out.expected_ns(copies, rows) or 0
+        )
+        return compute_ns + copies_ns
+
+    def compute_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long a batch computes at least; 0 until enough like it were seen."""
+        return self._compute.sure_ns(key.cost_key, rows) or 0
 
     def is_known(self, number: int, line: int) -> bool:
         """Return whether the end of a batch on the device can be told."""

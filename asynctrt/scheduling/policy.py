@@ -12,7 +12,9 @@ Decisions only: nothing here changes anything. For a free context:
   shortly before a deadline in it passes. The wait counts from that arrival and never restarts.
 
 Among buckets that may launch, the one with the most urgent request wins; equals take turns, so that a flood
-of one shape cannot keep another waiting.
+of one shape cannot keep another waiting, but every second turn may be that of the earliest deadline. Within a
+bucket and a priority the earliest deadline goes first. One batch in ``AGED_EVERY`` starts with what is most
+overdue, whatever its priority, so that nothing starves.
 """
 
 from bisect import bisect_left
@@ -28,6 +30,12 @@ PART_NS_MIN: Final = 200_000
 
 DEADLINE_MARGIN_NS: Final = 500_000
 """A batch that waits for company is launched this long before the first deadline in it."""
+
+PATIENCE_NS: Final = 1_000_000_000
+"""After so long a wait a request is overdue: of its priority it goes before every deadline that is later, and
+one batch in ``AGED_EVERY`` starts with whatever is most overdue."""
+
+AGED_EVERY: Final = 8
 
 
 class Captured(NamedTuple):
@@ -56,6 +64,9 @@ class Policy:
     :param is_pipelined: whether batches wait for one another on the device, each copied in while the one
         before it computes, so that they are to be launched just in time.
     :param lanes_max: batches that may compute side by side there.
+    :param answers_in_time: whether deadlines are those of answers, so that batches are also formed as late as
+        possible when they are full.
+    :param patience_ns: after how long a request is overdue.
     :param is_alone: whether each request is a batch of its own, whatever else is queued.
     """
 
@@ -67,6 +78,8 @@ class Policy:
     is_alone: bool = False
     is_pipelined: bool = False
     lanes_max: int = 1
+    answers_in_time: bool = False
+    patience_ns: int = PATIENCE_NS
 
     def ready_ns(self, oldest_arrival_ns: int, deadline_ns: int) -> int:
         """Return when a bucket that is not full has waited long enough, in ns."""

@@ -6,6 +6,7 @@ themselves before tombstones outnumber live entries, so they stay bounded by the
 O(1) on average. Finding the bucket to launch from does not depend on how many there are.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
@@ -14,7 +15,7 @@ from typing import Final
 
 from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.policy import PATIENCE_NS, Policy
 from asynctrt.scheduling.request import IN_FLIGHT, NO_DEADLINE_NS, QUEUED, Request, State
 
 TOMBSTONES_MIN: Final = 64
@@ -26,16 +27,26 @@ LOOKAHEAD_MAX: Final = 16
 DISPLACED_FROM_MAX: Final = 16
 """Buckets that are looked through for requests to displace."""
 
+OVERDUE_FROM_MAX: Final = 64
+"""Buckets of each priority that are looked through for the request that is most overdue. Those that come
+later move up with every batch."""
+
 EMPTY_MAX: Final = 256
 """Empty buckets that are kept."""
 
 
 class BucketQueue:
-    """The requests of one bucket, the most urgent priority first, in order of arrival within a priority."""
+    """The requests of one bucket: the most urgent priority first, and within one what is due first.
+
+    A request is due at its deadline, or when it has waited for ``patience_ns`` if that is earlier. So nothing
+    waits for longer than that for what comes later, and without deadlines the order is that of arrival.
+    """
 
     __slots__ = (
         "_by_priority",
+        "_patience_ns",
         "_tombstones",
+        "_urgent_rows",
         "deadline_ns",
         "is_full",
         "is_ready",
@@ -47,7 +58,7 @@ class BucketQueue:
         "rows_max",
     )
 
-    def __init__(self, key: BatchKey, priorities: int, rows_max: int) -> None:
+    def __init__(self, key: BatchKey, priorities: int, rows_max: int, patience_ns: int = PATIENCE_NS) -> None:
         self.key = key
         self.rows_max = rows_max
         """Rows that one batch of this bucket holds."""
@@ -62,6 +73,9 @@ class BucketQueue:
         self.ready_ns = 0
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
         self._tombstones = 0
+        self._patience_ns = patience_ns
+        # Rows by priority; those of priority 0 are not counted, as they go behind all others.
+        self._urgent_rows: dict[int, int] = {}
 
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
@@ -71,7 +85,13 @@ class BucketQueue:
 
         :returns: whether this changes when it is the turn of the bucket.
         """
-        self._by_priority[-1 - request.priority].append(request)
+        queue = self._by_priority[-1 - request.priority]
+        if request.deadline_ns != NO_DEADLINE_NS and queue and self._goes_before(request, queue[-1]):
+            queue.insert(self._place_in(queue, request), request)
+        else:
+            queue.append(request)
+        if request.priority:
+            self._urgent_rows[request.priority] = self._urgent_rows.get(request.priority, 0) + request.rows
         self.requests += 1
         self.rows = rows = self.rows + request.rows
         return (
@@ -85,7 +105,25 @@ class BucketQueue:
         self.rows -= request.rows
         self.requests -= 1
         self._tombstones += 1
+        if request.priority:
+            self._urgent_rows[request.priority] -= request.rows
         self._bury()
+
+    def rows_ahead(self, request: Request) -> int:
+        """Return how many rows at least would go before a request that is not queued yet."""
+        priority = request.priority
+        if not self.rows:
+            return 0
+        queue = self._by_priority[-1 - priority]
+        above = sum(rows for level, rows in self._urgent_rows.items() if level > priority)
+        if queue and self._goes_before(request, queue[-1]):
+            # Each has a row at least, and some are tombstones.
+            return above + max(self._place_in(queue, request) - self._tombstones, 0)
+        return above + self._urgent_rows.get(priority, 0) if priority else self.rows
+
+    def overdue_ns(self) -> int:
+        """Return when the first of its requests is due, whatever its priority. Not for an empty queue."""
+        return min(self._due_ns(queue[0]) for queue in self._heads())
 
     def waiting(self) -> Iterator[Request]:
         """Yield the queued requests, most urgent first."""
@@ -94,8 +132,13 @@ class BucketQueue:
                 if request.state is QUEUED:
                     yield request
 
-    def head(self) -> Request | None:
-        """Return the request that the next batch of this bucket starts with."""
+    def head(self, *, by_age: bool = False) -> Request | None:
+        """Return the request that the next batch of this bucket starts with.
+
+        :param by_age: the one that is due first, whatever its priority.
+        """
+        if by_age:
+            return self._heads()[0][0]
         for queue in self._by_priority:
             while queue:
                 if queue[0].state is QUEUED:
@@ -105,35 +148,37 @@ class BucketQueue:
         return None
 
     def oldest_arrival_ns(self) -> int:
-        """Return when the request arrived that has waited longest. Only for a queue that is not empty."""
-        oldest_ns = NO_DEADLINE_NS
-        for queue in self._by_priority:
-            while queue and queue[0].state is not QUEUED:
-                queue.popleft()
-                self._tombstones -= 1
-            if queue:
-                oldest_ns = min(oldest_ns, queue[0].arrival_ns)
-        return oldest_ns
+        """Return when the request arrived that has waited longest. Only for a queue that is not empty.
+
+        It goes through all of them: for buckets that do not fill a batch.
+        """
+        return min(request.arrival_ns for request in self.waiting())
 
     def newest(self, priority: int) -> Iterator[Request]:
-        """Return the queued requests of one priority, the one that came last first."""
+        """Return the queued requests of one priority, the one that would go last first."""
         queue = self._by_priority[-1 - priority]
         while queue and queue[-1].state is not QUEUED:
             queue.pop()
             self._tombstones -= 1
         return (request for request in reversed(queue) if request.state is QUEUED)
 
-    def choose(self, rows_max: int) -> tuple[tuple[Request, ...], int]:
+    def choose(
+        self,
+        rows_max: int,
+        by_age: bool = False,  # noqa: FBT001, FBT002  (a keyword would cost each batch)
+    ) -> tuple[tuple[Request, ...], int]:
         """Return the requests of the next batch, at most ``rows_max`` rows, and their rows. Change nothing.
 
         A request that does not fit into the rest of the batch is passed over in favour of smaller ones behind
         it. It moves up with every batch, and the head always fits, so none starves.
+
+        :param by_age: begin with the priority whose first request is due first.
         """
         if not self._tombstones and self.rows <= rows_max:
             return tuple(chain.from_iterable(self._by_priority)), self.rows
         chosen: list[Request] = []
         room = rows_max
-        for queue in self._by_priority:
+        for queue in self._heads() if by_age else self._by_priority:
             passed_over = 0
             for request in queue:
                 if request.state is not QUEUED:
@@ -159,12 +204,41 @@ class BucketQueue:
                 queue.clear()
             self.rows = self.requests = self._tombstones = 0
             self.deadline_ns = NO_DEADLINE_NS
+            if self._urgent_rows:
+                self._urgent_rows.clear()
             return
+        if self._urgent_rows:
+            for request in chosen:
+                if request.priority:
+                    self._urgent_rows[request.priority] -= request.rows
         self.rows -= rows
         self.requests -= taken
         self._tombstones += taken
         self.head()
         self._bury()
+
+    def _due_ns(self, request: Request) -> int:
+        return min(request.deadline_ns, request.arrival_ns + self._patience_ns)
+
+    def _goes_before(self, request: Request, other: Request) -> bool:
+        # Who came later and has a later deadline is due later, so that most need not be looked at closely.
+        return request.deadline_ns < other.deadline_ns and self._due_ns(request) < self._due_ns(other)
+
+    def _place_in(self, queue: deque[Request], request: Request) -> int:
+        """Return the place in the order of what is due, behind those that are due at the same time."""
+        return bisect_right(queue, self._due_ns(request), key=self._due_ns)
+
+    def _heads(self) -> list[deque[Request]]:
+        """Return the queues with requests, the one whose first is due first in front."""
+        found = []
+        for queue in self._by_priority:
+            while queue and queue[0].state is not QUEUED:
+                queue.popleft()
+                self._tombstones -= 1
+            if queue:
+                found.append(queue)
+        found.sort(key=lambda queue: self._due_ns(queue[0]))
+        return found
 
     def _bury(self) -> None:
         """Rebuild the queues if tombstones outnumber the living."""
@@ -200,8 +274,8 @@ class Buckets:
         self.by_key: dict[BatchKey, BucketQueue] = {}
         """The buckets with work, and some that are empty, for the next request of their key."""
         self._levels = tuple([_Level() for _ in range(priorities)])
-        # No bucket with work has a more urgent request.
-        self._priority_max = 0
+        self.priority_max = 0
+        """No bucket with work has a more urgent request."""
         # When the delay of a filling bucket is over; entries of others are skipped when they come up.
         self._delays: list[tuple[int, int, BucketQueue]] = []
         self._order = count()
@@ -229,8 +303,8 @@ class Buckets:
             # What `_insert` does, without the call: this is done for every batch.
             bucket.priority = priority = request.priority
             bucket.deadline_ns = request.deadline_ns
-            if priority > self._priority_max:
-                self._priority_max = priority
+            if priority > self.priority_max:
+                self.priority_max = priority
             self.waiting += 1
             if bucket.rows >= bucket.rows_max:
                 bucket.is_full = True
@@ -304,24 +378,40 @@ class Buckets:
         """Return the bucket to launch from now, and why; ``None`` when none should."""
         if self._delays:
             self._end_delays(now_ns)
-        if in_flight >= self._policy.concurrency and not self.full:
+        if in_flight >= self._policy.concurrency and (not self.full or self._policy.answers_in_time):
             return None
-        priority = self._priority_max
+        priority = self.priority_max
         while True:
             level = self._levels[priority]
             if level.ready:
                 bucket = next(iter(level.ready))
                 if not in_flight and not bucket.is_full:
                     return bucket, Reason.IDLE
-                return bucket, self._reason(bucket, now_ns, in_flight)
+                return bucket, self.reason(bucket, now_ns, in_flight)
             if level.filling:
                 if not in_flight:
                     return next(iter(level.filling)), Reason.IDLE
-            elif priority == self._priority_max and priority:
-                self._priority_max -= 1
+            elif priority == self.priority_max and priority:
+                self.priority_max -= 1
             if not priority:
                 return None
             priority -= 1
+
+    def overdue(self, now_ns: int) -> BucketQueue | None:
+        """Return the bucket with the request that is most overdue, of any priority; ``None``: none is."""
+        found, due_ns = None, now_ns + 1
+        for level in self._levels:
+            for bucket in islice(level.ready, OVERDUE_FROM_MAX):
+                if (its_ns := bucket.overdue_ns()) < due_ns:
+                    found, due_ns = bucket, its_ns
+        return found
+
+    def instead(self, bucket: BucketQueue, request: Request) -> BucketQueue | None:
+        """Return the bucket of a request that is due first, if it may be launched instead of another."""
+        other = self.by_key[request.key]
+        if other is bucket or not other.is_ready or not request.priority == other.priority == bucket.priority:
+            return None
+        return other
 
     def wakeup_ns(self, in_flight: int) -> int | None:
         """Return when the next delay is over that lets a batch go, in ns; ``None`` if there is none."""
@@ -332,7 +422,8 @@ class Buckets:
             heappop(self._delays)
         return None
 
-    def _reason(self, bucket: BucketQueue, now_ns: int, in_flight: int) -> Reason:
+    def reason(self, bucket: BucketQueue, now_ns: int, in_flight: int) -> Reason:
+        """Return why a bucket that is ready is launched now."""
         if bucket.is_full:
             return Reason.FULL
         if in_flight >= self._policy.concurrency:
@@ -361,8 +452,8 @@ class Buckets:
 
     def _insert(self, bucket: BucketQueue, priority: int) -> None:
         bucket.priority = priority
-        if priority > self._priority_max:
-            self._priority_max = priority
+        if priority > self.priority_max:
+            self.priority_max = priority
         self.full += bucket.is_full
         self.waiting += 1
         level = self._levels[priority]
@@ -439,10 +530,15 @@ class DeadlineHeap:
 
     def earliest_ns(self) -> int | None:
         """Return the earliest deadline of a request that is still queued."""
+        earliest = self.earliest()
+        return None if earliest is None else earliest.deadline_ns
+
+    def earliest(self) -> Request | None:
+        """Return the queued request with the earliest deadline."""
         entries = self.entries
         while entries and entries[0][2].state is not QUEUED:
             heappop(entries)
-        return entries[0][0] if entries else None
+        return entries[0][2] if entries else None
 
     def pop_due(self, now_ns: int, arrived_by_ns: int) -> list[Request]:
         """Remove and return the queued requests that are due and arrived by a certain time."""

@@ -63,6 +63,7 @@ class Request:
         "key",
         "payload",
         "priority",
+        "reserve_ns",
         "rows",
         "state",
     )
@@ -85,6 +86,8 @@ class Request:
         self.payload = payload
         self.future = future
         self.state = QUEUED
+        self.reserve_ns = 0
+        """How long before its caller's deadline ``deadline_ns`` is, so that it can be computed until then."""
 
     def __repr__(self) -> str:
         return f"<Request {self.state.name} rows={self.rows} priority={self.priority}>"

@@ -9,14 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from asynctrt.errors import AsynctrtError, InternalError, QueueFullError, copy_for
+from asynctrt.errors import (
+    AsynctrtError,
+    DeadlineUnreachableError,
+    InternalError,
+    QueueFullError,
+    copy_for,
+)
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
+from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
-from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Captured, Policy
+from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Captured, Policy
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
@@ -106,6 +113,12 @@ class Scheduler:
         self._number = 0
         self._queued_rows = 0
         self._in_flight: dict[int, Batch] = {}
+        self._forecast = Forecast(policy, self._estimator, self._in_flight, in_flight_max, self._lanes)
+        # From the first request with a deadline on.
+        self._foresees = False
+        # The last batch that started with what was most overdue, and whether the last one went out of turn.
+        self._aged_number = 0
+        self._is_out_of_turn = False
         # Parts of batches that failed, each to be launched as a batch of its own.
         self._again: deque[tuple[Request, ...]] = deque()
         self.displaced: list[Request] = []
@@ -198,16 +211,20 @@ class Scheduler:
         """
         return self._shapes.limit(key.shape)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, *, is_foreseen: bool = False) -> None:
         """Queue one request, or raise and change nothing.
 
         A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
 
+        :param is_foreseen: whether it is known that it is not too late.
         :raises EngineClosedError: (or what else was given) after :meth:`refuse` or :meth:`close`.
+        :raises DeadlineUnreachableError: when it would be too late, as far as can be told.
         :raises QueueFullError: when the queue has no room for its rows.
         :raises InputError, ExecutionError: as :meth:`limit`.
         """
         rows = request.rows
+        if request.deadline_ns != NO_DEADLINE_NS and not is_foreseen and not self._closed:
+            self._foresee(request, 1)
         if self._queued_rows + rows > self._queue_rows_max:
             self._make_room((request,), rows)
         bucket = self._bucket
@@ -223,10 +240,15 @@ class Scheduler:
     def submit_all(self, requests: Sequence[Request]) -> None:
         """Queue all of ``requests``, which share a key, or raise and queue none. As :meth:`submit`."""
         rows = sum(request.rows for request in requests)
+        if requests[-1].deadline_ns != NO_DEADLINE_NS and not self._closed:
+            # All of it is there when its last part is.
+            self._foresee(requests[-1], len(requests), rows - requests[-1].rows)
         if self._queued_rows + rows > self._queue_rows_max:
             self._make_room(requests, rows)
         for request in requests:
-            self.submit(request)
+            request.deadline_ns = min(request.deadline_ns, requests[-1].deadline_ns)
+            request.reserve_ns = requests[-1].reserve_ns
+            self.submit(request, is_foreseen=True)
 
     def cancel(self, request: Request) -> bool:
         """Note that the caller has gone away. True: the request was queued and has left the queue.
@@ -259,7 +281,7 @@ class Scheduler:
         self._counters.expired += len(due)
         return due
 
-    def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:
+    def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:  # noqa: C901  (a call a batch less)
         """Return the batch to launch now, with everything decided; ``None`` when there is none.
 
         The model is asked about the batch before any request leaves its queue. When that fails, the requests
@@ -277,15 +299,17 @@ class Scheduler:
         if picked is None:
             return None
         bucket, reason = picked
+        by_age = False
+        if self._buckets.priority_max or (self._deadlines.entries and self._buckets.waiting > 1):
+            bucket, reason = self._reconsider(bucket, reason, now_ns)
+            by_age = reason is Reason.AGED
         key = bucket.key
         if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
             return None
         if bucket.rows == 1:
             chosen, rows = bucket.choose(1)
-        elif self._policy.is_alone and (head := bucket.head()) is not None:
-            chosen, rows = (head,), head.rows
         else:
-            chosen, rows = bucket.choose(self._rows_to_take(bucket, in_flight))
+            chosen, rows = self._choose(bucket, in_flight, by_age=by_age)
         rows_run, profile = rows, None
         if not self._runs_as_it_is:
             try:
@@ -295,7 +319,17 @@ class Scheduler:
         bucket.take(chosen, rows)
         self._queued_rows -= rows
         self._buckets.launched(bucket)
+        if by_age:
+            self._aged_number = self._number + 1
         return self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
+
+    def _choose(
+        self, bucket: BucketQueue, in_flight: int, *, by_age: bool
+    ) -> tuple[tuple[Request, ...], int]:
+        """Return the requests of the next batch and their rows."""
+        if self._policy.is_alone and (head := bucket.head(by_age=by_age)) is not None:
+            return (head,), head.rows
+        return bucket.choose(bucket.rows_max if by_age else self._rows_to_take(bucket, in_flight), by_age)
 
     def _reject(
         self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, error: Exception
@@ -337,6 +371,21 @@ class Scheduler:
         self._counters.launched[reason] += 1
         return batch
 
+    def _reconsider(self, bucket: BucketQueue, reason: Reason, now_ns: int) -> tuple[BucketQueue, Reason]:
+        """Return the bucket to launch from instead of the one whose turn it is: now and then that of what is
+        most overdue, and every second time that of the earliest deadline."""
+        buckets = self._buckets
+        is_due = buckets.priority_max and self._number + 1 - self._aged_number >= AGED_EVERY
+        if is_due and (aged := buckets.overdue(now_ns)) is not None:
+            return aged, Reason.AGED
+        out_of_turn, self._is_out_of_turn = self._is_out_of_turn, False
+        if not out_of_turn and (first := self._deadlines.earliest()) is not None:
+            other = buckets.instead(bucket, first)
+            if other is not None:
+                self._is_out_of_turn = True
+                return other, buckets.reason(other, now_ns, len(self._in_flight))
+        return bucket, reason
+
     def _next_again(self, now_ns: int) -> Batch | RejectedBatch | None:
         """Return the next part of a batch that failed, without those whose callers have gone away since."""
         while self._again:
@@ -355,9 +404,9 @@ class Scheduler:
 
     def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device would want it; note when that is."""
-        if self._buckets.full:
+        if self._buckets.full and not self._policy.answers_in_time:
             return False
-        rows, key = bucket.rows, bucket.key
+        rows, key = min(bucket.rows, bucket.rows_max), bucket.key
         count = lanes.allowed(key.cost_key, rows)
         if lanes.occupied < count:
             return False
@@ -395,6 +444,8 @@ class Scheduler:
         :returns: in how many ns it is expected to be done; ``None`` if none like it was seen yet.
         """
         expected_ns = self._estimator.started(batch, now_ns)
+        if expected_ns is not None and self._foresees:
+            self._forecast.started(batch, now_ns + expected_ns)
         if batch.lane is not None:
             self._being_staged.discard(batch.number)
             if expected_ns is None:
@@ -429,6 +480,8 @@ class Scheduler:
         if self._in_flight.pop(batch.number, None) is not batch:
             raise _not_in_flight(batch)
         answered, arrived_ns = complete(batch.requests)
+        if self._foresees:
+            self._forecast.ended(batch)
         self._contexts.release(batch.context, batch.arena)
         if self._bisections < BISECTIONS_MAX:
             self._bisections += 1
@@ -515,10 +568,24 @@ class Scheduler:
     def _forget(self, batch: Batch) -> None:
         """Expect nothing any more of a batch that failed."""
         self._estimator.forget(batch)
+        self._forecast.ended(batch)
         if self._lanes is not None:
             self._lanes.forget(batch)
             self._being_staged.discard(batch.number)
             self._unknown.discard(batch.number)
+
+    def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
+        """Refuse a request, or all of a call, that would be too late."""
+        self._foresees = True
+        bucket = self._bucket
+        if bucket is None or bucket.key is not request.key:
+            bucket = self._bucket = self._bucket_of(request.key)
+        try:
+            self._forecast.check(request, bucket, rows_before)
+        except DeadlineUnreachableError:
+            self._counters.refused += requests
+            self._counters.refused_late += requests
+            raise
 
     def _make_room(self, requests: Sequence[Request], rows: int) -> None:
         """Take less urgent requests out of a full queue, or raise and change nothing."""
@@ -537,7 +604,7 @@ class Scheduler:
     def _bucket_of(self, key: BatchKey) -> BucketQueue:
         bucket = self._buckets.by_key.get(key)
         if bucket is None:
-            bucket = BucketQueue(key, self._priorities, self.limit(key))
+            bucket = BucketQueue(key, self._priorities, self.limit(key), self._policy.patience_ns)
             self._buckets.add(bucket)
         return bucket
 

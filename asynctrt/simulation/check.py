@@ -37,6 +37,7 @@ class Outcome:
     rejections: int = 0
     bisections: int = 0
     displacements: int = 0
+    foreseen: int = 0
     quarantined: int = 0
     padded: int = 0
     lost: int = 0
@@ -212,6 +213,7 @@ class World:
             outcome.rejections += rules.rejections
             outcome.bisections += rules.bisections
             outcome.displacements += rules.displacements
+            outcome.foreseen += rules.foreseen
             outcome.quarantined += len(rules.quarantined)
             outcome.padded += engine.scheduler.snapshot().counters.rows_padded
             outcome.lost += engine.lost is not None

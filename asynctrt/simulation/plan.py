@@ -116,7 +116,11 @@ class _Watcher:
         count = len(arrived)
         into.arrived_ns += arrived
         into.answered_ns += [now_ns] * count
-        into.deadlines_ns += [request.deadline_ns for request in requests if request.state is done]
+        into.deadlines_ns += [
+            min(request.deadline_ns + request.reserve_ns, NO_DEADLINE_NS)
+            for request in requests
+            if request.state is done
+        ]
         into.by_rows[batch.rows] += 1
         into.rows += batch.rows
         into.queue_ns += batch.launched_ns * count - sum(arrived)
@@ -380,6 +384,7 @@ def _fleet(plan: Plan, timeline: Timeline, collected: Collected) -> _Fleet:
         is_parallel=settings.split or latency.splits,
         is_pipelined=arenas > 0,
         lanes_max=lanes_max,
+        answers_in_time=options.timeout_until == "answer",
     )
     rng = random.Random(plan.seed)  # noqa: S311  (a simulation, not a secret)
 
@@ -510,6 +515,7 @@ def described(plan: Plan) -> dict[str, Any]:
         "max_queue_rows": options.max_queue_rows,
         "priorities": options.priorities,
         "timeout": options.timeout,
+        "timeout_until": options.timeout_until,
     }
     own = {name: getattr(settings, name) for name in SimulationSettings.__dataclass_fields__}
     own |= {"slo": list(settings.slo), "seconds": plan.load.seconds, "seed": plan.seed}

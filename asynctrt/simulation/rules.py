@@ -6,11 +6,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from asynctrt.errors import AsynctrtError, InternalError, QueueFullError
+from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
-from asynctrt.scheduling.estimates import TIMED_ALWAYS_NS, TIMED_EVERY, WINDOW
+from asynctrt.scheduling.estimates import QUANTILE, TIMED_ALWAYS_NS, TIMED_EVERY, WINDOW
+from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
+from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -69,12 +70,17 @@ class Rules:
         # How many batches of a shape and a size were timed, and the profile that each context had last.
         self._timed: Counter[tuple[Hashable, int]] = Counter()
         self._profile_of: dict[int, int | None] = {}
+        self._longest_ns = 0
+        # When a request with a deadline was taken last, and the last batch that was aged.
+        self._taken_ns = 0
+        self._aged_number = 0
         self.quarantined: set[int] = set()
         self._passed_over: Counter[BatchKey] = Counter()
         self._keys: set[BatchKey] = set()
         self.ends: Counter[State] = Counter()
         self.reasons: Counter[Reason] = Counter()
         self.refusals = self.rejections = self.bisections = self.displacements = self.steps = 0
+        self.foreseen = 0
         self._rows_run = self._rows_padded = 0
         self._pumped_ns = 0
         self._is_closed = False
@@ -90,6 +96,13 @@ class Rules:
         self._keys.add(request.key)
         self._say(request.arrival_ns, f"request {number} of {request.rows} rows is queued")
         _hold(request.state is State.QUEUED, "a request that was taken is not queued")
+        if request.deadline_ns != NO_DEADLINE_NS:
+            self._taken_ns = request.arrival_ns
+        limits = self._limits
+        _hold(
+            limits.policy.answers_in_time or not request.reserve_ns, "time is set aside that nobody asked for"
+        )
+        _hold(0 <= request.reserve_ns <= self._longest_ns, "more time is set aside than any batch took")
         _hold(self._scheduler.queued_rows <= self._limits.queue_rows_max, "the queue is over its bound")
         self._check_counts()
 
@@ -112,6 +125,10 @@ class Rules:
             if len(self._rows) <= DISPLACED_FROM_MAX:
                 queued = sum(other.rows for other in self._queued if other.priority >= request.priority)
             _hold(queued + request.rows > self._limits.queue_rows_max, "a request was refused with room left")
+            self._taken_ns = request.arrival_ns  # It would not have been refused for being late.
+        elif isinstance(error, DeadlineUnreachableError):
+            self.foreseen += 1
+            self._check_foreseen(request, error)
         elif not self._is_closed:
             known = isinstance(error.__cause__, ModelDefectError)
             _hold(known, f"a request was refused: {type(error).__name__}: {error}")
@@ -152,6 +169,7 @@ class Rules:
         self._check_deadlines(batch, now_ns)
         self._check_order(batch)
         self._check_turn(batch)
+        self._check_age(batch, now_ns)
         self._check_context(batch)
         self._check_reason(batch, now_ns)
         for request in batch.requests:
@@ -209,6 +227,8 @@ class Rules:
         self._rows_run += batch.rows
         self._rows_padded += batch.rows_run - batch.rows
         self._timed[batch.key.shape, batch.rows_run] += batch.is_timed
+        took_ns = flight.copy_in_ns + flight.compute_ns + flight.copy_out_ns
+        self._longest_ns = max(self._longest_ns, took_ns)
         if self._limits.is_calm and batch.number in self._ends_ns:
             _hold(
                 self._ends_ns.pop(batch.number) <= now_ns, f"batch {batch.number} was expected after its end"
@@ -352,14 +372,43 @@ class Rules:
             had_chance = request.arrival_ns <= self._pumped_ns
             _hold(request.deadline_ns > now_ns or not had_chance, "a request was launched after its deadline")
 
+    def _check_foreseen(self, request: Request, error: DeadlineUnreachableError) -> None:
+        """A request is refused for being late only if that is known, and one now and then is taken."""
+        limits, now_ns = self._limits, request.arrival_ns
+        timeout_ns = request.deadline_ns - now_ns
+        _hold(not self._is_closed, "a closed engine tells how late a request would be")
+        _hold(error.predicted_s * 1e9 > timeout_ns - 1, "a request was refused that would be in time")
+        known: Counter[Hashable] = Counter()
+        for (shape, _), count in self._timed.items():
+            known[shape] += count
+        _hold(
+            max(known.values(), default=0) >= QUANTILE,
+            "a prediction was made before there was anything to make it from",
+        )
+        is_idle = not self._queued and not self.in_flight
+        _hold(limits.policy.answers_in_time or not is_idle, "an idle engine refused what it could launch")
+        pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * self._longest_ns)
+        _hold(now_ns - self._taken_ns < pause_ns, "everything is refused for being late, again and again")
+        # All that is ahead one after the other, each as long as the longest so far.
+        batches = 1 + len(self.in_flight) + self._rows[request.key] // limits.policy.rows_max
+        is_possible = error.predicted_s * 1e9 <= batches * self._longest_ns + 1
+        _hold(is_possible, "a request is said to be later than it could be")
+
+    def _due_ns(self, request: Request) -> int:
+        return min(request.deadline_ns, request.arrival_ns + self._limits.policy.patience_ns)
+
     def _check_order(self, batch: Batch) -> None:
-        """Among requests that may share a batch: the urgent first, and in order of arrival."""
+        """Among requests that may share a batch: the urgent first, and then what is due first. In a batch for
+        what is most overdue, the priority comes first whose first request is due first."""
         inside = set(batch.requests)
         mates = [request for request in self._queued if request.key == batch.key]
-        urgent = max(request.priority for request in mates)
-        first = [request for request in mates if request.priority == urgent]
-        heads = {first[0], min(first, key=lambda request: request.deadline_ns)}
-        _hold(bool(heads & inside), "a batch leaves the head of its queue behind")
+        rank = {request.priority: -request.priority for request in mates}
+        if batch.reason is Reason.AGED:
+            for request in sorted(mates, key=self._due_ns, reverse=True):
+                rank[request.priority] = self._due_ns(request)
+        mates.sort(key=lambda request: (rank[request.priority], -request.priority, self._due_ns(request)))
+        place = {request: number for number, request in enumerate(mates)}
+        _hold(mates[0] in inside, "a batch leaves the head of its queue behind")
         passed: Counter[int] = Counter()
         for request in mates:
             if request in inside:
@@ -368,30 +417,45 @@ class Rules:
             if passed[request.priority] > LOOKAHEAD_MAX:
                 continue
             for other in inside:
-                jumps = other.priority < request.priority or (
-                    other.priority == request.priority
-                    and self._number[other] > self._number[request]
-                    and other.deadline_ns >= request.deadline_ns
-                )
                 _hold(
-                    not jumps or other.rows < request.rows,
+                    place[other] < place[request] or other.rows < request.rows,
                     f"request {self._number[other]} went before request {self._number[request]}",
                 )
 
     def _check_turn(self, batch: Batch) -> None:
         """Among those that may not share one: no bucket is passed over again and again."""
+        if batch.reason is Reason.AGED:
+            return
         urgency = max(request.priority for request in batch.requests)
         waiting: dict[BatchKey, int] = {}
         for request in self._queued:
             waiting[request.key] = max(waiting.get(request.key, 0), request.priority)
         self._passed_over.pop(batch.key, None)
         delay_ns = self._limits.policy.delay_ns_max
-        turns = 2 * len(self._keys) + (STARVED_BATCHES if delay_ns else 0)
+        # Every second turn may be that of the earliest deadline, and one in some that of the most overdue.
+        turns = 5 * len(self._keys) + (STARVED_BATCHES if delay_ns else 0)
         for key, priority in waiting.items():
             if key != batch.key and priority >= urgency:
                 _hold(priority == urgency or bool(delay_ns), "a less urgent bucket went first")
                 self._passed_over[key] += 1
                 _hold(self._passed_over[key] <= turns, "a bucket is passed over again and again")
+
+    def _check_age(self, batch: Batch, now_ns: int) -> None:
+        """Nothing waits for ever for what is more urgent: one batch in some starts with the most overdue."""
+        policy = self._limits.policy
+        due_ns = {request: self._due_ns(request) for request in self._queued}
+        if batch.reason is Reason.AGED:
+            _hold(batch.number - self._aged_number >= AGED_EVERY, "the overdue go first too often")
+            self._aged_number = batch.number
+            its_ns = min(due_ns[request] for request in batch.requests)
+            _hold(its_ns <= now_ns, "a batch is called aged in which nothing is")
+            # What waits for company is not ready.
+            _hold(its_ns == min(due_ns.values()) or bool(policy.delay_ns_max), "another is more overdue")
+        elif not policy.delay_ns_max:
+            urgent = max(request.priority for request in self._queued)
+            starves = any(its <= now_ns and request.priority < urgent for request, its in due_ns.items())
+            is_long = batch.number - self._aged_number >= AGED_EVERY
+            _hold(not (starves and is_long), "a request starves behind more urgent ones")
 
     def _check_context(self, batch: Batch) -> None:
         limits = self._limits
@@ -432,7 +496,8 @@ class Rules:
         if batch.reason is Reason.TURN:
             _hold(is_saturated, "a turn on a device that has room")
         if is_saturated:
-            _hold(self._some_full(), "a batch was launched although the device has enough to do")
+            has_reason = self._some_full() and not policy.answers_in_time
+            _hold(has_reason, "a batch was launched although the device has enough to do")
         elif batch.reason is Reason.AHEAD:
             _hold(policy.is_pipelined and bool(in_flight), "a batch is called ahead of none")
         elif batch.reason in (Reason.DELAY, Reason.DEADLINE):
@@ -462,7 +527,8 @@ class Rules:
         if not has_room:
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
-        _hold(not self._some_full(), "a full batch waits although a context is free")
+        is_free = not self._some_full() or policy.answers_in_time
+        _hold(is_free, "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
             return
         if policy.is_pipelined:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import Captured, Policy
+from asynctrt.scheduling.policy import PATIENCE_NS, Captured, Policy
 from asynctrt.simulation.arrivals import Arrival
 from asynctrt.simulation.engine import FAULTS
 from asynctrt.simulation.latency import CostTable, Entry, LatencyModel
@@ -58,6 +58,8 @@ class Scenario:
     is_parallel: bool = False
     is_pipelined: bool = False
     is_alone: bool = False
+    answers_in_time: bool = False
+    patience_ns: int = PATIENCE_NS
     times_all: bool = False
     captured: tuple[int, ...] = ()
     rows_fixed: bool = False
@@ -115,6 +117,8 @@ class Scenario:
             is_alone=self.is_alone,
             is_pipelined=self.is_pipelined,
             lanes_max=lanes_max,
+            answers_in_time=self.answers_in_time,
+            patience_ns=self.patience_ns,
         )
 
     def described(self) -> list[str]:
@@ -213,6 +217,7 @@ def scenario_of(seed: int) -> Scenario:
         is_parallel=choose([False, False, True]),
         # That leaves the numbers drawn for the others as they are.
         is_pipelined=seed % 3 == 2,
+        answers_in_time=seed % 4 == 1,
         is_alone=kind == "alone",
         times_all=choose([False, True]),
         captured=tuple(sizes),
@@ -230,6 +235,9 @@ def scenario_of(seed: int) -> Scenario:
         # As above: nothing is drawn for it.
         base = dataclasses.replace(base, batch_nbytes_max=2 * rows_max)
     requests = _requests(rng, base)
+    if seed % 5 > 2:
+        patience_ns = rng.randrange(1, 20) * base.latency().cost((), rows_max).total_ns
+        base = dataclasses.replace(base, patience_ns=patience_ns)
     last_ns = requests[-1][1].due_ns if requests else 0
     faults: list[Fault] = []
     disturbances: list[Disturbance] = []

@@ -31,6 +31,7 @@ OPTION_NAMES: Final = (
     "max_queue_rows",
     "max_in_flight",
     "timeout",
+    "timeout_until",
     "priorities",
     "contexts",
     "arenas",

@@ -7,7 +7,8 @@ from asynctrt.errors import QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
-from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
+from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
@@ -17,7 +18,7 @@ from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 
 
-def last_come_first_served(original, self, rows_max):
+def last_come_first_served(original, self, rows_max, *more):
     chosen, rows, room = [], 0, rows_max
     for request in reversed(list(self.waiting())):
         if request.rows <= room:
@@ -27,13 +28,13 @@ def last_come_first_served(original, self, rows_max):
     return tuple(chosen), rows
 
 
-def leave_the_head_behind(original, self, rows_max):
-    chosen, rows = original(self, rows_max)
+def leave_the_head_behind(original, self, rows_max, *more):
+    chosen, rows = original(self, rows_max, *more)
     return (chosen[1:], rows - chosen[0].rows) if len(chosen) > 1 else (chosen, rows)
 
 
-def one_row_too_many(original, self, rows_max):
-    return original(self, rows_max + 1)
+def one_row_too_many(original, self, rows_max, *more):
+    return original(self, rows_max + 1, *more)
 
 
 def rows_counted_twice(original, self, request):
@@ -109,7 +110,7 @@ def only_full_buckets_while_busy(original, self, now_ns, in_flight):
 
 
 def priorities_do_not_count(original, self, now_ns, in_flight):
-    self._priority_max = 0
+    self.priority_max = 0
     return original(self, now_ns, in_flight)
 
 
@@ -291,6 +292,70 @@ def every_batch_is_timed(original, self, number, shape, rows):
     return True
 
 
+def deadlines_have_no_order(original, self, request):
+    place = original(self, request)
+    for queue in self._by_priority:
+        queue_in_order = sorted(queue, key=lambda other: other.arrival_ns)
+        queue.clear()
+        queue.extend(queue_in_order)
+    return place
+
+
+def the_latest_deadline_first(original, self, request):
+    return -original(self, request)
+
+
+def what_is_overdue_has_no_turn(original, self, now_ns):
+    return None
+
+
+def what_is_overdue_has_every_turn(original, self, bucket, reason, now_ns):
+    aged = self._buckets.overdue(now_ns)
+    return (bucket, reason) if aged is None else (aged, Reason.AGED)
+
+
+def what_is_overdue_goes_with_the_urgent(original, self, rows_max, by_age=False):
+    return original(self, rows_max)
+
+
+def the_earliest_deadline_has_every_turn(original, self, bucket, reason, now_ns):
+    self._is_out_of_turn = False
+    return original(self, bucket, reason, now_ns)
+
+
+def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over):
+    return 10 * original(self, bucket, now_ns, batches, over)
+
+
+def one_sample_is_enough(original, self, shape, rows):
+    return self.expected_ns(shape, rows)
+
+
+def lateness_is_told_from_nothing(original, self, shape, rows):
+    return original(self, shape, rows) or 1_000_000
+
+
+def what_is_late_is_refused_for_ever(original, self, request, *more):
+    self._probe_ns = NO_DEADLINE_NS
+    return original(self, request, *more)
+
+
+def the_idle_refuse_too(original, self, request, bucket, rows_before=0):
+    compute_ns = self._estimator.service_ns(bucket.key, request.rows)
+    if compute_ns is not None and compute_ns > request.deadline_ns - request.arrival_ns:
+        self._refuse(request, bucket, 0, compute_ns, compute_ns)
+    return original(self, request, bucket, rows_before)
+
+
+def time_is_set_aside_twice(original, self, request, bucket, rows_before=0):
+    original(self, request, bucket, rows_before)
+    request.reserve_ns *= 2
+
+
+def full_batches_pile_up(original, self, now_ns, in_flight):
+    return original(self, now_ns, 0 if self.full else in_flight)
+
+
 def each_slab_is_learned_anew(original, self):
     return self.shape, self.slab
 
@@ -361,6 +426,19 @@ PLANTED = [
     (ContextAllocator, "_arena_for", the_first_arena_always),
     (Scheduler, "_mask", masked_ones_are_not_told_apart),
     (Counters, "add_batch", padding_is_counted_as_rows),
+    (BucketQueue, "push", deadlines_have_no_order),
+    (BucketQueue, "_due_ns", the_latest_deadline_first),
+    (BucketQueue, "choose", what_is_overdue_goes_with_the_urgent),
+    (Buckets, "overdue", what_is_overdue_has_no_turn),
+    (Buckets, "pick", full_batches_pile_up),
+    (Scheduler, "_reconsider", what_is_overdue_has_every_turn),
+    (Scheduler, "_reconsider", the_earliest_deadline_has_every_turn),
+    (Forecast, "_wait_ns", waits_are_told_ten_times_as_long),
+    (Forecast, "_refuse", what_is_late_is_refused_for_ever),
+    (Forecast, "check", the_idle_refuse_too),
+    (Forecast, "check", time_is_set_aside_twice),
+    (LatencyHistory, "sure_ns", one_sample_is_enough),
+    (LatencyHistory, "sure_ns", lateness_is_told_from_nothing),
     (Lanes, "landed", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
 ]

@@ -28,6 +28,7 @@ def test_the_rules_hold_and_the_worlds_see_whatever_can_happen():
             "rejections",
             "bisections",
             "displacements",
+            "foreseen",
             "quarantined",
             "padded",
             "lost",
@@ -41,7 +42,7 @@ def test_the_rules_hold_and_the_worlds_see_whatever_can_happen():
     assert set(seen.reasons) == set(Reason)
     assert set(faults) == set(FAULTS)
     assert set(disturbances) >= {"stall", "jump"}
-    assert min(seen.bisections, seen.displacements) > 0
+    assert min(seen.bisections, seen.displacements, seen.foreseen) > 0
     assert min(seen.refusals, seen.rejections, seen.quarantined, seen.padded, seen.lost) > 0
     assert seen.ends[State.DONE] > 0.5 * seen.ends.total(), "most is answered"
 

@@ -1,0 +1,128 @@
+"""Whether a request would be too late, told when it comes, by what batches took so far.
+
+What is told errs on the early side, as the estimates do that it follows from: batches ahead are counted as
+full, other buckets as empty, and batches that nothing is known of as if they took no time. So a request that
+is refused would hardly have been in time; one that is taken may still expire.
+
+An estimate that is wrong must not refuse everything for ever. Whatever is said to be too late, one request in
+``PROBE_NS_MIN``, or in ``PROBE_TIMES`` times as long as its batch is said to take, is taken all the same, and
+its batch is measured.
+"""
+
+from typing import Final
+
+from asynctrt.errors import DeadlineUnreachableError
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.lanes import Lanes
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.queues import BucketQueue
+from asynctrt.scheduling.request import Request
+
+PROBE_NS_MIN: Final = 20_000_000
+PROBE_TIMES: Final = 8
+PROBE_NS_MAX: Final = 10_000_000_000
+
+
+class Forecast:
+    """Foretells when a request would be launched and answered.
+
+    :param in_flight: the batches in flight by their numbers, in the order of their launch.
+    :param in_flight_max: how many there may be.
+    :param lanes: where batches are launched just in time.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        estimator: CompletionEstimator,
+        in_flight: dict[int, Batch],
+        in_flight_max: int,
+        lanes: Lanes | None,
+    ) -> None:
+        self._policy = policy
+        self._estimator = estimator
+        self._in_flight = in_flight
+        self._in_flight_max = in_flight_max
+        self._lanes = lanes
+        # When each batch in flight is expected to be done, as far as that was told when it began.
+        self._ends_ns: dict[int, int] = {}
+        self._probe_ns = 0
+
+    def started(self, batch: Batch, end_ns: int) -> None:
+        """Note when a batch is expected to be done."""
+        self._ends_ns[batch.number] = end_ns
+
+    def ended(self, batch: Batch) -> None:
+        """Note that a batch is done, or given up."""
+        self._ends_ns.pop(batch.number, None)
+
+    def check(self, request: Request, bucket: BucketQueue, rows_before: int = 0) -> None:
+        """Set aside the time that it takes to compute a request, if it is to be answered by its deadline.
+
+        :param rows_before: rows of the same call that are queued before it.
+        :raises DeadlineUnreachableError: if its deadline would pass before its turn; nothing has changed.
+        """
+        policy, now_ns = self._policy, request.arrival_ns
+        in_flight = len(self._in_flight)
+        if not policy.answers_in_time:
+            most = (bucket.rows + rows_before) // bucket.rows_max
+            if in_flight + most < self._in_flight_max and request.deadline_ns >= now_ns:
+                return  # It would be launched at once.
+        rows_ahead = bucket.rows_ahead(request) + rows_before
+        batches = rows_ahead // bucket.rows_max
+        reserve_ns: int | None = 0
+        at_once = self._in_flight_max
+        if policy.answers_in_time:
+            reserve_ns = self._estimator.service_ns(
+                bucket.key, min(rows_ahead % bucket.rows_max + request.rows, bucket.rows_max)
+            )
+            at_once = self._side_by_side(bucket)
+        wait_ns = 0
+        if in_flight + batches >= at_once:
+            wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once)
+        if reserve_ns is None:
+            return  # Nothing is known of such batches.
+        if wait_ns + reserve_ns > request.deadline_ns - now_ns:
+            self._refuse(request, bucket, rows_ahead, wait_ns, reserve_ns)
+            return
+        request.reserve_ns = reserve_ns
+        request.deadline_ns -= reserve_ns
+
+    def _side_by_side(self, bucket: BucketQueue) -> int:
+        """Return how many batches compute at once."""
+        if self._lanes is not None:
+            return self._lanes.allowed(bucket.key.cost_key, bucket.rows_max)
+        return self._policy.concurrency
+
+    def _wait_ns(self, bucket: BucketQueue, now_ns: int, batches: int, over: int) -> int:
+        """Return how long a request waits at least until so many batches that are ahead of it are launched.
+
+        :param over: by how many batches the device has more than it does at once; below 0: fewer.
+        """
+        first = next(iter(self._in_flight.values()), None)
+        wait_ns = 0
+        if first is not None and self._estimator.compute_ns(first.key, first.rows_run):
+            # The first batch that ends lets one go, and from then on they end in turn.
+            wait_ns = max(self._ends_ns.get(first.number, now_ns) - now_ns, 0)
+        each_ns = self._estimator.compute_ns(bucket.key, bucket.rows_max)
+        return wait_ns + (batches + over) * each_ns // self._side_by_side(bucket)
+
+    def _refuse(
+        self, request: Request, bucket: BucketQueue, rows_ahead: int, wait_ns: int, reserve_ns: int
+    ) -> None:
+        now_ns = request.arrival_ns
+        if now_ns >= self._probe_ns:
+            pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * reserve_ns)
+            self._probe_ns = now_ns + min(pause_ns, PROBE_NS_MAX)
+            return
+        predicted_ns = wait_ns + reserve_ns
+        what = "answered" if self._policy.answers_in_time else "launched"
+        error = DeadlineUnreachableError(
+            f"the request would be {what} in {predicted_ns / 1e6:.3f} ms at the earliest, by what batches "
+            f"took so far, and its timeout is {(request.deadline_ns - now_ns) / 1e6:.3f} ms: {rows_ahead} "
+            f"rows go first, {bucket.rows_max} in a batch, and {len(self._in_flight)} batches are in flight. "
+            "Retry later, allow more time, or send less"
+        )
+        error.predicted_s = predicted_ns / 1e9
+        raise error
