@@ -226,6 +226,7 @@ class Attached:
             {
                 "kind": type(error).__name__,
                 "text": str(error),
+                "predicted_s": getattr(error, "predicted_s", 0.0),
                 "notes": getattr(error, "__notes__", []),
                 "cause": "" if cause is None else "".join(traceback.format_exception(cause)),
             }

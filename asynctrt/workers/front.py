@@ -20,9 +20,11 @@ from asynctrt import clock, errors
 from asynctrt.errors import (
     AsynctrtError,
     DeadlineError,
+    DeadlineUnreachableError,
     DeviceLostError,
     EngineClosedError,
     ExecutionError,
+    InternalError,
     PoisonError,
     QueueFullError,
     copy_for,
@@ -66,6 +68,7 @@ class Counters:
     cancelled: int = 0
     expired: int = 0
     refused: int = 0
+    refused_late: int = 0
     queue_ns: int = 0
     copy_in_ns: int = 0
     compute_ns: int = 0
@@ -356,6 +359,15 @@ class Front:
 
     def answered(self, link: Link, group: Group, fields: tuple[int, ...]) -> None:
         """Answer the requests of a group that a worker is done with."""
+        try:
+            self._answered(group, fields)
+        except Exception as error:  # A rule of ours that is broken must not leave callers waiting.
+            why = InternalError(f"an answer of the worker on {link.device} could not be taken: {error}")
+            why.__cause__ = error
+            logger.exception("%s", why)
+            self._fail_groups([group], why)
+
+    def _answered(self, group: Group, fields: tuple[int, ...]) -> None:
         kind, batches, batch_rows, _, launched_ns, copy_in_ns, compute_ns, copy_out_ns, nbytes, is_large = (
             fields
         )
@@ -448,6 +460,8 @@ class Front:
         if not (isinstance(kind, type) and issubclass(kind, AsynctrtError)):
             kind = ExecutionError
         error = kind(told["text"])
+        if isinstance(error, DeadlineUnreachableError):
+            error.predicted_s = told["predicted_s"]
         for note in told["notes"]:
             error.add_note(note)
         if told["cause"]:
@@ -456,7 +470,7 @@ class Front:
 
     def _failed(self, group: Group, error: AsynctrtError) -> None:
         """Answer the requests of a group that failed; halve it, if one of several may be at fault."""
-        if isinstance(error, DeadlineError):
+        if type(error) is DeadlineError:
             self._expire(group.waiting())
             group.free(self._heap)
             return
@@ -470,10 +484,12 @@ class Front:
                 return
             self._held.extendleft(reversed(parts))
             return
-        if isinstance(error, QueueFullError):
+        if isinstance(error, QueueFullError | DeadlineUnreachableError):
             self.counters.submitted -= group.left
             self.counters.failed -= group.left
             self.counters.refused += group.left
+            if isinstance(error, DeadlineUnreachableError):
+                self.counters.refused_late += group.left
         self._fail_groups([group], error)
 
     # What becomes of groups whose worker died.

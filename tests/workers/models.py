@@ -51,6 +51,16 @@ def kind():
     return FunctionModel(behave, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="kind")
 
 
+def slow():
+    """Take 50 ms for a batch."""
+
+    def double(inputs):
+        time.sleep(0.05)
+        return 2 * inputs["x"]
+
+    return FunctionModel(double, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="slow")
+
+
 def shapes():
     """Take two inputs whose rows vary in length, of several dtypes."""
     return FunctionModel(

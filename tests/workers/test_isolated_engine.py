@@ -13,6 +13,7 @@ import pytest
 import asynctrt
 from asynctrt.errors import (
     DeadlineError,
+    DeadlineUnreachableError,
     DeviceUnavailableError,
     EngineClosedError,
     ExecutionError,
@@ -199,6 +200,22 @@ async def test_a_timeout_that_passes_in_the_worker_s_queue(gate):
         gate.touch()
         await held
         assert engine.statistics().expired == 1
+
+
+async def test_what_would_be_too_late_is_refused_as_in_process():
+    async with opened("tests.workers.models:slow", max_rows=1, timeout_until="answer") as engine:
+        for _ in range(3):
+            await engine.infer(rows(1), timeout=WAIT_S)
+        answers = []  # The first that would be late is tried, to learn whether that is still so.
+        for _ in range(3):
+            answers += await asyncio.gather(engine.infer(rows(1), timeout=0.01), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, DeadlineUnreachableError)]
+        assert len(refused) == 2
+        assert "the request would be answered in" in str(refused[0])
+        assert 0.04 < refused[0].predicted_s < WAIT_S
+        statistics = engine.statistics()
+        assert (statistics.refused, statistics.refused_late) == (2, 2)
+        assert statistics.submitted == statistics.succeeded + statistics.failed + statistics.expired
 
 
 async def test_the_engine_s_own_timeout_counts(gate):
