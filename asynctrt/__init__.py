@@ -57,7 +57,7 @@ from asynctrt.options import Options
 from asynctrt.pipeline import Pipeline
 from asynctrt.process import tune_process
 from asynctrt.runtime.slots import Slot
-from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
+from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics, WorkerState
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, InferResult, TensorSpec, Timing
 
@@ -132,6 +132,7 @@ __all__ = [
     "UnsupportedError",
     "UntrustedError",
     "UsageError",
+    "WorkerState",
     "batch",
     "build",
     "limit_gpu_memory",

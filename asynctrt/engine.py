@@ -37,7 +37,7 @@ from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.request import Request
-from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics
+from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics, WorkerState
 from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
 from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
@@ -166,6 +166,11 @@ class Engine:
     def device_name(self) -> str:
         """The device's name: ``host``, ``cuda:0``."""
         return self._device.name
+
+    @property
+    def workers(self) -> tuple[WorkerState, ...]:
+        """The worker process of each device, as it is now; without ``isolation="process"`` there are none."""
+        return ()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

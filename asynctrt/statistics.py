@@ -254,3 +254,18 @@ class Statistics:
 
 def _batch_ns(batches: BatchStatistics) -> float:
     return (batches.copy_in_ns + batches.compute_ns + batches.copy_out_ns) / batches.count
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker of an engine."""
+
+    device: str
+    state: str
+    """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
+    pid: int | None
+    """Of its process; ``None`` before it has one."""
+    deaths: int
+    """Workers on this device that died."""
+    groups: int
+    """Groups of requests that it has now."""

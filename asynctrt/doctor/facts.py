@@ -43,6 +43,8 @@ class Facts:
     """For each flavour of TensorRT, ``onnxruntime`` and ``cuda.bindings.driver``: how its import ended."""
     engines: Mapping[str, Outcome]
     """For each device: how a round trip and a request ended."""
+    worker: Outcome
+    """How an engine in a worker process did, whose worker was killed."""
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
@@ -102,6 +104,7 @@ def gather(
         found = driver.result()
         names = ["host"] if device == "host" else ["host", *_devices(device, found)]
         engines = {name: pool.submit(run, "engine", name, "1", env=_with_us(env)) for name in names}
+        worker = pool.submit(run, "worker", env=_with_us(env))
         return Facts(
             env=env,
             device=device,
@@ -114,6 +117,7 @@ def gather(
             kernel_log=kernel_log.result(),
             packages={name: future.result() for name, future in packages.items()},
             engines={name: future.result() for name, future in engines.items()},
+            worker=worker.result(),
         )
 
 

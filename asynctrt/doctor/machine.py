@@ -41,6 +41,10 @@ class Machine:
     shm_free_nbytes: int | None
     memlock_nbytes: int | None
     """Memory that a process may lock; ``None``: any amount."""
+    descriptors: int | None
+    """Open files that a process may have; ``None``: any number."""
+    tasks: int | None
+    """Processes and threads that the container may have; ``None``: any number, as far as is known."""
     clocksource: str | None
     governors: tuple[str, ...]
     """How the frequencies of cores are chosen: every kind that occurs."""
@@ -75,6 +79,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
         shm_nbytes=shm and shm[0],
         shm_free_nbytes=shm and shm[1],
         memlock_nbytes=_limit(resource.RLIMIT_MEMLOCK),
+        descriptors=_limit(resource.RLIMIT_NOFILE),
+        tasks=cgroup.tasks(),
         clocksource=_text(root / "sys/devices/system/clocksource/clocksource0/current_clocksource"),
         governors=tuple(
             sorted(_texts(root / "sys/devices/system/cpu", "cpu[0-9]*/cpufreq/scaling_governor"))
@@ -121,6 +127,10 @@ class _Cgroup:
                 if limit.isdigit() and int(limit) < V1_UNLIMITED:
                     found.append(int(limit))
         return min(found, default=None)
+
+    def tasks(self) -> int | None:
+        limits = [_text(folder / "pids.max") or "" for folder in self._folders("pids")]
+        return min([int(limit) for limit in limits if limit.isdigit()], default=None)
 
     def memory_used(self) -> int | None:
         for folder in self._folders("memory"):

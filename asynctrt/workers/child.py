@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -53,6 +54,9 @@ from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 
 BEAT_S: Final = 0.1
 """How often the front is shown that the event loop runs, and told what the engine has done."""
+
+UUID: Final = re.compile(r"cuda:((?:MIG|GPU)-[\w/-]+)")
+"""A GPU, or a part of one, as ``nvidia-smi -L`` names it."""
 
 EXIT_LOST: Final = 70
 """The status of a worker whose device is lost."""
@@ -366,7 +370,7 @@ async def _run(end: socket.socket, start: Start) -> None:
 
     threading.Thread(target=_listen, args=(end, loop, hear), name="asynctrt-front", daemon=True).start()
     try:
-        engine = await open_engine(start.model, device=start.device, options=start.options)
+        engine = await open_engine(start.model, device=_visible(start.device), options=start.options)
     except Exception as error:
         send(end, Failed(_sendable(error)))
         return
@@ -384,6 +388,7 @@ async def _run(end: socket.socket, start: Start) -> None:
                     engine.outputs,
                     engine.max_rows,
                     statistics.contexts,
+                    statistics.parallel_batches,
                 ),
                 statistics,
             ),
@@ -392,6 +397,19 @@ async def _run(end: socket.socket, start: Start) -> None:
             worker.hear(message, fds)
         await worker.closing.wait()
     worker.tell()
+
+
+def _visible(device: str) -> str:
+    """Return the device's name in this process, in which a GPU that is named by its UUID is the only one.
+
+    That has to be said before CUDA is loaded, and the parts of a divided GPU (MIG) cannot be named otherwise:
+    CUDA shows a process one part only.
+    """
+    found = UUID.fullmatch(device)
+    if found is None:
+        return device
+    os.environ["CUDA_VISIBLE_DEVICES"] = found[1]
+    return "cuda:0"
 
 
 def _sendable(error: Exception) -> Exception:

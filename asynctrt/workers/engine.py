@@ -19,7 +19,7 @@ from asynctrt.loops import see_through_in_thread, wait_shielded
 from asynctrt.options import Options
 from asynctrt.runtime.slots import Slot
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.statistics import BatchTrace, Statistics
+from asynctrt.statistics import BatchTrace, Statistics, WorkerState
 from asynctrt.tensors import Dims, TensorSpec
 from asynctrt.validation import timeout_ns_of
 from asynctrt.workers.front import Front
@@ -41,21 +41,6 @@ class _Limits:
     def limit(self, _key: BatchKey) -> int:
         """Return the rows of one batch."""
         return self.rows_max
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """One worker of an engine."""
-
-    device: str
-    state: str
-    """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
-    pid: int | None
-    """Of its process; ``None`` before it has one."""
-    deaths: int
-    """Workers on this device that died."""
-    groups: int
-    """Groups of requests that it has now."""
 
 
 class IsolatedEngine(Engine):

@@ -131,7 +131,7 @@ def starts_of(requests: Iterable[Request]) -> list[int]:
     return starts
 
 
-def formed(requests: Sequence[Request], rows_max: int, *, alone: bool) -> list[list[Request]]:
+def formed(requests: Sequence[Request], rows_max: int, *, alone: bool, parts: int = 1) -> list[list[Request]]:
     """Cut requests of one kind into groups.
 
     As long as there are enough for a whole batch, each has the rows of one. What is left over is cut finer,
@@ -139,20 +139,23 @@ def formed(requests: Sequence[Request], rows_max: int, *, alone: bool) -> list[l
 
     :param rows_max: rows that one batch holds.
     :param alone: whether each request is a group of its own.
+    :param parts: how many groups there are at least, if the requests can be divided so: batches that compute
+        side by side.
     """
     if alone or len(requests) == 1:
         return [[request] for request in requests]
     left = sum([request.rows for request in requests])
+    share = -(-left // parts)
     groups: list[list[Request]] = []
     group: list[Request] = []
     rows = 0
-    limit = rows_max if left >= rows_max else max(rows_max // PIECES, 1)
+    limit = min(rows_max if left >= rows_max else max(rows_max // PIECES, 1), share)
     for request in requests:
         if group and rows + request.rows > limit:
             groups.append(group)
             left -= rows
             group, rows = [], 0
-            limit = rows_max if left >= rows_max else max(rows_max // PIECES, 1)
+            limit = min(rows_max if left >= rows_max else max(rows_max // PIECES, 1), share)
         group.append(request)
         rows += request.rows
     groups.append(group)

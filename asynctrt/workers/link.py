@@ -41,9 +41,6 @@ PAUSE_S: Final = 0.1
 LOOK_S: Final = 0.5
 """How often it is looked whether the worker's event loop runs."""
 
-EWMA: Final = 0.1
-"""Weight of the latest answers in what a row takes."""
-
 KILL_S: Final = 5.0
 """How long a process that was killed may take to end."""
 
@@ -130,8 +127,8 @@ class Link:
         self.groups: dict[int, Group] = {}
         self._last_number = 0
         self._rows = 0
-        self._ns_per_row = 1_000.0
-        self._answered_ns = 0
+        self.pace = 1.0
+        """How long its batches take, as a multiple of what others of their size take."""
         self._unpublished = False
         # Parts of the suspects that are still to be tried, and the part that is being tried.
         self._suspects: list[list[Group]] = []
@@ -159,9 +156,9 @@ class Link:
         return self.state == "open" and not is_trying and len(self.groups) < GROUPS_MAX
 
     @property
-    def drain_ns(self) -> float:
-        """About how long its worker still computes at what it has."""
-        return self._rows * self._ns_per_row
+    def drain(self) -> tuple[float, float]:
+        """How much its worker still has to do; of two without work, the slower one has more."""
+        return self._rows * self.pace, self.pace
 
     @property
     def pid(self) -> int | None:
@@ -172,8 +169,6 @@ class Link:
     def put(self, group: Group) -> None:
         """Give the worker a group, which it sees when :meth:`publish` is called."""
         assert self._sender is not None
-        if not self.groups:
-            self._answered_ns = clock.now_ns()
         self._last_number += 1
         group.number = self._last_number
         self.groups[group.number] = group
@@ -467,7 +462,6 @@ class Link:
     def _look_at_answers(self) -> None:
         if self._receiver is None or self.owner is None:
             return
-        rows = 0
         for fields in self._receiver.take():
             number, nbytes = fields[3], fields[8]
             group = self.groups[number]
@@ -476,15 +470,10 @@ class Link:
                 continue
             del self.groups[number]
             self._rows -= group.rows
-            rows += group.rows
             if self._tried and group in self._tried:
                 self._tried.remove(group)
             self._vain_deaths = 0
             self.owner.answered(self, group, fields)
-        if rows:
-            now_ns = clock.now_ns()
-            self._ns_per_row += EWMA * ((now_ns - self._answered_ns) / rows - self._ns_per_row)
-            self._answered_ns = now_ns
 
     def _fetch(self, group: Group, nbytes: int) -> None:
         """Ask for an answer that does not fit into its group's block."""

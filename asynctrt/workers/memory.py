@@ -9,6 +9,8 @@ import mmap
 import os
 from typing import Final
 
+from asynctrt.errors import DeviceUnavailableError
+
 ALIGNMENT: Final = 64
 """Of blocks and of arrays in them: a cache line."""
 PAGE: Final = mmap.PAGESIZE
@@ -45,9 +47,18 @@ class SharedMemory:
 
     @classmethod
     def create(cls, nbytes: int) -> "SharedMemory":
-        """Return new memory of zeros. Only pages that are written to take any."""
+        """Return new memory of zeros. Only pages that are written to take any.
+
+        :raises DeviceUnavailableError: if the system refuses it.
+        """
         nbytes = align(nbytes, PAGE)
-        fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise DeviceUnavailableError(
+                f"worker processes need shared memory, which is refused: memfd_create: {error.strerror}. A "
+                "sandbox may forbid it (seccomp); or raise the limit of open files (ulimit -n), or of memory"
+            ) from error
         try:
             os.ftruncate(fd, nbytes)
             # A process that made it smaller would end all others by SIGBUS.

@@ -61,6 +61,8 @@ class Description:
     outputs: tuple[TensorSpec, ...]
     max_rows: int
     contexts: int
+    parallel_batches: int
+    """Batches that may compute side by side."""
 
 
 @dataclass(frozen=True, slots=True)

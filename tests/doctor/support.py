@@ -26,6 +26,8 @@ MACHINE = Machine(
     shm_nbytes=16 * GIB,
     shm_free_nbytes=16 * GIB,
     memlock_nbytes=None,
+    descriptors=1 << 20,
+    tasks=None,
     clocksource="tsc",
     governors=("performance",),
     scaling_driver="acpi-cpufreq",
@@ -70,6 +72,8 @@ ENGINE = {
     "module_loading": "lazy",
     "engine": {"open_ms": 300.0, "answer_ms": 1.0, "is_right": True},
 }
+
+WORKER = {"open_ms": 600.0, "answer_ms": 1.0, "recovery_ms": 400.0, "is_right": True}
 
 
 def answered(value):
@@ -130,6 +134,7 @@ HEALTHY = Facts(
         "cuda.bindings.driver": answered({"version": None}),
     },
     engines={"host": answered({**ENGINE, "device": "host"}), "cuda:0": answered(ENGINE)},
+    worker=answered(WORKER),
 )
 
 

@@ -12,6 +12,7 @@ from tests.doctor.support import (
     GPU,
     HEALTHY,
     MISSING,
+    WORKER,
     answered,
     crashed,
     driver,
@@ -172,6 +173,8 @@ FAULTS = [
     ("container.shm", N, with_machine(shm_nbytes=None)),
     ("system.memlock", W, lambda: report(machine={"memlock_nbytes": 65536}, engines={"cuda:0": raised("x")})),
     ("system.memlock", N, lambda: without_gpu(machine={"memlock_nbytes": 65536})),
+    ("system.descriptors", N, with_machine(descriptors=1024)),
+    ("system.processes", N, with_machine(tasks=100)),
     ("system.clocksource", W, with_machine(clocksource="hpet")),
     ("system.governor", W, with_machine(governors=("powersave",))),
     ("system.kernel", N, with_machine(kernel="3.10.0-1160.el7")),
@@ -187,6 +190,10 @@ FAULTS = [
             engines={"cuda:0": answered({**ENGINE, "engine": {**ENGINE["engine"], "is_right": False}})}
         ),
     ),
+    ("workers", W, lambda: report(worker=raised("PermissionError: memfd_create"))),
+    ("workers", W, lambda: report(worker=crashed())),
+    ("workers", W, lambda: report(worker=HUNG)),
+    ("workers", W, lambda: report(worker=answered({**WORKER, "is_right": False}))),
 ]
 
 

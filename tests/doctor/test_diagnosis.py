@@ -150,6 +150,22 @@ def test_a_driver_that_hangs_and_little_memory_to_lock(tmp_path):
     assert "64 KiB" in found["system.memlock"]["what"]
 
 
+MEMFD = """
+#include <errno.h>
+int memfd_create(const char *name, unsigned flags) { errno = EPERM; return -1; }
+"""
+
+
+@pytest.mark.tier2
+def test_workers_in_a_sandbox_that_forbids_what_they_need(tmp_path):
+    library = compiled(tmp_path, "nomemfd.so", MEMFD)
+    _, found = doctor(LD_PRELOAD=str(library))
+    assert found["workers"]["level"] == "warning"
+    assert "memfd_create" in found["workers"]["what"]
+    _, found = doctor()
+    assert found["workers"]["what"].startswith("Worker processes: one opened in ")
+
+
 @pytest.mark.tier2
 def test_text_fits_a_terminal_and_bad_options_are_refused():
     done = subprocess.run(

@@ -28,12 +28,15 @@ def test_limits_of_a_container_with_cgroups_of_version_2(tmp_path):
     write(tmp_path, "sys/fs/cgroup/pod/app/memory.current", "900000\n")
     write(tmp_path, "sys/fs/cgroup/pod/app/memory.stat", "anon 1\ninactive_file 300000\n")
     write(tmp_path, "sys/fs/cgroup/pod/app/memory.events", "oom 3\noom_kill 2\n")
+    write(tmp_path, "sys/fs/cgroup/pod/app/pids.max", "max\n")
+    write(tmp_path, "sys/fs/cgroup/pod/pids.max", "100\n")
     machine = read_machine(tmp_path)
     assert machine.quota_cores == 1.5
     assert machine.throttled == 7
     assert machine.memory_limit_nbytes == 1_000_000
     assert machine.memory_used_nbytes == 600_000
     assert machine.oom_kills == 2
+    assert machine.tasks == 100
 
 
 def test_limits_of_a_container_that_sees_only_its_own_group(tmp_path):

@@ -20,15 +20,15 @@ def request(rows=1, value=0.0):
     return Request(rows, FIXED_SHAPE, 0, 0, payload=(np.full((rows, 2), value, np.float32),))
 
 
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=60), st.integers(1, 64))
-def test_groups_keep_the_order_and_are_no_larger_than_they_may_be(rows, rows_max):
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=60), st.integers(1, 64), st.integers(1, 9))
+def test_groups_keep_the_order_and_are_no_larger_than_they_may_be(rows, rows_max, parts):
     requests = [request(count) for count in rows]
-    groups = formed(requests, rows_max, alone=False)
+    groups = formed(requests, rows_max, alone=False, parts=parts)
     assert [one for group in groups for one in group] == requests
     left = sum(rows)
     for group in groups:
         size = sum(one.rows for one in group)
-        limit = rows_max if left >= rows_max else max(rows_max // PIECES, 1)
+        limit = min(rows_max if left >= rows_max else max(rows_max // PIECES, 1), -(-sum(rows) // parts))
         assert len(group) == 1 or size <= limit
         left -= size
 
@@ -37,6 +37,15 @@ def test_enough_for_a_batch_goes_as_one_and_the_rest_in_pieces():
     sizes = [len(group) for group in formed([request() for _ in range(150)], 64, alone=False)]
     assert sizes == [64, 64, 16, 6]
     assert len(formed([request() for _ in range(5)], 64, alone=True)) == 5
+
+
+@pytest.mark.parametrize(
+    ("requests", "parts", "sizes"),
+    [(64, 1, [64]), (64, 2, [32, 16, 16]), (10, 4, [3, 3, 3, 1]), (2, 8, [1, 1]), (200, 2, [64, 64, 64, 8])],
+)
+def test_there_is_a_group_for_each_batch_that_can_compute_meanwhile(requests, parts, sizes):
+    groups = formed([request() for _ in range(requests)], 64, alone=False, parts=parts)
+    assert [len(group) for group in groups] == sizes
 
 
 @pytest.fixture

@@ -25,6 +25,9 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
 )
+from tests.doctor.support import compiled
+from tests.doctor.test_probes import DRIVER
+from tests.gpu.support import gpu_is_here
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx
 from tests.workers import models
@@ -32,6 +35,8 @@ from tests.workers.models import LOG, LONG_ERROR, RAISE, WAIT, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 KIND = "tests.workers.models:kind"
+
+no_gpu = pytest.mark.skipif(gpu_is_here(), reason="there is a GPU, so its driver answers")
 
 
 @asynccontextmanager
@@ -217,6 +222,29 @@ async def test_what_would_be_too_late_is_refused_as_in_process():
         statistics = engine.statistics()
         assert (statistics.refused, statistics.refused_late) == (len(refused),) * 2
         assert statistics.submitted == statistics.succeeded + statistics.failed + statistics.expired
+
+
+@pytest.mark.parametrize(("device", "contexts"), [("host", 2), ("host,host", 1)])
+async def test_requests_of_one_tick_are_spread_over_all_that_can_compute(device, contexts):
+    settings = {"max_rows": 32, "contexts": contexts, "device": device}
+    async with opened("tests.workers.models:slow", **settings) as engine:
+        for _ in range(4):
+            await engine.infer(rows(1))
+        answers = await asyncio.gather(*[engine.infer(rows(number)) for number in range(32)])
+        assert all(np.array_equal(answer["y"], 2 * rows(number)) for number, answer in enumerate(answers))
+        assert {answer.batch_rows for answer in answers} == {16}  # Not one batch of 32.
+
+
+@no_gpu
+@pytest.mark.parametrize("uuid", ["MIG-5c89852c-d268-c3f3", "GPU-5c89", "MIG-GPU-5c89/1/0"])
+async def test_a_part_of_a_gpu_is_the_only_one_that_its_worker_sees(tmp_path, monkeypatch, uuid):
+    compiled(tmp_path, "libcuda.so.1", DRIVER.replace("INIT", "100"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(DeviceUnavailableError, match=f"CUDA_VISIBLE_DEVICES is '{uuid}'"):
+        await asynctrt.open(KIND, device=f"cuda:{uuid}", isolation="process")
+    with pytest.raises(DeviceUnavailableError, match="set CUDA_VISIBLE_DEVICES to it"):
+        await asynctrt.open(KIND, device=f"cuda:{uuid}")
 
 
 async def test_the_engine_s_own_timeout_counts(gate):

@@ -1,12 +1,15 @@
 """Shared memory and the allocator of the front."""
 
+import errno
 import mmap
+import os
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asynctrt.errors import DeviceUnavailableError
 from asynctrt.workers.memory import ALIGNMENT, KEPT_NBYTES, Heap, SharedMemory, rounded
 
 
@@ -56,6 +59,15 @@ def test_a_full_heap_is_whole_again_when_all_is_free(memory):
     for offset in offsets:
         heap.free(offset, 1 << 20)
     assert heap.allocate(40 << 20) == 0  # Another size: nothing was split or joined, all begins anew.
+
+
+def test_a_sandbox_may_refuse_shared_memory(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(DeviceUnavailableError, match="memfd_create: Operation not permitted"):
+        SharedMemory.create(1 << 20)
 
 
 def test_large_free_blocks_give_their_pages_back():

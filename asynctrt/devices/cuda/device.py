@@ -278,7 +278,11 @@ def find_cuda_device(name: str) -> CudaDevice:
     """
     found = re.fullmatch(r"cuda(?::(\d+))?", name)
     if found is None:
-        raise DeviceUnavailableError(f"{name!r} is not a device. A GPU is called 'cuda:0', 'cuda:1', ...")
+        by_uuid = ". A UUID names one with isolation='process'; or set CUDA_VISIBLE_DEVICES to it"
+        raise DeviceUnavailableError(
+            f"{name!r} is not a device of this process. A GPU is called 'cuda:0', 'cuda:1', ..."
+            f"{by_uuid * name.startswith(('cuda:MIG-', 'cuda:GPU-'))}"
+        )
     return CudaDevice(int(found[1] or 0))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from asynctrt.doctor.checks import drivers, engines, gpus, libraries, packages, system
+from asynctrt.doctor.checks import drivers, engines, gpus, libraries, packages, system, workers
 from asynctrt.doctor.facts import Facts
 from asynctrt.doctor.findings import Finding
 
@@ -14,5 +14,6 @@ CHECKS: Final[tuple[Callable[[Facts], Iterator[Finding]], ...]] = (
     packages.check,
     system.check,
     engines.check,
+    workers.check,
 )
 """In the order in which their findings are best read: what comes first explains what comes later."""

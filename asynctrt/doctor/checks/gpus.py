@@ -134,8 +134,9 @@ def _mig(name: str, gpu: dict[str, Any]) -> Iterator[Finding]:
         f"{name} is divided (MIG) into {gpu['mig_parts']} parts",
         "A process sees one part, with its own memory and multiprocessors; a fault in one does not reach "
         "the others. Plans that were built on the whole GPU may be refused on a part.",
-        "Choose one by its UUID: CUDA_VISIBLE_DEVICES=MIG-...; build plans on the smallest part that is to "
-        "run them",
+        "Choose one by its UUID: CUDA_VISIBLE_DEVICES=MIG-..., or several with a worker each: "
+        'asynctrt.open(..., isolation="process", device=["cuda:MIG-...", "cuda:MIG-..."]); '
+        "nvidia-smi -L lists them. Build plans on the smallest part that is to run them",
     )
 
 

@@ -58,7 +58,7 @@ def _memory(machine: Machine) -> Iterator[Finding]:
             "container.memory",
             said,
             "Beyond the limit the kernel ends the process without a message (exit status 137). Staging "
-            "memory is locked and counts in full.",
+            "memory is locked and counts in full, as does what workers share.",
             "Raise the limit, or lower max_rows and contexts",
         )
     else:
@@ -95,7 +95,7 @@ def _shared(machine: Machine) -> Iterator[Finding]:
         yield note(
             "container.shm",
             f"There is no {SHM}",
-            "Shared memory of Python and PyTorch, and NCCL, need it; asynctrt itself does not.",
+            "Shared memory of Python and PyTorch, and NCCL, need it; asynctrt and its workers do not.",
             "docker run --shm-size=1g; an emptyDir of medium Memory in Kubernetes",
         )
     elif free <= SHM_NBYTES:
@@ -104,7 +104,7 @@ def _shared(machine: Machine) -> Iterator[Finding]:
             "container.shm",
             f"{SHM} has {_mib(total)}, of which {_mib(free)} are free",
             "Writing beyond that ends a process with SIGBUS. Shared memory of Python and PyTorch, and NCCL, "
-            "live there; asynctrt itself takes none.",
+            "live there; asynctrt and its workers take none.",
             "docker run --shm-size=1g or --ipc=host; an emptyDir of medium Memory in Kubernetes",
         )
     else:
