@@ -32,7 +32,6 @@ from asynctrt.errors import (
 from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.policy import PART_NS_MIN
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
 from asynctrt.tensors import Array, BatchRecord, InferResult
 from asynctrt.workers.groups import Group, copied, formed
@@ -55,6 +54,9 @@ IN_VAIN_MAX: Final = 16
 
 EWMA: Final = 0.1
 """Weight of the latest answers in what rows and batches take."""
+
+PART_NS_MIN: Final = 200_000
+"""Requests of one tick are divided over idle cores only while each part computes for at least so long."""
 
 PACE_MAX: Final = 8.0
 """A worker that was slower than this in one batch was held up by something else."""
