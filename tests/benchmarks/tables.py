@@ -157,6 +157,55 @@ def ray():
 RATES = ("requests_per_s", "rows_per_s")
 
 
+def workers():
+    """Yield what a worker process costs: in process beside it, ratios of medians."""
+    yield (
+        *("", "in process: requests/s", "p50, µs", "a worker: requests/s", "p50, µs"),
+        *("CPU of both, ratio", "CPU of the application, ratio"),
+    )
+    for case, runs in figures("workers")["cost"].items():
+        model, callers = case.split(", ")
+        own, theirs = runs["none"], runs["process"]
+        yield (
+            f"{model}, {callers} caller{'s' * (callers != '1')}",
+            *[
+                hundreds(middle(one, figure)) if figure == "requests_per_s" else f"{middle(one, figure):,.0f}"
+                for one in (own, theirs)
+                for figure in ("requests_per_s", "p50_us")
+            ],
+            *[
+                f"{middle(theirs, figure) / middle(own, 'cpu_us'):.2f}"
+                for figure in ("cpu_us", "own_cpu_us")
+            ],
+        )
+
+
+def kills():
+    """Yield what became of requests whose workers were killed."""
+    yield "", "requests", "kills", "lost, wrong, answered twice", "until 256 more were answered, ms"
+    for case, found in figures("workers")["kills"].items():
+        pauses = found["recovery_ms"]
+        yield (
+            case,
+            f"{found['answered']:,}",
+            str(found["kills"]),
+            f"{found['lost']}, {found['wrong']}, {found['twice']}",
+            f"{statistics.median(pauses):.0f} (at most {max(pauses):.0f})",
+        )
+
+
+def fronts():
+    """Yield a server of one process beside servers with workers and fronts."""
+    yield "", "no-op, requests/s", "p99, ms", "MLP, requests/s", "p99, ms"
+    measured = figures("workers")["fronts"]
+    for case in dict.fromkeys(name.partition(", ")[2] for name in measured):
+        cells = [case]
+        for model in ("noop", "mlp"):
+            runs = measured[f"{model}, {case}"]
+            cells += [hundreds(middle(runs, "requests_per_s")), f"{middle(runs, 'p99_us') / 1e3:.1f}"]
+        yield cells
+
+
 def lateness():
     """Yield how late a load test sends its requests."""
     yield (
@@ -413,6 +462,9 @@ TABLES = {
     "perceptron": perceptron,
     "serving": serving,
     "ray": ray,
+    "workers": workers,
+    "kills": kills,
+    "fronts": fronts,
     "lateness": lateness,
     "agreement": agreement,
     "ran": ran,
