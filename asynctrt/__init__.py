@@ -56,6 +56,7 @@ from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tar
 from asynctrt.options import Options
 from asynctrt.pipeline import Pipeline
 from asynctrt.process import tune_process
+from asynctrt.propagation import within
 from asynctrt.runtime.slots import Slot
 from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics, WorkerState
 from asynctrt.tensorrt_options import TensorRTOptions
@@ -138,6 +139,7 @@ __all__ = [
     "limit_gpu_memory",
     "open",
     "tune_process",
+    "within",
 ]
 
 

@@ -32,6 +32,7 @@ from asynctrt.inputs import InputCheck, Inputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
+from asynctrt.propagation import limits_here
 from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX, Driver
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
@@ -227,7 +228,7 @@ class Engine:
         if outputs != "host":
             key = self._key_on_device(outputs, key, rows)
         lane = self
-        if timeout is None and type(priority) is int and not priority:
+        if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
@@ -257,7 +258,7 @@ class Engine:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
         lane = self
-        if timeout is None and type(priority) is int and not priority:
+        if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns = self._timeout_ns
         else:
             timeout_ns, priority = self._checked(timeout, priority)
@@ -553,12 +554,17 @@ class Engine:
         return result
 
     def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int]:
-        """Return the timeout in ns, and the priority.
+        """Return the timeout in ns, and the priority: a call's own, within those of :func:`asynctrt.within`.
 
         :raises InputError: for a value that is neither.
+        :raises DeadlineError: if that work has no time left.
         """
         level = priority_of(priority, self._options.priorities)
-        return self._timeout_ns if timeout is None else timeout_ns_of(timeout), level
+        timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
+        limits = limits_here()
+        if limits is None:
+            return timeout_ns, level
+        return limits.stricter(timeout_ns, level, self._options.priorities)
 
     def _busy_share(self, busy_ns: int) -> float:
         """Return the share of the time since it was opened in which its arenas computed for it."""

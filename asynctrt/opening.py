@@ -16,6 +16,7 @@ from asynctrt.errors import DeviceUnavailableError, OptionsError, UsageError
 from asynctrt.loops import in_thread, running_loop
 from asynctrt.options import Options, Settings
 from asynctrt.parts import EngineParts, build_on
+from asynctrt.propagation import unlimited
 
 GPU: Final = re.compile(r"cuda:\d+")
 
@@ -116,6 +117,10 @@ class Opening:
             await self._engine.aclose()
 
     async def _open(self) -> "Engine":
+        with unlimited():  # It lives longer than the work in which it happens to be opened.
+            return await self._opened()
+
+    async def _opened(self) -> "Engine":
         loop = running_loop()
         devices = _names(self._device)
         if self._options.isolation == "process":

@@ -43,6 +43,7 @@ from asynctrt.errors import (
 from asynctrt.inputs import InputCheck, Inputs
 from asynctrt.loops import running_loop, wait_shielded
 from asynctrt.options import Options
+from asynctrt.propagation import Limits, hold_from_here, limits_here
 from asynctrt.runtime.slots import Slot
 from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import BatchStatistics, Statistics
@@ -296,6 +297,9 @@ class Pipeline(Engine):
         arrays, rows, _ = self._check.validate(inputs)
         level = priority_of(priority, self._options.priorities)
         timeout_ns = self._default_ns if timeout is None else timeout_ns_of(timeout)
+        limits = limits_here()
+        if limits is not None:
+            timeout_ns, level = limits.stricter(timeout_ns, level, self._options.priorities)
         if self._state != "open":
             self._counts["refused"] += 1
             raise EngineClosedError(f"{self._name!r} is {self._state}: send to another engine")
@@ -357,6 +361,7 @@ class Pipeline(Engine):
     async def _run(self, arrays: tuple[Array, ...], rows: int, call: Call, arrival_ns: int) -> InferResult:
         given: Any = {spec.name: read_only(array) for spec, array in zip(self._inputs, arrays, strict=True)}
         stages = 0
+        hold_from_here(Limits(call.deadline_ns, call.priority))  # For a stage that asks engines by itself.
         try:
             for _, run in self._stages:
                 call.left()

@@ -10,6 +10,7 @@ from typing import Any, Self
 from asynctrt.client.persistence import check_settings, only_input, seconds_of
 from asynctrt.errors import UsageError
 from asynctrt.loops import running_loop
+from asynctrt.propagation import limits_here
 from asynctrt.tensors import Array
 
 
@@ -96,6 +97,10 @@ class Client(ABC):
         """Return a call's inputs by name, and what is left of its deadline once a name was asked for."""
         self._check_loop()
         deadline = seconds_of("deadline", deadline)
+        limits = limits_here()
+        left_ns = None if limits is None else limits.left_ns()
+        if left_ns is not None:
+            deadline = left_ns / 1e9 if deadline is None else min(deadline, left_ns / 1e9)
         if isinstance(inputs, Mapping):
             return inputs, deadline
         known = self._only_inputs.get((model, version))

@@ -173,10 +173,7 @@ def workers():
                 for one in (own, theirs)
                 for figure in ("requests_per_s", "p50_us")
             ],
-            *[
-                f"{middle(theirs, figure) / middle(own, 'cpu_us'):.2f}"
-                for figure in ("cpu_us", "own_cpu_us")
-            ],
+            *[f"{middle(theirs, figure) / middle(own, 'cpu_us'):.2f}" for figure in ("cpu_us", "own_cpu_us")],
         )
 
 

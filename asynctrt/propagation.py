@@ -1,0 +1,94 @@
+"""One deadline and one priority for all that a piece of work asks of engines."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+from asynctrt import clock
+from asynctrt.errors import DeadlineError, InputError
+from asynctrt.validation import int_or_none, timeout_ns_of
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What holds for every request of a piece of work, on top of what each says itself."""
+
+    deadline_ns: int | None
+    priority: int
+
+    def left_ns(self) -> int | None:
+        """Return the ns until the deadline; ``None`` without one.
+
+        :raises DeadlineError: if it has passed.
+        """
+        if self.deadline_ns is None:
+            return None
+        left_ns = self.deadline_ns - clock.now_ns()
+        if left_ns <= 0:
+            raise DeadlineError(
+                f"the time of asynctrt.within was over {-left_ns / 1e6:.3f} ms before this request was made. "
+                "Allow more time, or ask for less in it"
+            )
+        return left_ns
+
+    def stricter(self, timeout_ns: int | None, priority: int, priorities: int) -> tuple[int | None, int]:
+        """Return the timeout in ns and the priority of a request that has these of its own.
+
+        :param priorities: levels of the engine; the highest stands for those that it has not.
+        :raises DeadlineError: if no time is left.
+        """
+        left_ns = self.left_ns()
+        if left_ns is not None:
+            timeout_ns = left_ns if timeout_ns is None else min(timeout_ns, left_ns)
+        return timeout_ns, max(priority, min(self.priority, priorities - 1))
+
+
+_LIMITS: Final[ContextVar[Limits | None]] = ContextVar("asynctrt-limits", default=None)
+
+limits_here = _LIMITS.get
+"""Return the limits that hold here; ``None``: there are none."""
+
+hold_from_here = _LIMITS.set
+"""Let limits hold in this task from here on."""
+
+
+@contextmanager
+def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]:
+    """Give all that is asked of engines inside one deadline and one priority.
+
+    Each call inside has what is left of the time as its ``timeout``, unless its own is shorter, and this
+    priority, unless its own is higher; an engine with fewer ``priorities`` takes its highest. Tasks and
+    threads that are started inside with this context (``asyncio.create_task``, ``asyncio.to_thread``) are
+    inside as well, as are the calls of :mod:`asynctrt.client`, of which it limits the ``deadline``. Inside of
+    another one the stricter of both holds. What does not ask an engine is not ended by it: that is
+    ``asyncio.timeout``.
+
+    :param timeout: seconds from now; ``None`` for no deadline.
+    :raises InputError: for a timeout that is no number of seconds, or a priority that is no whole number ≥ 0.
+    """
+    level = int_or_none(priority)
+    if level is None or level < 0:
+        raise InputError(f"priority must be a whole number ≥ 0, not {priority!r}")
+    deadline_ns = None if timeout is None else clock.now_ns() + timeout_ns_of(timeout)
+    around = _LIMITS.get()
+    if around is not None:
+        level = max(level, around.priority)
+        if around.deadline_ns is not None:
+            deadline_ns = around.deadline_ns if deadline_ns is None else min(deadline_ns, around.deadline_ns)
+    token = _LIMITS.set(Limits(deadline_ns, level))
+    try:
+        yield
+    finally:
+        _LIMITS.reset(token)
+
+
+@contextmanager
+def unlimited() -> Iterator[None]:
+    """Let no limits hold inside: for what outlives the work that begins it."""
+    token = _LIMITS.set(None)
+    try:
+        yield
+    finally:
+        _LIMITS.reset(token)
