@@ -39,6 +39,7 @@ from asynctrt.workers.layout import LAUNCHED, Layouts, Placed
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Kind
+from asynctrt.workers.pace import Pace
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Groups with more bytes than this are copied in another thread, in or out, as batches in process are."""
@@ -51,15 +52,6 @@ DEATHS_MAX: Final = 2
 
 IN_VAIN_MAX: Final = 16
 """Groups that are halved because they failed, without any part of one ending well."""
-
-EWMA: Final = 0.1
-"""Weight of the latest answers in what rows and batches take."""
-
-PART_NS_MIN: Final = 200_000
-"""Requests of one tick are divided over idle cores only while each part computes for at least so long."""
-
-PACE_MAX: Final = 8.0
-"""A worker that was slower than this in one batch was held up by something else."""
 
 EXPIRY_S: Final = 0.02
 """How often the deadlines of groups that no worker has are looked at."""
@@ -114,10 +106,7 @@ class Front:
         # taken, also while there is no worker.
         in_flight = description.max_rows * description.contexts
         self._rows_bound = (options.max_queue_rows + in_flight) * workers
-        self._parallel = description.parallel_batches * workers
-        # What a batch usually takes, by the number of bits of its rows; and a row.
-        self._usual_ns: dict[int, float] = {}
-        self._row_ns = 0.0
+        self._pace = Pace(description.parallel_batches * workers)
         self._layouts = Layouts(description.inputs, description.outputs)
         self._memory = memory
         self._heap = heap
@@ -292,9 +281,7 @@ class Front:
         alone = self._options.deterministic
         for (key, _, _), requests in kinds.items():
             layout = self._layouts.of_sizes(tuple([size for _, size in key.shape]))  # type: ignore[attr-defined]
-            # A group is one request to a worker, which cannot divide it between its idle cores.
-            rows_ns = int(sum([request.rows for request in requests]) * self._row_ns)
-            parts = max(min(rows_ns // PART_NS_MIN, self._parallel), 1)
+            parts = self._pace.parts(sum([request.rows for request in requests]))
             for part in formed(requests, self._rows_max, alone=alone, parts=parts):
                 self._begin(Group(part, layout))
         self.send_held()
@@ -393,7 +380,7 @@ class Front:
         if kind == Kind.ERROR:
             self._failed(group, self._error_of(group, nbytes, in_large=bool(is_large)))
             return
-        self._measure(link, batch_rows, compute_ns)
+        link.pace = self._pace.measured(link.pace, batch_rows, compute_ns)
         record = BatchRecord(batch_rows, launched_ns)
         record.copy_in_ns, record.compute_ns, record.copy_out_ns = copy_in_ns, compute_ns, copy_out_ns
         records = (record, *[BatchRecord(batch_rows, launched_ns)] * (batches - 1))
@@ -409,15 +396,6 @@ class Front:
             copy.add_done_callback(partial(self._copied_off_loop, group, records))
         else:
             self._deliver(group, self._copied(group, views, size), records)
-
-    def _measure(self, link: Link, batch_rows: int, compute_ns: int) -> None:
-        """Learn what rows take, and how fast the worker is, beside others' batches of about this size."""
-        self._row_ns += EWMA * (compute_ns / max(batch_rows, 1) - self._row_ns)
-        size = batch_rows.bit_length()
-        usual_ns = self._usual_ns.setdefault(size, compute_ns)
-        if usual_ns:
-            link.pace += EWMA * (min(compute_ns / usual_ns, PACE_MAX) - link.pace)
-        self._usual_ns[size] = usual_ns + EWMA * (compute_ns - usual_ns)
 
     def _copied(self, group: Group, views: dict[str, Array], nbytes: int) -> list[dict[str, Array]]:
         """Return the outputs of each request, in arrays that are its caller's."""
