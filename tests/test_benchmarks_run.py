@@ -21,6 +21,7 @@ LEAST = {
     "memory": ["--requests", "2000", "--engines", "2"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
+    "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "FastAPI"],
     "hangups": ["--repeats", "1", "--seconds", "0.2", "--rate", "100", "--hang-ups", "5"],
     "soak": ["--requests", "3000"],
     "fairness": ["--repeats", "1", "--seconds", "0.2", "--only", "websocket, 1 row"],
@@ -62,7 +63,15 @@ LEAST_ON_GPU = {
     "million": ["--batches", "2000"],
 }
 """Without a GPU they run on the host device."""
-PARTS = {"client", "servers", "mosec_server", "compare_commits_child"}
+PARTS = {
+    "client",
+    "servers",
+    "mosec_server",
+    "compare_commits_child",
+    "peer_servers",
+    "peer_lit",
+    "peer_bento",
+}
 """What benchmarks start as processes of their own."""
 PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_model"}
 

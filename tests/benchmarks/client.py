@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import time
+from functools import partial
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -71,14 +72,15 @@ class Connection(asyncio.Protocol):
 class Http(Connection):
     """Send one request after the other, so that answers need not be told apart."""
 
-    def __init__(self, book, depth, *, paced, url, dim, raw):
+    def __init__(self, book, depth, *, paced, url, dim, raw, text=b""):
         super().__init__(book, depth, paced=paced)
         head = b"" if raw else b"{" + infer_head(dim)
-        body = head + bytes(4 * dim)
-        length = b"" if raw else b"Inference-Header-Content-Length: %d\r\n" % len(head)
+        body = text or head + bytes(4 * dim)
+        kind = b"json" if text else b"octet-stream"
+        length = b"" if raw or text else b"Inference-Header-Content-Length: %d\r\n" % len(head)
         self.request = (
-            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n%s"
-            b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), length, len(body), body)
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/%s\r\n%s"
+            b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), kind, length, len(body), body)
         )
         self.waiting = []
 
@@ -179,7 +181,7 @@ class WebSocket(Connection):
 
 
 async def sockets(options, url, book):
-    kind = Http if url.scheme == "http" else WebSocket
+    kind = partial(Http, text=bytes.fromhex(options.body)) if url.scheme == "http" else WebSocket
     loop = asyncio.get_running_loop()
     connections = []
     for _ in range(options.connections):
@@ -267,7 +269,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--rate", type=float, default=0)
     parser.add_argument("--raw", action="store_true", help="send the tensor alone")
-    parser.add_argument("--body", default="", help="for grpc: the message, in hex")
+    parser.add_argument("--body", default="", help="the message, in hex, for grpc, and for HTTP as JSON")
     uvloop.run(run(parser.parse_args()))
 
 

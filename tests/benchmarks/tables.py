@@ -135,6 +135,20 @@ def serving():
         yield cells
 
 
+def frameworks():
+    """Yield the perceptron behind other ways to serve a model from Python."""
+    yield "", "64 connections: requests/s", "CPU µs", "p99, ms", "one connection: p50, ms"
+    for label, runs in figures("frameworks").items():
+        many = runs["64"]
+        yield (
+            label,
+            hundreds(middle(many, "requests_per_s")),
+            f"{middle(many, 'server_cpu_us'):,.0f}",
+            f"{middle(many, 'p99_us') / 1e3:.0f}",
+            f"{middle(runs['1'], 'p50_us') / 1e3:.1f}",
+        )
+
+
 def ray():
     """Yield calls through Ray Serve, of 64 callers and of one, by their rows."""
     yield "", "rows a call", "64 callers: requests/s", "rows/s", "p50, ms", "one caller: p50, ms"
@@ -458,6 +472,7 @@ TABLES = {
     "overhead": overhead,
     "perceptron": perceptron,
     "serving": serving,
+    "frameworks": frameworks,
     "ray": ray,
     "workers": workers,
     "kills": kills,
