@@ -253,8 +253,8 @@ async def test_of_a_large_request_one_piece_is_read_in_a_turn_of_the_loop():
 async def test_clients_that_go_all_at_once_are_closed_a_few_at_a_time():
     async with serving() as server:
         hub, wires = server._hub, [Reading() for _ in range(2 * CLOSED_MAX + 1)]
-        for wire in wires:
-            connection = HttpConnection(hub)
+        connections = [HttpConnection(hub) for _ in wires]
+        for connection, wire in zip(connections, wires, strict=True):
             connection.connection_made(wire)
             assert connection.eof_received()
         for closed in (0, CLOSED_MAX, 2 * CLOSED_MAX, len(wires)):
@@ -263,6 +263,8 @@ async def test_clients_that_go_all_at_once_are_closed_a_few_at_a_time():
         assert not hub._ended
         wires[0].get_extra_info = lambda name, default=None: "TLS"
         assert not hub.close_soon(wires[0]), "a TLS transport closes itself"
+        for connection in connections:
+            connection.connection_lost(None)
 
 
 class Taken:
