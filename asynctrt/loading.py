@@ -22,6 +22,8 @@ logger = logging.getLogger("asynctrt")
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 
+_gpu_memory_nbytes: int | None = None
+
 
 def find_device(device: str | Device) -> Device:
     """The device of that name, or the object that was given."""
@@ -48,7 +50,8 @@ def limit_gpu_memory(nbytes: int | None) -> None:
 
     What counts is all that engines allocate there: weights and what contexts keep, arenas, the buffers of
     slabs, and outputs that stay on the GPU. An engine that would exceed it is not opened, with the
-    arithmetic; it goes without graphs first.
+    arithmetic; it goes without graphs first. With ``isolation="process"`` it is the limit of each worker that
+    is started from then on.
 
     :raises OptionsError: for anything but a positive number.
     """
@@ -56,6 +59,13 @@ def limit_gpu_memory(nbytes: int | None) -> None:
     from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
 
     limit_memory(nbytes)
+    global _gpu_memory_nbytes  # noqa: PLW0603  (one for the process, as the memory is)
+    _gpu_memory_nbytes = nbytes
+
+
+def gpu_memory_limit() -> int | None:
+    """Return what :func:`limit_gpu_memory` was given last."""
+    return _gpu_memory_nbytes
 
 
 def load_model(

@@ -124,8 +124,8 @@ def test_the_protocol_sees_tensors_and_errors_alone(path):
 
 @pytest.mark.parametrize("path", files("workers"), ids=lambda path: path.name)
 def test_workers_see_the_engine_and_not_what_runs_it(path):
-    seen = {"clock", "engine", "errors", "inputs", "loops", "opening", "options", "process", "statistics"}
-    seen |= {"tensors", "validation", "version", "workers"}
+    seen = {"clock", "engine", "errors", "inputs", "loading", "loops", "opening", "options", "process"}
+    seen |= {"statistics", "tensors", "validation", "version", "workers"}
     # A front has requests and their keys as an engine has, but neither a scheduler nor a device.
     modules = {"runtime.answers", "runtime.slots", "scheduling.batch", "scheduling.key", "scheduling.request"}
     names = {name.removeprefix("asynctrt.") for name in imports(path) if name.startswith("asynctrt.")}

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
+from asynctrt.loading import limit_gpu_memory
 from asynctrt.loops import in_thread
 from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
@@ -295,6 +296,8 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         return
     settings = config.settings
     set_up_logging(settings.log_format, settings.log_level)
+    if settings.gpu_memory is not None:
+        limit_gpu_memory(settings.gpu_memory)  # Of the workers: they are started here.
     await _serve(config, command.shower(settings, say))
 
 

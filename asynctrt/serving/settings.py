@@ -235,7 +235,8 @@ class ServerSettings:
         default=None,
         check=count(1).or_none,
         doc="""Bytes that the models together may hold on each GPU: weights, what contexts keep, arenas and
-        slabs. A model that does not fit is not loaded. Default: what the GPU has.""",
+        slabs. A model that does not fit is not loaded. With worker processes: each worker's. Default: what the
+        GPU has.""",
     )
     log_format: LogFormat = setting(
         default="text",
@@ -269,7 +270,7 @@ class ServerSettings:
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise OptionsError("tls_certificate and tls_key go together: give both or neither")
         if self.fronts > 1:
-            for name in ("model_control", "watch", "gpu_memory"):
+            for name in ("model_control", "watch"):
                 if getattr(self, name):
                     raise OptionsError(
                         f"{name} is for a server of one process, and fronts is {self.fronts}. Leave one of "

@@ -26,6 +26,7 @@ import uvloop
 from asynctrt import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeviceLostError, copy_for, describe
+from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
 from asynctrt.process import shorten_switch_interval
 from asynctrt.scheduling.batch import Batch
@@ -370,7 +371,10 @@ async def _run(end: socket.socket, start: Start) -> None:
 
     threading.Thread(target=_listen, args=(end, loop, hear), name="asynctrt-front", daemon=True).start()
     try:
-        engine = await open_engine(start.model, device=_visible(start.device), options=start.options)
+        device = _visible(start.device)
+        if start.gpu_memory_nbytes is not None:
+            limit_gpu_memory(start.gpu_memory_nbytes)
+        engine = await open_engine(start.model, device=device, options=start.options)
     except Exception as error:
         send(end, Failed(_sendable(error)))
         return

@@ -46,6 +46,8 @@ class Start:
     options: Options
     path: tuple[str, ...]
     """``sys.path``, for a model that is named by its module."""
+    gpu_memory_nbytes: int | None
+    """What it may hold on its GPU; ``None``: what there is."""
     level: int
     """From which level on log records are sent to the front."""
 

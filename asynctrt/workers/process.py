@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asynctrt.errors import DeviceUnavailableError
+from asynctrt.loading import gpu_memory_limit
 from asynctrt.loops import in_thread
 from asynctrt.options import Options
 from asynctrt.version import __version__
@@ -73,7 +74,7 @@ class WorkerProcess:
                 ) from error
             finally:
                 its.close()
-            send(own, Start(model, device, options, tuple(sys.path), level))
+            send(own, Start(model, device, options, tuple(sys.path), gpu_memory_limit(), level))
         except BaseException:
             own.close()
             raise

@@ -228,10 +228,18 @@ def test_a_port_is_not_shared_with_another_server():
             _reserve(stack, "127.0.0.1", other.getsockname()[1])
 
 
-@pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}, {"gpu_memory": 1 << 30}])
+@pytest.mark.parametrize("settings", [{"model_control": True}, {"watch": 1.0}])
 def test_settings_that_go_with_one_process_alone(settings):
     with pytest.raises(OptionsError, match="one process"):
         ServerSettings(fronts=2, **settings)
+
+
+@pytest.mark.tier2
+async def test_the_limit_of_gpu_memory_is_that_of_the_workers():
+    model = "kind=tests.workers.models:limited"
+    async with running("--gpu-memory", str(1 << 20), model=model) as server:
+        status, answer = await asked(server.url, 1)
+        assert (status, answer["outputs"][0]["data"]) == (200, [1 << 20] * 4)
 
 
 def test_fronts_have_workers():

@@ -16,6 +16,7 @@ import anyio
 import numpy as np
 import pytest
 
+from asynctrt import loading
 from asynctrt.client import connect
 from asynctrt.devices.cuda import context
 from asynctrt.errors import ConnectionLostError, OptionsError, UsageError
@@ -412,6 +413,7 @@ class TestAsAProcess:
 
 def test_one_limit_of_gpu_memory_for_all_models(monkeypatch):
     monkeypatch.setattr(context, "_limit_nbytes", None)
+    monkeypatch.setattr(loading, "_gpu_memory_nbytes", None)
     Server(Repository(), ServerSettings())
     assert context._limit_nbytes is None
     Server(Repository(), ServerSettings(gpu_memory=5000))

@@ -61,6 +61,16 @@ def slow():
     return FunctionModel(double, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="slow")
 
 
+def limited():
+    """Answer with the bytes that this process may hold on a GPU."""
+    from asynctrt.devices.cuda import context
+
+    def look(inputs):
+        return np.full_like(inputs["x"], context._limit_nbytes or -1)
+
+    return FunctionModel(look, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="limited")
+
+
 def shapes():
     """Take two inputs whose rows vary in length, of several dtypes."""
     return FunctionModel(

@@ -235,6 +235,16 @@ async def test_requests_of_one_tick_are_spread_over_all_that_can_compute(device,
         assert {answer.batch_rows for answer in answers} == {16}  # Not one batch of 32.
 
 
+async def test_the_limit_of_gpu_memory_is_that_of_each_worker():
+    try:
+        for nbytes in (None, 1 << 20):
+            asynctrt.limit_gpu_memory(nbytes)
+            async with opened("tests.workers.models:limited") as engine:
+                assert (await engine.infer(rows(1)))["y"][0, 0] == (nbytes or -1)
+    finally:
+        asynctrt.limit_gpu_memory(None)
+
+
 @no_gpu
 @pytest.mark.parametrize("uuid", ["MIG-5c89852c-d268-c3f3", "GPU-5c89", "MIG-GPU-5c89/1/0"])
 async def test_a_part_of_a_gpu_is_the_only_one_that_its_worker_sees(tmp_path, monkeypatch, uuid):
