@@ -235,7 +235,7 @@ class ServerSettings:
         default=None,
         check=count(1).or_none,
         doc="""Bytes that the models together may hold on each GPU: weights, what contexts keep, arenas and
-        slabs. A model that does not fit is not loaded. With worker processes: each worker's. Default: what the
+        slabs. A model that does not fit is not loaded. With worker processes: each has it. Default: what the
         GPU has.""",
     )
     log_format: LogFormat = setting(
