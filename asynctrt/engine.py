@@ -343,6 +343,7 @@ class Engine:
                 rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
                 for rows, size in counters.by_rows.items()
             },
+            row_ns_foreign=0.0,
         )
 
     @contextmanager

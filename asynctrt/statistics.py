@@ -154,6 +154,9 @@ class Statistics:
     by_batch_rows: Mapping[int, BatchStatistics]
     """Batches by their number of rows. Of this mapping, of ``launched`` and of ``lanes``, a frozen copy is
     kept."""
+    row_ns_foreign: float
+    """What one more row takes, by the answers that this front of a server has seen: for estimates where another
+    front tells of batches. 0 in an engine in process."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):
@@ -220,7 +223,7 @@ class Statistics:
         """How much longer one more row makes the queue, in seconds: the time of a row in batches of the
         largest size that has run. ``None`` if no batch has run yet, or nothing is left to run one on."""
         if not self.by_batch_rows or not self.parallel_batches:
-            return None
+            return self.row_ns_foreign / 1e9 or None
         rows, batches = max(self.by_batch_rows.items())
         return _batch_ns(batches) / rows / self.parallel_batches / 1e9
 
@@ -236,7 +239,7 @@ class Statistics:
         if not queued_rows and not self.in_flight_batches:
             return 0.0
         if not self.by_batch_rows or not self.parallel_batches:
-            return None
+            return queued_rows * self.row_ns_foreign / 1e9 or None
         rows, batches = max(self.by_batch_rows.items())
         count = -(-queued_rows // rows) + self.in_flight_batches
         return count * _batch_ns(batches) / self.parallel_batches / 1e9

@@ -120,6 +120,14 @@ def test_nobody_knows_the_seconds_to_drain_before_a_batch_has_run_or_without_con
     assert snapshot(by_batch_rows={}).drain_s() == 0
 
 
+def test_a_front_that_is_told_of_no_batches_estimates_by_its_own_answers():
+    front = snapshot(by_batch_rows={}, contexts=0, queued_rows=20, row_ns_foreign=5e7)
+    assert front.row_s == pytest.approx(0.05)
+    assert front.drain_s() == pytest.approx(1.0)
+    assert front.drain_s(waiting_rows=10) == pytest.approx(1.5)
+    assert dataclasses.replace(front, queued_rows=0).drain_s() == 0
+
+
 def test_the_share_of_busy_time():
     sizes = {1: BatchStatistics(1, 0, 10**9, 0)}
     before = snapshot(by_batch_rows=sizes, contexts=2)

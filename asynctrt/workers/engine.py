@@ -190,6 +190,7 @@ class IsolatedEngine(Engine):
             queued_requests=waiting,
             queued_rows=self._front.rows if waiting else 0,
             memory_nbytes=joined.memory_nbytes + self._front.nbytes,
+            row_ns_foreign=self._front.row_ns,
         )
 
     async def _close(self) -> None:

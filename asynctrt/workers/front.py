@@ -256,6 +256,11 @@ class Front:
         """The bytes of shared memory that it has used."""
         return self._heap.nbytes
 
+    @property
+    def row_ns(self) -> float:
+        """What one more row takes all workers together, in ns; 0 as long as that is not known."""
+        return self._pace.added_row_ns
+
     def end_threads(self) -> None:
         """After :meth:`close`: end the thread that copies. Blocks while it copies."""
         if self._copier is not None:

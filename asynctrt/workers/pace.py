@@ -21,8 +21,15 @@ class Pace:
     def __init__(self, parallel: int) -> None:
         self._parallel = parallel
         self._row_ns = 0.0
+        self._largest_rows = 0
+        self._largest_row_ns = 0.0
         # By the number of bits of a batch's rows.
         self._usual_ns: dict[int, float] = {}
+
+    @property
+    def added_row_ns(self) -> float:
+        """What one more row takes in the largest batches that were seen; 0 before the first."""
+        return self._largest_row_ns / self._parallel
 
     def parts(self, rows: int) -> int:
         """Return into how many groups to divide rows, so that all that can compute at once has some.
@@ -38,6 +45,10 @@ class Pace:
             its own would say nothing of it.
         """
         self._row_ns += EWMA * (compute_ns / max(batch_rows, 1) - self._row_ns)
+        if batch_rows > self._largest_rows:
+            self._largest_rows, self._largest_row_ns = batch_rows, compute_ns / batch_rows
+        elif batch_rows == self._largest_rows > 0:
+            self._largest_row_ns += EWMA * (compute_ns / batch_rows - self._largest_row_ns)
         size = batch_rows.bit_length()
         usual_ns = self._usual_ns.setdefault(size, compute_ns)
         if usual_ns:

@@ -46,6 +46,18 @@ def test_a_batch_that_was_held_up_does_not_shut_its_worker_out():
     assert factor < 1 + FACTOR_MAX / 10
 
 
+def test_one_more_row_is_a_part_of_the_largest_batch():
+    pace = Pace(parallel=2)
+    assert pace.added_row_ns == 0
+    pace.measured(1.0, 1, 50_000)
+    pace.measured(1.0, 10, 100_000)
+    pace.measured(1.0, 1, 90_000)
+    assert pace.added_row_ns == 5_000
+    for _ in range(300):
+        pace.measured(1.0, 10, 200_000)
+    assert pace.added_row_ns == pytest.approx(10_000)
+
+
 def test_batches_without_any_time_or_rows():
     pace = Pace(parallel=2)
     assert pace.measured(1.0, 0, 0) == pace.measured(1.0, 4, 0) == 1.0
