@@ -155,8 +155,8 @@ class Statistics:
     """Batches by their number of rows. Of this mapping, of ``launched`` and of ``lanes``, a frozen copy is
     kept."""
     row_ns_foreign: float
-    """What one more row takes, by the answers that this front of a server has seen: for estimates where another
-    front tells of batches. 0 in an engine in process."""
+    """What one more row takes, by the answers that this front of a server has seen: for estimates where it is
+    another front that tells of batches. 0 in an engine in process."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):
