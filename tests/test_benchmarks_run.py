@@ -77,7 +77,7 @@ PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_m
 
 
 def test_every_benchmark_is_run_and_explained():
-    names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "common", "tables", *PARTS}
+    names = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "common", "pictures", "tables", *PARTS}
     assert names == set(LEAST)
     on_gpu = {path.stem for path in (FOLDER / "gpu").glob("*.py")} - {"__init__", "run_all", *PARTS_ON_GPU}
     assert on_gpu == set(LEAST_ON_GPU)

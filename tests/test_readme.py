@@ -15,7 +15,7 @@ from asynctrt.options import Options
 from asynctrt.serving.command import configure, read_config
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, SimulationSettings
-from tests.benchmarks import tables
+from tests.benchmarks import pictures, tables
 from tests.helpers import needed
 from tests.models import double_onnx, rows
 from tests.serving.test_asgi import running
@@ -329,6 +329,11 @@ def test_the_tables_are_generated():
     assert named == set(tables.TABLES)
     for document, text in texts.items():
         assert tables.filled(text) == text, f"{document.name} differs: python -m tests.benchmarks.tables"
+
+
+def test_the_picture_is_drawn_from_the_results_that_are_kept():
+    drawn = pictures.PICTURE.read_text()
+    assert drawn.startswith(pictures.mark()), "it differs: python -m tests.benchmarks.pictures"
 
 
 class TestFiguresInSentences:
