@@ -252,7 +252,7 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self._schedule_pump()
                     return
-            if scheduler.queued_rows:
+            if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
             wakeup_ns = scheduler.next_wakeup()
             if wakeup_ns is not None:

@@ -5,7 +5,7 @@ waiting too long costs more than looking too early.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch
@@ -19,6 +19,8 @@ STAGING_QUANTILE: Final = 0.75
 LEAD_MARGIN_NS: Final = 100_000
 """How long before it is needed a batch is in place, as far as can be told: what is late leaves a device idle,
 and what is early has missed some requests."""
+
+NEVER_NS: Final = 2**63 - 1
 
 TIMED_EVERY: Final = 8
 """One batch in this many is timed by the device, since timing costs the CPU and the GPU a few µs each."""
@@ -169,10 +171,31 @@ class CompletionEstimator:
         """Return when the first of these lanes is expected to have computed all that is in it."""
         return min(map(self._computed_by_ns, lines))
 
+    def free_late_ns(self, lines: Sequence[int], now_ns: int, late_ns: Callable[[int], int]) -> int:
+        """Return what :meth:`free_ns` does, on the late side.
+
+        :param late_ns: returns how long a batch in flight computes at most, as a rule, by its number.
+        """
+        found = NEVER_NS
+        for line in lines:
+            computed_ns = self._computed_ns[line]
+            for number, (ready_ns, takes_ns) in self._ahead[line].items():
+                computed_ns = max(computed_ns, ready_ns) + max(takes_ns, late_ns(number))
+            found = min(found, computed_ns)
+        return max(found, now_ns)
+
     def lead_ns(self, copies: Hashable, rows: int) -> int:
         """Return how long before a batch can compute it is to be launched: to be staged and copied in."""
         staged_ns = self._staging.expected_ns(copies, rows) or 0
         return staged_ns + (self._copy_in.expected_ns(copies, rows) or 0) + LEAD_MARGIN_NS
+
+    def copy_in_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long the rows of a batch take to be copied in at least; 0 before any were."""
+        return self._copy_in.expected_ns(key.copy_key, rows) or 0
+
+    def copy_out_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long the rows of a batch take to be copied out at least; 0 before any were."""
+        return self._copy_out.expected_ns(key.copy_key, rows) or 0
 
     def service_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes at least from its launch to its end, if it does not wait for another;
@@ -180,11 +203,7 @@ class CompletionEstimator:
         compute_ns = self._compute.sure_ns(key.cost_key, rows)
         if compute_ns is None:
             return None
-        copies = key.copy_key
-        copies_ns = (self._copy_in.expected_ns(copies, rows) or 0) + (
-            self._copy_out.expected_ns(copies, rows) or 0
-        )
-        return compute_ns + copies_ns
+        return compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
 
     def compute_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long a batch computes at least; 0 until enough like it were seen."""

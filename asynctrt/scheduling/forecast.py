@@ -14,8 +14,10 @@ from typing import Final
 from asynctrt.errors import DeadlineUnreachableError
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.estimates import CompletionEstimator
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import Request
 
@@ -48,6 +50,8 @@ class Forecast:
         # When each batch in flight is expected to be done, as far as that was told when it began.
         self._ends_ns: dict[int, int] = {}
         self._probe_ns = 0
+        self.punctuality: Punctuality | None = None
+        """What decides who is too late for a batch, told of requests that try out a prediction."""
 
     def started(self, batch: Batch, end_ns: int) -> None:
         """Note when a batch is expected to be done."""
@@ -71,23 +75,32 @@ class Forecast:
                 return  # It would be launched at once.
         rows_ahead = bucket.rows_ahead(request) + rows_before
         batches = rows_ahead // bucket.rows_max
-        reserve_ns: int | None = 0
+        takes_ns: int | None = 0
         at_once = self._in_flight_max
         if policy.answers_in_time:
-            reserve_ns = self._estimator.service_ns(
-                bucket.key, min(rows_ahead % bucket.rows_max + request.rows, bucket.rows_max)
-            )
+            rows = min(rows_ahead % bucket.rows_max + request.rows, bucket.rows_max)
+            takes_ns = self._service_ns(bucket.key, rows)
             at_once = self._side_by_side(bucket)
         wait_ns = 0
         if in_flight + batches >= at_once:
             wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once)
-        if reserve_ns is None:
+        if takes_ns is None:
             return  # Nothing is known of such batches.
-        if wait_ns + reserve_ns > request.deadline_ns - now_ns:
-            self._refuse(request, bucket, rows_ahead, wait_ns, reserve_ns)
+        if wait_ns + takes_ns > request.deadline_ns - now_ns:
+            self._refuse(request, bucket, rows_ahead, wait_ns, takes_ns)
             return
-        request.reserve_ns = reserve_ns
-        request.deadline_ns -= reserve_ns
+        if policy.answers_in_time:
+            # In which batch it goes is not known yet; the least is that of a batch of its own.
+            reserve_ns = min(self._service_ns(bucket.key, request.rows) or 0, takes_ns)
+            request.reserve_ns = reserve_ns
+            request.deadline_ns -= reserve_ns
+
+    def _service_ns(self, key: BatchKey, rows: int) -> int | None:
+        """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
+        takes_ns = self._estimator.service_ns(key, rows)
+        if takes_ns is None or self.punctuality is None:
+            return takes_ns
+        return takes_ns - self._estimator.compute_ns(key, rows) + self.punctuality.least_ns(key, rows)
 
     def _side_by_side(self, bucket: BucketQueue) -> int:
         """Return how many batches compute at once."""
@@ -105,18 +118,26 @@ class Forecast:
         if first is not None and self._estimator.compute_ns(first.key, first.rows_run):
             # The first batch that ends lets one go, and from then on they end in turn.
             wait_ns = max(self._ends_ns.get(first.number, now_ns) - now_ns, 0)
-        each_ns = self._estimator.compute_ns(bucket.key, bucket.rows_max)
+        each_ns = self._compute_ns(bucket.key, bucket.rows_max)
         return wait_ns + (batches + over) * each_ns // self._side_by_side(bucket)
 
+    def _compute_ns(self, key: BatchKey, rows: int) -> int:
+        """Return how long a batch computes at least; 0 until enough like it were seen."""
+        if self.punctuality is not None:
+            return self.punctuality.least_ns(key, rows)
+        return self._estimator.compute_ns(key, rows)
+
     def _refuse(
-        self, request: Request, bucket: BucketQueue, rows_ahead: int, wait_ns: int, reserve_ns: int
+        self, request: Request, bucket: BucketQueue, rows_ahead: int, wait_ns: int, takes_ns: int
     ) -> None:
         now_ns = request.arrival_ns
         if now_ns >= self._probe_ns:
-            pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * reserve_ns)
+            pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * takes_ns)
             self._probe_ns = now_ns + min(pause_ns, PROBE_NS_MAX)
+            if self.punctuality is not None:
+                self.punctuality.trial = request
             return
-        predicted_ns = wait_ns + reserve_ns
+        predicted_ns = wait_ns + takes_ns
         what = "answered" if self._policy.answers_in_time else "launched"
         error = DeadlineUnreachableError(
             f"the request would be {what} in {predicted_ns / 1e6:.3f} ms at the earliest, by what batches "

@@ -234,6 +234,12 @@ class Lanes:
                 self._base, self._span = span.rate, _Span()
                 self._begin_trial(known, batch)
 
+    def is_usual(self, batch: Batch) -> bool:
+        """Return whether a timed batch had no more batches beside it than those of its size usually have."""
+        if self._lanes_max == 1 or batch.number in self._alone:
+            return True
+        return self._known(batch.key.cost_key).lanes[batch.rows.bit_length()] > 1
+
     def observe(self, batch: Batch, compute_ns: int) -> None:
         """Remember the time of a batch that has :meth:`landed`, if it had the device for itself."""
         if batch.number in self._alone:

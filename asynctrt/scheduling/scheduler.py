@@ -19,11 +19,13 @@ from asynctrt.errors import (
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters, SizeCounters
+from asynctrt.scheduling.curve import ServiceCurve
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Captured, Policy
+from asynctrt.scheduling.punctual import Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import (
     IN_FLIGHT,
@@ -114,6 +116,16 @@ class Scheduler:
         self._queued_rows = 0
         self._in_flight: dict[int, Batch] = {}
         self._forecast = Forecast(policy, self._estimator, self._in_flight, in_flight_max, self._lanes)
+        # What batches take at most, where something is promised by it.
+        self._curve = ServiceCurve() if policy.answers_in_time else None
+        self._punctuality: Punctuality | None = None
+        if self._curve is not None:
+            self._punctuality = Punctuality(
+                self._estimator, self._curve, self._in_flight, lines, self._lanes, self._expected_rows
+            )
+        self._forecast.punctuality = self._punctuality
+        # Requests that are too late for any batch, to be told at the next `expire`.
+        self._late: list[Request] = []
         # From the first request with a deadline on.
         self._foresees = False
         # The last batch that started with what was most overdue, and whether the last one went out of turn.
@@ -152,6 +164,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Return whether nothing is queued and nothing is in flight."""
         return not self._queued_rows and not self._in_flight and not self._again
+
+    @property
+    def has_to_expire(self) -> bool:
+        """Return whether :meth:`expire` may have something to tell after the batches of an instant."""
+        return self._queued_rows > 0 or bool(self._late)
 
     @property
     def is_stuck(self) -> bool:
@@ -273,12 +290,15 @@ class Scheduler:
 
         :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
         """
-        if not self._deadlines.entries:
+        if not self._deadlines.entries and not self._late:
             return []
         due = self._deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
             self._leave(request, Change.EXPIRE)
         self._counters.expired += len(due)
+        if self._late:
+            due += self._late
+            self._late = []
         return due
 
     def next_batch(self, now_ns: int) -> Batch | RejectedBatch | None:  # noqa: C901  (a call a batch less)
@@ -306,7 +326,11 @@ class Scheduler:
         key = bucket.key
         if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
             return None
-        if bucket.rows == 1:
+        if self._punctuality is not None and self._deadlines.entries:
+            chosen, rows = self._choose_in_time(self._punctuality, bucket, in_flight, now_ns, by_age=by_age)
+            if not chosen:
+                return self.next_batch(now_ns)  # With fewer in the queue.
+        elif bucket.rows == 1:
             chosen, rows = bucket.choose(1)
         else:
             chosen, rows = self._choose(bucket, in_flight, by_age=by_age)
@@ -330,6 +354,26 @@ class Scheduler:
         if self._policy.is_alone and (head := bucket.head(by_age=by_age)) is not None:
             return (head,), head.rows
         return bucket.choose(bucket.rows_max if by_age else self._rows_to_take(bucket, in_flight), by_age)
+
+    def _choose_in_time(
+        self, punctuality: Punctuality, bucket: BucketQueue, in_flight: int, now_ns: int, *, by_age: bool
+    ) -> tuple[tuple[Request, ...], int]:
+        """Return the requests of the next batch and their rows; none if some had to leave the queue, as it
+        would come too late for them."""
+
+        def choose(rows_max: int) -> tuple[tuple[Request, ...], int]:
+            if self._policy.is_alone and (head := bucket.head(by_age=by_age)) is not None:
+                return (head,), head.rows
+            return bucket.choose(rows_max, by_age)
+
+        rows_max = bucket.rows_max if by_age else self._rows_to_take(bucket, in_flight)
+        may_split = bucket.key.slab is None and not by_age
+        found = punctuality.fit(bucket, rows_max, choose, now_ns, may_split=may_split)
+        for request in found.late:
+            self._leave(request, Change.EXPIRE)
+        self._counters.expired += len(found.late)
+        self._late += found.late
+        return found.requests, found.rows
 
     def _reject(
         self, bucket: BucketQueue, chosen: tuple[Request, ...], rows: int, error: Exception
@@ -419,7 +463,13 @@ class Scheduler:
                 return False
             free_ns = self._estimator.free_ns(lanes.usable(count))
             due_ns = min(due_ns, free_ns - self._estimator.lead_ns(key.copy_key, rows))
-        if self._deadlines.entries and (deadline_ns := self._deadlines.earliest_ns()) is not None:
+        # To be launched sooner is of no use to those who are to be answered sooner.
+        deadlines = None if self._policy.answers_in_time else self._deadlines
+        if (
+            deadlines is not None
+            and deadlines.entries
+            and (deadline_ns := deadlines.earliest_ns()) is not None
+        ):
             due_ns = min(due_ns, deadline_ns - DEADLINE_MARGIN_NS)
         if due_ns <= now_ns:
             return False
@@ -487,13 +537,19 @@ class Scheduler:
             self._bisections += 1
         if self._lanes is not None:
             self._left_lane(batch, now_ns)
-            if batch.is_timed:
-                self._lanes.observe(batch, compute_ns)
         if batch.is_timed:
-            self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+            self._observe(batch, compute_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
+
+    def _observe(self, batch: Batch, compute_ns: int) -> None:
+        """Remember the time of a batch."""
+        if self._curve is not None and (self._lanes is None or self._lanes.is_usual(batch)):
+            self._curve.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+        if self._lanes is not None:
+            self._lanes.observe(batch, compute_ns)
+        self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""
@@ -651,6 +707,13 @@ class Scheduler:
         if self._policy.captured.sizes and key.shape == ():
             rows_run = self._policy.rows_to_run(key.cost_key, rows_run, self._latency)
         return rows_run, self._shapes.profile(key.shape, rows_run)
+
+    def _expected_rows(self, key: BatchKey, rows: int) -> int:
+        """Return the rows that the device is expected to execute for ``rows``."""
+        try:
+            return self._rows_to_run(key, rows)[0]
+        except Exception:  # The model raises again when the batch is formed, and is answered for then.
+            return rows
 
     def _leave(self, request: Request, what: Change) -> None:
         """Take a queued request out of its bucket from wherever it stands."""

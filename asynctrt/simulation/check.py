@@ -129,6 +129,7 @@ class World:
                 is_calm=scenario.is_calm,
                 batch_ns=scenario.latency().cost((), scenario.rows_max).total_ns,
                 times_all=scenario.times_all,
+                keeps_promises=scenario.keeps_promises,
                 users=self._users,
             ),
         )

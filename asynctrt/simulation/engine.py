@@ -185,7 +185,7 @@ class VirtualEngine:
                 self._start(decided, now_ns)
             else:
                 self.observer.rejected(decided)
-        if scheduler.queued_rows and (due := scheduler.expire(now_ns)):
+        if scheduler.has_to_expire and (due := scheduler.expire(now_ns)):
             self._expire(due, now_ns, NO_DEADLINE_NS)
         self.observer.pumped(now_ns)
         wakeup_ns = scheduler.next_wakeup()

@@ -8,7 +8,14 @@ from typing import Final
 
 from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, InternalError, QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
-from asynctrt.scheduling.estimates import QUANTILE, TIMED_ALWAYS_NS, TIMED_EVERY, WINDOW
+from asynctrt.scheduling.curve import SAMPLES_MIN
+from asynctrt.scheduling.estimates import (
+    LEAD_MARGIN_NS,
+    QUANTILE,
+    TIMED_ALWAYS_NS,
+    TIMED_EVERY,
+    WINDOW,
+)
 from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
@@ -45,6 +52,8 @@ class Limits:
     """What the largest batch takes, if all is calm."""
     times_all: bool = False
     """Whether the device times every batch."""
+    keeps_promises: bool = False
+    """Whether the scheduler can know whatever a batch takes and waits for on the device."""
     users: Sequence[int] = ()
     """The batches in each arena, over all engines that share them."""
 
@@ -67,6 +76,8 @@ class Rules:
         self._again: deque[tuple[Request, ...]] = deque()
         self._slabs: dict[int, list[tuple[int, int]]] = {}
         self._ends_ns: dict[int, int] = {}
+        # Batches of which the scheduler could tell when they would end, at the latest.
+        self._told: set[int] = set()
         # How many batches of a shape and a size were timed, and the profile that each context had last.
         self._timed: Counter[tuple[Hashable, int]] = Counter()
         self._profile_of: dict[int, int | None] = {}
@@ -150,8 +161,10 @@ class Rules:
     def expired(self, requests: list[Request], now_ns: int, arrived_by_ns: int) -> None:
         for request in requests:
             self._say(now_ns, f"request {self._number[request]} expires")
-            _hold(request.deadline_ns <= now_ns, "a request expired before its deadline")
-            _hold(request.arrival_ns <= arrived_by_ns, "a request expired before it could be launched")
+            if request.deadline_ns > now_ns:
+                self._check_given_up(request, now_ns)
+            else:
+                _hold(request.arrival_ns <= arrived_by_ns, "a request expired before it could be launched")
             _hold(request.state is State.EXPIRED, "an expired request goes on")
             self._leave(request)
 
@@ -179,6 +192,11 @@ class Rules:
     def _note_launch(self, batch: Batch) -> None:
         self.in_flight[batch.number] = batch
         self.reasons[batch.reason] += 1
+        limits = self._limits
+        if limits.keeps_promises and limits.policy.answers_in_time:
+            is_known = self._timed[batch.key.shape, batch.rows_run] >= SAMPLES_MIN
+            if is_known and self._told.issuperset(set(self.in_flight) - {batch.number}):
+                self._told.add(batch.number)
         rows = [(self._number[request], row) for request in batch.requests for row in range(request.rows)]
         self._slabs[batch.number] = rows[: batch.rows_run]
         _hold(len(self.in_flight) <= self._limits.in_flight_max, "too many batches are in flight")
@@ -222,6 +240,10 @@ class Rules:
                 rows = slab[offset : offset + request.rows]
                 own = [(number, row) for row in range(request.rows)]
                 _hold(rows == own, f"request {number} got the rows {rows}")
+                until_ns = request.deadline_ns + request.reserve_ns
+                # Of the others, it is tried out how long they take.
+                if request.reserve_ns and batch.number in self._told:
+                    _hold(now_ns <= until_ns, f"request {number} was computed to be answered too late")
             offset += request.rows
             self._end(request, State.DONE)
         self._rows_run += batch.rows
@@ -304,6 +326,10 @@ class Rules:
     def _under_way(self) -> list[tuple[Request, ...]]:
         return [*(batch.requests for batch in self.in_flight.values()), *self._again]
 
+    def _waiting(self) -> list[Request]:
+        """Return what was queued when a batch was decided, without those who have had to leave since."""
+        return [request for request in self._queued if request.state is not State.EXPIRED]
+
     def _take_again(self, requests: tuple[Request, ...]) -> None:
         """Expect the part of a failed batch that has waited longest, but for those who have left since."""
         self._forget_again()
@@ -358,7 +384,8 @@ class Rules:
             allowed = (rows_max,)
             _hold(len(batch.requests) == 1, "a request that is to be alone has company")
         elif batch.key.slab is not None and batch.reason is not Reason.AGAIN:
-            _hold(self._rows[batch.key] == rows, "the rows of a slab were launched in parts")
+            mates = [request for request in self._waiting() if request.key == batch.key]
+            _hold(set(mates) == set(batch.requests), "the rows of a slab were launched in parts")
         _hold(batch.rows_run in allowed, f"{rows} rows were padded to {batch.rows_run}")
         profile = None if limits.profile_of is None else limits.profile_of(batch.rows_run)
         _hold(batch.profile == profile, f"{batch.rows_run} rows run with profile {batch.profile}")
@@ -371,6 +398,15 @@ class Rules:
         for request in batch.requests:
             had_chance = request.arrival_ns <= self._pumped_ns
             _hold(request.deadline_ns > now_ns or not had_chance, "a request was launched after its deadline")
+
+    def _check_given_up(self, request: Request, now_ns: int) -> None:
+        """What expires before the time to launch it is over would have been answered too late."""
+        _hold(self._limits.policy.answers_in_time, "a request expired before its deadline")
+        # Whatever is on the device goes first, and none of it takes longer than the longest so far.
+        batches = 1 + len(self.in_flight)
+        least_ns = batches * (self._longest_ns + 2 * LEAD_MARGIN_NS)
+        until_ns = request.deadline_ns + request.reserve_ns
+        _hold(now_ns + least_ns >= until_ns, "a request was given up that could have been in time")
 
     def _check_foreseen(self, request: Request, error: DeadlineUnreachableError) -> None:
         """A request is refused for being late only if that is known, and one now and then is taken."""
@@ -401,7 +437,7 @@ class Rules:
         """Among requests that may share a batch: the urgent first, and then what is due first. In a batch for
         what is most overdue, the priority comes first whose first request is due first."""
         inside = set(batch.requests)
-        mates = [request for request in self._queued if request.key == batch.key]
+        mates = [request for request in self._waiting() if request.key == batch.key]
         rank = {request.priority: -request.priority for request in mates}
         if batch.reason is Reason.AGED:
             for request in sorted(mates, key=self._due_ns, reverse=True):
@@ -428,7 +464,7 @@ class Rules:
             return
         urgency = max(request.priority for request in batch.requests)
         waiting: dict[BatchKey, int] = {}
-        for request in self._queued:
+        for request in self._waiting():
             waiting[request.key] = max(waiting.get(request.key, 0), request.priority)
         self._passed_over.pop(batch.key, None)
         delay_ns = self._limits.policy.delay_ns_max
@@ -443,7 +479,7 @@ class Rules:
     def _check_age(self, batch: Batch, now_ns: int) -> None:
         """Nothing waits for ever for what is more urgent: one batch in some starts with the most overdue."""
         policy = self._limits.policy
-        due_ns = {request: self._due_ns(request) for request in self._queued}
+        due_ns = {request: self._due_ns(request) for request in self._waiting()}
         if batch.reason is Reason.AGED:
             _hold(batch.number - self._aged_number >= AGED_EVERY, "the overdue go first too often")
             self._aged_number = batch.number
@@ -452,7 +488,7 @@ class Rules:
             # What waits for company is not ready.
             _hold(its_ns == min(due_ns.values()) or bool(policy.delay_ns_max), "another is more overdue")
         elif not policy.delay_ns_max:
-            urgent = max(request.priority for request in self._queued)
+            urgent = max(request.priority for request in self._waiting())
             starves = any(its <= now_ns and request.priority < urgent for request, its in due_ns.items())
             is_long = batch.number - self._aged_number >= AGED_EVERY
             _hold(not (starves and is_long), "a request starves behind more urgent ones")
@@ -559,8 +595,10 @@ class Rules:
 
     def _check_counts(self) -> None:
         scheduler = self._scheduler
-        _hold(scheduler.queued_requests == len(self._queued), "queued requests are miscounted")
-        _hold(scheduler.queued_rows == sum(self._rows.values()), "queued rows are miscounted")
+        waiting = self._waiting()
+        _hold(scheduler.queued_requests == len(waiting), "queued requests are miscounted")
+        rows = sum(request.rows for request in waiting)
+        _hold(scheduler.queued_rows == rows, "queued rows are miscounted")
         _hold(scheduler.in_flight == len(self.in_flight), "batches in flight are miscounted")
         is_stuck = len(self.quarantined) == self._limits.contexts
         _hold(scheduler.is_stuck == is_stuck, "contexts that are out of use are miscounted")

@@ -80,9 +80,24 @@ class Scenario:
     @property
     def is_calm(self) -> bool:
         """Whether every batch takes exactly what others like it took."""
-        exact = not (self.faults or self.disturbances or self.jitter or self.interference)
         # Another engine's batches are in no estimate, nor is the wait for others that are copied out.
-        return exact and self.engines == 1 and not self.copy_us
+        return self._is_exact and not self.copy_us
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.engines == 1 and not (
+            self.faults or self.disturbances or self.jitter or self.interference
+        )
+
+    @property
+    def keeps_promises(self) -> bool:
+        """Return whether the scheduler can know whatever a batch takes and waits for on the device."""
+        if not self._is_exact or self.copy_us * self.rows_max > self.base_us:
+            return False  # What takes longer to copy than to compute waits for other copies.
+        if self.is_pipelined:
+            # With more lanes it learns first how many of them pay.
+            return self.policy().lanes_max == 1
+        return self.arenas > 0 or min(self.concurrency, self.in_flight_max) <= self.lanes
 
     def limit(self, shape: Hashable) -> int:
         """Return the rows that a batch of a shape holds."""
@@ -235,13 +250,15 @@ def scenario_of(seed: int) -> Scenario:
         # As above: nothing is drawn for it.
         base = dataclasses.replace(base, batch_nbytes_max=2 * rows_max)
     requests = _requests(rng, base)
+    if is_promised := seed % 12 == 7:
+        base, requests = _promised(rng, base, is_pipelined=seed % 24 == 7)
     if seed % 5 > 2:
         patience_ns = rng.randrange(1, 20) * base.latency().cost((), rows_max).total_ns
         base = dataclasses.replace(base, patience_ns=patience_ns)
     last_ns = requests[-1][1].due_ns if requests else 0
     faults: list[Fault] = []
     disturbances: list[Disturbance] = []
-    if rng.random() < 0.7:
+    if rng.random() < 0.7 and not is_promised:
         batches = partial(rng.randint, 1, max(2, len(requests) // 3))
         for _ in range(rng.randint(1, 6)):
             # A lost device ends the world, so that is rare.
@@ -255,6 +272,38 @@ def scenario_of(seed: int) -> Scenario:
     return dataclasses.replace(
         base, requests=tuple(requests), faults=tuple(faults), disturbances=tuple(disturbances)
     )
+
+
+def _promised(
+    rng: random.Random, base: Scenario, *, is_pipelined: bool
+) -> tuple[Scenario, list[tuple[int, Arrival]]]:
+    """Return a world in which it is soon known what batches take, and all requests have deadlines: what is
+    promised by what is known can be held to it."""
+    width, base_us = rng.choice([1, 2]), rng.choice([50, 500])
+    world = Scenario(
+        seed=base.seed,
+        requests=(),
+        rows_max=4,
+        contexts=3,
+        arenas=1 if is_pipelined else 0,
+        in_flight_max=3,
+        concurrency=2 if is_pipelined else width,
+        lanes=width,
+        is_pipelined=is_pipelined,
+        answers_in_time=True,
+        times_all=True,
+        base_us=base_us,
+        row_us=rng.choice([50, 200]),
+        copy_us=rng.choice([0, base_us // 5]) if is_pipelined else 0,
+    )
+    batch_ns = world.latency().cost((), world.rows_max).total_ns
+    mean_ns = batch_ns / world.rows_max / rng.choice([0.6, 1.0, 2.0, 4.0])
+    now_ns, requests = 0.0, []
+    for _ in range(200):
+        now_ns += rng.expovariate(1) * mean_ns
+        timeout_ns = rng.randrange(batch_ns // 2, 4 * batch_ns)
+        requests.append((0, Arrival(int(now_ns), 1, BatchKey(), 0, timeout_ns)))
+    return world, requests
 
 
 def _requests(rng: random.Random, world: Scenario) -> list[tuple[int, Arrival]]:

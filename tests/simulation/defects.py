@@ -7,11 +7,13 @@ from asynctrt.errors import QueueFullError
 from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.contexts import ContextAllocator
 from asynctrt.scheduling.counters import Counters
+from asynctrt.scheduling.curve import ServiceCurve
 from asynctrt.scheduling.estimates import CompletionEstimator, LatencyHistory
 from asynctrt.scheduling.forecast import Forecast
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
 from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.punctual import Punctual, Punctuality
 from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -356,6 +358,29 @@ def full_batches_pile_up(original, self, now_ns, in_flight):
     return original(self, now_ns, 0 if self.full else in_flight)
 
 
+def the_wait_for_the_device_is_not_counted(original, self, key, rows, now_ns):
+    return now_ns
+
+
+def whatever_is_queued_is_in_time(original, self, bucket, rows_max, choose, now_ns, *, may_split):
+    return Punctual(*choose(rows_max))
+
+
+def batches_are_told_to_take_half_as_long(original, self, shape, rows):
+    took_ns = original(self, shape, rows)
+    return None if took_ns is None else took_ns // 2
+
+
+def everybody_is_given_up(original, self, request, begins_ns):
+    return True
+
+
+def who_is_given_up_is_not_told(original, self, *more, **how):
+    found = original(self, *more, **how)
+    self._late.clear()
+    return found
+
+
 def each_slab_is_learned_anew(original, self):
     return self.shape, self.slab
 
@@ -439,6 +464,11 @@ PLANTED = [
     (Forecast, "check", time_is_set_aside_twice),
     (LatencyHistory, "sure_ns", one_sample_is_enough),
     (LatencyHistory, "sure_ns", lateness_is_told_from_nothing),
+    (Punctuality, "begins_ns", the_wait_for_the_device_is_not_counted),
+    (Punctuality, "fit", whatever_is_queued_is_in_time),
+    (Punctuality, "_is_hopeless", everybody_is_given_up),
+    (ServiceCurve, "late_ns", batches_are_told_to_take_half_as_long),
+    (Scheduler, "_choose_in_time", who_is_given_up_is_not_told),
     (Lanes, "landed", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
 ]

@@ -57,6 +57,24 @@ def test_requests_beyond_the_capacity_fill_batches_and_then_are_shed():
     assert late.latency["max"] < 20 + 2 * 4.5 * 2 + 0.1
 
 
+@pytest.mark.parametrize("load", [1.0, 1.5])
+@pytest.mark.parametrize("device", [{}, {"arenas": 1, "contexts": 4}])
+def test_what_is_computed_is_answered_in_time_beyond_the_capacity_too(load, device):
+    """A batch that is launched ahead waits for the one before it: that is counted."""
+    latency = table((1, 4.0, 0.03), (64, 10.0, 2.0))
+    made = predict(
+        f"poisson:{load * 6400}",
+        latency,
+        {"timeout": 0.03, "timeout_until": "answer", **device},
+        seconds=1.5,
+        warmup=0.5,
+    )
+    most = 6400 if device else 64 / 12e-3  # A thread of the host device copies before it computes.
+    assert made.latency["p99"] < 30
+    assert made.goodput > 0.95 * most
+    assert made.goodput > 0.995 * made.throughput
+
+
 def test_every_request_is_accounted_for():
     made = predict(
         "bursts:3000",

@@ -1,0 +1,162 @@
+"""Which requests a batch takes so that it ends in time, and which are too late for any."""
+
+import pytest
+
+from asynctrt.scheduling.curve import SAMPLES_MIN, WINDOW
+from asynctrt.scheduling.estimates import LEAD_MARGIN_NS
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.lanes import WARM_UP
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.request import State
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+from tests.scheduling.support import Profiles, finish, submit
+
+MS = 1_000_000
+MARGIN = LEAD_MARGIN_NS
+
+
+def took_ns(rows):
+    """Two ms a row, and two besides."""
+    return (2 + 2 * rows) * MS
+
+
+def measured(*, rows_max=4, pipelined=False, sizes=(1, 2, 3, 4), samples=SAMPLES_MIN, **policy):
+    """A scheduler that knows what batches take."""
+    plan = Scheduler(
+        policy=Policy(
+            rows_max, answers_in_time=True, is_pipelined=pipelined, concurrency=1 + pipelined, **policy
+        ),
+        shapes=Shapes(rows_max=rows_max, profiles=None),
+        contexts=3,
+        arenas=int(pipelined),
+        in_flight_max=3,
+        queue_rows_max=1000,
+        priorities=3,
+        times_all=True,
+    )
+    for _ in range(max(samples, WARM_UP * pipelined)):
+        for rows in sizes:
+            submit(plan, rows, now_ns=-9_000 * MS)
+            finish(plan, plan.next_batch(-9_000 * MS), -9_000 * MS, compute_ns=took_ns(rows))
+    plan._forecast._probe_ns = 10**18
+    return plan
+
+
+def take(plan, *timeouts_ms, now_ms=0.0, rows=1, **how):
+    """Queue requests with these timeouts, from the earliest to the latest."""
+    now_ns = int(now_ms * MS)
+    return [
+        submit(plan, rows, now_ns=now_ns, deadline_ns=now_ns + int(timeout * MS), **how)
+        for timeout in timeouts_ms
+    ]
+
+
+def launch(plan, now_ms=0.0):
+    batch = plan.next_batch(int(now_ms * MS))
+    if batch is not None:
+        plan.started(batch, int(now_ms * MS))
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("timeouts_ms", "launched", "given_up"),
+    [
+        # All are in time together: 4 rows take 10 ms.
+        ([10.2, 10.2, 10.2, 10.2], 4, 0),
+        # The first is not, and goes first: the others wait for 4 ms, and then take 8 ms.
+        ([9, 13, 13, 13], 3, 0),
+        ([5, 13, 13, 13], 1, 0),
+        # If that makes more of the others late than it saves, it is given up.
+        ([5, 11, 11, 11], 3, 1),
+        # As if it is as many, but there are enough to fill a batch.
+        ([5, 11, 13, 13, 13], 4, 1),
+    ],
+)
+def test_a_batch_ends_in_time_for_all_in_it(timeouts_ms, launched, given_up):
+    plan = measured()
+    requests = take(plan, *timeouts_ms)
+    batch = launch(plan)
+    assert batch.rows == launched
+    assert len(plan.expire(0)) == given_up
+    for request in batch.requests:
+        assert took_ns(batch.rows) + MARGIN <= request.deadline_ns + request.reserve_ns
+    assert [request.state for request in requests].count(State.EXPIRED) == given_up
+    assert plan.snapshot().counters.expired == given_up
+
+
+def test_the_wait_for_the_device_is_counted():
+    plan = measured(pipelined=True)
+    submit(plan, 4)
+    assert launch(plan).rows == 4  # Until 10 ms.
+    late, soon = take(plan, 15.5, 40, now_ms=0.1)
+    # Together they would be answered at 16 ms, which is too late for one; alone at 14 ms, and 18 ms.
+    batch = launch(plan, 9.9)
+    assert batch.requests == (late,)
+    assert plan.expire(int(9.9 * MS)) == []
+    assert soon.state is State.QUEUED
+
+
+def test_what_waits_for_the_device_for_too_long_is_given_up_before_it_costs_anything():
+    plan = measured(pipelined=True)
+    submit(plan, 4)
+    launch(plan)
+    taken, other = take(plan, 16.5, 60, now_ms=0.1)
+    # It takes longer than was told.
+    batch = launch(plan, 13)
+    assert batch.requests == (other,)
+    assert plan.expire(13 * MS) == [taken]
+
+
+def test_a_slab_is_launched_whole_or_its_late_ones_are_given_up():
+    plan = measured()
+    late, *others = take(plan, 5, 20, 20, 20, shape=BatchKey(("b",), slab=1))
+    batch = launch(plan)
+    assert batch.requests == tuple(others)
+    assert plan.expire(0) == [late]
+
+
+def test_a_request_that_tries_a_prediction_goes_in_any_case():
+    plan = measured()
+    plan._forecast._probe_ns = 0
+    (trial,) = take(plan, 1)
+    others = take(plan, 9, 9)
+    assert set(launch(plan).requests) == {trial, *others}
+
+
+def test_what_is_not_sure_is_tried_when_nobody_else_wants_the_device():
+    """Some batches took ten times as long, so that most is said to be late."""
+    plan = measured(sizes=(1,), samples=WINDOW)
+    for _ in range(2):
+        submit(plan, 1)
+        finish(plan, plan.next_batch(0), 0, compute_ns=40 * MS)
+    requests = take(plan, 9, 9, 9)
+    assert launch(plan).requests == (requests[0],)
+    assert plan.expire(0) == []
+
+
+def test_nothing_is_given_up_before_there_are_measurements():
+    plan = measured(samples=SAMPLES_MIN - 1, sizes=(4,))
+    requests = take(plan, 1, 1, 1)
+    assert launch(plan).requests == tuple(requests)
+
+
+def test_a_model_that_fails_to_say_what_it_runs_fails_its_batch():
+    profiles = Profiles()
+    plan = Scheduler(
+        policy=Policy(4, answers_in_time=True),
+        shapes=Shapes(rows_max=4, profiles=profiles),
+        contexts=1,
+        arenas=0,
+        in_flight_max=1,
+        queue_rows_max=16,
+        priorities=1,
+        times_all=True,
+    )
+    for _ in range(SAMPLES_MIN):
+        submit(plan, 4)
+        finish(plan, plan.next_batch(0), compute_ns=10 * MS)
+    profiles.profile = RuntimeError("no")
+    (request,) = take(plan, 5, rows=2)
+    rejected = plan.next_batch(0)
+    assert rejected.requests == (request,)
