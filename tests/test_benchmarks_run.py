@@ -31,6 +31,7 @@ LEAST = {
     "lateness": ["--seconds", "0.4", "--repeats", "1"],
     "simulation": ["--seconds", "0.1", "--repeats", "1", "--seeds", "3"],
     "prediction": ["--seconds", "0.3", "--fit-seconds", "0.1", "--repeats", "1"],
+    "goodput": ["--seconds", "0.8", "--seeds", "1", "--real-seconds", "0.3", "--repeats", "1"],
     "truth": ["--seconds", "2"],
     "generation": ["--seconds", "0.1", "--repeats", "1"],
     "agreement": ["--seconds", "0.5", "--repeats", "1", "--count", "500", "--only", "4 ms"],

@@ -14,15 +14,20 @@ of sizes of which too little is known, and a request that tries out a prediction
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.curve import ServiceCurve
 from asynctrt.scheduling.estimates import LEAD_MARGIN_NS, CompletionEstimator
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import Lanes
+from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS
 from asynctrt.scheduling.queues import BucketQueue
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
+
+MARGIN_SHARE: Final = 16
+"""This part of the time to compute is left for what is not measured, such as the callers' turns on the loop;
+but at least ``LEAD_MARGIN_NS``, and at most ``DEADLINE_MARGIN_NS``."""
 
 Choose = Callable[[int], tuple[tuple[Request, ...], int]]
 """Returns the requests of a batch of so many rows at most, and their rows."""
@@ -80,7 +85,8 @@ class Punctuality:
         compute_ns = self._curve.late_ns(key.cost_key, self._rows_to_run(key, rows))
         if compute_ns is None:
             return None
-        return compute_ns + self._estimator.copy_out_ns(key, rows) + LEAD_MARGIN_NS
+        margin_ns = min(max(compute_ns // MARGIN_SHARE, LEAD_MARGIN_NS), DEADLINE_MARGIN_NS)
+        return compute_ns + self._estimator.copy_out_ns(key, rows) + margin_ns
 
     def least_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long a batch computes at least; 0 until enough like it were seen.

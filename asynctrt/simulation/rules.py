@@ -10,7 +10,6 @@ from asynctrt.errors import AsynctrtError, DeadlineUnreachableError, InternalErr
 from asynctrt.scheduling.batch import Batch, Reason, RejectedBatch
 from asynctrt.scheduling.curve import SAMPLES_MIN
 from asynctrt.scheduling.estimates import (
-    LEAD_MARGIN_NS,
     QUANTILE,
     TIMED_ALWAYS_NS,
     TIMED_EVERY,
@@ -81,7 +80,7 @@ class Rules:
         # How many batches of a shape and a size were timed, and the profile that each context had last.
         self._timed: Counter[tuple[Hashable, int]] = Counter()
         self._profile_of: dict[int, int | None] = {}
-        self._longest_ns = 0
+        self._longest_ns = self._longest_seen_ns = 0
         # When a request with a deadline was taken last, and the last batch that was aged.
         self._taken_ns = 0
         self._aged_number = 0
@@ -251,6 +250,8 @@ class Rules:
         self._timed[batch.key.shape, batch.rows_run] += batch.is_timed
         took_ns = flight.copy_in_ns + flight.compute_ns + flight.copy_out_ns
         self._longest_ns = max(self._longest_ns, took_ns)
+        # A clock that leaps is taken for a batch that took as long.
+        self._longest_seen_ns = max(self._longest_seen_ns, took_ns, now_ns - batch.launched_ns)
         if self._limits.is_calm and batch.number in self._ends_ns:
             _hold(
                 self._ends_ns.pop(batch.number) <= now_ns, f"batch {batch.number} was expected after its end"
@@ -404,7 +405,7 @@ class Rules:
         _hold(self._limits.policy.answers_in_time, "a request expired before its deadline")
         # Whatever is on the device goes first, and none of it takes longer than the longest so far.
         batches = 1 + len(self.in_flight)
-        least_ns = batches * (self._longest_ns + 2 * LEAD_MARGIN_NS)
+        least_ns = batches * (self._longest_seen_ns + 2 * DEADLINE_MARGIN_NS)
         until_ns = request.deadline_ns + request.reserve_ns
         _hold(now_ns + least_ns >= until_ns, "a request was given up that could have been in time")
 

@@ -243,6 +243,28 @@ def agreement():
                 yield f"{name}, {unit}", found["other"], *both, f"{one['ratio']:.2f}"
 
 
+def goodput():
+    """Yield the share of capacity that is answered in time, by the load."""
+    measured = figures("goodput")["simulated"]
+    loads = list(next(iter(measured["Poisson"].values())))
+    yield "", *(f"{float(load):.0%}" for load in loads)
+    for kind, cases in measured.items():
+        for name, by_load in cases.items():
+            yield f"{kind}: {name}", *(f"{middle(by_load[load], 'goodput'):.2f}" for load in loads)
+
+
+def goodput_really():
+    """Yield the share of capacity that a real engine answered in time, beside what was predicted."""
+    yield "", "load", "in time", "predicted", "p99, ms", "predicted"
+    for way, by_load in figures("goodput")["real"].items():
+        for load, pairs in by_load.items():
+            cells = []
+            for figure, digits in (("goodput", 2), ("p99_ms", 1)):
+                for who in ("measured", "predicted"):
+                    cells.append(f"{middle([pair[who] for pair in pairs], figure):.{digits}f}")
+            yield way, f"{float(load):.0%}", *cells
+
+
 def gpu_completion():
     """Yield how late a coroutine goes on after its batch on the GPU."""
     yield "a batch takes", "`adaptive`", "cores", "`spin`", "cores", "`thread`", "cores"
@@ -480,6 +502,8 @@ TABLES = {
     "lateness": lateness,
     "agreement": agreement,
     "ran": ran,
+    "goodput": goodput,
+    "goodput-really": goodput_really,
     "gpu-completion": gpu_completion,
     "gpu-saturation": gpu_saturation,
     "gpu-poisson": gpu_poisson,

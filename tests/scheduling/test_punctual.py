@@ -3,7 +3,6 @@
 import pytest
 
 from asynctrt.scheduling.curve import SAMPLES_MIN, WINDOW
-from asynctrt.scheduling.estimates import LEAD_MARGIN_NS
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import WARM_UP
 from asynctrt.scheduling.policy import Policy
@@ -13,7 +12,7 @@ from asynctrt.scheduling.shapes import Shapes
 from tests.scheduling.support import Profiles, finish, submit
 
 MS = 1_000_000
-MARGIN = LEAD_MARGIN_NS
+MARGIN = MS // 4  # A 16th of the shortest batch.
 
 
 def took_ns(rows):
@@ -63,10 +62,10 @@ def launch(plan, now_ms=0.0):
     ("timeouts_ms", "launched", "given_up"),
     [
         # All are in time together: 4 rows take 10 ms.
-        ([10.2, 10.2, 10.2, 10.2], 4, 0),
+        ([10.6, 10.6, 10.6, 10.6], 4, 0),
         # The first is not, and goes first: the others wait for 4 ms, and then take 8 ms.
-        ([9, 13, 13, 13], 3, 0),
-        ([5, 13, 13, 13], 1, 0),
+        ([9, 14, 14, 14], 3, 0),
+        ([5, 14, 14, 14], 1, 0),
         # If that makes more of the others late than it saves, it is given up.
         ([5, 11, 11, 11], 3, 1),
         # As if it is as many, but there are enough to fill a batch.
