@@ -58,7 +58,7 @@ from asynctrt.pipeline import Pipeline
 from asynctrt.process import tune_process
 from asynctrt.propagation import within
 from asynctrt.runtime.slots import Slot
-from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics, WorkerState
+from asynctrt.statistics import BatchStatistics, BatchTrace, ObjectiveStatistics, Statistics, WorkerState
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, InferResult, TensorSpec, Timing
 
@@ -112,6 +112,7 @@ __all__ = [
     "ModelError",
     "ModelNotFoundError",
     "ModelNotReadyError",
+    "ObjectiveStatistics",
     "Opening",
     "Options",
     "OptionsError",

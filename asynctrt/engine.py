@@ -38,7 +38,7 @@ from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.request import Request
-from asynctrt.statistics import BatchStatistics, BatchTrace, Statistics, WorkerState
+from asynctrt.statistics import BatchStatistics, BatchTrace, ObjectiveStatistics, Statistics, WorkerState
 from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
 from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
@@ -344,6 +344,7 @@ class Engine:
                 for rows, size in counters.by_rows.items()
             },
             row_ns_foreign=0.0,
+            objective=ObjectiveStatistics.of(self._scheduler.situation()),
         )
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 
 from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError
+from asynctrt.scheduling.target import Target
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
 from asynctrt.validation import (
@@ -55,6 +56,7 @@ class Settings(TypedDict, total=False):
     max_in_flight: int | None
     timeout: float | None
     timeout_until: TimeoutUntil
+    latency_target: str | None
     priorities: int
     urgent_share: float | None
     contexts: int | None
@@ -131,6 +133,13 @@ def _share(given: Any) -> float:
     return share
 
 
+def _latency_target(given: Any) -> str:
+    return str(Target.parse(str(given)))
+
+
+TARGET: Final = Check(
+    "a percentile from p50 on and a time in us, ms or s, such as 'p99<20ms'", _latency_target
+)
 SHARE: Final = Check("a number above 0 and below 1", _share)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
@@ -192,6 +201,14 @@ class Options:
         ``answer``: it is answered, as far as can be told from what batches took so far; what cannot be any
         more is not computed. Either way a request that would be too late is refused when it comes, with
         ``DeadlineUnreachableError``.""",
+    )
+    latency_target: str | None = setting(
+        default=None,
+        check=TARGET.or_none,
+        doc="""A share of the requests, and within which time they are to be answered: ``p99<20ms``. While
+        that is missed, smaller batches, fewer at once, and batches that are held back although the device is
+        idle are tried where they are said to help, and kept while they do. No request is refused for it: see
+        ``timeout``. What was chosen, and why: ``engine.statistics().objective``.""",
     )
     priorities: int = setting(
         default=3,
@@ -351,6 +368,11 @@ class Options:
                     f"{name} ({value}) must be ≤ contexts ({self.contexts}), since each batch in flight "
                     "holds a context"
                 )
+
+    @property
+    def target(self) -> Target | None:
+        """The parsed ``latency_target``."""
+        return None if self.latency_target is None else Target.parse(self.latency_target)
 
     @classmethod
     def from_settings(cls, base: "Options | None", settings: dict[str, Any]) -> "Options":

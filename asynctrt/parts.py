@@ -162,6 +162,7 @@ class EngineParts:
                 is_pipelined=is_pipelined,
                 lanes_max=lanes_max,
                 answers_in_time=options.timeout_until == "answer",
+                target=options.target,
             ),
             shapes=self.shapes,
             queue_rows_max=options.max_queue_rows,

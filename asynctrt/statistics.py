@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, TypeVar
 
+from asynctrt.scheduling.objective import Situation
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -52,6 +54,41 @@ class BatchStatistics:
             self.copy_in_ns - before.copy_in_ns,
             self.compute_ns - before.compute_ns,
             self.copy_out_ns - before.copy_out_ns,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveStatistics:
+    """What is done for a ``latency_target``, and why."""
+
+    target: str
+    met_share: float | None
+    """Of the last few hundred answers, the share that was in time; ``None`` before there were as many."""
+    max_rows: int | None
+    """Rows that a batch takes at most; ``None``: as many as it holds."""
+    max_in_flight: int | None
+    """Batches at once; ``None``: as many as keep the device busy."""
+    delay_s: float
+    """How long a batch that could grow is held back, although the device is idle."""
+    reason: str
+    """Why, in words."""
+    changes: int
+    """How often that has changed."""
+
+    @classmethod
+    def of(cls, situation: Situation | None) -> "ObjectiveStatistics | None":
+        """Return what the scheduler says of its objective; ``None`` without one."""
+        if situation is None:
+            return None
+        choice = situation.choice
+        return cls(
+            target=situation.target,
+            met_share=situation.share,
+            max_rows=choice.rows_max or None,
+            max_in_flight=choice.concurrency or None,
+            delay_s=choice.delay_ns / 1e9,
+            reason=situation.reason,
+            changes=situation.changes,
         )
 
 
@@ -157,6 +194,8 @@ class Statistics:
     row_ns_foreign: float
     """What one more row takes, by the answers that this front of a server has seen: for estimates where it is
     another front that tells of batches. 0 in an engine in process."""
+    objective: ObjectiveStatistics | None = None
+    """What is done for the ``latency_target``; ``None`` without one."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):

@@ -22,9 +22,20 @@ SHAPES_MAX: Final = 256
 class _Times:
     """The last durations of batches of one shape, by their rows and by the bits of these."""
 
-    __slots__ = ("_by_bits", "_by_rows", "_known", "_points", "_seen", "_seen_at")
+    __slots__ = (
+        "_by_bits",
+        "_by_rows",
+        "_forgotten_after",
+        "_known",
+        "_points",
+        "_quantile",
+        "_seen",
+        "_seen_at",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, quantile: float, forgotten_after: int) -> None:
+        self._quantile = quantile
+        self._forgotten_after = forgotten_after
         self._by_rows: dict[int, deque[int]] = {}
         self._by_bits: dict[int, deque[tuple[int, int]]] = {}
         # How many batches were seen, and how many when each size was, the one seen longest ago first.
@@ -45,7 +56,7 @@ class _Times:
         self._seen += 1
         self._seen_at[rows] = self._seen
         self._seen_at.move_to_end(rows)
-        while self._seen - next(iter(self._seen_at.values())) > FORGOTTEN_AFTER:
+        while self._seen - next(iter(self._seen_at.values())) > self._forgotten_after:
             self._forget(self._seen_at.popitem(last=False)[0])
         self._known.clear()
         self._points = None
@@ -75,6 +86,9 @@ class _Times:
         below, below_ns = points[at - 1]
         return below_ns + (above_ns - below_ns) * (rows - below) // (above - below)
 
+    def _value(self, window: "deque[int] | list[int]") -> int:
+        return sorted(window)[int(len(window) * self._quantile)]
+
     def points(self) -> list[tuple[int, int]]:
         """Return the sizes of which enough is known, with their times, both rising.
 
@@ -86,12 +100,12 @@ class _Times:
         bits = set()
         for rows, window in self._by_rows.items():
             if len(window) >= SAMPLES_MIN:
-                found[rows] = _late(window)
+                found[rows] = self._value(window)
                 bits.add(rows.bit_length())
         for size, together in self._by_bits.items():
             if size not in bits and len(together) >= SAMPLES_MIN:
                 # The largest of them, as this is to be no shorter than what any of them takes.
-                found[max(rows for rows, _ in together)] = _late([took_ns for _, took_ns in together])
+                found[max(rows for rows, _ in together)] = self._value([took_ns for _, took_ns in together])
         points = self._points = []
         most_ns = 0
         for rows, took_ns in sorted(found.items()):
@@ -105,18 +119,23 @@ class ServiceCurve:
 
     More rows never take less. Between the sizes of which enough is known it is a straight line; below the
     smallest it is the time of that one, and so above the largest, of which nothing longer was ever seen.
+
+    :param quantile: which of the durations of a size counts.
+    :param forgotten_after: the batches of a shape after which a size is forgotten that was not seen again.
     """
 
-    __slots__ = ("_shapes",)
+    __slots__ = ("_forgotten_after", "_quantile", "_shapes")
 
-    def __init__(self) -> None:
+    def __init__(self, quantile: float = LATE_QUANTILE, forgotten_after: int = FORGOTTEN_AFTER) -> None:
+        self._quantile = quantile
+        self._forgotten_after = forgotten_after
         self._shapes: OrderedDict[Hashable, _Times] = OrderedDict()
 
     def observe(self, shape: Hashable, rows: int, took_ns: int) -> None:
         """Remember how long a batch took. The least recently seen shape makes room for a new one."""
         times = self._shapes.get(shape)
         if times is None:
-            times = self._shapes[shape] = _Times()
+            times = self._shapes[shape] = _Times(self._quantile, self._forgotten_after)
             if len(self._shapes) > SHAPES_MAX:
                 self._shapes.popitem(last=False)
         if len(self._shapes) > 1:
@@ -132,7 +151,3 @@ class ServiceCurve:
         """Return the sizes of which enough is known, with their times."""
         times = self._shapes.get(shape)
         return [] if times is None else times.points()
-
-
-def _late(window: "deque[int] | list[int]") -> int:
-    return sorted(window)[int(len(window) * LATE_QUANTILE)]

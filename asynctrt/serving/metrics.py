@@ -460,6 +460,24 @@ def _of_requests() -> Iterator[_Family]:
         "state",
         lambda reading: {state: getattr(reading.done, state) for state in STATES},
     )
+    yield _value(
+        CounterMetricFamily,
+        "asynctrt_requests_refused_late",
+        "Requests refused because they would have been too late, which are among the refused.",
+        lambda reading: reading.done.refused_late,
+    )
+    yield _value(
+        GaugeMetricFamily,
+        "asynctrt_latency_target_met_share",
+        "Share of the last few hundred answers within latency_target, 0 to 1; absent without one.",
+        lambda reading: None if reading.done.objective is None else reading.done.objective.met_share,
+    )
+    yield _value(
+        CounterMetricFamily,
+        "asynctrt_latency_target_changes",
+        "How often batches were formed in another way for latency_target; absent without one.",
+        lambda reading: None if reading.done.objective is None else reading.done.objective.changes,
+    )
     yield _values(
         CounterMetricFamily,
         "asynctrt_batches_launched",

@@ -19,6 +19,7 @@ from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX
+from asynctrt.scheduling.replay import WORK_CONSERVING, Choice
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.simulation.device import Flight
@@ -53,6 +54,8 @@ class Limits:
     """Whether the device times every batch."""
     keeps_promises: bool = False
     """Whether the scheduler can know whatever a batch takes and waits for on the device."""
+    choice: Choice = WORK_CONSERVING
+    """How batches are to be formed for an objective."""
     users: Sequence[int] = ()
     """The batches in each arena, over all engines that share them."""
 
@@ -387,6 +390,9 @@ class Rules:
         elif batch.key.slab is not None and batch.reason is not Reason.AGAIN:
             mates = [request for request in self._waiting() if request.key == batch.key]
             _hold(set(mates) == set(batch.requests), "the rows of a slab were launched in parts")
+        most = limits.choice.rows_max
+        if most and batch.key.slab is None and batch.reason not in (Reason.AGAIN, Reason.AGED):
+            _hold(rows <= most or len(batch.requests) == 1, "a batch is larger than the objective wants it")
         _hold(batch.rows_run in allowed, f"{rows} rows were padded to {batch.rows_run}")
         profile = None if limits.profile_of is None else limits.profile_of(batch.rows_run)
         _hold(batch.profile == profile, f"{batch.rows_run} rows run with profile {batch.profile}")
@@ -563,6 +569,13 @@ class Rules:
             _hold(wakeup_ns is not None and wakeup_ns <= deadline_ns, "nobody watches a deadline")
         if not has_room:
             return
+        choice = limits.choice
+        if choice.concurrency and in_flight >= choice.concurrency:
+            return
+        held_ns = self._held_until_ns(oldest)
+        if held_ns > now_ns and (not in_flight or not policy.is_pipelined):
+            _hold(wakeup_ns is not None and wakeup_ns <= held_ns, "nobody watches what is held back")
+            return
         _hold(bool(in_flight), "work waits while nothing is in flight")
         is_free = not self._some_full() or policy.answers_in_time
         _hold(is_free, "a full batch waits although a context is free")
@@ -576,6 +589,15 @@ class Rules:
         if deadline_ns != NO_DEADLINE_NS:
             end_ns = min(end_ns, deadline_ns - DEADLINE_MARGIN_NS)
         _hold(wakeup_ns is not None and wakeup_ns <= max(end_ns, now_ns), "nobody watches the end of a delay")
+
+    def _held_until_ns(self, oldest: Request) -> int:
+        """Return until when an objective may hold back what waits; 0 if it may not."""
+        choice, waiting = self._limits.choice, self._waiting()
+        is_wanted = choice.delay_ns and len(self._rows) == 1 and oldest.key.slab is None
+        rows = sum(request.rows for request in waiting)
+        if not is_wanted or rows >= (choice.rows_max or self._limits.policy.rows_max):
+            return 0
+        return 0 if any(request.priority for request in waiting) else oldest.arrival_ns + choice.delay_ns
 
     def _some_full(self) -> bool:
         return any(rows >= self._limits.rows_max(key) for key, rows in self._rows.items())
