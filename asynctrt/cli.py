@@ -23,6 +23,7 @@ from asynctrt.doctor.text import lines as finding_lines
 from asynctrt.environment import misspelt, shown, variables
 from asynctrt.errors import AsynctrtError, DeviceLostError, MissingExtraError
 from asynctrt.files import write_whole
+from asynctrt.loadtest.settings import SYNONYMS as THEIR_WORDS
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.options import Options
 from asynctrt.plans.digest import digest_of
@@ -659,7 +660,20 @@ def _load_signature() -> inspect.Signature:
 
 
 _load.__signature__ = _load_signature()  # type: ignore[attr-defined]  # Typer reads it.
-app.command("load", help=_help_of(_load), context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD"})(_load)
+
+
+def _in_own_words(flag: str) -> str:
+    """Return the flag of ``load`` that other load testers call so: ``--users`` is ``--callers``."""
+    name = flag.replace("-", "_")
+    has_it = name in _load.__signature__.parameters  # type: ignore[attr-defined]
+    return flag if has_it else THEIR_WORDS.get(name, name).replace("_", "-")
+
+
+app.command(
+    "load",
+    help=_help_of(_load),
+    context_settings={"auto_envvar_prefix": "ASYNCTRT_LOAD", "token_normalize_func": _in_own_words},
+)(_load)
 
 
 def _simulate(ctx: typer.Context, **given: Any) -> None:

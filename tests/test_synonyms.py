@@ -68,7 +68,8 @@ def test_options_in_python_know_them():
 @pytest.mark.parametrize(
     ("command", "flag", "meant"),
     [
-        ("load", "--rps", "--rate"),
+        ("load", "--userz", "--callers"),
+        ("load", "--max-batch-size", "--max-rows"),
         ("serve", "--max-batch-size", "--max-rows"),
     ],
 )
@@ -76,6 +77,32 @@ def test_the_command_line_suggests_the_flag_that_is_meant(command, flag, meant):
     code, _, err = asynctrt_command(command, "model.onnx", flag, "3")
     assert code == 2
     assert re.findall(r"--[\w-]+", err[err.index("No such") :]) == [flag, meant]
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--users", "callers"),
+        ("--vus", "callers"),
+        ("--duration", "seconds"),
+        ("--run-time", "seconds"),
+        ("--rps", "rate"),
+    ],
+)
+def test_a_load_test_takes_load_testers_words(flag, ours):
+    code, _, err = asynctrt_command("load", "no-model.onnx", f"{flag}=many")
+    assert code in (1, 2)
+    assert ours in err
+    assert "many" in err
+    assert "No such option" not in err
+
+
+def test_others_words_never_hide_a_flag_of_load():
+    for name in FLAGS["load"]:
+        assert cli._in_own_words(name.replace("_", "-")) == name.replace("_", "-")
+    assert cli._in_own_words("num-requests") == "requests"
+    assert cli._in_own_words("nonsense") == "nonsense"
 
 
 @pytest.mark.tier2
