@@ -1,6 +1,6 @@
 """The words of other servers and load testers for what asynctrt calls otherwise, in one place.
 
-They are for messages: who writes ``max_batch_size`` is told of ``max_rows``. A load test takes the words of load
+They are for messages: who writes ``max_batch_size`` is told of ``max_rows``. A load test takes those of load
 testers (:data:`asynctrt.loadtest.settings.SYNONYMS`), in Python and on the command line.
 """
 
