@@ -16,6 +16,8 @@ LATE_QUANTILE: Final = 0.9
 FORGOTTEN_AFTER: Final = 128
 """Batches of a shape after which a size is forgotten that has not been seen again. What is said to take too
 long is not tried any more, so a time that is not true any more would never be seen to be wrong."""
+MOST_EVERY: Final = 256
+"""Batches after which it is looked for the longest anew."""
 SHAPES_MAX: Final = 256
 
 
@@ -31,6 +33,7 @@ class _Times:
         "_quantile",
         "_seen",
         "_seen_at",
+        "most_ns",
     )
 
     def __init__(self, quantile: float, forgotten_after: int) -> None:
@@ -41,6 +44,8 @@ class _Times:
         # How many batches were seen, and how many when each size was, the one seen longest ago first.
         self._seen = 0
         self._seen_at: OrderedDict[int, int] = OrderedDict()
+        self.most_ns = 0
+        """Nothing that is remembered took longer."""
         self._known: dict[int, int | None] = {}
         self._points: list[tuple[int, int]] | None = None
 
@@ -58,8 +63,13 @@ class _Times:
         self._seen_at.move_to_end(rows)
         while self._seen - next(iter(self._seen_at.values())) > self._forgotten_after:
             self._forget(self._seen_at.popitem(last=False)[0])
-        self._known.clear()
-        self._points = None
+        if took_ns > self.most_ns:
+            self.most_ns = took_ns
+        elif not self._seen % MOST_EVERY:
+            self.most_ns = max(max(window) for window in self._by_rows.values())
+        if self._points is not None or self._known:
+            self._known.clear()
+            self._points = None
 
     def _forget(self, rows: int) -> None:
         del self._by_rows[rows]
@@ -146,6 +156,11 @@ class ServiceCurve:
         """Return what a batch takes at most, as a rule; ``None`` until enough were seen."""
         times = self._shapes.get(shape)
         return None if times is None else times.late_ns(rows)
+
+    def most_ns(self, shape: Hashable) -> int | None:
+        """Return what no batch of any size takes longer than, as a rule; ``None`` before any was seen."""
+        times = self._shapes.get(shape)
+        return None if times is None else times.most_ns
 
     def points(self, shape: Hashable) -> list[tuple[int, int]]:
         """Return the sizes of which enough is known, with their times."""

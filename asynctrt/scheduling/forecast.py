@@ -79,21 +79,30 @@ class Forecast:
         at_once = self._in_flight_max
         if policy.answers_in_time:
             rows = min(rows_ahead % bucket.rows_max + request.rows, bucket.rows_max)
-            takes_ns = self._service_ns(bucket.key, rows)
+            takes_ns = self._estimator.service_ns(bucket.key, rows)
             at_once = self._side_by_side(bucket)
         wait_ns = 0
         if in_flight + batches >= at_once:
             wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once)
         if takes_ns is None:
             return  # Nothing is known of such batches.
-        if wait_ns + takes_ns > request.deadline_ns - now_ns:
+        left_ns = request.deadline_ns - now_ns
+        if wait_ns + takes_ns > left_ns and policy.answers_in_time:
+            # A closer look, which costs more, says less or the same.
+            takes_ns = self._service_ns(bucket.key, rows) or 0
+            if wait_ns:
+                wait_ns = self._wait_ns(bucket, now_ns, batches, in_flight - at_once, is_close=True)
+        if wait_ns + takes_ns > left_ns:
             self._refuse(request, bucket, rows_ahead, wait_ns, takes_ns)
-            return
-        if policy.answers_in_time:
-            # In which batch it goes is not known yet; the least is that of a batch of its own.
-            reserve_ns = min(self._service_ns(bucket.key, request.rows) or 0, takes_ns)
-            request.reserve_ns = reserve_ns
-            request.deadline_ns -= reserve_ns
+        elif policy.answers_in_time:
+            self._reserve(request, bucket.key, takes_ns)
+
+    def _reserve(self, request: Request, key: BatchKey, most_ns: int) -> None:
+        """Set aside the time of a batch of its own: in which one it goes is not known yet."""
+        service_ns = self._estimator.service_ns if self._lanes is None else self._service_ns
+        reserve_ns = min(service_ns(key, request.rows) or 0, most_ns)
+        request.reserve_ns = reserve_ns
+        request.deadline_ns -= reserve_ns
 
     def _service_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes at least, with its copies; ``None`` until enough were seen."""
@@ -108,17 +117,21 @@ class Forecast:
             return self._lanes.allowed(bucket.key.cost_key, bucket.rows_max)
         return self._policy.concurrency
 
-    def _wait_ns(self, bucket: BucketQueue, now_ns: int, batches: int, over: int) -> int:
+    def _wait_ns(
+        self, bucket: BucketQueue, now_ns: int, batches: int, over: int, *, is_close: bool = False
+    ) -> int:
         """Return how long a request waits at least until so many batches that are ahead of it are launched.
 
         :param over: by how many batches the device has more than it does at once; below 0: fewer.
+        :param is_close: whether to look at all that is known of what batches take.
         """
         first = next(iter(self._in_flight.values()), None)
         wait_ns = 0
         if first is not None and self._estimator.compute_ns(first.key, first.rows_run):
             # The first batch that ends lets one go, and from then on they end in turn.
             wait_ns = max(self._ends_ns.get(first.number, now_ns) - now_ns, 0)
-        each_ns = self._compute_ns(bucket.key, bucket.rows_max)
+        compute_ns = self._compute_ns if is_close else self._estimator.compute_ns
+        each_ns = compute_ns(bucket.key, bucket.rows_max)
         return wait_ns + (batches + over) * each_ns // self._side_by_side(bucket)
 
     def _compute_ns(self, key: BatchKey, rows: int) -> int:

@@ -108,9 +108,12 @@ class Punctuality:
         key = bucket.key
         chosen, rows = choose(rows_max)
         due_ns = min(map(self._due_ns, chosen))
-        if due_ns == NO_DEADLINE_NS or (takes_ns := self.takes_ns(key, rows)) is None:
+        if due_ns == NO_DEADLINE_NS or (most_ns := self._curve.most_ns(key.cost_key)) is None:
             return Punctual(chosen, rows)
         begins_ns = self.begins_ns(key, rows, now_ns)
+        copied_ns = begins_ns + self._estimator.copy_out_ns(key, rows) + DEADLINE_MARGIN_NS
+        if copied_ns + most_ns <= due_ns or (takes_ns := self.takes_ns(key, rows)) is None:
+            return Punctual(chosen, rows)  # Most are far from late, and need no closer look.
         if begins_ns + takes_ns <= due_ns:
             return Punctual(chosen, rows)
         hopeless = tuple(request for request in chosen if self._is_hopeless(request, begins_ns))

@@ -585,11 +585,11 @@ class Scheduler:
         if self._lanes is not None:
             self._left_lane(batch, now_ns)
         if batch.is_timed:
-            took_ns = compute_ns
-            if self._curve is not None and batch.lane is None and batch.arena is None:
-                # It began at once, so all the time is its own, to be handed over and noticed as well.
-                took_ns = max(took_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
-            self._observe(batch, compute_ns, took_ns)
+            if self._curve is not None:
+                self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
+            if self._lanes is not None:
+                self._lanes.observe(batch, compute_ns)
+            self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
@@ -597,13 +597,21 @@ class Scheduler:
             took_ns = compute_ns if batch.lane is not None else now_ns - batch.launched_ns
             self._objective.finished(batch, now_ns, took_ns, self._queued_rows)
 
-    def _observe(self, batch: Batch, compute_ns: int, took_ns: int) -> None:
-        """Remember the time of a batch, to compute and, besides copies, in all."""
-        if self._curve is not None and (self._lanes is None or self._lanes.is_usual(batch)):
-            self._curve.observe(batch.key.cost_key, batch.rows_run, took_ns)
-        if self._lanes is not None:
-            self._lanes.observe(batch, compute_ns)
-        self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
+    def _observe_late(
+        self,
+        curve: ServiceCurve,
+        batch: Batch,
+        now_ns: int,
+        copy_in_ns: int,
+        compute_ns: int,
+        copy_out_ns: int,
+    ) -> None:
+        """Remember what a batch took at most, besides its copies, if it is told for what is usual."""
+        if batch.lane is None and batch.arena is None:
+            # It began at once, so all the time is its own, to be handed over and noticed as well.
+            compute_ns = max(compute_ns, now_ns - batch.launched_ns - copy_in_ns - copy_out_ns)
+        if self._lanes is None or self._lanes.is_usual(batch):
+            curve.observe(batch.key.cost_key, batch.rows_run, compute_ns)
 
     def failed(self, batch: Batch, *, quarantine: bool = False) -> None:
         """Note that a batch failed. With ``quarantine``, its context is never used again."""

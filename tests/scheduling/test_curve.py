@@ -2,7 +2,14 @@
 
 import pytest
 
-from asynctrt.scheduling.curve import FORGOTTEN_AFTER, SAMPLES_MIN, SHAPES_MAX, WINDOW, ServiceCurve
+from asynctrt.scheduling.curve import (
+    FORGOTTEN_AFTER,
+    MOST_EVERY,
+    SAMPLES_MIN,
+    SHAPES_MAX,
+    WINDOW,
+    ServiceCurve,
+)
 
 
 def seen(*sizes, times=SAMPLES_MIN):
@@ -73,3 +80,14 @@ def test_shapes_are_apart_and_bounded():
     assert told(curve, 4) == [100]
     curve.observe("one more", 4, 900)
     assert told(curve, 4) == [None]
+
+
+def test_nothing_that_is_remembered_took_longer():
+    curve = seen((4, 100))
+    assert curve.most_ns("s") == 100
+    assert curve.most_ns("other") is None
+    curve.observe("s", 8, 900)
+    assert curve.most_ns("s") == 900
+    for _ in range(MOST_EVERY + FORGOTTEN_AFTER):
+        curve.observe("s", 4, 90)
+    assert curve.most_ns("s") == 90, "what was forgotten does not count"

@@ -326,8 +326,8 @@ def the_earliest_deadline_has_every_turn(original, self, bucket, reason, now_ns)
     return original(self, bucket, reason, now_ns)
 
 
-def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over):
-    return 10 * original(self, bucket, now_ns, batches, over)
+def waits_are_told_ten_times_as_long(original, self, bucket, now_ns, batches, over, **how):
+    return 10 * original(self, bucket, now_ns, batches, over, **how)
 
 
 def one_sample_is_enough(original, self, shape, rows):
