@@ -32,6 +32,7 @@ from asynctrt.serving.server_log import set_up_logging
 from asynctrt.version import __version__
 from asynctrt.workers.messages import To, channel, receive, send
 from asynctrt.workers.pool import WorkerPool
+from asynctrt.workers.process import how_it_ended
 
 PAUSE_S: Final = 0.2
 """The pause before a front that died is started again; it doubles with each that dies soon after."""
@@ -80,7 +81,10 @@ class Front:
         self.pause_s = PAUSE_S
         self.error: AsynctrtError | None = None
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self.scraping = asyncio.Lock()
+        self.scraping: asyncio.Task[bytes] | None = None
+        """It is asked for its metrics once at a time, however long it takes and however many want them."""
+        self.is_to_reload = False
+        """Whether SIGHUP came when it was not there to take it."""
 
 
 class Fronts:
@@ -115,10 +119,9 @@ class Fronts:
         signals = (signal.SIGTERM, signal.SIGINT)
         for number in signals:
             self._loop.add_signal_handler(number, partial(self._stop, number))
-        self._loop.add_signal_handler(signal.SIGHUP, partial(self._signal_all, signal.SIGHUP))
+        self._loop.add_signal_handler(signal.SIGHUP, self._reload)
         try:
-            for front in self._fronts:
-                await self._start(front)
+            await self._start_all()
             await self._until(lambda: self._asked or len(self._ready) == len(self._fronts) or self._error)
             if not self._asked and self._error is None:
                 self._was_ready = True
@@ -153,22 +156,30 @@ class Fronts:
             self._changed.clear()
             await self._changed.wait()
 
+    async def _start_all(self) -> None:
+        for front in self._fronts:
+            if not self._asked:
+                await self._start(front)
+
     async def _start(self, front: Front) -> None:
-        own, its = channel()
-        metrics, its_metrics = socket.socketpair()
-        try:
-            front.process = await in_thread(partial(_spawn, its.fileno(), its_metrics.fileno()))
-        except OSError as error:
-            own.close()
-            metrics.close()
-            raise UsageError(f"a front could not be started: {error.strerror}") from error
-        finally:
-            its.close()
-            its_metrics.close()
+        with ExitStack() as undo:
+            try:
+                own, its = channel()
+                undo.callback(own.close)
+                metrics, its_metrics = socket.socketpair()
+                undo.callback(metrics.close)
+                with its, its_metrics:
+                    spawn = partial(_spawn, its.fileno(), its_metrics.fileno())
+                    process = await in_thread(spawn, undo=_kill)
+                undo.callback(_kill, process)
+                front.pidfd = os.pidfd_open(process.pid)
+            except OSError as error:
+                raise UsageError(f"a front could not be started: {error.strerror}") from error
+            undo.pop_all()
+        front.process = process
         front.error = None
         front.started_ns = clock.now_ns()
         front.end = own
-        front.pidfd = os.pidfd_open(front.process.pid)
         settings = self._config.settings
         if settings.access_log is not None:
             # Two processes that write to one file tear each other's lines.
@@ -180,6 +191,8 @@ class Fronts:
         self._pool.add(front.number, own)
         self._loop.add_reader(own.fileno(), self._readable, front)
         self._loop.add_reader(front.pidfd, self._ended, front)
+        if self._asked:
+            process.terminate()  # It was not there yet when the others were told.
 
     def _readable(self, front: Front) -> None:
         assert front.end is not None
@@ -195,6 +208,8 @@ class Fronts:
                 self._pool.hear(front.number, message, fds)
             elif isinstance(message, Serving):
                 self._ready.add(front.number)
+                if front.is_to_reload:
+                    self._reload_one(front)
                 self._told.setdefault(front.number, message.lines)
                 self._changed.set()
             elif isinstance(message, Refused):
@@ -215,13 +230,13 @@ class Fronts:
         front.end.close()
         if front.streams is not None:
             front.streams[1].close()
-            front.streams = None
+            front.streams = front.scraping = None
         self._ready.discard(front.number)
         front.process = None
         self._changed.set()
         if self._asked:
             return
-        how = f"ended with status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
+        how = how_it_ended(status)
         if not self._was_ready:
             front.error = front.error or UsageError(f"a front {how} before it could serve: see its messages")
             return
@@ -233,14 +248,32 @@ class Fronts:
         task.add_done_callback(self._restarts.discard)
 
     async def _start_again(self, front: Front) -> None:
-        await asyncio.sleep(front.pause_s)
-        await self._start(front)
+        while True:
+            await asyncio.sleep(front.pause_s)
+            try:
+                await self._start(front)
+            except (OSError, UsageError) as error:
+                # The system has no process or descriptor left now; it may have later.
+                front.pause_s = PAUSE_S_MAX
+                logger.error("front %d: %s; it is tried again", front.number, error)  # noqa: TRY400
+            else:
+                return
 
     def _stop(self, number: int) -> None:
         logger.info("%s: stopping", signal.Signals(number).name)
         self._asked = True
         self._signal_all(signal.SIGTERM)
         self._changed.set()
+
+    def _reload(self) -> None:
+        for front in self._fronts:
+            self._reload_one(front)
+
+    def _reload_one(self, front: Front) -> None:
+        """Hand SIGHUP on to a front; once it is ready, as before it would end by it."""
+        front.is_to_reload = front.number not in self._ready
+        if not front.is_to_reload and front.process is not None:
+            os.kill(front.process.pid, signal.SIGHUP)
 
     def _signal_all(self, number: int) -> None:
         for front in self._fronts:
@@ -268,15 +301,25 @@ class Fronts:
         """Return the metrics of a front; nothing if it does not answer."""
         if front.streams is None or front.number not in self._ready:
             return b""
-        reader, writer = front.streams
-        try:
-            async with front.scraping, asyncio.timeout(SCRAPE_S):
-                writer.write(b"\n")
-                return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH)))
-        except (TimeoutError, OSError, asyncio.IncompleteReadError):
-            front.streams = None  # What comes late would be taken for the next answer.
-            writer.close()
-            return b""
+        task = front.scraping
+        if task is None or task.done():
+            task = front.scraping = self._loop.create_task(_metrics_of(*front.streams))
+        await asyncio.wait([task], timeout=SCRAPE_S)
+        return task.result() if task.done() else b""
+
+
+async def _metrics_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    """Return the metrics of a front; nothing if it ends."""
+    try:
+        writer.write(b"\n")
+        return await reader.readexactly(int.from_bytes(await reader.readexactly(LENGTH)))
+    except (OSError, asyncio.IncompleteReadError):
+        return b""
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
 
 
 def _spawn(*fds: int) -> "subprocess.Popen[bytes]":
@@ -307,7 +350,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         http_port = _reserve(stack, settings.host, settings.http_port)
         grpc_port = _reserve(stack, settings.host, settings.grpc_port) if settings.grpc else 0
         own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
-        fronts = Fronts(replace(config, settings=own), say)
+        fronts = Fronts(replace(config, settings=own, notes=()), say)
         listener = None
         if settings.metrics_port is not None:
             pages = PagesAlone({"/metrics": Page(fronts.metrics, is_open=True)}, replace(settings, tokens=()))
@@ -325,7 +368,7 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             if listener is not None:
                 port = listener.sockets[0].getsockname()[1]
                 more = [f"metrics                     http://{settings.host}:{port}/metrics"]
-            await fronts.run(more, command.warnings_of(settings))
+            await fronts.run(more, (*config.notes, *command.warnings_of(settings)))
         finally:
             if listener is not None:
                 listener.close()

@@ -11,21 +11,23 @@ import logging
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
 
 import numpy as np
 import uvloop
 
-from asynctrt import clock
+from asynctrt import clock, errors
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, DeviceLostError, copy_for, describe
+from asynctrt.errors import AsynctrtError, DeviceLostError, ExecutionError, InternalError, describe
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
 from asynctrt.process import shorten_switch_interval
@@ -37,6 +39,7 @@ from asynctrt.version import __version__
 from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layout, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import (
+    MESSAGE_NBYTES_MAX,
     Attach,
     Close,
     Counts,
@@ -58,6 +61,14 @@ BEAT_S: Final = 0.1
 
 UUID: Final = re.compile(r"cuda:((?:MIG|GPU)-[\w/-]+)")
 """A GPU, or a part of one, as ``nvidia-smi -L`` names it."""
+
+TEXT_MAX: Final = 10_000
+"""Characters of an error or a log record that goes to the front over the socket."""
+
+KNOWN: Final = {
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AsynctrtError)
+}
+"""The errors that a front has, too."""
 
 EXIT_LOST: Final = 70
 """The status of a worker whose device is lost."""
@@ -136,12 +147,15 @@ class Attached:
         if self._is_closed:
             return
         for kind, _, number, id_, time_ns, block, rows, *_ in self._receiver.take():
-            if kind == Kind.SUBMIT:
-                self._submit(id_, block, rows, number, time_ns)
-            elif kind == Kind.CANCEL:
-                self._cancel(id_)
-            else:
-                self._fetch(id_, block)
+            try:
+                if kind == Kind.SUBMIT:
+                    self._submit(id_, block, rows, number, time_ns)
+                elif kind == Kind.CANCEL:
+                    self._cancel(id_)
+                else:
+                    self._fetch(id_, block)
+            except Exception as error:
+                self._broken(id_, error)
         if not self._receiver.sleep():
             self._loop.call_soon(self._look)
 
@@ -183,6 +197,22 @@ class Attached:
 
     def _done(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
         work.future = None
+        try:
+            self._end(work, future)
+        except Exception as error:
+            self._broken(work.id, error)
+
+    def _broken(self, id_: int, error: Exception) -> None:
+        """Answer what went wrong here: a rule of ours that is broken must not leave callers waiting."""
+        why = InternalError(f"the worker could not take or answer a request: {describe(error)}")
+        why.__cause__ = error
+        logger.error("%s", why, exc_info=error)
+        work = self._works.get(id_)
+        if work is not None:
+            self._large.pop(id_, None)
+            self._failed(work, why)
+
+    def _end(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
         if self._is_closed:
             if not future.cancelled():
                 future.exception()  # Looked at here, as nobody else does.
@@ -209,8 +239,6 @@ class Attached:
     def _answer(self, kind: Kind, work: Work, result: InferResult, nbytes: int) -> None:
         timing = result.timing
         launched_ns = min(batch.launched_ns for batch in result._batches)
-        if kind is Kind.ANSWER:
-            del self._works[work.id]
         self._put(
             kind,
             min(result.batches, 0xFFFF),
@@ -223,16 +251,18 @@ class Attached:
             nbytes,
             IN_LARGE if nbytes else 0,
         )
+        if kind is Kind.ANSWER:
+            del self._works[work.id]
 
     def _failed(self, work: Work, error: BaseException) -> None:
         """Answer with an error: its class, its words, and what caused it."""
         cause = error.__cause__
         text = json.dumps(
             {
-                "kind": type(error).__name__,
+                "kind": _nearest(error).__name__,
                 "text": str(error),
                 "predicted_s": getattr(error, "predicted_s", 0.0),
-                "notes": getattr(error, "__notes__", []),
+                "notes": [str(note) for note in getattr(error, "__notes__", [])],
                 "cause": "" if cause is None else "".join(traceback.format_exception(cause)),
             }
         ).encode()
@@ -290,7 +320,11 @@ class Worker:
     def hear(self, message: Any, fds: list[int]) -> None:
         """Do what a front says."""
         if isinstance(message, Attach):
-            self._attached.append(Attached(self._loop, self._engine, message, fds, self.lose))
+            try:
+                attached = Attached(self._loop, self._engine, message, fds, self.lose)
+            except (OSError, ValueError) as error:  # ValueError: not all descriptors fitted.
+                self.lose(DeviceLostError(f"it could not have the memory of its front: {describe(error)}"))
+            self._attached.append(attached)
         elif isinstance(message, Detach):
             for attached in [one for one in self._attached if one.number == message.number]:
                 self._attached.remove(attached)
@@ -312,7 +346,8 @@ class Worker:
         """End at once: nothing on the device can be trusted, and the front starts another worker."""
         for attached in self._attached:
             attached.publish()
-        send(self._end, Lost(describe(error)))
+        with suppress(OSError):
+            send(self._end, Lost(describe(error)[:TEXT_MAX]), flags=socket.MSG_DONTWAIT)
         os._exit(EXIT_LOST)
 
     def _beat(self) -> None:
@@ -332,7 +367,7 @@ class ToFront(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record, with its traceback as text; drop it if the front does not read."""
-        text = self.format(record)[:10_000]
+        text = self.format(record)[:TEXT_MAX]
         try:
             send(self._end, Record(record.name, record.levelno, text), flags=socket.MSG_DONTWAIT)
         except OSError:
@@ -351,7 +386,14 @@ def _listen(
     end: socket.socket, loop: asyncio.AbstractEventLoop, hear: Callable[[Any, list[int]], None]
 ) -> None:
     """Hand messages to the loop; end the process with the front, even if the loop hangs. A thread's work."""
+    events = select.poll()
+    events.register(end, select.POLLIN)
+    with suppress(OSError):
+        # A process that the front has forked holds the other end as well, and may live on.
+        events.register(os.pidfd_open(os.getppid()), select.POLLIN)
     while True:
+        if end.fileno() not in dict(events.poll()):
+            os._exit(0)
         message, fds = receive(end)
         if message is None:
             os._exit(0)
@@ -377,7 +419,10 @@ async def _run(end: socket.socket, start: Start) -> None:
         engine = await open_engine(start.model, device=device, options=start.options)
     except Exception as error:
         send(end, Failed(_sendable(error)))
-        return
+        # Not by way of the interpreter's end, which waits for whatever threads the model has started.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     async with engine:
         worker = Worker(loop, engine, end)
         statistics = engine.statistics()
@@ -417,12 +462,25 @@ def _visible(device: str) -> str:
 
 
 def _sendable(error: Exception) -> Exception:
-    """Return the error if it can be pickled; else one of ours with its words."""
+    """Return the error if the front can have it; else one of ours with its words.
+
+    A class of others would have the front import the module it is from, which may be one that loads CUDA.
+    """
+    is_known = type(error) is _nearest(error) or type(error).__module__ == "builtins"
     try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301  (its own)
+        text = pickle.dumps(error)
+        pickle.loads(text)  # noqa: S301  (its own)
+        if is_known and len(text) < MESSAGE_NBYTES_MAX // 2:
+            return error
     except Exception:
-        return copy_for(error)
-    return error
+        is_known = False
+    words = str(error) if is_known else describe(error)
+    return _nearest(error)(words[:TEXT_MAX] + "…" * (len(words) > TEXT_MAX))
+
+
+def _nearest(error: BaseException) -> type[AsynctrtError]:
+    """Return the class of the error that the front knows: its own, or the nearest base."""
+    return next((kind for kind in type(error).__mro__ if kind in KNOWN), ExecutionError)
 
 
 def main() -> None:

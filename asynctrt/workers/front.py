@@ -299,12 +299,13 @@ class Front:
             self._fail_all(group.requests, QueueFullError(f"{error}. Retry later, or send less"))
             self.tell_if_idle()
             return
+        payloads = [request.payload for request in group.requests]
         if group.nbytes <= COPY_ON_LOOP_NBYTES_MAX:
-            group.write(self._memory)
+            group.write(self._memory, payloads)
             self._written(group)
             return
         self._copying.add(group)
-        write = self._loop.run_in_executor(self._executor(), group.write, self._memory)
+        write = self._loop.run_in_executor(self._executor(), group.write, self._memory, payloads)
         write.add_done_callback(partial(self._written_off_loop, group))
 
     def _written_off_loop(self, group: Group, write: "asyncio.Future[None]") -> None:
@@ -351,13 +352,19 @@ class Front:
             self._expiry = self._loop.call_later(EXPIRY_S, self._expire_held, context=self._context)
 
     def _expire_held(self) -> None:
-        """Answer requests whose deadline passed while no worker could have them."""
+        """Answer requests whose deadline passed in no worker; free groups that nobody waits for."""
         self._expiry = None
         now_ns = self._now_ns()
+        kept: deque[Group] = deque()
         for group in self._held:
             if group.deadline_ns <= now_ns:
                 self._expire(group.waiting())
                 group.left = 0
+            if group.left:
+                kept.append(group)
+            else:
+                group.free(self._heap)
+        self._held = kept
         self.tell_if_idle()
         self.send_held()
         if self._held and self._expiry is None:
@@ -548,10 +555,16 @@ class Front:
         whys = [link.lost for link in self.links if link.lost is not None]
         if len(whys) == len(self.links):
             self.lose(whys[-1])
+        else:
+            self.send_held()
 
     def hold(self, groups: Iterable[Group]) -> None:
-        """Hold groups that are not suspected any more, before all others."""
-        self._held.extendleft(reversed(list(groups)))
+        """Hold groups that are not suspected any more, before all others; free what nobody waits for."""
+        for group in reversed(list(groups)):
+            if group.left:
+                self._held.appendleft(group)
+            else:
+                group.free(self._heap)
 
     def halve(self, groups: list[Group]) -> list[list[Group]]:
         """Return suspected groups in two parts to be tried one after the other; one part if that is all."""

@@ -75,15 +75,18 @@ class Group:
             heap.free(*self.large)
             self.large = None
 
-    def write(self, memory: SharedMemory) -> None:
-        """Copy the rows of its requests, whose payloads are their arrays, into the block."""
+    def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> None:
+        """Copy rows into the block.
+
+        :param payloads: the arrays of each request. A cancelled request has its own no more.
+        """
         views = self.layout.inputs(memory, self.block, self.rows).values()
-        if len(self.requests) == 1:
-            for view, array in zip(views, self.requests[0].payload, strict=True):
+        if len(payloads) == 1:
+            for view, array in zip(views, payloads[0], strict=True):
                 np.copyto(view, array)
             return
         for number, view in enumerate(views):
-            np.concatenate([request.payload[number] for request in self.requests], out=view)
+            np.concatenate([payload[number] for payload in payloads], out=view)
 
     def waiting(self) -> list[Request]:
         """Return the requests whose callers still wait."""

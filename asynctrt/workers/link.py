@@ -12,7 +12,7 @@ from functools import partial, reduce
 from typing import Any, Final, Protocol
 
 from asynctrt import clock
-from asynctrt.errors import AsynctrtError, DeviceLostError, copy_for
+from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, copy_for
 from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
@@ -30,7 +30,11 @@ CAPACITY: Final = 4 * GROUPS_MAX
 
 VAIN_DEATHS_MAX: Final = 12
 """Workers that may die one after the other without any answer between: more than it takes to find one request
-among a thousand. Then the model or the device is at fault."""
+among a thousand. Then the model or the device is at fault. It takes more to
+find one among more."""
+
+DEATHS_BESIDE_HALVING: Final = 4
+"""Those before requests are suspected, and one by groups and requests that cannot be halved evenly."""
 
 FAILED_STARTS_MAX: Final = 5
 """Workers that may fail to open the engine, one after the other."""
@@ -40,6 +44,9 @@ PAUSE_S: Final = 0.1
 
 LOOK_S: Final = 0.5
 """How often it is looked whether the worker's event loop runs."""
+
+SILENCE_S_MIN: Final = 0.9
+"""A silence that is shorter says nothing, whatever the batch_timeout is."""
 
 KILL_S: Final = 5.0
 """How long a process that was killed may take to end."""
@@ -135,9 +142,13 @@ class Link:
         self._tried: list[Group] = []
         self._failed_starts = 0
         self._vain_deaths = 0
+        self._vain_deaths_max = VAIN_DEATHS_MAX
         self.deaths = 0
         """Workers that died."""
-        self._attached_ns = 0
+        # When the worker's loop was last looked at, what showed then that it ran, and since when nothing has.
+        self._looked_ns = 0
+        self._beat = 0
+        self._silent_ns = 0
         self._look: asyncio.TimerHandle | None = None
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
@@ -224,7 +235,7 @@ class Link:
                 if candidate.process is None or was_closed:
                     continue
                 if candidate.description is None:
-                    candidate.process.kill()  # It is still opening what nobody wants any more.
+                    self._give_up(candidate)  # It is still opening what nobody wants any more.
                 else:
                     candidate.process.send(Close())
             await self._all_ended(processes, timeout_s)
@@ -246,6 +257,14 @@ class Link:
             change: asyncio.Future[None] = self._loop.create_future()
             self._changed.append(change)
             await asyncio.wait([change], timeout=left_s)
+
+    def _give_up(self, candidate: Candidate) -> None:
+        """End a process that is of no use to this front; it may be to others."""
+        assert candidate.process is not None
+        if self._spawner.is_shared:
+            candidate.process.send(Close())
+        else:
+            candidate.process.kill()
 
     def kill(self) -> None:
         """End the worker by SIGKILL, as a hang or a test asks for."""
@@ -271,7 +290,7 @@ class Link:
                 partial(self._died, candidate),
                 alone=candidate.is_alone,
             )
-        except AsynctrtError as error:
+        except Exception as error:
             candidate.error = error
             self._died(candidate, "was not started")
 
@@ -279,7 +298,7 @@ class Link:
         if isinstance(message, Ready):
             candidate.description = message.description
             candidate.counts = message.statistics
-            if candidate is self._worker:
+            if candidate is self._worker and self.state != "closed":
                 self._attach(candidate)
         elif isinstance(message, Failed):
             candidate.error = message.error
@@ -294,9 +313,15 @@ class Link:
         assert candidate.process is not None
         memory = self._memory
         nbytes = ring_nbytes(CAPACITY)
-        rings = SharedMemory.create(2 * nbytes)
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
-        self._eventfds = [os.eventfd(0, flags), os.eventfd(0, flags)]
+        try:
+            self._eventfds = [os.eventfd(0, flags)]
+            self._eventfds.append(os.eventfd(0, flags))
+            rings = SharedMemory.create(2 * nbytes)
+        except (OSError, AsynctrtError) as error:
+            candidate.error = DeviceUnavailableError(f"no rings could be made for it: {error}")
+            self._give_up(candidate)
+            return
         theirs, own = self._eventfds
         self._sender = Sender(rings, 0, CAPACITY, theirs)
         self._receiver = Receiver(rings, nbytes, CAPACITY, own)
@@ -306,7 +331,7 @@ class Link:
         rings.close()
         self._receiver.sleep()
         self._failed_starts = 0
-        self._attached_ns = clock.now_ns()
+        self._looked_ns, self._beat, self._silent_ns = clock.now_ns(), 0, 0
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
         self.state = "open"
@@ -360,14 +385,15 @@ class Link:
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
             return
-        if self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= VAIN_DEATHS_MAX:
+        if self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= self._vain_deaths_max:
             self._lose(how)
         else:
             self._replace(how)
 
     def _replace(self, how: str) -> None:
         """Put the spare in the place of the worker that died, or start another one."""
-        logger.error("the worker on %s %s; another one takes its place", self.device, how)
+        if not self._spawner.is_shared:  # Else whoever started it says so, once for all fronts.
+            logger.error("the worker on %s %s; another one takes its place", self.device, how)
         self.state = "restarting"
         self._worker, self._spare = self._spare, None
         if self._worker is None:
@@ -395,12 +421,16 @@ class Link:
                 self._suspects += reversed(self.owner.halve(launched))
         elif launched:
             self._suspects.append(launched)
+            requests = sum([len(group.requests) for group in launched])
+            self._vain_deaths_max = max(VAIN_DEATHS_MAX, requests.bit_length() + DEATHS_BESIDE_HALVING)
 
     def _next_part(self) -> None:
         """Try the next part of the suspects, with nothing else in the worker."""
         while self.state == "open" and not self._tried and self._suspects and not self.groups:
             assert self.owner is not None
-            part = [group for group in self._suspects.pop() if group.left]
+            suspects = self._suspects.pop()
+            part = [group for group in suspects if group.left]
+            self.owner.hold([group for group in suspects if not group.left])  # It frees them.
             self._tried = part
             for group in part:
                 self.put(group)
@@ -494,12 +524,17 @@ class Link:
         limit_s = self._options.batch_timeout
         if limit_s is None or self._sender is None or self._worker is None or self._worker.process is None:
             return
-        silent_ns = clock.now_ns() - max(beat_of(self._sender), self._attached_ns)
-        if silent_ns > limit_s * 1e9:
-            self._worker.error = DeviceLostError(
-                f"its event loop had not run for {silent_ns / 1e9:.1f} s (batch_timeout is {limit_s:g} s)"
-            )
-            self._worker.process.kill()
+        limit_s = max(limit_s, SILENCE_S_MIN)
+        now_ns, beat = clock.now_ns(), beat_of(self._sender)
+        # Who was stopped as well (Ctrl-Z) has not seen for how long the worker was silent.
+        seen_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9))
+        self._silent_ns = self._silent_ns + seen_ns if beat == self._beat else 0
+        self._looked_ns, self._beat = now_ns, beat
+        if self._silent_ns > limit_s * 1e9:
+            silent_s = self._silent_ns / 1e9
+            why = f"its event loop had not run for {silent_s:.1f} s (batch_timeout is {limit_s:g} s)"
+            self._worker.error = DeviceLostError(why)
+            self._worker.process.kill(why)
 
 
 def _because(candidate: Candidate) -> str:

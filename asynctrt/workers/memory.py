@@ -52,21 +52,23 @@ class SharedMemory:
         :raises DeviceUnavailableError: if the system refuses it.
         """
         nbytes = align(nbytes, PAGE)
+        fd = -1
         try:
             fd = os.memfd_create("asynctrt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as error:
-            raise DeviceUnavailableError(
-                f"worker processes need shared memory, which is refused: memfd_create: {error.strerror}. A "
-                "sandbox may forbid it (seccomp); or raise the limit of open files (ulimit -n), or of memory"
-            ) from error
-        try:
             os.ftruncate(fd, nbytes)
             # A process that made it smaller would end all others by SIGBUS.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             return cls(fd, nbytes)
-        except BaseException:
-            os.close(fd)
-            raise
+        except BaseException as error:
+            if fd >= 0:
+                os.close(fd)
+            if not isinstance(error, OSError):
+                raise
+            raise DeviceUnavailableError(
+                f"worker processes need shared memory, and {nbytes} bytes are refused: {error.strerror}. A "
+                "sandbox may forbid memfd_create (seccomp); or raise the limit of open files (ulimit -n), or "
+                "of memory (ulimit -v)"
+            ) from error
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays so while arrays are over it. Idempotent."""

@@ -147,6 +147,8 @@ class Want:
 class Kill:
     """From a front: the worker hangs."""
 
+    why: str
+
 
 @dataclass(frozen=True, slots=True)
 class To:

@@ -9,10 +9,11 @@ import logging
 import os
 import pickle
 import socket
+from collections import deque
 from functools import partial
 from typing import Any, Final
 
-from asynctrt.errors import AsynctrtError
+from asynctrt.errors import describe
 from asynctrt.workers.messages import (
     Attach,
     Close,
@@ -40,25 +41,39 @@ class Member:
     :param end: the socket to it.
     """
 
-    def __init__(self, number: int, end: socket.socket) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, number: int, end: socket.socket) -> None:
+        self._loop = loop
         self.number = number
         self.end = end
         self.uses: dict[int, Use] = {}
         """The workers that it has, by its tickets."""
+        # What there was no room for while it did not read. It has few workers, so these are few.
+        self._untold: deque[Any] = deque()
 
     def tell(self, message: Any) -> None:
-        """Send it a message; nothing if it is gone, or reads nothing."""
-        try:
-            send(self.end, message, flags=socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            is_news = not isinstance(message, From) or not isinstance(message.message, Counts)
-            logger.log(
-                logging.ERROR if is_news else logging.DEBUG,
-                "front %d does not read what it is told: %r",
-                *(self.number, message),
-            )
-        except OSError:
-            return  # It has died, which is seen next.
+        """Send it a message, later if it does not read now; nothing if it is gone."""
+        if self._untold and isinstance(message, From) and isinstance(message.message, Counts):
+            return  # There will be newer ones.
+        self._untold.append(message)
+        if len(self._untold) == 1:
+            self._send_untold()
+
+    def forget(self) -> None:
+        """Send nothing more."""
+        self._untold.clear()
+        self._loop.remove_writer(self.end.fileno())
+
+    def _send_untold(self) -> None:
+        while self._untold:
+            try:
+                send(self.end, self._untold[0], flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._loop.add_writer(self.end.fileno(), self._send_untold)
+                return
+            except OSError:
+                break  # It has died, which is seen next.
+            self._untold.popleft()
+        self.forget()
 
 
 class Use:
@@ -82,14 +97,17 @@ class Use:
 class Pooled:
     """A worker, and the fronts that have it."""
 
-    def __init__(self, key: bytes, *, is_alone: bool) -> None:
+    def __init__(self, key: bytes, want: Want, *, is_alone: bool) -> None:
         self.key = key
+        self.want = want
         self.is_alone = is_alone
         self.process: WorkerProcess | None = None
         self.ready: Ready | None = None
         self.failed: Failed | None = None
         """Why it could not open the engine; it is about to end."""
         self.uses: dict[int, Use] = {}
+        self.why = ""
+        """Why it is about to end, if somebody said so."""
         self.is_closing = False
 
 
@@ -102,6 +120,8 @@ class WorkerPool:
         self._shared: dict[bytes, Pooled] = {}
         self._spares: dict[bytes, Pooled] = {}
         self._all: set[Pooled] = set()
+        # Engines that were open once. What keeps one from being opened, the front that wants it says.
+        self._opened: set[bytes] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed: list[asyncio.Future[None]] = []
         self._last_use = 0
@@ -112,13 +132,14 @@ class WorkerPool:
 
     def add(self, number: int, end: socket.socket) -> None:
         """Listen to a front; its other messages than those for workers are not for the pool."""
-        self._members[number] = Member(number, end)
+        self._members[number] = Member(self._loop, number, end)
 
     def remove(self, number: int) -> None:
         """Take back what a front had, which is gone."""
         member = self._members.pop(number)
         for use in list(member.uses.values()):
             self._leave(use)
+        member.forget()
 
     def hear(self, number: int, message: To, fds: list[int]) -> None:
         """Do what a front wants, or pass it on."""
@@ -133,6 +154,7 @@ class WorkerPool:
         elif isinstance(said, Close):
             self._leave(use)
         elif isinstance(said, Kill) and use.worker.process is not None:
+            use.worker.why = said.why
             use.worker.process.kill()
         elif isinstance(said, Attach) and use.worker.process is not None:
             use.worker.process.send(dataclasses.replace(said, number=use.number), fds)
@@ -174,11 +196,18 @@ class WorkerPool:
         worker.uses[use.number] = member.uses[ticket] = use
         if worker.ready is not None:
             _tell_ready(use, worker.ready)
+            self._have_spare(worker)
         elif worker.failed is not None:
             use.tell(worker.failed)
 
+    def _have_spare(self, worker: Pooled) -> None:
+        """Start a spare for a worker that is ready and used, unless there is one, or none is asked for."""
+        wanted = worker.want.options.warm_spare and worker.uses and not worker.is_alone
+        if wanted and worker.key not in self._spares:
+            self._spares[worker.key] = self._start(worker.key, worker.want, is_alone=False)
+
     def _start(self, key: bytes, want: Want, *, is_alone: bool) -> Pooled:
-        worker = Pooled(key, is_alone=is_alone)
+        worker = Pooled(key, want, is_alone=is_alone)
         self._all.add(worker)
         task = self._loop.create_task(self._started(worker, want))
         self._tasks.add(task)
@@ -191,24 +220,23 @@ class WorkerPool:
                 want.model,
                 want.device,
                 want.options,
-                partial(self._heard, worker, want),
+                partial(self._heard, worker),
                 partial(self._died, worker),
             )
-        except AsynctrtError as error:
-            self._died(worker, f"was not started: {error}")
+        except Exception as error:
+            self._died(worker, f"was not started: {describe(error)}")
             return
         if self._is_closed or worker.is_closing:
             worker.process.kill()
 
-    def _heard(self, worker: Pooled, want: Want, message: Any) -> None:
+    def _heard(self, worker: Pooled, message: Any) -> None:
         assert worker.process is not None
         if isinstance(message, Ready):
             worker.ready = message
+            self._opened.add(worker.key)
             for use in worker.uses.values():
                 _tell_ready(use, message)
-            has_spare = worker.key in self._spares
-            if want.options.warm_spare and not worker.is_alone and worker.uses and not has_spare:
-                self._spares[worker.key] = self._start(worker.key, want, is_alone=False)
+            self._have_spare(worker)
         elif isinstance(message, Counts):
             # One front tells of batches, so that the sum over all fronts is right.
             for use in list(worker.uses.values())[:1]:
@@ -216,6 +244,9 @@ class WorkerPool:
         elif isinstance(message, Failed | Lost):
             if isinstance(message, Failed):
                 worker.failed = message
+                worker.why = describe(message.error)
+            else:
+                worker.why = message.reason
             for use in worker.uses.values():
                 use.tell(message)
 
@@ -246,6 +277,11 @@ class WorkerPool:
 
     def _died(self, worker: Pooled, how: str) -> None:
         self._all.discard(worker)
+        if worker.key in self._opened and not (worker.is_closing or self._is_closed):
+            is_spare = self._spares.get(worker.key) is worker
+            level = logging.WARNING if is_spare else logging.ERROR
+            how += f": {worker.why}" * bool(worker.why)
+            logger.log(level, "the %sworker on %s %s", "spare " * is_spare, worker.want.device, how)
         if self._shared.get(worker.key) is worker:
             # The next front that wants one gets the spare, if there is one.
             del self._shared[worker.key]

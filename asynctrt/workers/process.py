@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from asynctrt.errors import DeviceUnavailableError
@@ -62,24 +63,25 @@ class WorkerProcess:
 
         :raises DeviceUnavailableError: if the system refuses another process.
         """
-        own, its = channel()
         level = logger.getEffectiveLevel()
-        try:
+        start = Start(model, device, options, tuple(sys.path), gpu_memory_limit(), level)
+        with ExitStack() as undo:
             try:
-                process = await in_thread(lambda: _spawn(its), undo=_kill)
+                own, its = channel()
+                undo.callback(own.close)
+                with its:
+                    process = await in_thread(lambda: _spawn(its), undo=_kill)
+                undo.callback(_kill, process)
+                send(own, start)
+                own.settimeout(0)
+                worker = cls(asyncio.get_running_loop(), process, own, hear, died)
             except OSError as error:
                 raise DeviceUnavailableError(
                     f"no process for a worker could be started: {error.strerror}. Look at the limits of "
                     "processes and open files (ulimit -u, ulimit -n)"
                 ) from error
-            finally:
-                its.close()
-            send(own, Start(model, device, options, tuple(sys.path), gpu_memory_limit(), level))
-        except BaseException:
-            own.close()
-            raise
-        own.settimeout(0)
-        return cls(asyncio.get_running_loop(), process, own, hear, died)
+            undo.pop_all()
+        return worker
 
     @property
     def pid(self) -> int:
@@ -93,7 +95,7 @@ class WorkerProcess:
         except OSError:
             return  # It has died, which is seen next.
 
-    def kill(self) -> None:
+    def kill(self, _why: str = "") -> None:
         """End it at once, by SIGKILL. ``died`` is called when it has ended."""
         if not self.how_it_ended:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -117,7 +119,7 @@ class WorkerProcess:
             return
         # What it said before comes first: why it ended may be there.
         self._readable()
-        self.how_it_ended = _how(self._process.returncode)
+        self.how_it_ended = how_it_ended(self._process.returncode)
         self._loop.remove_reader(self._pidfd)
         self._loop.remove_reader(self._end.fileno())
         os.close(self._pidfd)
@@ -136,7 +138,8 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _how(status: int) -> str:
+def how_it_ended(status: int) -> str:
+    """Return in words how a process ended, of which ``Popen`` has this status."""
     if status >= 0:
         return f"ended with status {status}"
     try:

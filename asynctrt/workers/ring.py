@@ -115,7 +115,8 @@ class Receiver:
 
         :returns: false if there is one already: then it is awake.
         """
-        self._words[SLEEPS] += 1
+        if not self._words[SLEEPS] % 2:  # Else it sleeps already: who is woken and due at once looks twice.
+            self._words[SLEEPS] += 1
         self._fence()
         if self._words[TAIL] == self._head:
             return True

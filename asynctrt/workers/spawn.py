@@ -28,8 +28,11 @@ class Worker(Protocol):
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message."""
 
-    def kill(self) -> None:
-        """End it at once."""
+    def kill(self, why: str = "") -> None:
+        """End it at once.
+
+        :param why: for the log, if others have it, too.
+        """
 
 
 class Spawner(Protocol):
@@ -100,9 +103,9 @@ class SharedWorker:
         if not self.how_it_ended:
             self._tell(self._ticket, message, fds)
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """Have it ended, for all fronts."""
-        self.send(Kill())
+        self.send(Kill(why))
 
 
 class SharedWorkers:

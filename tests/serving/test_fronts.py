@@ -39,6 +39,8 @@ class Running:
         self.process = psutil.Process(process.pid)
         self.popen = process
         self.url, self.metrics, self.grpc_target = url, metrics, grpc_target
+        self.said = ""
+        """What it wrote, for a test that has read it to its end."""
 
     def all(self, part):
         """Return the processes of its fronts (``serving.front``), or of its workers (``workers.child``)."""
@@ -72,6 +74,7 @@ async def running(*flags, model=KIND, fronts=2):
         f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)
     ]
     process = await asyncio.to_thread(started, command)
+    server = None
     try:
         lines = []
         while not lines or not lines[-1].startswith("metrics"):
@@ -79,12 +82,13 @@ async def running(*flags, model=KIND, fronts=2):
             assert line, lines
             lines.append(line)
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        yield Running(process, urls[0], f"{urls[2]}/metrics", f"127.0.0.1:{ports[1]}")
+        server = Running(process, urls[0], f"{urls[2]}/metrics", f"127.0.0.1:{ports[1]}")
+        yield server
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
         rest = await asyncio.to_thread(process.communicate, timeout=WAIT_S)
-        assert "stopped" in rest[1]
+        assert "stopped" in (server.said if server is not None else "") + rest[1]
         gone, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=WAIT_S)
         assert not alive, (gone, alive)
 
@@ -150,6 +154,21 @@ async def test_a_worker_dies_and_nobody_notices():
             await until(lambda worker=worker: worker.pid not in [one.pid for one in server.workers])
         await asking
         await check(server.url, range(1, 20))
+
+
+@pytest.mark.tier2
+async def test_there_is_a_new_spare_after_the_first_has_taken_over_and_deaths_are_told_once():
+    async with running("--warm-spare") as server:
+        await until(lambda: len(server.workers) == 2)
+        first, spare = sorted(server.workers, key=lambda one: one.create_time())
+        await check(server.url, [1])
+        first.kill()
+        await until(lambda: {spare.pid} < {one.pid for one in server.workers} - {first.pid})
+        await check(server.url, range(2, 9))
+        server.popen.terminate()
+        said = await asyncio.to_thread(server.popen.stderr.read)
+        assert said.count("SIGKILL") == 1, said
+        server.said = said
 
 
 @pytest.mark.tier2

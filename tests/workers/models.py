@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -103,6 +104,17 @@ def refuses():
         pass
 
     raise Local(sys)
+
+
+def refuses_at_length():
+    """Raise an error that no message between processes can hold."""
+    raise ValueError("long " * 100_000)
+
+
+def refuses_and_stays():
+    """Leave a thread behind, and raise."""
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("and stays")
 
 
 def deadly():

@@ -222,22 +222,30 @@ async def test_nothing_is_lost_wrong_or_answered_twice_while_workers_are_killed(
 
 
 PARENT = f"""
-import asyncio, asynctrt, sys
+import asyncio, asynctrt, os, sys, time
 async def main():
     async with asynctrt.open({KIND!r}, isolation="process", warm_spare=True) as engine:
         link = engine._front.links[0]
         while link._spare is None or link._spare.description is None:
             await asyncio.sleep(0.01)
-        print(engine.workers[0].pid, link._spare.process.pid, flush=True)
+        child = os.fork() if sys.argv[1] == "forks" else 0
+        if sys.argv[1] == "forks" and not child:
+            time.sleep(60)
+            os._exit(0)
+        print(engine.workers[0].pid, link._spare.process.pid, child, flush=True)
         await asyncio.sleep(60)
 asyncio.run(main())
 """
 
 
-def test_workers_end_with_their_front():
-    front = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("forks", ["", "forks"])
+def test_workers_end_with_their_front(forks):
+    command = [sys.executable, "-c", PARENT, forks]
+    front = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = 0
     try:
-        workers = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
+        *pids, child = map(int, front.stdout.readline().split())
+        workers = [psutil.Process(pid) for pid in pids]
         front.kill()
         gone, alive = psutil.wait_procs(workers, timeout=WAIT_S)
         assert not alive
@@ -246,3 +254,5 @@ def test_workers_end_with_their_front():
         front.kill()
         front.wait()
         front.stdout.close()
+        if child:
+            os.kill(child, signal.SIGKILL)  # It has the front's descriptors, and lives on.

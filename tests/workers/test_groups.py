@@ -60,7 +60,7 @@ def test_halves_have_the_rows_of_who_still_waits(memory):
     requests = [request(count, value) for value, count in enumerate((1, 3, 2, 1, 4), start=1)]
     group = Group(requests, LAYOUT)
     group.allocate(heap, memory)
-    group.write(memory)
+    group.write(memory, [request.payload for request in group.requests])
     group.deaths = 2
     memory.words[group.block // 8 + LAUNCHED] = 1
     requests[1].state = State.CANCELLED
@@ -86,7 +86,7 @@ def test_without_room_for_halves_nothing_changes():
     requests = [request(200, value) for value in (1, 2)]
     group = Group(requests, LAYOUT)
     group.allocate(heap, memory)
-    group.write(memory)
+    group.write(memory, [request.payload for request in group.requests])
     with pytest.raises(MemoryError):
         group.parts(heap, memory)
     assert heap.blocks == 1

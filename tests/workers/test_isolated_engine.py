@@ -370,6 +370,8 @@ async def test_what_the_model_logs_is_logged_here(caplog):
         ("nothing.onnx", {}, ModelNotFoundError, "nothing.onnx"),
         ("tests.workers.models:nothing", {}, ModelError, "nothing"),
         ("tests.workers.models:refuses", {}, asynctrt.AsynctrtError, "Local"),
+        ("tests.workers.models:refuses_at_length", {}, asynctrt.AsynctrtError, "long long"),
+        ("tests.workers.models:refuses_and_stays", {}, asynctrt.AsynctrtError, "and stays"),
         ("tests.workers.models:dies", {}, asynctrt.DeviceLostError, "status 3"),
         (KIND, {"device": "cuda:99"}, asynctrt.AsynctrtError, "cuda:99"),
         (KIND, {"device": "host,nowhere"}, DeviceUnavailableError, "nowhere"),

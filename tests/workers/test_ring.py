@@ -113,3 +113,14 @@ def test_no_entry_is_lost_torn_or_out_of_order_between_processes(ring):
     finally:
         producer.kill()
         producer.wait()
+
+
+def test_a_consumer_that_goes_to_sleep_twice_is_woken(ring):
+    # It was woken, and was due to look again anyway, as there was more when it went to sleep before.
+    memory, eventfd = ring
+    sender, receiver = Sender(memory, 0, 64, eventfd), Receiver(memory, 0, 64, eventfd)
+    assert receiver.sleep()
+    assert receiver.sleep()
+    sender.put(*range(1, 11))
+    sender.publish()
+    assert os.eventfd_read(eventfd) == 1

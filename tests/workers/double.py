@@ -1,0 +1,124 @@
+"""Workers that are no processes: they do what a test says, over the real rings and memory."""
+
+import asyncio
+import os
+from contextlib import asynccontextmanager
+
+import numpy as np
+
+import asynctrt
+from asynctrt import clock
+from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layouts
+from asynctrt.workers.memory import SharedMemory
+from asynctrt.workers.messages import Attach, Close, Description, Kind, Ready
+from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
+from asynctrt.workers.spawn import SPAWNER
+from tests.helpers import WAIT_S
+from tests.workers.models import SEGFAULT
+
+
+class Worker:
+    """One that doubles its input as soon as it has it, unless it ``holds``, and dies of SEGFAULT."""
+
+    def __init__(self, workers, hear, died):
+        self.workers, self.hear, self.died = workers, hear, died
+        self.loop = asyncio.get_running_loop()
+        self.pid, self.how_it_ended = 1, ""
+        self.receiver = None
+        self.holds = False
+
+    def say_ready(self):
+        if not self.how_it_ended:
+            self.hear(self.workers.ready)
+
+    def send(self, message, fds=()):
+        if isinstance(message, Attach):
+            heap, rings, own, front = (os.dup(fd) for fd in fds)
+            self.memory, ring = (
+                SharedMemory(heap, message.heap_nbytes),
+                SharedMemory(rings, message.rings_nbytes),
+            )
+            self.memory.close()
+            ring.close()
+            self.eventfds = own, front
+            self.receiver = Receiver(ring, 0, message.capacity, own)
+            self.sender = Sender(ring, ring_nbytes(message.capacity), message.capacity, front)
+            described = self.workers.ready.description
+            self.layouts = Layouts(described.inputs, described.outputs)
+            self.loop.add_reader(own, self.look)
+            self.loop.call_soon(self.look)
+        elif isinstance(message, Close):
+            self.loop.call_soon(self.end, "ended with status 0")
+
+    def kill(self, _why=""):
+        if self.workers.says_ready_when_killed:
+            self.say_ready()
+        self.loop.call_soon(self.end, "ended by SIGKILL")
+
+    def end(self, how):
+        if self.how_it_ended:
+            return
+        self.how_it_ended = how
+        if self.receiver is not None:
+            self.loop.remove_reader(self.receiver.eventfd)
+            for fd in self.eventfds:
+                os.close(fd)
+        self.died(how)
+
+    def look(self):
+        if self.how_it_ended or self.holds:
+            return
+        self.receiver.wake()
+        done = []
+        for kind, _, _, number, _, block, rows, *_ in self.receiver.take():
+            if kind != Kind.SUBMIT:
+                continue
+            self.memory.words[block // 8 + LAUNCHED] = 1
+            first = block // 8 + SYMBOLS
+            layout = self.layouts.of_sizes(tuple(self.memory.words[first : first + self.layouts.symbols]))
+            (given,) = layout.inputs(self.memory, block, rows).values()
+            (asked,) = layout.outputs(self.memory, block, rows).values()
+            np.multiply(given, 2, out=asked)
+            done.append((number, rows, SEGFAULT in given))
+        if any(deadly for *_, deadly in done):
+            self.end("ended by SIGSEGV")
+            return
+        for number, rows, _ in done:
+            self.sender.put(Kind.ANSWER, 1, rows, number, clock.now_ns(), 0, 1000, 0, 0, 0)
+        self.sender.publish()
+        self.receiver.sleep()
+
+
+class Workers:
+    """Gives workers. They are ready at once while ``starts``."""
+
+    is_shared = False
+
+    def __init__(self, ready):
+        self.ready = ready
+        self.all = []
+        self.starts, self.says_ready_when_killed = True, False
+
+    async def start(self, _model, _device, _options, hear, died, *, alone):
+        assert not alone
+        self.all.append(Worker(self, hear, died))
+        if self.starts:
+            self.all[-1].loop.call_soon(self.all[-1].say_ready)
+        return self.all[-1]
+
+
+@asynccontextmanager
+async def workers(model):
+    """Workers for engines of this model that are opened inside."""
+    async with asynctrt.open(model) as engine:
+        one = engine.statistics()
+        description = Description(
+            engine.name, engine.platform, "host", engine.inputs, engine.outputs, 4096, one.contexts, 1
+        )
+    made = Workers(Ready(description, one))
+    token = SPAWNER.set(made)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            yield made
+    finally:
+        SPAWNER.reset(token)

@@ -1,0 +1,71 @@
+"""A worker's side of a front, with an engine that does what no engine should."""
+
+import asyncio
+import json
+import os
+
+import numpy as np
+import pytest
+
+from asynctrt.errors import InputError
+from asynctrt.workers.child import Attached
+from asynctrt.workers.layout import Layouts
+from asynctrt.workers.memory import SharedMemory
+from asynctrt.workers.messages import Attach, Kind
+from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
+from tests.helpers import until
+from tests.workers.models import ROW
+
+pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
+
+
+class OwnError(InputError):
+    """A class that a front does not know."""
+
+
+class Broken:
+    """Raises, or answers with what is no result."""
+
+    inputs, outputs = (ROW,), (ROW,)
+
+    def submit(self, inputs, **_):
+        if inputs["x"][0, 0] == 1:
+            raise RuntimeError("a rule of ours is broken")
+        if inputs["x"][0, 0] == 2:
+            raise OwnError("in its own words")
+        future = asyncio.get_running_loop().create_future()
+        future.set_result("no result")
+        return future
+
+
+async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
+    loop = asyncio.get_running_loop()
+    heap, rings = SharedMemory.create(1 << 16), SharedMemory.create(2 * ring_nbytes(64))
+    theirs, own = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
+    fds = [os.dup(fd) for fd in (heap.fd, rings.fd, theirs, own)]
+    sender, receiver = Sender(rings, 0, 64, theirs), Receiver(rings, ring_nbytes(64), 64, own)
+    attach = Attach(heap.nbytes, rings.nbytes, 0, 64)
+    attached = Attached(loop, Broken(), attach, fds, lambda error: pytest.fail(str(error)))
+    layout = Layouts((ROW,), (ROW,)).of_sizes(())
+    for number, told in ((1, "a rule of ours is broken"), (2, "in its own words"), (3, "string indices")):
+        np.copyto(layout.inputs(heap, number * 4096, 1)["x"], number)
+        sender.put(Kind.SUBMIT, 0, 0, number, 2**63 - 1, number * 4096, 1, 0, 0, 0)
+        sender.publish()
+        found = []
+        await until(lambda found=found: found.extend(receiver.take()) or found)
+        if found[0][0] == Kind.LARGE:
+            sender.put(Kind.FETCH, 0, 0, number, 2**63 - 1, 16384, 0, 0, 0, 0)
+            sender.publish()
+            found.clear()
+            await until(lambda found=found: found.extend(receiver.take()) or found)
+        assert found[0][0] == Kind.ERROR
+        text = json.loads(heap.buffer[16384 : 16384 + found[0][8]])
+        assert told in text["text"]
+        assert text["kind"] == ("InputError" if number == 2 else "InternalError")
+    assert "could not take or answer a request" in caplog.text
+    assert not attached._works
+    attached.close()
+    heap.close()
+    rings.close()
+    os.close(theirs)
+    os.close(own)

@@ -1,0 +1,148 @@
+"""What a front does with its workers in the order of events that a test chooses."""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import asynctrt
+from asynctrt.errors import DeadlineError, DeviceLostError, PoisonError
+from tests.helpers import until
+from tests.workers.double import workers
+from tests.workers.models import SEGFAULT, rows
+
+pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
+KIND = "tests.workers.models:kind"
+LARGE = "tests.workers.models:large"
+
+
+def opened(model=KIND, **settings):
+    return asynctrt.open(model, isolation="process", max_queue_rows=100_000, **settings)
+
+
+async def test_a_worker_that_is_ready_just_when_it_is_closed_is_not_used():
+    async with workers(KIND) as made:
+        made.starts, made.says_ready_when_killed = False, True
+        fds = len(os.listdir("/proc/self/fd"))
+        opening = asyncio.create_task(opened().__aenter__())
+        await until(lambda: made.all)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(made.all) == 1, "another worker was started for an engine that is closed"
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) <= fds + 1  # The loop's own come and go.
+
+
+async def test_who_leaves_while_rows_wait_for_the_copying_thread_takes_nobody_along():
+    async with workers(LARGE), opened(LARGE) as engine:
+        latch = threading.Event()
+        engine._front._executor().submit(latch.wait)
+        array = np.ones((1, 1 << 20), np.uint8)
+        calls = [engine.submit(array * number) for number in range(8)]
+        await asyncio.sleep(0)
+        assert len(engine._front._copying) == 1
+        calls[3].cancel()
+        await asyncio.sleep(0)
+        latch.set()
+        for number, call in enumerate(calls):
+            if number != 3:
+                assert np.array_equal((await call)["y"], array * number * 2)
+    assert engine._front._heap.blocks == 0
+
+
+async def test_the_first_of_many_in_one_batch_is_found():
+    async with workers(KIND) as made, opened() as engine:
+        calls = [engine.submit(rows(SEGFAULT if number == 0 else number)) for number in range(4096)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(answers[0], PoisonError)
+        assert [answer["y"][0, 0] for answer in answers[1:]] == [2 * number for number in range(1, 4096)]
+        assert engine.state == "open"
+        assert len(made.all) > 12
+    assert engine._front._heap.blocks == 0
+
+
+async def test_suspects_that_nobody_waits_for_any_more_leave_nothing_behind():
+    async with workers(KIND) as made, opened() as engine:
+        calls = [engine.submit(rows(SEGFAULT), priority=number) for number in (0, 1)]
+        await until(lambda: len(made.all) == 3)
+        made.starts = False
+        await until(lambda: len(made.all) == 4)  # They are in halves now, and wait for this worker.
+        for call in calls:
+            call.cancel()
+        await asyncio.sleep(0)
+        made.starts = True
+        made.all[-1].say_ready()
+        assert np.array_equal((await engine.infer(rows(1)))["y"], 2 * rows(1))
+        assert engine._front._heap.blocks == 0
+
+
+async def test_what_expires_while_there_is_no_worker_leaves_nothing_behind():
+    async with workers(KIND) as made, opened() as engine:
+        made.starts = False
+        made.all[0].end("ended by SIGKILL")
+        calls = [engine.submit(rows(1), timeout=0.001) for _ in range(5)]
+        left = engine.submit(rows(1))
+        for call in calls:
+            with pytest.raises(DeadlineError):
+                await call
+        assert engine._front._heap.blocks == 1
+        left.cancel()
+        await until(lambda: engine._front._heap.blocks == 0)
+
+
+async def test_what_a_lost_device_had_goes_to_the_others_at_once():
+    async with workers(KIND) as made, opened(device="host,host") as engine:
+        made.all[0].holds = True
+        call = engine.submit(rows(1))
+        await until(lambda: engine._front.links[0].groups)
+        engine._front.links[0]._vain_deaths_max = 1
+        made.all[0].end("ended by SIGBUS")
+        assert np.array_equal((await call)["y"], 2 * rows(1))
+        assert [worker.state for worker in engine.workers] == ["lost", "open"]
+        assert engine.state == "open"
+
+
+async def test_a_front_that_was_stopped_itself_does_not_blame_its_worker():
+    async with workers(KIND) as made, opened(batch_timeout=0.7) as engine:
+        time.sleep(1.2)  # noqa: ASYNC251  (Ctrl-Z stops all processes, so no worker has shown that it runs)
+        engine._front.links[0]._look_after()
+        await asyncio.sleep(0)
+        assert not made.all[0].how_it_ended
+        await until(lambda: made.all[0].how_it_ended)  # It is silent still.
+        assert engine.workers[0].deaths == 1
+
+
+async def test_a_start_that_fails_in_an_unforeseen_way_is_said():
+    async with workers(KIND) as made:
+
+        async def start(*_, alone):
+            raise ValueError("not foreseen")
+
+        made.start = start
+        with pytest.raises(ValueError, match="not foreseen"):
+            await opened().__aenter__()
+
+
+async def test_no_descriptors_for_rings(monkeypatch):
+    async with workers(KIND), opened() as engine:
+        link = engine._front.links[0]
+        numbers = iter([os.eventfd(0)])
+        monkeypatch.setattr(os, "eventfd", lambda *_: next(numbers, None) or _too_many())
+        call = engine.submit(rows(1))
+        link.kill()
+        with pytest.raises(DeviceLostError, match="Too many open files"):
+            await call
+        monkeypatch.undo()
+        assert engine.state == "lost"
+    assert not link._eventfds
+
+
+def _too_many():
+    raise OSError(24, os.strerror(24))
