@@ -30,8 +30,7 @@ CAPACITY: Final = 4 * GROUPS_MAX
 
 VAIN_DEATHS_MAX: Final = 12
 """Workers that may die one after the other without any answer between: more than it takes to find one request
-among a thousand. Then the model or the device is at fault. It takes more to
-find one among more."""
+among a thousand; of more requests, more may die. Then the model or the device is at fault."""
 
 DEATHS_BESIDE_HALVING: Final = 4
 """Those before requests are suspected, and one by groups and requests that cannot be halved evenly."""
