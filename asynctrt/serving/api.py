@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import math
 import socket
 import zlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
@@ -21,6 +22,7 @@ from asynctrt import clock
 from asynctrt.errors import (
     AsynctrtError,
     CallerError,
+    DeadlineUnreachableError,
     QueueFullError,
     RequestError,
     TooLargeError,
@@ -597,6 +599,9 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         headers = (("Accept-Encoding", "gzip, deflate"),)
     elif isinstance(error, UnauthorizedError):
         headers += (("WWW-Authenticate", "Bearer"),)
+    elif isinstance(error, DeadlineUnreachableError):
+        # When what is ahead is done, as far as can be told; the header takes whole seconds.
+        headers += (("Retry-After", str(max(1, math.ceil(error.predicted_s)))),)
     return Answer(status, (("Content-Type", "application/json"), *headers), (dump({"error": str(error)}),))
 
 

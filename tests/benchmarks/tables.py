@@ -255,13 +255,18 @@ def goodput():
 
 def goodput_really():
     """Yield the share of capacity that a real engine answered in time, beside what was predicted."""
-    yield "", "load", "in time", "predicted", "p99, ms", "predicted"
+    yield "", "load", "in time", "least to most", "predicted", "p99, ms", "least to most", "predicted"
     for way, by_load in figures("goodput")["real"].items():
         for load, pairs in by_load.items():
             cells = []
-            for figure, digits in (("goodput", 2), ("p99_ms", 1)):
-                for who in ("measured", "predicted"):
-                    cells.append(f"{middle([pair[who] for pair in pairs], figure):.{digits}f}")
+            for figure, digits in (("goodput", 2), ("p99_ms", 0)):
+                measured = sorted(pair["measured"][figure] for pair in pairs)
+                predicted = middle([pair["predicted"] for pair in pairs], figure)
+                cells += [
+                    f"{statistics.median(measured):,.{digits}f}",
+                    f"{measured[0]:,.{digits}f} to {measured[-1]:,.{digits}f}",
+                    f"{predicted:,.{digits}f}",
+                ]
             yield way, f"{float(load):.0%}", *cells
 
 
