@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -34,7 +34,6 @@ from asynctrt.plans.text import lines_of, lines_of_opened
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
 from asynctrt.synonyms import ALL_SYNONYMS, nearest_name
-from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.validation import docs_of
 
 try:
@@ -477,7 +476,7 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
     flags = []
     for item in dataclasses.fields(cls):
         kind, default = kinds[item.name], item.default
-        if get_origin(kind) is tuple or {TensorRTOptions, BuildOptions} & set(get_args(kind)):
+        if get_origin(kind) is tuple or any(get_origin(part) is Mapping for part in get_args(kind)):
             kind, default = list[str] | None, None
         elif str in get_args(kind):
             kind = str | None  # A rate, for example, is a number or a text.

@@ -28,7 +28,7 @@ from asynctrt.errors import (
     UsageError,
     once_begun,
 )
-from asynctrt.inputs import InputCheck, Inputs
+from asynctrt.inputs import Inputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
@@ -81,12 +81,7 @@ class Engine:
         self._opened_ns = clock.now_ns()
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         self._scheduler = parts.create_scheduler(options)
-        self._input_check = InputCheck(
-            model.inputs,
-            check_finite=options.check_finite,
-            check_key=self._scheduler.limit if parts.shapes.has_profiles else None,
-            import_array=device.import_array,
-        )
+        self._input_check = parts.create_check(options, self._scheduler.limit)
         self._validate = self._input_check.validate
         self._driver = Driver(
             loop=loop,
@@ -577,6 +572,8 @@ class Engine:
         """Return the key of a request whose outputs stay on the device."""
         if outputs != "device":
             raise InputError(f"outputs must be 'host' or 'device', not {outputs!r}")
+        if self._options.pad is not None:
+            raise InputError("outputs='device' leaves no way to cut them back, and this engine pads its rows")
         rows_max = self._scheduler.limit(key)
         if rows > rows_max:
             raise InputError(

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 
 from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError
+from asynctrt.pad_options import sizes_of, values_of
 from asynctrt.scheduling.target import Target
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensorrt_options import FLAVOURS, TensorRTOptions
@@ -63,6 +64,8 @@ class Settings(TypedDict, total=False):
     arenas: int | None
     arena_size: ArenaSize
     graphs: str | Sequence[int]
+    pad: Mapping[str, int | Sequence[int]] | None
+    pad_with: Mapping[str, int | float | str] | None
     runtime: Runtime | None
     flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
@@ -149,6 +152,16 @@ BUILD: Final = Check(
     "an asynctrt.BuildOptions, a mapping such as {'dims': {'length': '1:128:512'}}, or a list of "
     "'NAME=VALUE'",
     _build_options,
+)
+PAD: Final = Check(
+    "sizes ≥ 1 by the names of dimensions, such as {'sequence': (32, 64, 128)}, or a list of "
+    "'NAME=32,64,128'",
+    sizes_of,
+)
+PAD_WITH: Final = Check(
+    "numbers, 'mask' or 'length' by the names of inputs, such as {'attention_mask': 'mask'}, or a list of "
+    "'NAME=VALUE'",
+    values_of,
 )
 GRAPHS: Final = Check("'auto', 'off' or batch sizes ≥ 1, such as (1, 8, 64) or '1,8,64'", _graph_sizes)
 
@@ -250,6 +263,20 @@ class Options:
         the next one where that pays. ``auto``: on a GPU, the powers of four and ``max_rows``. ``off``: none.
         Each size of each context takes an execution context of its own, and the memory that it keeps.""",
     )
+    pad: Mapping[str, int | Sequence[int]] | None = setting(
+        default=None,
+        check=PAD.or_none,
+        doc="""Sizes that dimensions are padded to, by their names in the model, such as
+        ``{"sequence": (32, 64, 128)}``, so that rows of different lengths share batches; outputs are cut back
+        where they have the dimension. On the command line ``NAME=32,64,128``, once for each.""",
+    )
+    pad_with: Mapping[str, int | float | str] | None = setting(
+        default=None,
+        check=PAD_WITH.or_none,
+        doc="""What inputs are padded with, by their names, if not 0: a number. ``mask``: 0, and callers may
+        leave the input out, which then has 1 for what is not padding. ``length``: callers may leave it out,
+        and it has the size of the dimension (``length:NAME`` if several are padded).""",
+    )
     runtime: Runtime | None = setting(
         default=None,
         check=choice(*get_args(Runtime)).or_none,
@@ -349,18 +376,9 @@ class Options:
                 f"urgent_share gives the highest priority a share of its own, and priorities is "
                 f"{self.priorities}: there is no other. Open the engine with priorities=2 or more"
             )
-        if self.deterministic:
-            for name in ("contexts", "arenas", "max_in_flight"):
-                if getattr(self, name) not in (None, 1):
-                    raise OptionsError(
-                        f"deterministic runs one batch at a time, and {name} is {getattr(self, name)}. Leave "
-                        "it out, or open several engines"
-                    )
-            if self.graphs not in ("auto", "off"):
-                raise OptionsError(
-                    f"deterministic pads every batch to max_rows, so graphs must be 'auto' or 'off', not "
-                    f"{self.graphs!r}"
-                )
+        if self.pad_with is not None and self.pad is None:
+            raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
+        self._check_deterministic()
         for name in ("max_in_flight", "arenas"):
             value = getattr(self, name)
             if value is not None and self.contexts is not None and value > self.contexts:
@@ -373,6 +391,27 @@ class Options:
     def target(self) -> Target | None:
         """The parsed ``latency_target``."""
         return None if self.latency_target is None else Target.parse(self.latency_target)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """The inputs that callers may leave out, since the engine fills them: masks and lengths."""
+        given = self.pad_with or {}
+        return frozenset(name for name, value in given.items() if isinstance(value, str))
+
+    def _check_deterministic(self) -> None:
+        if not self.deterministic:
+            return
+        for name in ("contexts", "arenas", "max_in_flight"):
+            if getattr(self, name) not in (None, 1):
+                raise OptionsError(
+                    f"deterministic runs one batch at a time, and {name} is {getattr(self, name)}. Leave "
+                    "it out, or open several engines"
+                )
+        if self.graphs not in ("auto", "off"):
+            raise OptionsError(
+                f"deterministic pads every batch to max_rows, so graphs must be 'auto' or 'off', not "
+                f"{self.graphs!r}"
+            )
 
     @classmethod
     def from_settings(cls, base: "Options | None", settings: dict[str, Any]) -> "Options":

@@ -12,11 +12,14 @@ from asynctrt.backends.base import Model, ProfiledModel, ReservingModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
+from asynctrt.inputs import InputCheck
 from asynctrt.loading import find_device, load_model
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
+from asynctrt.padded_inputs import PaddedInputCheck
+from asynctrt.padding import Padding
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
 from asynctrt.runtime.staging import lay_out
-from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -136,6 +139,8 @@ class EngineParts:
     capacity: Capacity
     owned: tuple[Closable, ...] = ()
     """What is closed with it: its own arenas, then the model and the device if they were made for it."""
+    padding: Padding | None = None
+    """What is padded."""
     urgent: "EngineParts | None" = None
     """What urgent requests have to themselves."""
 
@@ -172,6 +177,19 @@ class EngineParts:
             in_flight_max=capacity.in_flight_max,
             arena_users=None if self.arenas is None else self.arenas.users,
             times_all=device.timing_is_free,
+        )
+
+    def create_check(self, options: Options, check_key: Callable[[BatchKey], object]) -> InputCheck:
+        """Make the check of an engine's inputs.
+
+        :param check_key: what else to ask about a shape, if the model refuses some.
+        """
+        create = InputCheck if self.padding is None else partial(PaddedInputCheck, padding=self.padding)
+        return create(
+            self.model.inputs,
+            check_finite=options.check_finite,
+            check_key=check_key if self.shapes.has_profiles else None,
+            import_array=self.device.import_array,
         )
 
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
@@ -296,6 +314,7 @@ def _make_divided(
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Make what batches of a model need on a device."""
     capacity = Capacity.of(model, device, options, shared)
+    padding = Padding.of(model.name, model.inputs, model.outputs, options)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
@@ -329,10 +348,11 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
+            padding=padding,
         )
     except BaseException:
         if arenas is not None and arenas is not shared:
             arenas.close()
         raise
     own = () if arenas is None or arenas is shared else (arenas,)
-    return EngineParts(device, model, pool, arenas, shapes, capacity, owned=own)
+    return EngineParts(device, model, pool, arenas, shapes, capacity, owned=own, padding=padding)

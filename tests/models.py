@@ -85,7 +85,7 @@ def mixed_onnx(path):
     )
 
 
-def sequence_onnx(path):
+def sequence_onnx(path, rows="batch"):
     """Rows of any length: each is doubled, and each is summed up."""
     return save(
         path,
@@ -93,8 +93,8 @@ def sequence_onnx(path):
             node("Add", "tokens tokens", "doubled"),
             node("ReduceSum", "tokens axis", "total", keepdims=0),
         ],
-        [("tokens", TensorProto.FLOAT, ["batch", "length"])],
-        [("doubled", TensorProto.FLOAT, ["batch", "length"]), ("total", TensorProto.FLOAT, ["batch"])],
+        [("tokens", TensorProto.FLOAT, [rows, "length"])],
+        [("doubled", TensorProto.FLOAT, [rows, "length"]), ("total", TensorProto.FLOAT, [rows])],
         [("axis", np.array([1], np.int64))],
     )
 

@@ -13,7 +13,9 @@ from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
+from asynctrt.padding import Padding
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
+from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.staging import (
     DeviceSource,
     Layout,
@@ -271,6 +273,7 @@ class ContextPool:
     :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
     :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
     :param rows_held: the rows that a slab of a shape holds, where that is not ``rows_max``.
+    :param padding: what is padded to common sizes.
     :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
     """
 
@@ -285,8 +288,10 @@ class ContextPool:
         graphs: Sequence[int] = (),
         profile_of: Callable[[int], int | None] = lambda _: None,
         rows_held: Callable[[Hashable], int] | None = None,
+        padding: Padding | None = None,
     ) -> None:
         self._device = device
+        self._padding = padding
         self._model = model
         self._rows_held = rows_held or (lambda _: rows_max)
         self._profile_of = profile_of
@@ -371,7 +376,7 @@ class ContextPool:
             return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
         if key.on_device or key.outputs_on_device:
             return DeviceSource(batch, slab, device=self._device, stream=context.stream)
-        return RowSource(batch, slab)
+        return RowSource(batch, slab) if self._padding is None else PaddedSource(batch, slab, self._padding)
 
     def create_slot_slab(self, shape: Hashable) -> Slab:
         """Return a slab for callers to fill: inputs only, in staging memory.

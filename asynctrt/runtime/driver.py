@@ -26,7 +26,7 @@ from asynctrt.errors import (
     copy_for,
     describe,
 )
-from asynctrt.runtime import staging
+from asynctrt.runtime import padding, staging
 from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_error
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool, Lane
@@ -493,6 +493,9 @@ class Driver:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
             outputs, nbytes = flight.outputs()
+            if source.is_padded:
+                self._cut_out(flight, landed_ns, source.cut(outputs), nbytes)
+                return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 reserved = staging.reserve(outputs, source.spans, batch.rows)
                 self._copiers.copy(
@@ -507,6 +510,18 @@ class Driver:
             self._fail(batch, raised)
             return
         self._answer(flight, landed_ns, values)
+
+    def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
+        """Copy the outputs of a batch out that were cut back, off the loop if they are large."""
+        if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
+            self._answer(flight, landed_ns, padding.copied(views))
+            return
+        reserved = padding.reserved(views)
+        self._copiers.copy(
+            partial(padding.fill, reserved, views),
+            nbytes,
+            partial(self._copied_out, flight, landed_ns, reserved),
+        )
 
     def _computed(self, flight: InFlight, landed_ns: int) -> None:
         """Tell where batches compute one after the other that this one has."""

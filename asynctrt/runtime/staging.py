@@ -217,6 +217,8 @@ class RowSource:
     """The slab that the rows lie in, for slots."""
     device_outputs: list[dict[str, DeviceArray]] | None = None
     """The outputs of each request, if they stay on the device."""
+    is_padded = False
+    """Whether rows are smaller than those of the batch."""
 
     def __init__(self, batch: Batch, slab: Slab) -> None:
         self.batch = batch
@@ -248,7 +250,7 @@ class RowSource:
                 if len(arrays) > 1:
                     np.concatenate(arrays, out=view[: batch.rows])
                 else:
-                    _copy_rows(arrays[0], view[: batch.rows])
+                    copy_rows(arrays[0], view[: batch.rows])
         except Exception:
             self._stage_one_by_one()
         if batch.rows_run != batch.rows:
@@ -291,6 +293,15 @@ class RowSource:
             return (requests[0].payload[index],)
         return [request.payload[index] for request in requests]
 
+    def put(self, number: int, index: int, view: Array) -> None:
+        """Write the rows of one request for one input."""
+        copy_rows(self.arrays_of(index)[number], view)
+
+    def cut(self, outputs: Mapping[str, Array]) -> list[dict[str, Array]]:
+        """Return views of the outputs of each request."""
+        spans = self.spans or spans_of(self.batch.requests)
+        return [{name: array[span] for name, array in outputs.items()} for span in spans]
+
     def put_in(self, stream: Stream) -> None:
         """Put the copies to the device on a stream."""
         self.slab.put_in(stream, self.batch.rows_run)
@@ -302,12 +313,11 @@ class RowSource:
     def _stage_one_by_one(self) -> None:
         """Find whose rows cannot be staged, and put a copy of a batch-mate's rows in their place."""
         spans = self.spans or spans_of(self.batch.requests)
-        inputs = [self.arrays_of(index) for index in range(len(self.slab.inputs))]
         good = -1
         for number, (request, span) in enumerate(zip(self.batch.requests, spans, strict=True)):
             try:
-                for arrays, view in zip(inputs, self.slab.inputs, strict=True):
-                    _copy_rows(arrays[number], view[span])
+                for index, view in enumerate(self.slab.inputs):
+                    self.put(number, index, view[span])
             except Exception as error:
                 self._refuse(request, error)
             else:
@@ -490,7 +500,7 @@ class DeviceSource(RowSource):
             if array.ready is not None:
                 self._after.append(array.ready)
         else:
-            _copy_rows(array, self.slab.inputs[index][rows])
+            copy_rows(array, self.slab.inputs[index][rows])
             if buffers.device_buffer is not None:
                 self._copies_in.append((target, buffers.staging.address + offset, nbytes))
 
@@ -586,7 +596,7 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
             future.set_result(InferResult(outputs[number], batches, request.arrival_ns))
 
 
-def _copy_rows(rows: Array, view: Array) -> None:
+def copy_rows(rows: Array, view: Array) -> None:
     """Copy rows into a view of the same shape; a plain assignment would broadcast what has changed."""
     if rows.shape != view.shape:
         raise ValueError(f"rows of shape {rows.shape} where {view.shape} was announced")

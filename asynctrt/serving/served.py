@@ -226,7 +226,8 @@ class ServedModel:
             "max_batch_size": self.engine.max_rows,
             "version_policy": {"all": {}},
             "input": [
-                item | {"format": "FORMAT_NONE", "optional": False} for item in side(self.engine.inputs)
+                item | {"format": "FORMAT_NONE", "optional": item["name"] in options.filled}
+                for item in side(self.engine.inputs)
             ],
             "output": [item | {"label_filename": ""} for item in side(self.engine.outputs)],
             "instance_group": [

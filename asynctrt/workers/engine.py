@@ -14,9 +14,9 @@ from typing import Final
 from asynctrt import clock
 from asynctrt.engine import Engine, _caller
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
-from asynctrt.inputs import InputCheck
 from asynctrt.loops import see_through_in_thread, wait_shielded
 from asynctrt.options import Options
+from asynctrt.padded_inputs import front_check
 from asynctrt.runtime.slots import Slot
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.statistics import BatchTrace, Statistics, WorkerState
@@ -69,7 +69,7 @@ class IsolatedEngine(Engine):
         self._has_fixed_shape = all(spec.is_fixed for spec in description.inputs)
         self._now_ns = clock.now_ns
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
-        self._input_check = InputCheck(description.inputs, check_finite=options.check_finite)
+        self._input_check = front_check(description.name, description.inputs, description.outputs, options)
         self._validate = self._input_check.validate
         self._front = Front(loop, description, options, memory, Heap(memory), len(links))
         self._front.links = links

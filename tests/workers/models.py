@@ -143,3 +143,27 @@ def found():
     # Its weights belong to a device, and the engine has made its own already.
     (device,) = (one for one in gc.get_objects() if type(one) is HostDevice)
     return strict(device, spec)
+
+
+def masked():
+    """Take ids of any length, with a mask and their number, and show what the batch holds of each row."""
+    return FunctionModel(
+        lambda inputs: {
+            "sum": np.where(inputs["mask"], inputs["ids"], 0).sum(1),
+            "rest": np.where(inputs["mask"], 0, inputs["ids"]).sum(1),
+            "length": inputs["count"],
+            "same": inputs["ids"],
+        },
+        inputs=[
+            TensorSpec("ids", "int64", ("length",)),
+            TensorSpec("mask", "bool", ("length",)),
+            TensorSpec("count", "int32", (1,)),
+        ],
+        outputs=[
+            TensorSpec("sum", "int64"),
+            TensorSpec("rest", "int64"),
+            TensorSpec("length", "int32", (1,)),
+            TensorSpec("same", "int64", ("length",)),
+        ],
+        name="masked",
+    )

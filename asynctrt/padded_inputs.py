@@ -1,0 +1,121 @@
+"""The check of inputs that will be padded to common sizes, and of those that callers may leave out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from asynctrt.errors import InputError
+from asynctrt.inputs import InputCheck, Inputs
+from asynctrt.options import Options
+from asynctrt.padding import Padding
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.tensors import Array, Dims, TensorSpec, check_shape
+from asynctrt.validation import show
+
+FILLED_MAX: Final = 1024
+"""Masks and lengths that are kept for the next request of the same shape."""
+
+
+class PaddedInputCheck(InputCheck):
+    """Checks inputs that will be padded, and fills those that callers may leave out.
+
+    :param padding: what is padded.
+    :param keeps_shapes: whether keys say the shapes as they are given, because others will pad.
+    """
+
+    def __init__(
+        self, specs: Sequence[TensorSpec], padding: Padding, *, keeps_shapes: bool = False, **kw: Any
+    ) -> None:
+        super().__init__(specs, **kw)
+        self._padding = padding
+        self._keeps_shapes = keeps_shapes
+        self._given = tuple(
+            name for name in self._names if name not in {filled.spec.name for filled in padding.filled}
+        )
+        self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
+
+    def validate(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
+        """Return what :meth:`InputCheck.validate` does, with the inputs that were left out.
+
+        :raises InputError: as there, and for what is longer than the largest size.
+        """
+        if self._padding.filled:
+            inputs = self._fill(inputs)
+        return super().validate(inputs)
+
+    def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
+        """Return the key of a batch of such rows, padded.
+
+        :raises InputError: when two inputs do not agree on a dimension, or one is too long.
+        """
+        symbols = self.symbols(shapes)
+        key = self._padding.key_of(symbols) if symbols else FIXED_SHAPE
+        return BatchKey(tuple(symbols.items())) if self._keeps_shapes else key
+
+    def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
+        """Return the key of the slots of such rows, which are not padded.
+
+        :raises InputError: as the method of :class:`InputCheck`, and for dimensions that would be padded.
+        """
+        key = super().key_of_dims(dims)
+        assert isinstance(key.shape, tuple)
+        sizes = dict(key.shape)
+        for name, given in dims.items():
+            spec = next(spec for spec in self.specs if spec.name == name)
+            if spec.resolve(sizes) != tuple(given):
+                raise InputError(
+                    f"a slot is not padded: input {name!r} has rows of shape {tuple(given)}, and the engine "
+                    f"runs {spec.resolve(sizes)}. Ask for that, and fill the rest of it yourself"
+                )
+        return key
+
+    def _check(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
+        arrays, rows, key = super()._check(inputs)
+        if key.on_device:
+            symbols = self.symbols([array.shape[1:] for array in arrays])
+            if key.shape != tuple(symbols.items()):
+                raise InputError(
+                    f"rows on the device are not padded: they have {show(symbols)}, and the engine runs "
+                    f"{show(key.shape)}. Pad them there, or give arrays on the host"
+                )
+        return arrays, rows, key
+
+    def _fill(self, inputs: Inputs) -> Inputs:
+        """Return the inputs with those that were left out. What is wrong with the others is said later."""
+        if isinstance(inputs, Mapping):
+            missing = [filled for filled in self._padding.filled if filled.spec.name not in inputs]
+            if not missing:
+                return inputs
+            named = dict(inputs)
+        elif len(self._given) == 1:
+            missing, named = list(self._padding.filled), {self._given[0]: inputs}
+        else:
+            return inputs
+        symbols: dict[str, int] = {}
+        rows = 0
+        for dim, (number, axis) in self._padding.sources.items():
+            spec = self.specs[number]
+            if spec.name not in named:
+                return named
+            array = named[spec.name] = self._as_array(spec, named[spec.name])
+            check_shape(spec, array.shape)
+            symbols[dim] = array.shape[axis]
+            rows = len(array)
+        kept = self._kept.get((rows, tuple(symbols.values())))
+        if kept is None:
+            if len(self._kept) >= FILLED_MAX:
+                self._kept.clear()
+            self._padding.key_of(symbols)  # What is too long is refused before anything is made for it.
+            kept = self._kept[rows, tuple(symbols.values())] = {
+                filled.spec.name: filled.array(rows, symbols) for filled in self._padding.filled
+            }
+        return named | {filled.spec.name: kept[filled.spec.name] for filled in missing}
+
+
+def front_check(
+    name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], options: Options
+) -> InputCheck:
+    """Return the check for an engine whose rows others pad, as they are told by its options."""
+    padding = Padding.of(name, inputs, outputs, options)
+    if padding is None:
+        return InputCheck(inputs, check_finite=options.check_finite)
+    return PaddedInputCheck(inputs, padding, keeps_shapes=True, check_finite=options.check_finite)

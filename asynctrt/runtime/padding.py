@@ -1,0 +1,92 @@
+"""Rows whose lengths differ: padded as they are written into a slab, and their outputs cut back."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from asynctrt.padding import Fit, Padding
+from asynctrt.runtime.staging import RowSource, Slab, copy_rows, spans_of
+from asynctrt.scheduling.batch import Batch
+from asynctrt.tensors import Array
+
+
+class PaddedSource(RowSource):
+    """Rows gathered from arrays of which some are smaller than the rows of the batch.
+
+    :param padding: what they are padded with.
+    """
+
+    __slots__ = ("_fits", "_padding", "is_padded")
+
+    def __init__(self, batch: Batch, slab: Slab, padding: Padding) -> None:
+        super().__init__(batch, slab)
+        self._padding = padding
+        # As they are now: what a caller does to an array later is noticed when it is copied.
+        self._fits = [
+            padding.fit(tuple([array.shape[1:] for array in request.payload])) for request in batch.requests
+        ]
+        dims = tuple([span.dims for span in slab.layout.inputs])
+        self.is_padded = any(fit is None or fit.dims != dims for fit in self._fits)
+
+    def stage(self) -> None:
+        """Copy the rows side by side into the slab, and pad each of them. Runs in any thread.
+
+        :raises InputError: when the rows of no request can be staged.
+        """
+        if not self.is_padded:
+            super().stage()
+            return
+        batch = self.batch
+        spans = self.spans or spans_of(batch.requests)
+        try:
+            for index, view in enumerate(self.slab.inputs):
+                # All of it at once: to fill what is left of each request takes a call for each.
+                view[: batch.rows] = self._padding.values[index]
+                for array, span, fit in zip(self.arrays_of(index), spans, self._fits, strict=True):
+                    _copy_into(view[span], index, array, fit)
+        except Exception:
+            self._stage_one_by_one()
+        if batch.rows_run != batch.rows:
+            for view in self.slab.inputs:
+                view[batch.rows : batch.rows_run] = view[0]
+
+    def parts(self, parts_max: int) -> list[Callable[[], object]]:
+        """Return what does the same as :meth:`stage`, in one part if anything is padded."""
+        return [self.stage] if self.is_padded else super().parts(parts_max)
+
+    def put(self, number: int, index: int, view: Array) -> None:
+        """Write the rows of one request for one input, and what pads them."""
+        view[...] = self._padding.values[index]
+        _copy_into(view, index, self.batch.requests[number].payload[index], self._fits[number])
+
+    def cut(self, outputs: Mapping[str, Array]) -> list[dict[str, Array]]:
+        """Return views of the outputs of each request, without what follows from padding."""
+        views = super().cut(outputs)
+        for fit, own in zip(self._fits, views, strict=True):
+            if fit is not None:  # Else it was refused, and gets no answer.
+                own.update({name: own[name][cut] for name, cut in fit.cuts.items() if name in own})
+        return views
+
+
+def copied(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
+    """Return copies of the outputs of each request."""
+    return [{name: view.copy() for name, view in own.items()} for own in views]
+
+
+def reserved(views: Sequence[dict[str, Array]]) -> list[dict[str, Array]]:
+    """Return arrays for the outputs of each request, made in the loop's thread, to be filled by another."""
+    return [{name: np.empty(view.shape, view.dtype) for name, view in own.items()} for own in views]
+
+
+def fill(targets: Sequence[dict[str, Array]], views: Sequence[dict[str, Array]]) -> None:
+    """Copy the outputs of each request into what was reserved for it."""
+    for target, own in zip(targets, views, strict=True):
+        for name, array in target.items():
+            np.copyto(array, own[name])
+
+
+def _copy_into(view: Array, index: int, array: Array, fit: Fit | None) -> None:
+    """Copy rows into their part of a view."""
+    if fit is None:
+        raise ValueError("its inputs contradict each other")
+    copy_rows(array, view[fit.corners[index]])

@@ -1,0 +1,249 @@
+"""Rows of different lengths are padded to common sizes and share batches; callers see their own length."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+import asynctrt
+import asynctrt.client
+from asynctrt.backends.function import FunctionModel
+from asynctrt.errors import InputError, OptionsError
+from asynctrt.options import Options
+from asynctrt.padding import Padding
+from asynctrt.tensors import TensorSpec
+from tests.helpers import WAIT_S
+from tests.models import sequence_onnx
+from tests.serving.support import ask, serving
+from tests.workers.models import masked
+
+pytestmark = pytest.mark.anyio
+
+IDS = TensorSpec("ids", "int64", ("length",))
+MASK = TensorSpec("mask", "bool", ("length",))
+COUNT = TensorSpec("count", "int32", (1,))
+
+
+def ids(rows, length, start=1):
+    return np.arange(start, start + rows * length, dtype=np.int64).reshape(rows, length)
+
+
+def padding(pad=None, pad_with=None, inputs=(IDS, MASK, COUNT), outputs=()):
+    options = Options(pad=pad or {"length": (4, 8)}, pad_with=pad_with)
+    return Padding.of("model", inputs, outputs, options)
+
+
+@pytest.mark.parametrize("given", [{"n": (8, 4, 8)}, {"n": "4, 8"}, ["n=4,8"], {"n": [np.int64(4), 8]}])
+def test_sizes_may_be_written_in_several_ways(given):
+    assert Options(pad=given).pad == {"n": (4, 8)}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, [], {"n": ()}, {"n": (0, 4)}, {"n": "x"}, {"n": 1.5}, {1: (4,)}, "n=4", ["n"], 4, {"n": None}],
+)
+def test_what_are_no_sizes(given):
+    with pytest.raises(OptionsError, match="pad must be sizes"):
+        Options(pad=given)
+
+
+def test_values_may_be_written_in_several_ways():
+    written = ["a=-1", "b=0.5", "c=mask", "d=length:n", "e=nan", "f=1e3"]
+    found = Options(pad={"n": 4}, pad_with=written).pad_with
+    assert str(found) == "{'a': -1, 'b': 0.5, 'c': 'mask', 'd': 'length:n', 'e': nan, 'f': 1000.0}"
+    with pytest.raises(OptionsError, match="pad_with must be numbers, 'mask' or 'length'"):
+        Options(pad={"n": 4}, pad_with={"a": "ones"})
+    with pytest.raises(OptionsError, match="there is no pad"):
+        Options(pad_with={"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("pad", "pad_with", "says"),
+    [
+        (
+            {"lenght": 4},
+            None,
+            "the dimension 'lenght', and those that vary in the inputs of 'model' are: 'length'",
+        ),
+        ({"length": 4}, {"idz": 1}, "the input 'idz', and those of 'model' are: 'ids', 'mask', 'count'"),
+        ({"length": 4}, {"ids": 0.5}, "'ids', whose dtype int64 does not hold it"),
+        ({"length": 4}, {"count": 2**40}, "'count', whose dtype int32 does not hold it"),
+        ({"length": 4}, {"count": "mask"}, "none of its dimensions"),
+        ({"length": 4}, {"mask": "length"}, "a row has one"),
+        ({"length": 4}, {"count": "length:width"}, "does not say of which"),
+        ({"length": 4}, {"ids": "mask", "mask": "mask"}, "the size of 'length' is not known"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_when_it_is_opened(pad, pad_with, says):
+    with pytest.raises(OptionsError, match=says):
+        padding(pad, pad_with)
+
+
+def test_inputs_that_contradict_each_other_do_not_fit():
+    found = padding()
+    assert found.fit(((3,), (3,), (1,))).dims == ((3,), (3,), (1,))
+    assert found.fit(((3,), (4,), (1,))) is None
+    assert found.fit(((3,), (3, 1), (1,))) is None
+
+
+async def test_lengths_share_batches_and_outputs_are_cut_back(tmp_path):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    async with asyncio.timeout(WAIT_S), asynctrt.open(path, pad={"length": (4, 8, 16)}) as engine:
+        calls = [np.random.default_rng(n).random((1 + n % 3, n), np.float32) for n in range(1, 17)]
+        answers = await asyncio.gather(*map(engine.infer, calls))
+        for call, answer in zip(calls, answers, strict=True):
+            np.testing.assert_array_equal(answer["doubled"], 2 * call)
+            np.testing.assert_allclose(answer["total"], call.sum(1), rtol=1e-5)
+            assert answer["doubled"].flags.c_contiguous
+        assert engine.statistics().batches == 3
+        assert engine.inputs[0].dims == ("length",)
+
+
+async def test_too_long_or_wrong(tmp_path):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    async with asynctrt.open(path, pad={"length": (4, 8)}) as engine:
+        with pytest.raises(
+            InputError, match=r"size 9 on axis 1 \('length'\), which this engine pads to 4, 8"
+        ):
+            await engine.infer(np.ones((1, 9), np.float32))
+        with pytest.raises(InputError, match="takes shape"):
+            await engine.infer(np.ones((1, 2, 3), np.float32))
+        with pytest.raises(InputError, match="outputs='device'"):
+            await engine.infer(np.ones((1, 4), np.float32), outputs="device")
+        with pytest.raises(InputError, match="a slot is not padded"):
+            engine.slot(dims={"tokens": (3,)})
+        async with asyncio.timeout(WAIT_S), engine.slot(rows=2, dims={"tokens": (4,)}) as slot:
+            slot["tokens"][...] = 3
+            answer = await slot.infer()
+        np.testing.assert_array_equal(answer["total"], [12, 12])
+        assert engine.statistics().failed == 0
+
+
+async def test_masks_lengths_and_values():
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(
+            masked(), pad={"length": (4, 8)}, pad_with={"ids": -100, "mask": "mask", "count": "length"}
+        ) as engine,
+    ):
+        calls = [ids(1 + n % 2, n) for n in range(1, 9)]
+        answers = await asyncio.gather(
+            *map(engine.infer, calls),
+            *[engine.infer({"ids": call}) for call in calls],
+            *[engine.infer({"ids": call, "mask": np.ones(call.shape, bool)}) for call in calls],
+        )
+        for call, answer in zip(calls * 3, answers, strict=True):
+            np.testing.assert_array_equal(answer["sum"], call.sum(1))
+            np.testing.assert_array_equal(answer["length"], np.full((len(call), 1), call.shape[1]))
+            np.testing.assert_array_equal(answer["same"], call)
+            padded = (4 if call.shape[1] <= 4 else 8) - call.shape[1]
+            np.testing.assert_array_equal(answer["rest"], np.full(len(call), -100 * padded))
+        assert engine.statistics().batches < 8
+        own = await engine.infer({"ids": ids(1, 3), "mask": [[True, False, True]], "count": [[7]]})
+        assert (own["sum"].item(), own["length"].item()) == (4, 7)
+        listed = await engine.infer({"ids": [[5, 6, 7]]})
+        np.testing.assert_array_equal(listed["sum"], [18])
+        for given, says in (
+            ({"ids": ids(1, 3), "mask": np.ones((1, 2), bool)}, "'length'"),
+            ({"mask": np.ones((1, 2), bool)}, "missing: .'ids'"),
+            ({"ids": ids(1, 9)}, "8 is the most"),
+            ({"ids": 3}, "takes shape"),
+            ({"ids": ids(1, 3), "more": 1}, "unknown"),
+        ):
+            with pytest.raises(InputError, match=says):
+                await engine.infer(given)
+
+
+async def test_more_rows_than_a_batch_holds_and_large_batches():
+    """Both ways of copying out, and calls that are split."""
+    wide = FunctionModel(
+        lambda inputs: inputs["x"] + 1,
+        inputs=TensorSpec("x", "float32", ("n", 1024)),
+        outputs=TensorSpec("y", "float32", ("n", 1024)),
+    )
+    async with asyncio.timeout(WAIT_S), asynctrt.open(wide, pad={"n": (8, 128)}, max_rows=16) as engine:
+        calls = [
+            np.full((rows, n, 1024), n, np.float32) for rows, n in ((20, 3), (16, 100), (1, 128), (2, 0))
+        ]
+        for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
+            np.testing.assert_array_equal(answer["y"], call + 1)
+
+
+async def test_what_a_caller_changes_meanwhile_is_its_own_error(tmp_path):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    async with asyncio.timeout(WAIT_S), asynctrt.open(path, pad={"length": (4, 8)}) as engine:
+        for changed, kept in ((ids(1, 6).astype(np.float32), ids(1, 7).astype(np.float32)),):
+            futures = [engine.submit(changed), engine.submit(kept)]
+            changed.shape = (2, 3)
+            results = await asyncio.gather(*futures, return_exceptions=True)
+            assert isinstance(results[0], InputError)
+            np.testing.assert_array_equal(results[1]["doubled"], 2 * kept)
+
+
+async def test_a_row_that_fails_is_found_among_padded_ones():
+    def fails(inputs):
+        if (inputs["x"] == 13).any():
+            raise ValueError("13")
+        return 2 * inputs["x"]
+
+    model = FunctionModel(
+        fails, inputs=TensorSpec("x", "int64", ("n",)), outputs=TensorSpec("y", "int64", ("n",))
+    )
+    async with asyncio.timeout(WAIT_S), asynctrt.open(model, pad={"n": 8}) as engine:
+        answers = await asyncio.gather(
+            *[engine.infer(np.full((1, 1 + n % 8), n)) for n in range(20)], return_exceptions=True
+        )
+        for number, answer in enumerate(answers):
+            if number == 13:
+                assert isinstance(answer, asynctrt.ExecutionError)
+            else:
+                np.testing.assert_array_equal(answer["y"], np.full((1, 1 + number % 8), 2 * number))
+
+
+async def test_batches_of_a_fixed_size(tmp_path):
+    path = sequence_onnx(tmp_path / "sequence.onnx", rows=8)
+    async with asyncio.timeout(WAIT_S), asynctrt.open(path, pad={"length": (4, 8)}, max_rows=8) as engine:
+        calls = [np.full((rows, length), rows, np.float32) for rows in (1, 3, 8, 11) for length in (2, 8)]
+        for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
+            np.testing.assert_array_equal(answer["doubled"], 2 * call)
+        assert engine.statistics().rows_padded > 0
+
+
+@pytest.mark.tier2
+async def test_clients_of_a_server_see_that_the_dimension_varies():
+    settings = {"pad": {"length": (4, 8)}, "pad_with": {"mask": "mask", "count": "length"}}
+    async with asyncio.timeout(WAIT_S), serving({"masked": masked()}, engine=settings) as server:
+        answers = [await ask(server, f"/v2/models/masked{path}") for path in ("", "/config")]
+        metadata, config = [json.loads(body) for _, _, body in answers]
+        assert [tensor["shape"] for tensor in metadata["inputs"]] == [[-1, -1], [-1, -1], [-1, 1]]
+        assert [tensor["optional"] for tensor in config["input"]] == [False, True, True]
+        for url in (server.http_url, server.http_url.replace("http", "ws") + "/v2/ws"):
+            async with asynctrt.client.connect(url) as client:
+                calls = [ids(1, n) for n in range(1, 9)]
+                answers = await asyncio.gather(*[client.infer("masked", {"ids": call}) for call in calls])
+                for call, answer in zip(calls, answers, strict=True):
+                    np.testing.assert_array_equal(answer["sum"], call.sum(1))
+                    np.testing.assert_array_equal(answer["same"], call)
+                with pytest.raises(InputError, match="8 is the most"):
+                    await client.infer("masked", {"ids": ids(1, 9)})
+
+
+@pytest.mark.tier2
+async def test_in_a_worker_process():
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(
+            "tests.workers.models:masked",
+            isolation="process",
+            pad={"length": (4, 8)},
+            pad_with={"mask": "mask", "count": "length"},
+        ) as engine,
+    ):
+        calls = [ids(1 + n % 2, 1 + n % 8) for n in range(64)]
+        for call, answer in zip(calls, await asyncio.gather(*map(engine.infer, calls)), strict=True):
+            np.testing.assert_array_equal(answer["sum"], call.sum(1))
+            np.testing.assert_array_equal(answer["length"], np.full((len(call), 1), call.shape[1]))
+            np.testing.assert_array_equal(answer["same"], call)
+        with pytest.raises(InputError, match="8 is the most"):
+            await engine.infer(ids(1, 9))
