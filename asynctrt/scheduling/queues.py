@@ -31,6 +31,9 @@ OVERDUE_FROM_MAX: Final = 64
 """Buckets of each priority that are looked through for the request that is most overdue. Those that come
 later move up with every batch."""
 
+TURNS_KEPT: Final = 8
+"""Full batches for each one that is not full, of buckets that have had their turn lately."""
+
 EMPTY_MAX: Final = 256
 """Empty buckets that are kept."""
 
@@ -56,6 +59,8 @@ class BucketQueue:
         "requests",
         "rows",
         "rows_max",
+        "turn",
+        "turns_kept",
     )
 
     def __init__(self, key: BatchKey, priorities: int, rows_max: int, patience_ns: int = PATIENCE_NS) -> None:
@@ -71,6 +76,8 @@ class BucketQueue:
         self.is_full = False
         self.is_ready = False
         self.ready_ns = 0
+        self.turn = -NO_DEADLINE_NS
+        self.turns_kept = 0
         self._by_priority: tuple[deque[Request], ...] = tuple([deque() for _ in range(priorities)])
         self._tombstones = 0
         self._patience_ns = patience_ns
@@ -283,6 +290,8 @@ class Buckets:
         """Buckets with work."""
         self.full = 0
         """Buckets that fill a batch."""
+        # Batches that were launched while other buckets had work.
+        self._turn = 0
 
     def __len__(self) -> int:
         return self.waiting
@@ -332,8 +341,11 @@ class Buckets:
         """Note that a batch has left a bucket, so that it is the turn of others."""
         # What `_remove` does, without the call: this is done for every batch.
         level = self._levels[bucket.priority]
+        had_turn = bucket.requests and bucket.is_full and next(iter(level.ready)) is bucket
         del (level.ready if bucket.is_ready else level.filling)[bucket]
         self.waiting -= 1
+        if self.waiting:
+            self._turn = bucket.turn = self._turn + 1
         bucket.priority = -1
         bucket.is_ready = False
         if bucket.is_full:
@@ -341,6 +353,25 @@ class Buckets:
             bucket.is_full = False
         if bucket.requests and (head := bucket.head()) is not None:
             self._place(bucket, head.priority)
+            if had_turn and self._keeps_turn(bucket):
+                bucket.turns_kept += 1
+                self._levels[bucket.priority].ready.move_to_end(bucket, last=False)
+            else:
+                bucket.turns_kept = 0
+
+    def _keeps_turn(self, bucket: BucketQueue) -> bool:
+        """Return whether it is the turn of the same bucket again, since it fills another batch.
+
+        In strict turns the batches of a few rows of rare shapes would take the time that a common one needs,
+        until the queue is full. Where all buckets fill batches, or none, they simply take turns; and whoever
+        is next and has not had a turn for long is not passed over.
+        """
+        if not bucket.is_full or self._policy.is_alone:
+            return False
+        following = next(iter(self._levels[bucket.priority].ready))
+        turns = TURNS_KEPT * (self.waiting - self.full)
+        is_due = not following.is_full and self._turn - following.turn >= turns
+        return not is_due and bucket.turns_kept + 1 < turns // self.full
 
     def clear(self) -> list[Request]:
         """Empty every bucket and return what was queued."""

@@ -18,7 +18,7 @@ from asynctrt.scheduling.estimates import (
 from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
-from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX
+from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX, TURNS_KEPT
 from asynctrt.scheduling.replay import WORK_CONSERVING, Choice
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.scheduling.scheduler import Scheduler
@@ -89,6 +89,10 @@ class Rules:
         self._aged_number = 0
         self.quarantined: set[int] = set()
         self._passed_over: Counter[BatchKey] = Counter()
+        # Batches so far, and at which of them each bucket had its turn.
+        self._turns = 0
+        self._had_turn: dict[BatchKey, int] = {}
+        self._last_turn: BatchKey | None = None
         self._keys: set[BatchKey] = set()
         self.ends: Counter[State] = Counter()
         self.reasons: Counter[Reason] = Counter()
@@ -477,10 +481,18 @@ class Rules:
         delay_ns = self._limits.policy.delay_ns_max
         # Every second turn may be that of the earliest deadline, and one in some that of the most overdue.
         turns = 5 * len(self._keys) + (STARVED_BATCHES if delay_ns else 0)
+        # Whoever fills batches may keep the turn for a while, of those that have had theirs lately.
+        # What has the earliest deadline of all goes out of turn, and only every second time.
+        is_kept = batch.key == self._last_turn and batch.reason is Reason.FULL
+        is_kept = is_kept and all(request.deadline_ns == NO_DEADLINE_NS for request in batch.requests)
+        lately = self._turns - TURNS_KEPT * len(waiting)
+        self._turns += 1
+        self._last_turn = batch.key
+        self._had_turn[batch.key] = self._turns
         for key, priority in waiting.items():
             if key != batch.key and priority >= urgency:
                 _hold(priority == urgency or bool(delay_ns), "a less urgent bucket went first")
-                self._passed_over[key] += 1
+                self._passed_over[key] += not is_kept or self._had_turn.get(key, lately) <= lately
                 _hold(self._passed_over[key] <= turns, "a bucket is passed over again and again")
 
     def _check_age(self, batch: Batch, now_ns: int) -> None:

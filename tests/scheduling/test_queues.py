@@ -1,5 +1,7 @@
 """Where requests wait: the order within a bucket, the turns of buckets, deadlines, and tombstones."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -347,6 +349,42 @@ class TestTurnsOnABusyDevice:
             ("flood", Reason.FULL),
             ("flood", Reason.FULL),
         ]
+
+    @pytest.mark.parametrize(("drops", "full"), [(["d"], 8), (["d", "e"], 16), (["d", "e", "f"], 24)])
+    def test_one_that_had_its_turn_lately_lets_full_batches_go_first(self, drops, full):
+        board = Board(concurrency=2)
+        board.push("flood", count=1000)
+        launched = []
+        for _ in range(100):
+            for name in drops:
+                if key_of(name) not in board.buckets.by_key or not board.buckets.by_key[key_of(name)].rows:
+                    board.push(name)
+            launched.append(board.launch(in_flight=2)[0])
+        assert launched[: len(drops) + 1] == ["flood", *drops]
+        for name in drops:
+            turns = [number for number, one in enumerate(launched) if one == name]
+            assert max(after - before for before, after in pairwise(turns)) <= full + len(drops)
+            # Each takes one batch in so many, although it always has work.
+            assert len(turns) <= 2 + 100 // full
+
+    def test_buckets_that_all_fill_batches_take_turns(self):
+        board = Board(concurrency=2)
+        for name in "abc":
+            board.push(name, count=80)
+        assert "".join(board.launch(in_flight=2)[0] for _ in range(9)) == "abcabcabc"
+
+    def test_two_that_fill_batches_beside_one_that_does_not(self):
+        board = Board(concurrency=2)
+        for name, count in (("a", 400), ("b", 400), ("d", 1)):
+            board.push(name, count=count)
+        launched = []
+        for _ in range(40):
+            launched.append(board.launch(in_flight=2)[0])
+            if launched[-1] == "d":
+                board.push("d")
+        assert "".join(launched[:6]) == "aaaabd"
+        assert abs(launched.count("a") - launched.count("b")) <= 4
+        assert 3 <= launched.count("d") <= 6
 
     def test_a_more_urgent_one_goes_first(self):
         board = Board(concurrency=2)

@@ -105,6 +105,10 @@ def a_bucket_keeps_its_turn(original, self, bucket):
         (level.ready if bucket.is_ready else level.filling).move_to_end(bucket, last=False)
 
 
+def full_buckets_keep_their_turn_for_ever(original, self, bucket):
+    return bucket.is_full
+
+
 def only_full_buckets_while_busy(original, self, now_ns, in_flight):
     if in_flight < self._policy.concurrency or not self.full:
         return original(self, now_ns, in_flight)
@@ -433,6 +437,7 @@ PLANTED = [
     (ContextAllocator, "quarantine", quarantine_for_a_while),
     (ContextAllocator, "quarantine_arena", an_arena_is_avoided_by_its_first_context),
     (Buckets, "launched", a_bucket_keeps_its_turn),
+    (Buckets, "_keeps_turn", full_buckets_keep_their_turn_for_ever),
     (Buckets, "pick", only_full_buckets_while_busy),
     (Buckets, "pick", priorities_do_not_count),
     (Buckets, "pick", nothing_beside_another_batch),

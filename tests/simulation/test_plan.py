@@ -76,6 +76,30 @@ def test_what_is_computed_is_answered_in_time_beyond_the_capacity_too(load, devi
     assert made.goodput > 0.995 * made.throughput
 
 
+@pytest.mark.tier2
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("shapes", ["a,b", ",".join(f"s{number}" for number in range(16))])
+def test_shapes_that_are_equally_common_keep_the_mean_batch(gpu, shapes):
+    latency = table((1, 1.5, 0.05, 0.02), (64, 4.4, 1.0, 0.2), jitter=0.05)
+    options = {"max_rows": 64, "arenas": 1, "contexts": 4} if gpu else {"max_rows": 64}
+    for rate in (3000, 7000, 11000):
+        alone = predict(f"poisson:{rate}", latency, options, seconds=2.0)
+        mixed = predict(f"poisson:{rate}", latency, options, seconds=2.0, shapes=shapes)
+        assert mixed.mean_rows > 0.9 * alone.mean_rows
+        assert mixed.shed_share == 0
+
+
+@pytest.mark.tier2
+def test_rare_shapes_do_not_take_the_time_that_a_common_one_needs():
+    """In strict turns a third was shed here: 15 batches of few rows for each full one."""
+    latency = table((1, 1.5, 0.05, 0.02), (64, 4.4, 1.0, 0.2), jitter=0.05)
+    shapes = ",".join(f"s{number}@{100 / (number + 1):.1f}" for number in range(16))
+    options = {"max_rows": 64, "max_queue_rows": 3000, "contexts": 4, "arenas": 2}
+    made = predict("poisson:12500", latency, options, seconds=3.0, shapes=shapes)
+    assert made.shed_share == 0
+    assert made.latency["p99"] < 250
+
+
 def test_every_request_is_accounted_for():
     made = predict(
         "bursts:3000",
