@@ -17,6 +17,7 @@ LEAST = {
     "where": ["--seconds", "0.05"],
     "copies": ["--batches", "1"],
     "delays": ["--count", "2"],
+    "lengths": ["--repeats", "1", "--seconds", "0.05", "--callers", "8"],
     "busy_loop": ["--requests", "3"],
     "memory": ["--requests", "2000", "--engines", "2"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],

@@ -13,8 +13,8 @@ Decisions only: nothing here changes anything. For a free context:
 
 Among buckets that may launch, the one with the most urgent request wins; equals take turns, so that a flood
 of one shape cannot keep another waiting, but every second turn may be that of the earliest deadline, and a
-bucket that fills batches keeps its turn for some while others that had theirs lately fill none. Within a bucket
-and a priority the earliest deadline goes first. One batch in ``AGED_EVERY`` starts with what is most
+bucket that fills batches keeps its turn for some while others that had theirs lately fill none. Within a
+bucket and a priority the earliest deadline goes first. One batch in ``AGED_EVERY`` starts with what is most
 overdue, whatever its priority, so that nothing starves.
 """
 

@@ -217,6 +217,17 @@ def fronts():
         yield cells
 
 
+def lengths():
+    """Yield texts of all lengths through two encoders, padded and not."""
+    yield "", "requests/s", "mean batch", "p50, ms", "p99, ms"
+    for case, runs in figures("lengths").items():
+        yield (
+            case,
+            f"{middle(runs, 'requests_per_s'):,.0f}",
+            *[f"{middle(runs, figure):.1f}" for figure in ("mean_batch_rows", "p50_ms", "p99_ms")],
+        )
+
+
 def lateness():
     """Yield how late a load test sends its requests."""
     yield (
@@ -505,6 +516,7 @@ TABLES = {
     "kills": kills,
     "fronts": fronts,
     "lateness": lateness,
+    "lengths": lengths,
     "agreement": agreement,
     "ran": ran,
     "goodput": goodput,
