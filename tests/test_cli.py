@@ -100,7 +100,7 @@ def test_help_fits_a_narrow_terminal(columns, monkeypatch, capsys):
             flag = re.escape(parameter.opts[0])
             if parameter.param_type_name == "option":
                 assert re.search(rf"^  .*{flag}\b", shown, re.MULTILINE), (name, flag)
-            words = re.findall(r"[A-Za-z]{5,20}", re.sub(r"\[/?bold\]", "", parameter.help or ""))
+            words = re.findall(r"[A-Za-z]{5,30}", re.sub(r"\[/?bold\]", "", parameter.help or ""))
             assert set(words) <= set(re.findall(r"[A-Za-z]+", shown)), (name, flag)
 
 

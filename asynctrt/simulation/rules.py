@@ -437,7 +437,7 @@ class Rules:
         pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * self._longest_ns)
         _hold(now_ns - self._taken_ns < pause_ns, "everything is refused for being late, again and again")
         # All that is ahead one after the other, each as long as the longest so far.
-        batches = 1 + len(self.in_flight) + self._rows[request.key] // limits.policy.rows_max
+        batches = 1 + len(self.in_flight) + self._rows[request.key] // limits.rows_max(request.key)
         is_possible = error.predicted_s * 1e9 <= batches * self._longest_ns + 1
         _hold(is_possible, "a request is said to be later than it could be")
 
