@@ -1,7 +1,9 @@
 """Run the ``asynctrt`` command, also as ``python -m asynctrt``."""
 
+import signal
 import sys
 
+import asynctrt_command
 from asynctrt import __version__
 from asynctrt.errors import MissingExtraError
 
@@ -16,8 +18,13 @@ def main() -> None:
         from asynctrt.cli import main as run  # noqa: PLC0415
     except MissingExtraError as error:
         sys.exit(f"MissingExtraError: {error}")
-    run()
+    if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == asynctrt_command.__name__:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # From here on commands see to it.
+    try:
+        run()
+    except KeyboardInterrupt:  # While the command line was made, or where a command does not see to it.
+        sys.exit(asynctrt_command.INTERRUPTED)
 
 
 if __name__ == "__main__":
-    main()
+    asynctrt_command.main()

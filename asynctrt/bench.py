@@ -245,7 +245,7 @@ def model_report(
     model = OnnxModel(path, intra_op_threads=intra_op_threads)
     missing = {dim for spec in model.inputs for dim in spec.dims if isinstance(dim, str) and dim not in dims}
     if missing:
-        flags = " ".join(f"--dim {name}=..." for name in sorted(missing))
+        flags = " ".join(f"--dims {name}=..." for name in sorted(missing))
         raise OptionsError(f"{model.name!r} has dynamic dimensions: set their sizes with {flags}")
     sessions: dict[int, Any] = {intra_op_threads: model}
     if device != "host":

@@ -67,7 +67,7 @@ LEVEL_STYLES: Final = {
 
 EXAMPLES: Final = {
     "demo": ("asynctrt demo", "asynctrt demo ~/Downloads --limit 200"),
-    "bench": ("asynctrt bench overhead", "asynctrt bench model.onnx --max-rows 32 --dim length=128"),
+    "bench": ("asynctrt bench overhead", "asynctrt bench model.onnx --max-rows 32 --dims length=128"),
     "env": ("asynctrt env", "asynctrt env --all"),
     "doctor": ("asynctrt doctor", "asynctrt doctor --device cuda:0 --json"),
     "inspect": ("asynctrt inspect model.onnx", "asynctrt inspect model.plan --open --contexts 8"),
@@ -203,7 +203,9 @@ def bench(
     ] = 0.0,
     contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute one batch.")] = 1,
-    dim: Annotated[list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")] = None,
+    dims: Annotated[
+        list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")
+    ] = None,
     loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
     device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -213,7 +215,7 @@ def bench(
     if model == "overhead":
         report = benchmarks.overhead_report(options, repeats)
     else:
-        report = benchmarks.model_report(Path(model), options, _dims(dim or []), threads, repeats, device)
+        report = benchmarks.model_report(Path(model), options, _dims(dims or []), threads, repeats, device)
     report.settings["loop"] = loop
     was_interrupted = _run(lambda: _bench(report, seconds), use_uvloop=loop == "uvloop")
     if as_json:
@@ -798,6 +800,6 @@ def _dims(given: list[str]) -> dict[str, int]:
     for item in given:
         name, _, size = item.partition("=")
         if not size.isdigit() or not int(size):
-            raise typer.BadParameter(f"--dim must be NAME=SIZE, such as --dim seq=128, not {item!r}")
+            raise typer.BadParameter(f"--dims must be NAME=SIZE, such as --dims seq=128, not {item!r}")
         dims[name] = int(size)
     return dims

@@ -79,7 +79,7 @@ def test_a_model(tmp_path):
 @pytest.mark.tier2
 def test_a_model_with_dynamic_dimensions(tmp_path):
     path = sequence_onnx(tmp_path / "m.onnx")
-    with pytest.raises(OptionsError, match="dynamic dimensions.*--dim length=..."):
+    with pytest.raises(OptionsError, match="dynamic dimensions.*--dims length=..."):
         model_report(path, Options(), {}, 1, repeats=1)
     report = model_report(path, Options(), {"length": 9}, 1, repeats=1)
     run(report)

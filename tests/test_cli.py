@@ -140,7 +140,7 @@ def test_the_help_that_is_printed_is_that_one(command):
         (["bench", __file__], 1, "ModelError"),
         (["bench", "overhead", "--max-delay", "5"], 1, "OptionsError: max_delay must be a number of seconds"),
         (["bench", "overhead", "--seconds", "0"], 2, "Invalid value"),
-        (["bench", "overhead", "--dim", "x"], 2, "NAME=SIZE"),
+        (["bench", "overhead", "--dims", "x"], 2, "NAME=SIZE"),
         (["bench", "overhead", "--loop", "twisted"], 2, "'twisted' is not one of 'uvloop', 'asyncio'"),
         (["demo", "/no/such/folder"], 2, "does not exist"),
         (["demo", "--limit", "0"], 2, "0 is less than 1"),
@@ -154,11 +154,32 @@ def test_the_help_that_is_printed_is_that_one(command):
 )
 def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, tmp_path):
     if "x" in arguments:
-        arguments = ["bench", sequence_onnx(tmp_path / "m.onnx"), "--dim", "x"]
+        arguments = ["bench", sequence_onnx(tmp_path / "m.onnx"), "--dims", "x"]
     returned, out, err = asynctrt_command(*arguments)
     assert returned == code
     assert says in re.sub(r"[\s│]+", " ", err)
     assert "Traceback" not in out + err
+
+
+INTERRUPTED_AT = """
+import os, signal, sys
+module, sys.argv[1:] = sys.argv[1], ["doctor", "--help"]
+class Finder:
+    def find_spec(self, name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+import asynctrt_command
+asynctrt_command.main()
+"""
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize("module", ["asynctrt", "numpy", "asynctrt.cli", "typer"])
+def test_ctrl_c_while_the_command_is_imported_is_silent(module):
+    command = [sys.executable, "-c", INTERRUPTED_AT, module]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.tier2
@@ -219,8 +240,8 @@ def test_bench_of_a_model_with_dynamic_dimensions(tmp_path):
     path = sequence_onnx(tmp_path / "sequence.onnx")
     code, _, err = asynctrt_command("bench", path, *QUICK)
     assert code == 1
-    assert "--dim length=..." in err
-    code, out, _ = asynctrt_command("bench", path, *QUICK, "--dim", "length=7", "--json")
+    assert "--dims length=..." in err
+    code, out, _ = asynctrt_command("bench", path, *QUICK, "--dims", "length=7", "--json")
     assert code == 0
     assert json.loads(out)["complete"]
 

@@ -254,6 +254,7 @@ def test_the_configuration_is_one(tmp_path):
     assert planned.settings.tokens == ("s3cret",)
     (model,) = planned.models
     assert (model.name, model.version, model.settings["max_rows"]) == ("classifier", "2", 16)
+    assert model.path == str(tmp_path / "classifier.onnx")
 
 
 def test_every_port_and_flag_that_is_named_is_there():

@@ -521,6 +521,8 @@ class Api:
             await (self.repository.load(name) if verb == "load" else self.repository.unload(name))
         except AsynctrtError as error:
             # Where the server's files lie is for its log.
+            if not isinstance(error, UnknownModelError):
+                logger.warning("cannot %s model %s: %s", verb, name, error)
             raise told(error) from error
 
     async def _decompressed(self, coding: bytes, body: Body) -> Body:

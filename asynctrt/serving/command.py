@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError
+from asynctrt.loading import ATTRIBUTE
 from asynctrt.options import Options
 from asynctrt.process import add_cwd_to_path, freeze_gc, shorten_switch_interval
 from asynctrt.serving.folder import FolderWatch, ModelFolder
@@ -24,6 +25,8 @@ from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
+
+PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -68,7 +71,7 @@ class ServeConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a TOML file of settings.
+    """Read a TOML file of settings. Relative paths in it are taken from the file's folder.
 
     :raises UsageError: if it cannot be read.
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
@@ -81,6 +84,13 @@ def read_config(path: Path) -> dict[str, Any]:
         raise OptionsError(f"{str(path)!r} is not valid TOML: {error}") from error
     names = [*SERVER_NAMES, *ENGINE_NAMES, "device", "models"]
     check_names(content, names, f"setting in {path}", synonyms=ALL_SYNONYMS)
+    tables = content.get("models")
+    models = [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
+    for table, keys in [(content, PATH_NAMES), *[(model, ("path",)) for model in models]]:
+        for key in keys:
+            value = table.get(key)
+            if isinstance(value, str) and not ATTRIBUTE.fullmatch(value):
+                table[key] = str(path.parent / value)
     return content
 
 
@@ -92,7 +102,7 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
     both = {**config, **given}
     server = {name: both[name] for name in SERVER_NAMES if name in both}
     engine = {name: both[name] for name in ENGINE_NAMES if name in both}
-    for name in ("tokens_file", "tls_certificate", "tls_key", "access_log"):
+    for name in PATH_NAMES:
         if isinstance(server.get(name), str):
             server[name] = Path(server[name])
     settings = ServerSettings(**server)

@@ -223,6 +223,8 @@ class Repository:
                 if model.place is not None or any(entry.served is None for entry in model.versions.values()):
                     await self.load(name)
             except AsynctrtError as error:
+                if failures:  # The first one is raised.
+                    logger.warning("cannot load model %s: %s", name, error)
                 failures.append(error)
         self._is_started = True
         if failures:
@@ -324,7 +326,9 @@ class Repository:
                     served = await self._opened(name, version, entry, source)
                 except AsynctrtError as error:
                     entry.reason = without_folders(str(error))
-                    logger.warning("cannot load model %s version %s: %s", name, version, error)
+                    # The first one is raised, and said by whoever asked.
+                    level = logging.WARNING if failures else logging.DEBUG
+                    logger.log(level, "cannot load model %s version %s: %s", name, version, error)
                     failures.append(error)
                 else:
                     if served is not None:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import zlib
+from pathlib import Path
 
 import grpc
 import pytest
@@ -187,3 +188,23 @@ async def test_names_do_not_control_the_terminal(monkeypatch):
     async with asyncio.timeout(WAIT_S):
         await serve(config, said.append)
     assert said == ["a model named \\x1b[2Jred\\x9b", "stopped"]
+
+
+def test_relative_paths_in_a_file_are_those_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "conf/serve.toml"
+    path.write_text(
+        'tokens_file = "tokens"\naccess_log = "/var/log/access"\n[[models]]\npath = "a.onnx"\n'
+        '[[models]]\npath = "../models"\n[[models]]\npath = "package.module:attribute"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    from asynctrt.serving import command
+
+    content = command.read_config(Path("conf/serve.toml"))
+    assert content["tokens_file"] == "conf/tokens"
+    assert content["access_log"] == "/var/log/access"
+    config = command.configure({"models": ["b.onnx"]}, {"models": content["models"]})
+    paths = [model.path for model in config.models]
+    assert paths == ["conf/a.onnx", "conf/../models", "package.module:attribute", "b.onnx"]
+    assert config.models[1].is_folder
