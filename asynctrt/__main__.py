@@ -1,11 +1,14 @@
 """Run the ``asynctrt`` command, also as ``python -m asynctrt``."""
 
+import os
 import signal
 import sys
 
-import asynctrt_command
 from asynctrt import __version__
 from asynctrt.errors import MissingExtraError
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
 
 
 def main() -> None:
@@ -13,18 +16,28 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"asynctrt {__version__}\n")
         return
+    is_default = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # Else somebody wants it ignored.
+    if is_default:
+        signal.signal(signal.SIGINT, _end)
     try:
-        # Imported here, as a missing extra must become a message rather than a traceback.
+        # Imported here, as a missing extra must become a message rather than a traceback. It takes most of a
+        # command's start, in which there is nothing to undo yet.
         from asynctrt.cli import main as run  # noqa: PLC0415
     except MissingExtraError as error:
         sys.exit(f"MissingExtraError: {error}")
-    if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == asynctrt_command.__name__:
+    if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # From here on commands see to it.
     try:
         run()
     except KeyboardInterrupt:  # While the command line was made, or where a command does not see to it.
-        sys.exit(asynctrt_command.INTERRUPTED)
+        sys.exit(INTERRUPTED)
+
+
+def _end(*_: object) -> None:
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
-    asynctrt_command.main()
+    main()

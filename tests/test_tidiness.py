@@ -141,7 +141,6 @@ def test_the_top_level_is_what_it_should_be():
         "LICENSE",
         "README.md",
         "asynctrt",
-        "asynctrt_command.py",
         "docs",
         "examples",
         "pyproject.toml",
