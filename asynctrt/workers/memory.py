@@ -16,7 +16,8 @@ ALIGNMENT: Final = 64
 PAGE: Final = mmap.PAGESIZE
 BLOCK_NBYTES_MIN: Final = 256
 KEPT_NBYTES: Final = 256 << 20
-"""Free blocks keep their pages up to this many bytes in all; what is freed beyond goes back to the system."""
+"""Large free blocks keep their pages up to this many bytes in all. Beyond that, those of the blocks that have
+been free for longest go back to the system."""
 RETURNED_NBYTES_MIN: Final = 1 << 20
 """Smaller blocks keep their pages always."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -87,7 +88,9 @@ class Heap:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._free: dict[int, list[int]] = {}
-        self._free_nbytes = 0
+        # Large free blocks that have pages, with their sizes, those that have been free for longest first.
+        self._kept: dict[int, int] = {}
+        self._kept_nbytes = 0
         self._end = 0
         self.blocks = 0
         """Blocks that are given out."""
@@ -108,12 +111,15 @@ class Heap:
         size = rounded(nbytes)
         free = self._free.get(size)
         if free:
-            self._free_nbytes -= size
             self.blocks += 1
-            return free.pop()
+            offset = free.pop()
+            self._kept_nbytes -= self._kept.pop(offset, 0)
+            return offset
         if not self.blocks and self._end + size > self._memory.nbytes:
             self._free.clear()
-            self._end = self._free_nbytes = 0
+            while self._kept:
+                self._return_oldest()
+            self._end = 0
         start = align(self._end, PAGE) if size >= PAGE else self._end
         if start + size > self._memory.nbytes:
             raise MemoryError(f"{size} more bytes than the {self._memory.nbytes} of shared memory")
@@ -125,10 +131,18 @@ class Heap:
         """Take back a block of ``nbytes``, the number that :meth:`allocate` was given."""
         size = rounded(nbytes)
         self._free.setdefault(size, []).append(offset)
-        self._free_nbytes += size
         self.blocks -= 1
-        if size >= RETURNED_NBYTES_MIN and self._free_nbytes > KEPT_NBYTES:
-            self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
+        if size >= RETURNED_NBYTES_MIN:
+            self._kept[offset] = size
+            self._kept_nbytes += size
+            while self._kept_nbytes > KEPT_NBYTES:
+                self._return_oldest()
+
+    def _return_oldest(self) -> None:
+        offset = next(iter(self._kept))
+        size = self._kept.pop(offset)
+        self._kept_nbytes -= size
+        self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
 
 
 def rounded(nbytes: int) -> int:

@@ -80,7 +80,22 @@ def test_large_free_blocks_give_their_pages_back():
     for offset in offsets:
         heap.free(offset, nbytes)
     kept = [offset for offset in offsets if memory.buffer[offset] == 7]
-    assert kept == offsets[:4]
+    assert kept == offsets[2:]  # What was freed last is used next.
+    assert heap.allocate(nbytes) == offsets[5]
+    memory.close()
+
+
+def test_a_block_that_is_used_again_and_again_keeps_its_pages_whatever_else_is_free():
+    memory = SharedMemory.create(8 * KEPT_NBYTES)
+    heap = Heap(memory)
+    sizes = [KEPT_NBYTES // 8 * number for number in (3, 4, 5, 6)]
+    for block in [(heap.allocate(nbytes), nbytes) for nbytes in sizes]:
+        heap.free(*block)
+    for _ in range(3):
+        offset = heap.allocate(sizes[0])
+        memory.buffer[offset] += 1
+        heap.free(offset, sizes[0])
+    assert memory.buffer[offset] == 3
     memory.close()
 
 
