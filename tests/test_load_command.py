@@ -131,6 +131,7 @@ def test_a_full_disk_costs_the_file_and_not_the_figures(model):
         "    def __init__(self, **kw): self.file = open('/dev/full', 'wb', buffering=0)\n"
         "    def __enter__(self): return self.file.__enter__() and self\n"
         "    def __exit__(self, *a): self.file.close()\n"
+        "    def fileno(self): return self.file.fileno()\n"
         "    def write(self, raw): self.file.write(raw)\n"
         "files.tempfile.NamedTemporaryFile = Full\n"
         "from asynctrt.__main__ import main\n"

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,18 @@ GATE = "ASYNCTRT_TEST_GATE"
 """The environment variable with a path: a batch with WAIT waits until a file is there."""
 
 ROW = TensorSpec("x", "float32", (4,))
+
+
+def workers_left():
+    """Return the workers of this process, and children that nobody waited for."""
+    import psutil
+
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.status() == psutil.STATUS_ZOMBIE or "asynctrt.workers.child" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def behave(inputs):

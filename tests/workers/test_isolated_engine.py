@@ -31,7 +31,7 @@ from tests.gpu.support import gpu_is_here
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx
 from tests.workers import models
-from tests.workers.models import LOG, LONG_ERROR, RAISE, WAIT, rows
+from tests.workers.models import LOG, LONG_ERROR, RAISE, WAIT, rows, workers_left
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 KIND = "tests.workers.models:kind"
@@ -50,7 +50,7 @@ async def opened(model=KIND, **settings):
     assert engine._front._heap.blocks == 0, "blocks were not given back"
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     gc.collect()
-    assert not psutil.Process().children()
+    assert not workers_left()
     assert len(set(os.listdir("/proc/self/fd")) - fds) <= 1  # The loop's own come and go.
 
 
@@ -383,16 +383,16 @@ async def test_what_cannot_be_opened_is_said_as_in_process(model, settings, erro
     with pytest.raises(error, match=match):
         async with asynctrt.open(model, **{"isolation": "process", **settings}):
             pass
-    assert not psutil.Process().children()
+    assert not workers_left()
 
 
 async def test_whoever_stops_waiting_for_it_leaves_no_process():
     task = asyncio.ensure_future(asynctrt.open(KIND, isolation="process")._open())
-    await until(lambda: psutil.Process().children())
+    await until(lambda: workers_left())
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not psutil.Process().children()
+    assert not workers_left()
 
 
 async def test_two_workers_share_the_work():

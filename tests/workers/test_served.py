@@ -5,12 +5,11 @@ import os
 import signal
 
 import aiohttp
-import psutil
 import pytest
 
 from tests.helpers import WAIT_S, until
 from tests.serving.support import engine_of, serving
-from tests.workers.models import SEGFAULT
+from tests.workers.models import SEGFAULT, workers_left
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 
@@ -60,4 +59,4 @@ async def test_a_server_outlives_its_workers():
             lines = (await answer.text()).splitlines()
         deaths = next(line for line in lines if line.startswith("asynctrt_worker_deaths_total{"))
         assert float(deaths.split()[-1]) == engine.workers[0].deaths > 1
-    assert not psutil.Process().children()
+    assert not workers_left()
