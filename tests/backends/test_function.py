@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 import types
 
 import ml_dtypes
@@ -109,7 +110,12 @@ def returns_a_view_of_its_input(inputs):
     return x[:, :], z
 
 
-def returns_what_it_used_before(inputs, kept=np.zeros((64, 4), np.float32)):  # noqa: B008
+KEPT = threading.local()
+"""Of each thread: two that share an array race for it, whoever calls them."""
+
+
+def returns_what_it_used_before(inputs):
+    kept = vars(KEPT).setdefault("rows", np.zeros((64, 4), np.float32))
     rows = len(inputs["x"])
     np.multiply(2, inputs["x"], out=kept[:rows])
     return kept[:rows], inputs["x"][:, 0].astype(np.int64)
