@@ -171,8 +171,8 @@ def test_requests_that_are_larger_than_a_batch(perf_analyzer, served):
     status, said, figures = analyze(perf_analyzer, served, "http", "double", "-b", 65, "--request-count", 20)
     assert status == 0, said
     assert abs(figures["successes"] - 20) <= 4, said
-    # The last look may come between the two parts of a request.
-    assert figures["inferences"] - 65 * figures["successes"] in (0, 64, 1), said
+    # The last look may come between the two parts of a request, or before its answer is read.
+    assert figures["inferences"] - 65 * figures["successes"] in (0, 1, 64, 65), said
     assert figures["executions"] - 2 * figures["successes"] in (0, 1), said
 
 
