@@ -348,8 +348,10 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
+            prepares=not options.deterministic,  # Else batches are all of one size.
             padding=padding,
         )
+        shapes.restrict(pool.prepared)
     except BaseException:
         if arenas is not None and arenas is not shared:
             arenas.close()

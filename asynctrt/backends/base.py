@@ -170,6 +170,19 @@ def create_context_on(model: Model, device: Device, stream: Stream) -> Execution
 
 
 @runtime_checkable
+class PreparedModel(Model, Protocol):
+    """A model whose first batch of each size may take long, in each context."""
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...] | None:
+        """The batch sizes to run, rising, to which others are padded; empty for all.
+
+        ``None`` lets the engine choose, if it finds that the first batch of a size takes long. Each is run
+        once in each context when the engine is opened.
+        """
+
+
+@runtime_checkable
 class ReservingModel(Model, Protocol):
     """A model whose batches can reserve what they need in arenas that are sized by shapes."""
 

@@ -11,7 +11,7 @@ again to the next run, and replaying one has ended a GPU's context with an illeg
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
@@ -54,6 +54,10 @@ class OnnxCudaModel(StreamedOnnxModel):
         is left of the GPU's memory, and of the device's budget, when the session is loaded.
     :param cpu_fallback: whether operators that the provider does not have run on the CPU; such are named in a
         warning. Without it such a model is refused.
+    :param batch_sizes: the batch sizes to run, to which others are padded, each run once in each context when
+        the engine is opened; ``()`` for all, none of which is. Default: up to four between two powers of two,
+        if the first batch of a size takes 10 ms longer than the next, as with convolutions, for which cuDNN
+        chooses how to compute them then. Models whose rows have several shapes run all sizes.
     :param provider_options: options of the CUDA provider that win over ours, by ONNX Runtime's names:
         ``{"use_tf32": "0"}``.
     :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.
@@ -69,6 +73,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         launch: Launch = "threads",
         memory_limit: int | None = None,
         cpu_fallback: bool = True,
+        batch_sizes: Sequence[int] | None = None,
         provider_options: Mapping[str, str] | None = None,
     ) -> None:
         if not isinstance(device, CudaDevice):
@@ -82,7 +87,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._cpu_fallback = cpu_fallback
         self._provider_options = dict(provider_options or {})
         self._has_told = False
-        super().__init__(path, launch=launch)
+        super().__init__(path, launch=launch, batch_sizes=batch_sizes)
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
         """Load the model to read its names and types: on the CPU, unless only the GPU has its operators."""

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, get_args
 from weakref import WeakSet
@@ -30,7 +30,7 @@ from asynctrt.backends.onnxruntime import OnnxModel, ort
 from asynctrt.devices.base import Buffer, Device, Stream, aligned
 from asynctrt.errors import ExecutionError, UsageError
 from asynctrt.tensors import Array, Dims, TensorSpec
-from asynctrt.validation import choice
+from asynctrt.validation import choice, count
 
 Launch = Literal["threads", "thread", "loop"]
 """Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
@@ -46,8 +46,16 @@ class StreamedOnnxModel(OnnxModel):
         to one for each context. ``thread`` puts one batch after the other there, ``loop`` holds the loop up.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, launch: Launch = "threads") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        launch: Launch = "threads",
+        batch_sizes: Sequence[int] | None = None,
+    ) -> None:
         self._launch: Launch = choice(*LAUNCHES)("launch", launch)
+        self.batch_sizes = None if batch_sizes is None else _sizes(batch_sizes)
+        """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
         super().__init__(path)
         # That session was there to be asked for names and types.
         super().close()
@@ -120,6 +128,11 @@ class StreamedOnnxModel(OnnxModel):
     @abstractmethod
     def load_session(self, device: Device, stream: Stream) -> "StreamSession":
         """Load a session that works on ``stream``."""
+
+
+def _sizes(given: Sequence[int]) -> tuple[int, ...]:
+    check = count(1)
+    return tuple(sorted({check("batch_sizes", size) for size in given}))
 
 
 class StreamSession:

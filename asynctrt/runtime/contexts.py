@@ -9,13 +9,21 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Final
 
-from asynctrt.backends.base import Binding, ExecutionContext, Model, SlowBinding, create_context_on
+from asynctrt.backends.base import (
+    Binding,
+    ExecutionContext,
+    Model,
+    PreparedModel,
+    SlowBinding,
+    create_context_on,
+)
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.padding import Padding
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
 from asynctrt.runtime.padding import PaddedSource
+from asynctrt.runtime.prepare import Preparation, sizes_up_to
 from asynctrt.runtime.staging import (
     DeviceSource,
     Layout,
@@ -273,6 +281,7 @@ class ContextPool:
     :param graphs: batch sizes to capture, rising; the model says whether it can be captured at all.
     :param profile_of: the profile for a captured batch of a size; ``None`` for a model without profiles.
     :param rows_held: the rows that a slab of a shape holds, where that is not ``rows_max``.
+    :param prepares: whether batches of some sizes are run beforehand, for a model that asks for it.
     :param padding: what is padded to common sizes.
     :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
     """
@@ -288,6 +297,7 @@ class ContextPool:
         graphs: Sequence[int] = (),
         profile_of: Callable[[int], int | None] = lambda _: None,
         rows_held: Callable[[Hashable], int] | None = None,
+        prepares: bool = True,
         padding: Padding | None = None,
     ) -> None:
         self._device = device
@@ -305,6 +315,8 @@ class ContextPool:
         self._forgotten: tuple[int, ...] = ()
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
+        self.prepared: tuple[int, ...] = ()
+        """The only batch sizes that are run, if the first batch of a size takes long."""
         if arenas is not None:
             arenas.join(model.enqueue_nbytes)
         try:
@@ -314,6 +326,8 @@ class ContextPool:
                 self._make_slabs()
                 if graphs and model.is_capturable and self._may_capture:
                     self._capture(graphs)
+                if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
+                    self._prepare(model, rows_max)
         except BaseException:
             self.close(UNDO_S)
             raise
@@ -463,6 +477,22 @@ class ContextPool:
         for context in self.contexts:
             slab = context.slab(FIXED_SHAPE.shape, self.layout)
             slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
+
+    def _prepare(self, model: PreparedModel, rows_max: int) -> None:
+        """Run batches of the sizes that there are to be, if the first ones take long."""
+        sizes = model.batch_sizes
+        if sizes is not None and not sizes:
+            return
+        chosen = sizes_up_to(rows_max) if sizes is None else [size for size in sizes if size < rows_max]
+        if sizes is not None:
+            chosen = (*chosen, rows_max)
+        bound = []
+        for context in self.contexts:
+            binding = context.slab(FIXED_SHAPE.shape, self.layout).binding
+            assert binding is not None
+            bound.append((context.stream, context.untimed.computed, binding))
+        preparation = Preparation(self._device, bound)
+        self.prepared = preparation.run(chosen, model.name, is_forced=sizes is not None)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or none: what cannot be captured runs call by call.

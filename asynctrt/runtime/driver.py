@@ -23,6 +23,7 @@ from asynctrt.errors import (
     DeviceMemoryError,
     EngineClosedError,
     ExecutionError,
+    InternalError,
     copy_for,
     describe,
 )
@@ -31,7 +32,7 @@ from asynctrt.runtime.answers import answer_error, deadline_error, displaced_err
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
-from asynctrt.runtime.jobs import Copiers, Jobs
+from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.staging import FilledSlab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
@@ -47,6 +48,9 @@ the least, and 29 ms for 64 MiB (H200)."""
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """A batch with more bytes than this is copied in another thread, in or out: larger copies would hold the loop
 for longer than the hand-over to a thread and back (``tests/benchmarks/copies.py``)."""
+
+STAGE_ON_LOOP_NBYTES_MAX: Final = 128 << 10
+"""The same for a batch that a thread puts on its stream, and can as well stage."""
 
 PUMP_NS_MAX: Final = 1_000_000
 """A pump that runs batches in place gives the loop back after this long."""
@@ -302,6 +306,8 @@ class Driver:
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
             nbytes = source.staged_nbytes
+            if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight, nbytes):
+                return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 parts = source.parts(self._copiers.threads_max)
                 self._copiers.copy_in_parts(parts, nbytes, partial(self._staged_off_loop, flight, len(parts)))
@@ -358,10 +364,7 @@ class Driver:
         """Put a batch whose rows are in the slab on its stream, here or in a thread, and wait for its end."""
         batch = flight.batch
         flight.record.copy_in_ns = self._now_ns() - batch.launched_ns
-        if flight.source.refused:
-            for request, refused in flight.source.refused:
-                self._scheduler.fail_one(request)
-                answer_error(request, refused)
+        self._tell_refused(flight)
         if not flight.context.is_direct and self._hand_over(flight):
             return
         self._enqueue(flight)
@@ -369,6 +372,58 @@ class Driver:
         if flight.error is not None and not isinstance(flight.error, Exception):
             # Ctrl-C in the middle is the application's, but what is on the stream runs on.
             raise_on_loop(flight.error)
+
+    def _tell_refused(self, flight: InFlight) -> None:
+        """Answer those whose rows could not be staged."""
+        for request, refused in flight.source.refused:
+            self._scheduler.fail_one(request)
+            answer_error(request, refused)
+
+    def _hand_over_unstaged(self, flight: InFlight, nbytes: int) -> bool:
+        """Let the thread that puts a batch on its stream stage it before, with others to help.
+
+        :returns: False if no thread has to put it there, or if it may have to wait for one that does so.
+        """
+        context, source = flight.context, flight.source
+        if context.is_direct or context.arena is not None or not context.may_block(source):
+            return False
+        parts = SharedWork(source.parts(self._copiers.threads_max))
+        for _ in range(len(parts) - 1):
+            self._copiers.copy(parts.help, nbytes // len(parts), _is_told_otherwise)
+        context.is_enqueueing = True
+        self._enqueuers.submit(
+            partial(self._stage_and_enqueue, flight, parts),
+            partial(self._staged_and_enqueued, flight),
+            hung_after_ns=self._batch_timeout_ns,
+            on_hung=partial(self._hung, flight),
+        )
+        return True
+
+    def _stage_and_enqueue(self, flight: InFlight, parts: SharedWork) -> None:
+        """In a thread: stage a batch and put it on its stream; keep what that raises with the batch."""
+        try:
+            self._device.activate()
+            try:
+                parts.do()
+            except Exception:
+                flight.source.stage()  # It finds out whose rows cannot be staged.
+        except BaseException as error:
+            flight.error = error
+            flight.context.is_enqueueing = False
+            return
+        flight.record.copy_in_ns = self._now_ns() - flight.batch.launched_ns
+        self._enqueue(flight)
+
+    def _staged_and_enqueued(self, flight: InFlight, error: BaseException | None) -> None:
+        """Go on with a batch that a thread has staged and put on its stream, if it could."""
+        if flight.put_ns is None and flight.batch.number in self._flights:
+            self._fail(
+                flight.batch, flight.error or error or InternalError(f"{flight.batch!r} was not staged")
+            )
+            return
+        if flight.batch.number in self._flights:
+            self._tell_refused(flight)
+        self._enqueued(flight, error)
 
     def _hand_over(self, flight: InFlight) -> bool:
         """Let a thread put a batch on its stream, or let it wait for one that is doing so in its arena.
@@ -415,6 +470,7 @@ class Driver:
     def _enqueue(self, flight: InFlight) -> None:
         """Put a batch on its stream, from the loop or from a thread; keep what that raises with the batch."""
         context = flight.context
+        flight.put_ns = self._now_ns()
         try:
             self._device.activate()
             lane = flight.batch.lane
@@ -459,7 +515,7 @@ class Driver:
             self._reaper.watch(
                 end,
                 partial(self._landed, flight),
-                expected_ns=self._scheduler.started(batch, self._now_ns()),
+                expected_ns=self._scheduler.started(batch, self._now_ns(), flight.put_ns),
                 hung_after_ns=self._batch_timeout_ns,
                 on_hung=partial(self._hung, flight),
                 order_group=batch.arena,
@@ -692,6 +748,10 @@ class Driver:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+
+def _is_told_otherwise(_: BaseException | None) -> None:
+    """Note that a part was done, or not: whoever shares the work is told."""
 
 
 class _UntrackedError(DeviceLostError):

@@ -16,7 +16,7 @@ class InFlight:
     :param source: where its rows come from.
     """
 
-    __slots__ = ("batch", "context", "end", "error", "events", "record", "source")
+    __slots__ = ("batch", "context", "end", "error", "events", "put_ns", "record", "source")
 
     def __init__(self, batch: Batch, context: PooledContext, source: RowSource) -> None:
         self.batch = batch
@@ -28,6 +28,8 @@ class InFlight:
         """Done when the batch is: what the reaper waits for."""
         self.error: BaseException | None = None
         """What went wrong while the batch was put on its stream."""
+        self.put_ns: int | None = None
+        """When the first of it was put on its stream, which may take long: the device computes meanwhile."""
         if source.owner is not None:
             source.owner.launched()
 

@@ -11,6 +11,7 @@ batch, so ``then`` is prompt on a loop that is never idle as well, and what hang
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -121,6 +122,49 @@ class Copiers(Jobs):
 
         for part in parts:
             self.copy(part, nbytes // len(parts), ended)
+
+
+class SharedWork:
+    """Work in parts that one thread has to see done, and others may help with."""
+
+    def __init__(self, parts: Sequence[Callable[[], object]]) -> None:
+        self._left = deque(parts)
+        self._count = len(parts)
+        self._lock = threading.Lock()
+        self._unfinished = len(parts)
+        self._error: BaseException | None = None
+        self._is_done = threading.Event()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def help(self) -> None:
+        """Do parts until none is left. What one raises is told by :meth:`do`."""
+        while True:
+            try:
+                part = self._left.popleft()
+            except IndexError:
+                return
+            error = None
+            try:
+                part()
+            except BaseException as raised:
+                error = raised
+            with self._lock:
+                self._error = self._error or error
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._is_done.set()
+
+    def do(self) -> None:
+        """Do parts until none is left, and wait for those that others do; raise what the first of all raised.
+
+        Whether anybody helps makes no difference but to how long it takes.
+        """
+        self.help()
+        self._is_done.wait()
+        if self._error is not None:
+            raise self._error
 
 
 class _Job:

@@ -151,21 +151,25 @@ class CompletionEstimator:
             self._copy_out.expected_ns(copies, rows) or 0,
         )
 
-    def started(self, batch: Batch, now_ns: int) -> int | None:
-        """Return in how many ns the batch is expected to be done; ``None`` if none like it was seen yet."""
+    def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
+        """Return in how many ns the batch is expected to be done; ``None`` if none like it was seen yet.
+
+        :param put_ns: when the first of it was put on its stream, if that took a while. From then on it
+            computes, if it can.
+        """
         rows, copies = batch.rows_run, batch.key.copy_key
         if batch.lane is not None:
             self._staging.observe(copies, rows, now_ns - batch.launched_ns)
         compute_ns = self._compute.expected_ns(batch.key.cost_key, rows)
         if compute_ns is None:
             return None
-        copied_in_ns = now_ns + (self._copy_in.expected_ns(copies, rows) or 0)
+        copied_in_ns = (now_ns if put_ns is None else put_ns) + (self._copy_in.expected_ns(copies, rows) or 0)
         computed_ns = copied_in_ns + compute_ns
         line = _line(batch)
         if line is not None:
             self._ahead[line][batch.number] = copied_in_ns, compute_ns
             computed_ns = self._computed_by_ns(line)
-        return computed_ns + (self._copy_out.expected_ns(copies, rows) or 0) - now_ns
+        return max(computed_ns + (self._copy_out.expected_ns(copies, rows) or 0) - now_ns, 0)
 
     def free_ns(self, lines: Sequence[int]) -> int:
         """Return when the first of these lanes is expected to have computed all that is in it."""

@@ -535,12 +535,13 @@ class Scheduler:
                 return delay_ns
         return wakeup_ns
 
-    def started(self, batch: Batch, now_ns: int) -> int | None:
+    def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
         """Note that a batch is on its stream.
 
+        :param put_ns: when the first of it was put there, if that took a while.
         :returns: in how many ns it is expected to be done; ``None`` if none like it was seen yet.
         """
-        expected_ns = self._estimator.started(batch, now_ns)
+        expected_ns = self._estimator.started(batch, now_ns, put_ns)
         if expected_ns is not None and self._foresees:
             self._forecast.started(batch, now_ns + expected_ns)
         if batch.lane is not None:

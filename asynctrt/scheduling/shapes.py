@@ -1,5 +1,6 @@
 """What a model takes of each shape: how many rows, padded to what, and with which optimisation profile."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
@@ -54,6 +55,7 @@ class Shapes:
         self._profiles = profiles
         self._nbytes_max = nbytes_max
         self._row_nbytes = row_nbytes
+        self._sizes: tuple[int, ...] = ()
         self._limits: dict[Hashable, int] = {}
         self._ranges: dict[Hashable, tuple[tuple[int, int], ...]] = {}
         self._chosen: dict[tuple[Hashable, int], int] = {}
@@ -71,7 +73,16 @@ class Shapes:
     @property
     def runs_as_many_as_it_takes(self) -> bool:
         """Return whether every batch is executed as it is: neither padded nor with a profile."""
-        return self._profiles is None and self._rows_fixed is None and not self._fills_batches
+        return (
+            self._profiles is None
+            and self._rows_fixed is None
+            and not self._fills_batches
+            and not self._sizes
+        )
+
+    def restrict(self, sizes: Sequence[int]) -> None:
+        """Note the only batch sizes to run, rising, up to the most rows of a batch; none: all."""
+        self._sizes = tuple(sizes)
 
     def limit(self, shape: Hashable) -> int:
         """Return the rows that one batch of this shape holds.
@@ -98,7 +109,8 @@ class Shapes:
         return max(self.limit(shape), self.padded_rows(shape, self.limit(shape)))
 
     def padded_rows(self, shape: Hashable, rows: int) -> int:
-        """Round ``rows`` up to the fixed batch size, or to the least that some profile accepts.
+        """Round ``rows`` up to the fixed batch size, to one that batches are restricted to, or to the least
+        that some profile accepts.
 
         :raises ExecutionError: when the model fails to say.
         """
@@ -106,6 +118,8 @@ class Shapes:
             return self._rows_fixed
         if self._fills_batches:
             rows = self.limit(shape)
+        elif self._sizes and rows <= self._sizes[-1]:
+            rows = self._sizes[bisect_left(self._sizes, rows)]
         if self._profiles is None:
             return rows
         return self._padded(shape, rows)

@@ -471,6 +471,6 @@ def test_a_process_ends_in_order(tmp_path, program, said):
             child.kill()
             stdout, stderr = child.communicate()
             pytest.fail(f"it did not end: {stdout}\n{stderr[-4000:]}")
-    found = [line for line in stdout.splitlines() if line in ("went on", "closed", "ended")]
+    found = [line for line in stdout.splitlines() if line in ("in time", "closed", "ended")]
     assert found == said, f"{child.returncode}: {stdout}\n{stderr[-4000:]}"
     assert child.returncode == 0, f"{child.returncode}: {stderr[-4000:]}"

@@ -376,8 +376,8 @@ class Arguments:
         self.address = ctypes.addressof(self._array)
 
 
-def compiled(arch):
-    """Compile the kernels to machine code for an architecture."""
+def compiled(arch, source=SOURCE):
+    """Compile kernels to machine code for an architecture."""
     from cuda.bindings import nvrtc
 
     def checked(result):
@@ -386,7 +386,7 @@ def compiled(arch):
             raise DeviceError(f"the kernels cannot be compiled: {code!r}")
         return values[0] if values else None
 
-    program = checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"work.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"work.cu", 0, [], []))
     code = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={arch}".encode()])[0]
     if int(code):
         log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program))

@@ -1,0 +1,113 @@
+"""A model for workers on a GPU: one kernel that doubles its rows, or does what their first values ask for.
+
+As ``tests.gpu.fallible:kind`` a worker opens it by itself. ``HANG`` spins for a minute, and then leaves the
+GPU to others, whatever has become of the process.
+"""
+
+from asynctrt.backends.base import ModelBase
+from asynctrt.errors import DeviceError
+from asynctrt.tensors import TensorSpec
+from tests.benchmarks.gpu.kernels import Arguments, compiled
+
+ILLEGAL, HANG = -1.0, -2.0
+ROW_MAX = 64
+WORK_NS = 2_000_000
+"""How long a batch of ``steady`` takes, whatever its rows."""
+
+SOURCE = r"""
+__device__ unsigned long long now_ns() {
+    unsigned long long t;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+    return t;
+}
+
+// One block for each row.
+extern "C" __global__ void behave(const float* in, float* out, unsigned int dim, unsigned long long work_ns) {
+    unsigned long long begun_ns = now_ns();
+    const float* row = in + (unsigned long long)blockIdx.x * dim;
+    float what = row[0];
+    if (what == -1.0f) *(volatile float*)16 = what;
+    if (what == -2.0f) work_ns = 60000000000ull;
+    for (unsigned int i = threadIdx.x; i < dim; i += blockDim.x)
+        out[(unsigned long long)blockIdx.x * dim + i] = 2.0f * row[i];
+    while (now_ns() - begun_ns < work_ns) { }
+}
+"""
+
+
+class FallibleModel(ModelBase):
+    """``y = 2 * x``, but for rows that ask for something else.
+
+    :param work_ns: how long a batch keeps its blocks busy.
+    """
+
+    platform = "test"
+    is_capturable = True
+    rows_max = ROW_MAX
+
+    def __init__(self, dim, work_ns):
+        self.name = "fallible"
+        self.inputs = (TensorSpec("x", "float32", (dim,)),)
+        self.outputs = (TensorSpec("y", "float32", (dim,)),)
+        self.dim, self.work_ns = dim, work_ns
+
+    def create_context(self, device):
+        return FallibleContext(self, device)
+
+    def close(self):
+        """Do nothing: what is loaded belongs to the contexts."""
+
+
+class FallibleContext:
+    """A context with the kernel, loaded for its device."""
+
+    def __init__(self, model, device):
+        from cuda.bindings import driver
+
+        self.model, self.driver = model, driver
+        device.activate()
+        major, minor = device.compute_capability
+        module = self.checked(driver.cuModuleLoadData(compiled(f"sm_{major}{minor}", SOURCE)))
+        self.kernel = self.checked(driver.cuModuleGetFunction(module, b"behave"))
+
+    def checked(self, result):
+        code, *values = result
+        if int(code):
+            raise DeviceError(f"a call of the test's model failed with {code!r}")
+        return values[0] if values else None
+
+    def bind(self, inputs, outputs):
+        return FallibleBinding(self, inputs[0].address, outputs[0].address)
+
+    def close(self):
+        """Do nothing: the kernel goes with the process."""
+
+
+class FallibleBinding:
+    """The kernel with one slab's memory."""
+
+    def __init__(self, context, source, target):
+        self._context = context
+        self._arguments = Arguments(
+            ("p", source), ("p", target), ("I", context.model.dim), ("Q", context.model.work_ns)
+        )
+
+    def enqueue(self, rows, *, profile, stream, arena):
+        context = self._context
+        launch = context.driver.cuLaunchKernel
+        context.checked(
+            launch(context.kernel, rows, 1, 1, 128, 1, 1, 0, stream.handle, self._arguments.address, 0)
+        )
+
+    def unbound_outputs(self, rows):
+        return {}
+
+
+def kind():
+    """A model whose rows are four numbers."""
+    return FallibleModel(4, 0)
+
+
+def steady():
+    """A model whose batches take 2 ms each, whatever their rows: 32,000 rows a second."""
+    return FallibleModel(16, WORK_NS)
