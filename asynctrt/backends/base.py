@@ -171,15 +171,17 @@ def create_context_on(model: Model, device: Device, stream: Stream) -> Execution
 
 @runtime_checkable
 class PreparedModel(Model, Protocol):
-    """A model whose first batch of each size may take long, in each context."""
+    """A model whose contexts may take long over a batch of another size than the one before."""
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
         """The batch sizes to run, rising, to which others are padded; empty for all.
 
-        ``None`` lets the engine choose, if it finds that the first batch of a size takes long. Each is run
-        once in each context when the engine is opened.
+        ``None`` lets the engine choose, if it finds that changes take long.
         """
+
+    def keep_apart(self, sizes: Sequence[int]) -> None:
+        """Let batches of each of these sizes know of no other, in all contexts, from now on."""
 
 
 @runtime_checkable

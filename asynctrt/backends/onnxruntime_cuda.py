@@ -54,10 +54,11 @@ class OnnxCudaModel(StreamedOnnxModel):
         is left of the GPU's memory, and of the device's budget, when the session is loaded.
     :param cpu_fallback: whether operators that the provider does not have run on the CPU; such are named in a
         warning. Without it such a model is refused.
-    :param batch_sizes: the batch sizes to run, to which others are padded, each run once in each context when
-        the engine is opened; ``()`` for all, none of which is. Default: up to four between two powers of two,
-        if the first batch of a size takes 10 ms longer than the next, as with convolutions, for which cuDNN
-        chooses how to compute them then. Models whose rows have several shapes run all sizes.
+    :param batch_sizes: the batch sizes to run, each with a session of its own in each context, to which
+        others are padded; ``()`` for all sizes, with one session. Default: powers of two and one between any
+        two of them, if a batch of another size than the one before takes much longer, as with convolutions,
+        which cuDNN plans anew then (since ONNX Runtime 1.20). Where the shape of a row is not fixed, all
+        sizes are run.
     :param provider_options: options of the CUDA provider that win over ours, by ONNX Runtime's names:
         ``{"use_tf32": "0"}``.
     :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.

@@ -64,7 +64,8 @@ class StreamedOnnxModel(OnnxModel):
             threading.Lock() if self._launch == "thread" else nullcontext()
         )
         """Held while a batch is put on a stream."""
-        self._sessions: dict[int, StreamSession] = {}
+        self._sessions: dict[tuple[int, int], StreamSession] = {}
+        self._apart: frozenset[int] = frozenset()
         self._loading = threading.Lock()
         self._closed = False
 
@@ -99,14 +100,24 @@ class StreamedOnnxModel(OnnxModel):
         """Note that no session is to be loaded any more; contexts end theirs when they are closed."""
         self._closed = True
 
-    def join(self, device: Device, stream: Stream) -> "StreamSession":
-        """Return the session of a stream, which is loaded if there is none, for one more user."""
+    def keep_apart(self, sizes: Sequence[int]) -> None:
+        """Let batches of each of these sizes have a session of their own in each context, from now on."""
+        self._apart = frozenset(sizes)
+
+    def number_of(self, rows: int) -> int:
+        """Return which of a stream's sessions runs batches of ``rows``; 0: the one that was there first."""
+        return rows if rows in self._apart else 0
+
+    def join(self, device: Device, stream: Stream, number: int) -> "StreamSession":
+        """Return a session of a stream, which is loaded if there is none, for one more user."""
         if self._closed:
             raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({str(self.path)!r})")
+        key = stream.handle, number
         with self._loading:
-            session = self._sessions.get(stream.handle)
+            session = self._sessions.get(key)
             if session is None:
-                session = self._sessions[stream.handle] = self.load_session(device, stream)
+                session = self._sessions[key] = self.load_session(device, stream)
+                session.number = number
             session.users += 1
         return session
 
@@ -115,7 +126,7 @@ class StreamedOnnxModel(OnnxModel):
         with self._loading:
             session.users -= 1
             if not session.users:
-                del self._sessions[session.handle]
+                del self._sessions[session.handle, session.number]
                 session.close()
 
     @abstractmethod
@@ -150,6 +161,7 @@ class StreamSession:
         self.memory = memory
         self.ordinal = ordinal
         self.name = name
+        self.number = 0
         self.users = 0
         # The collector may come upon an engine that was never closed, whose stream it may have freed before.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
@@ -198,12 +210,15 @@ class StreamSession:
 
 
 class StreamContext:
-    """A context with the session of its stream, which it loads at the first batch unless it has done so."""
+    """A context with the sessions of its stream, which it loads at the first batch unless it has done so.
+
+    There is one, or one for each batch size that is kept apart.
+    """
 
     def __init__(self, model: StreamedOnnxModel, device: Device) -> None:
         self._model = model
         self.device = device
-        self._session: StreamSession | None = None
+        self._sessions: dict[int, StreamSession] = {}
         # Those that are still in use: a pool drops what it has not used for long.
         self._bindings: WeakSet[StreamBinding] = WeakSet()
         self._closed = False
@@ -211,13 +226,15 @@ class StreamContext:
     def __repr__(self) -> str:
         return f"<StreamContext {self._model.name} {'closed' if self._closed else 'open'}>"
 
-    def load(self, stream: Stream) -> StreamSession:
-        """Return the session, which is that of ``stream``."""
+    def load(self, stream: Stream, rows: int = 0) -> StreamSession:
+        """Return the session for batches of ``rows``, which is one of ``stream``."""
         assert not self._closed, "a closed context runs nothing"
-        if self._session is None:
-            self._session = self._model.join(self.device, stream)
-        assert self._session.handle == stream.handle, "a context runs on one stream"
-        return self._session
+        number = self._model.number_of(rows)
+        session = self._sessions.get(number)
+        if session is None:
+            session = self._sessions[number] = self._model.join(self.device, stream, number)
+        assert session.handle == stream.handle, "a context runs on one stream"
+        return session
 
     @property
     def turn(self) -> AbstractContextManager[object]:
@@ -239,8 +256,8 @@ class StreamContext:
         self._closed = True
         for binding in tuple(self._bindings):
             binding.forget()
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
             self._model.leave(session)
 
 
@@ -257,7 +274,7 @@ class StreamBinding:
         self._inputs = inputs
         self._outputs = outputs
         self._label = tuple(memory.dims for memory in inputs)
-        self._bound: dict[int, Any] = {}
+        self._bound: dict[int, tuple[StreamSession, Any]] = {}
         self._unbound = {
             index: UnboundOutput(spec, context.device)
             for index, (spec, memory) in enumerate(outputs)
@@ -276,10 +293,11 @@ class StreamBinding:
             raise failed
 
     def _enqueue(self, rows: int, stream: Stream) -> None:
-        session = self._context.load(stream)
-        binding = self._bound.get(rows)
-        if binding is None:
-            binding = self._bound[rows] = self._bind(session, rows)
+        session = self._context.load(stream, rows)
+        known, binding = self._bound.get(rows, (None, None))
+        if known is not session:
+            binding = self._bind(session, rows)
+            self._bound[rows] = session, binding
         elif self._unbound:
             # Otherwise what the last batch of that size left would be handed out again.
             self._bind_outputs(session, binding, rows)

@@ -23,7 +23,7 @@ from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, 
 from asynctrt.padding import Padding
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
 from asynctrt.runtime.padding import PaddedSource
-from asynctrt.runtime.prepare import Preparation, sizes_up_to
+from asynctrt.runtime.prepare import Place, prepare
 from asynctrt.runtime.staging import (
     DeviceSource,
     Layout,
@@ -316,7 +316,8 @@ class ContextPool:
         self.captured = Captured()
         """The batch sizes that were captured, and what launching one costs."""
         self.prepared: tuple[int, ...] = ()
-        """The only batch sizes that are run, if the first batch of a size takes long."""
+        """The only batch sizes that are run, if a change of the size takes long."""
+        self._context_nbytes = 0
         if arenas is not None:
             arenas.join(model.enqueue_nbytes)
         try:
@@ -452,8 +453,9 @@ class ContextPool:
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
             self.contexts.append(PooledContext(self._device, self._model, arena))
-            if index == 0 and contexts > 1 and not self._device.unified:
+            if index == 0 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
+                self._context_nbytes = each_nbytes
                 check_room(
                     self._device,
                     each_nbytes * (contexts - 1),
@@ -479,20 +481,13 @@ class ContextPool:
             slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
     def _prepare(self, model: PreparedModel, rows_max: int) -> None:
-        """Run batches of the sizes that there are to be, if the first ones take long."""
-        sizes = model.batch_sizes
-        if sizes is not None and not sizes:
-            return
-        chosen = sizes_up_to(rows_max) if sizes is None else [size for size in sizes if size < rows_max]
-        if sizes is not None:
-            chosen = (*chosen, rows_max)
-        bound = []
+        """Prepare for some batch sizes, if a change of the size takes long."""
+        places = []
         for context in self.contexts:
             binding = context.slab(FIXED_SHAPE.shape, self.layout).binding
             assert binding is not None
-            bound.append((context.stream, context.untimed.computed, binding))
-        preparation = Preparation(self._device, bound)
-        self.prepared = preparation.run(chosen, model.name, is_forced=sizes is not None)
+            places.append(Place(binding, context.stream, context.untimed.computed))
+        self.prepared = prepare(self._device, model, places, rows_max, self._context_nbytes)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or none: what cannot be captured runs call by call.

@@ -107,7 +107,9 @@ class Driver:
         self._reaper = Reaper(loop, now_ns, waiting=waiting, context=self._context)
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
-        self._enqueuers = Jobs("asynctrt-enqueue", len(pool.contexts), self._reaper, now_ns)
+        # One for each context, and those that help to stage a batch.
+        threads_max = len(pool.contexts) + self._copiers.threads_max - 1
+        self._enqueuers = Jobs("asynctrt-enqueue", threads_max, self._reaper, now_ns)
         self._forget_arenas: list[Callable[[], object]] = []
         for number, arena in enumerate(pool.arenas):
             avoid = partial(self._avoid, number)
@@ -306,7 +308,7 @@ class Driver:
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
             nbytes = source.staged_nbytes
-            if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight, nbytes):
+            if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight):
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 parts = source.parts(self._copiers.threads_max)
@@ -379,7 +381,7 @@ class Driver:
             self._scheduler.fail_one(request)
             answer_error(request, refused)
 
-    def _hand_over_unstaged(self, flight: InFlight, nbytes: int) -> bool:
+    def _hand_over_unstaged(self, flight: InFlight) -> bool:
         """Let the thread that puts a batch on its stream stage it before, with others to help.
 
         :returns: False if no thread has to put it there, or if it may have to wait for one that does so.
@@ -389,7 +391,7 @@ class Driver:
             return False
         parts = SharedWork(source.parts(self._copiers.threads_max))
         for _ in range(len(parts) - 1):
-            self._copiers.copy(parts.help, nbytes // len(parts), _is_told_otherwise)
+            self._enqueuers.assist(parts.help)
         context.is_enqueueing = True
         self._enqueuers.submit(
             partial(self._stage_and_enqueue, flight, parts),
@@ -748,10 +750,6 @@ class Driver:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
-
-
-def _is_told_otherwise(_: BaseException | None) -> None:
-    """Note that a part was done, or not: whoever shares the work is told."""
 
 
 class _UntrackedError(DeviceLostError):

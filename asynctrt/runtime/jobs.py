@@ -70,6 +70,10 @@ class Jobs:
             on_hung=None if on_hung is None else partial(self._give_up, job, on_hung),
         )
 
+    def assist(self, work: Callable[[], object]) -> None:
+        """Run ``work`` in a thread if one is free soon; nobody is told."""
+        self._threads.schedule(_Job(work, self._threads))
+
     def close(self, timeout_s: float) -> bool:
         """End the threads, each after its job; return False if one does not end in time. Idempotent."""
         if self._closed:

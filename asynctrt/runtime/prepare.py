@@ -1,111 +1,144 @@
-"""Batch sizes whose first batch takes long, run once in each context before the first caller comes.
+"""Batch sizes that are prepared for, where a batch of another size than the one before takes long.
 
-cuDNN chooses how to compute a convolution when it first sees its shape: with ONNX Runtime the first batch of
-each size takes a tenth of a second for a model of many convolutions, in each session anew. Requests that come
-at random make batches of every size, and would find that out one by one. So a few sizes are run beforehand,
-if that pays, and each batch is padded to the next of them.
+ONNX Runtime has cuDNN plan a convolution anew whenever the batch size changes, since 1.20 (its issue 23006):
+a tenth of a second for a model of many convolutions, and requests that come at random make batches of every
+size. So if that is found, a few sizes have a session of their own in each context, and batches are padded to
+the next of them. All are run before the first caller comes.
 """
 
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from statistics import median
+from typing import Final, NamedTuple
 
 from asynctrt import clock
-from asynctrt.backends.base import Binding
+from asynctrt.backends.base import Binding, PreparedModel
 from asynctrt.devices.base import Device, Event, Stream
 from asynctrt.errors import DeviceLostError
 
 PREPARE_S: Final = 120.0
-"""How long a batch may take the first time."""
+"""How long a batch may take."""
 
-FIRST_EXTRA_NS_MIN: Final = 10_000_000
-"""Sizes are restricted if the first batch of one takes so much longer than the second."""
+CHANGE_NS_MIN: Final = 1_000_000
+CHANGE_SHARE_MIN: Final = 0.5
+"""Sizes are kept apart if a change takes so much longer, and so much of what a batch takes."""
 
-TRIED: Final = 3
-"""How many sizes have to show that: a process may be held up once."""
+ROUNDS: Final = 3
+"""How often that is looked at, with two sizes."""
 
-STEPS: Final = 4
-"""Sizes between two powers of two: at most a fifth of what is computed is padding."""
+ROOM_TIMES: Final = 2
+"""How many times what a context took when it was made is to be free for each size: batches take some."""
 
 logger = logging.getLogger("asynctrt")
 
 
+class Place(NamedTuple):
+    """Where batches are run: a context that nothing else uses, bound to a slab of zeros."""
+
+    binding: Binding
+    stream: Stream
+    end: Event
+    """An event of the stream to wait with."""
+
+
 def sizes_up_to(rows_max: int) -> tuple[int, ...]:
-    """Return batch sizes of which each is at most a quarter larger than the one before, but for the first."""
+    """Return batch sizes of which each is at most half as large again as the one before, or its double."""
     sizes, size = [], 1
     while size < rows_max:
         sizes.append(size)
-        size += max(1, (1 << size.bit_length() - 1) // STEPS)
+        if size > 1 and size * 3 // 2 < rows_max:
+            sizes.append(size * 3 // 2)
+        size *= 2
     return (*sizes, rows_max)
 
 
-class Preparation:
-    """Runs batches of the sizes in contexts that nothing else uses. Blocks.
+def prepare(
+    device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int, context_nbytes: int
+) -> tuple[int, ...]:
+    """Find out whether changes of the batch size take long, and prepare for some sizes if so. Blocks.
 
-    :param bindings: for each context its stream, an event of it, and its binding to a slab of zeros.
+    :param places: one for each context.
+    :param context_nbytes: what a context takes of the device's memory.
+    :returns: the sizes that batches are padded to from now on, rising; none if they may be of any size.
+    :raises DeviceLostError: if that happened meanwhile. What else goes wrong is logged.
     """
+    sizes = model.batch_sizes
+    try:
+        if sizes is None:
+            sizes = _chosen(device, model, places, rows_max, context_nbytes)
+        elif sizes:
+            sizes = (*[size for size in sizes if size < rows_max], rows_max)
+        if sizes:
+            model.keep_apart(sizes[:-1])  # The largest has the session that is there.
+            with ThreadPoolExecutor(len(places), "asynctrt-prepare") as pool:
+                for done in [pool.submit(_run_all, device, place, sizes) for place in places]:
+                    done.result()
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        model.keep_apart(())
+        logger.warning(
+            "%r: batches of zeros could not be run beforehand, so each batch of another size than the one "
+            "before may take long: %s",
+            model.name,
+            error,
+        )
+        return ()
+    return sizes
 
-    def __init__(self, device: Device, bindings: Sequence[tuple[Stream, Event, Binding]]) -> None:
-        self._device = device
-        self._bindings = bindings
 
-    def run(self, sizes: Sequence[int], name: str, *, is_forced: bool) -> tuple[int, ...]:
-        """Run each size once in every context, if that pays.
+def _chosen(
+    device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int, context_nbytes: int
+) -> tuple[int, ...]:
+    """Return the sizes to keep apart, if that pays and there is room for them; else none."""
+    if rows_max < 2:
+        return ()
+    place, pair = places[0], (rows_max, rows_max // 2)
+    for rows in pair:
+        _timed(place, rows)  # What happens once counts for nothing.
+    extras_ns, sames_ns = [], []
+    for _ in range(ROUNDS):
+        for rows in pair:
+            changed_ns, same_ns = _timed(place, rows), _timed(place, rows)
+            extras_ns.append(changed_ns - same_ns)
+            sames_ns.append(same_ns)
+    # A process may be held up now and then.
+    extra_ns = median(extras_ns)
+    if extra_ns < max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * median(sames_ns)):
+        return ()
+    sizes = sizes_up_to(rows_max)
+    needed_nbytes = ROOM_TIMES * context_nbytes * len(places) * (len(sizes) - 1)
+    found = f"a batch of another size than the one before takes {extra_ns / 1e6:.0f} ms longer"
+    if not device.unified and needed_nbytes > device.memory().room_nbytes:
+        logger.warning(
+            "%r: %s, and there is no room to keep %d sizes apart in each of %d contexts. Give the sizes that "
+            "matter most (batch_sizes of OnnxCudaModel), or open the engine with fewer contexts",
+            *(model.name, found, len(sizes), len(places)),
+        )
+        return ()
+    logger.info(
+        "%r: %s, so %d sizes are kept apart in each of %d contexts, and others are padded to them",
+        *(model.name, found, len(sizes), len(places)),
+    )
+    return sizes
 
-        :param sizes: rising; the last is the most rows that a batch has.
-        :param is_forced: do so in any case.
-        :returns: the sizes; none if batches of all sizes may as well come as they are.
-        :raises DeviceLostError: if that happened meanwhile. What else goes wrong is logged.
-        """
-        try:
-            largest, *smaller = reversed(sizes)
-            if not is_forced:
-                first = self._bindings[0]
-                self._timed(first, largest)  # What happens once for a model counts for no size.
-                tried = smaller[:TRIED]
-                extra_ns = min(
-                    [self._timed(first, rows) - self._timed(first, rows) for rows in tried], default=0
-                )
-                if extra_ns < FIRST_EXTRA_NS_MIN:
-                    return ()
-                logger.info(
-                    "%r: the first batch of a size takes %.0f ms longer than the next, so batches are padded "
-                    "to one of %d sizes, which are run once now in each of %d contexts",
-                    name,
-                    extra_ns / 1e6,
-                    len(sizes),
-                    len(self._bindings),
-                )
-            with ThreadPoolExecutor(len(self._bindings), "asynctrt-prepare") as pool:
-                done = [pool.submit(self._run_all, one, tuple(reversed(sizes))) for one in self._bindings]
-                for one in done:
-                    one.result()
-        except DeviceLostError:
-            raise
-        except Exception as error:
-            logger.warning(
-                "%r: batches of zeros could not be run beforehand, so the first batch of each size may take "
-                "long: %s",
-                name,
-                error,
-            )
-            return ()
-        return tuple(sizes)
 
-    def _run_all(self, bound: tuple[Stream, Event, Binding], sizes: Sequence[int]) -> None:
-        self._device.activate()
-        for rows in sizes:
-            self._timed(bound, rows)
+def _run_all(device: Device, place: Place, sizes: Sequence[int]) -> None:
+    """Run each size twice: the first time counts for nothing."""
+    device.activate()
+    for rows in reversed(sizes):
+        for _ in range(2):
+            _timed(place, rows)
 
-    def _timed(self, bound: tuple[Stream, Event, Binding], rows: int) -> int:
-        """Run a batch of zeros; return how long it took, in ns."""
-        stream, end, binding = bound
-        start_ns = clock.now_ns()
-        binding.enqueue(rows, profile=None, stream=stream, arena=None)
-        stream.record(end)
-        if not end.synchronize(PREPARE_S):
-            raise DeviceLostError(f"a batch of {rows} rows of zeros did not end within {PREPARE_S:g} s")
-        if end.error is not None:
-            raise end.error
-        return clock.now_ns() - start_ns
+
+def _timed(place: Place, rows: int) -> int:
+    """Run a batch of zeros; return how long it took, in ns."""
+    start_ns = clock.now_ns()
+    place.binding.enqueue(rows, profile=None, stream=place.stream, arena=None)
+    place.stream.record(place.end)
+    if not place.end.synchronize(PREPARE_S):
+        raise DeviceLostError(f"a batch of {rows} rows of zeros did not end within {PREPARE_S:g} s")
+    if place.end.error is not None:
+        raise place.end.error
+    return clock.now_ns() - start_ns

@@ -128,6 +128,8 @@ class CompletionEstimator:
     def __init__(self, *, lines: int, compute: LatencyHistory) -> None:
         self._compute = compute
         self._staging = LatencyHistory(quantile=STAGING_QUANTILE)
+        # Of it, until the first was put on the stream: while the rest is, the device computes.
+        self._gathering = LatencyHistory(quantile=STAGING_QUANTILE)
         self._copy_in = LatencyHistory()
         self._copy_out = LatencyHistory()
         # Until when each line is known to have computed, and what is in flight there, in order: from when
@@ -160,6 +162,7 @@ class CompletionEstimator:
         rows, copies = batch.rows_run, batch.key.copy_key
         if batch.lane is not None:
             self._staging.observe(copies, rows, now_ns - batch.launched_ns)
+            self._gathering.observe(copies, rows, (now_ns if put_ns is None else put_ns) - batch.launched_ns)
         compute_ns = self._compute.expected_ns(batch.key.cost_key, rows)
         if compute_ns is None:
             return None
@@ -192,6 +195,11 @@ class CompletionEstimator:
         """Return how long before a batch can compute it is to be launched: to be staged and copied in."""
         staged_ns = self._staging.expected_ns(copies, rows) or 0
         return staged_ns + (self._copy_in.expected_ns(copies, rows) or 0) + LEAD_MARGIN_NS
+
+    def delay_ns(self, copies: Hashable, rows: int) -> int:
+        """Return how long after its launch a batch can compute: when it is gathered and copied in."""
+        gathered_ns = self._gathering.expected_ns(copies, rows) or 0
+        return gathered_ns + (self._copy_in.expected_ns(copies, rows) or 0)
 
     def copy_in_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long the rows of a batch take to be copied in at least; 0 before any were."""

@@ -5,7 +5,7 @@ nor differ between two runs with the same inputs.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -557,6 +557,11 @@ class Scheduler:
         self._estimator.landed(batch, now_ns)
         self._left_lane(batch, now_ns)
 
+    def seed(self, key: BatchKey, compute_ns: Mapping[int, int]) -> None:
+        """Note what batches took before the first request came, in ns, by their rows."""
+        for rows, took_ns in compute_ns.items():
+            self._latency.observe(key.cost_key, rows, took_ns)
+
     def usual_ns(self, batch: Batch) -> tuple[int, int, int]:
         """Return how long such a batch usually takes to be copied in, to compute and to be copied out."""
         return self._estimator.usual_ns(batch)
@@ -766,11 +771,11 @@ class Scheduler:
         whole_ns, half_ns = self._latency.expected_ns(cost, rows), self._latency.expected_ns(cost, half)
         if whole_ns is None or half_ns is None:
             return bucket.rows_max
-        lead_ns = self._estimator.lead_ns
-        first_ns = lead_ns(copies, half) + half_ns
+        delay_ns = self._estimator.delay_ns
+        first_ns = delay_ns(copies, half) + half_ns
         # The second half is there when the first has computed, or as soon as it has been copied in.
-        halves_ns = max(first_ns, 2 * lead_ns(copies, half)) + half_ns
-        return half if halves_ns < lead_ns(copies, rows) + whole_ns else bucket.rows_max
+        halves_ns = max(first_ns, 2 * delay_ns(copies, half)) + half_ns
+        return half if halves_ns < delay_ns(copies, rows) + whole_ns else bucket.rows_max
 
     def _rows_to_run(self, key: BatchKey, rows: int) -> tuple[int, int | None]:
         """Return the rows that the device executes for ``rows``, and the profile to do it with."""

@@ -149,6 +149,25 @@ def test_a_binding_that_is_dropped_is_gone_at_once(model):
     stream.close(1)
 
 
+async def test_sizes_that_are_kept_apart_have_sessions_of_their_own(tmp_path):
+    model = HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=(2, 4, 64))
+    device = HostDevice(in_place="never")
+    async with asynctrt.open(model, device=device, contexts=2, max_rows=8) as engine:
+        assert model.alive == 2 * 3
+        for count in (1, 2, 3, 5, 8, 4):
+            sent = rows(*range(count))
+            np.testing.assert_array_equal((await engine.infer(sent))["output"], 2 * sent)
+        assert engine.statistics().rows_padded == 1 + 1 + 3
+        assert model.alive == 2 * 3
+    gc.collect()
+    assert model.alive == 0
+
+
+def test_batch_sizes_that_are_none(tmp_path):
+    with pytest.raises(OptionsError, match="batch_sizes must be a whole number ≥ 1"):
+        HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=(0, 4))
+
+
 def test_a_closed_model_loads_no_session(model):
     model.close()
     device = HostDevice()
@@ -183,6 +202,7 @@ async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is
     model.load_session = watched
     loop_thread = threading.get_ident()
     async with asynctrt.open(model, device=HostDevice(in_place="never"), contexts=3) as engine:
+        seen.clear()  # What was run beforehand, wherever the engine was opened.
         await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 20)))
     assert seen == {(is_loop, launch == "thread")}
 
