@@ -332,6 +332,7 @@ class Engine:
             arena_nbytes_private=self._capacity.contexts * self._model.enqueue_nbytes,
             lanes=self._scheduler.lanes_chosen(),
             graphs=self._pool.captured.sizes,
+            batch_sizes=self._pool.prepared,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
             module_loading=self._device.module_loading,
             by_batch_rows={

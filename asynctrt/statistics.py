@@ -183,6 +183,8 @@ class Statistics:
     the most rows of the batches that do. Empty on a device that does not copy while it computes."""
     graphs: tuple[int, ...]
     """The batch sizes that are captured as CUDA graphs."""
+    batch_sizes: tuple[int, ...]
+    """The batch sizes that are run, to which others are padded; empty if all are."""
     memory_nbytes: int
     """Bytes of slabs, of their buffers on the device, and of arenas."""
     module_loading: str | None

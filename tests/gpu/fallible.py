@@ -4,12 +4,19 @@ As ``tests.gpu.fallible:kind`` a worker opens it by itself. ``HANG`` spins for a
 GPU to others, whatever has become of the process.
 """
 
+import os
+from pathlib import Path
+
 from asynctrt.backends.base import ModelBase
 from asynctrt.errors import DeviceError
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.gpu.kernels import Arguments, compiled
 
 ILLEGAL, HANG = -1.0, -2.0
+GATE = "ASYNCTRT_TEST_FAULT"
+"""The environment variable with a path: if a file is there, the next batch takes it away, and writes where it
+must not."""
+
 ROW_MAX = 64
 WORK_NS = 2_000_000
 """How long a batch of ``steady`` takes, whatever its rows."""
@@ -22,11 +29,12 @@ __device__ unsigned long long now_ns() {
 }
 
 // One block for each row.
-extern "C" __global__ void behave(const float* in, float* out, unsigned int dim, unsigned long long work_ns) {
+extern "C" __global__ void behave(const float* in, float* out, unsigned int dim, unsigned long long work_ns,
+                                  unsigned int is_bad) {
     unsigned long long begun_ns = now_ns();
     const float* row = in + (unsigned long long)blockIdx.x * dim;
     float what = row[0];
-    if (what == -1.0f) *(volatile float*)16 = what;
+    if (what == -1.0f || is_bad) *(volatile float*)16 = what;
     if (what == -2.0f) work_ns = 60000000000ull;
     for (unsigned int i = threadIdx.x; i < dim; i += blockDim.x)
         out[(unsigned long long)blockIdx.x * dim + i] = 2.0f * row[i];
@@ -42,7 +50,6 @@ class FallibleModel(ModelBase):
     """
 
     platform = "test"
-    is_capturable = True
     rows_max = ROW_MAX
 
     def __init__(self, dim, work_ns):
@@ -88,16 +95,26 @@ class FallibleBinding:
 
     def __init__(self, context, source, target):
         self._context = context
-        self._arguments = Arguments(
-            ("p", source), ("p", target), ("I", context.model.dim), ("Q", context.model.work_ns)
+        self._gate = Path(os.environ.get(GATE, "/nonexistent"))
+        self._good, self._bad = (
+            Arguments(
+                ("p", source),
+                ("p", target),
+                ("I", context.model.dim),
+                ("Q", context.model.work_ns),
+                ("I", is_bad),
+            )
+            for is_bad in (0, 1)
         )
 
     def enqueue(self, rows, *, profile, stream, arena):
         context = self._context
+        arguments = self._good
+        if self._gate.exists():
+            self._gate.unlink()
+            arguments = self._bad
         launch = context.driver.cuLaunchKernel
-        context.checked(
-            launch(context.kernel, rows, 1, 1, 128, 1, 1, 0, stream.handle, self._arguments.address, 0)
-        )
+        context.checked(launch(context.kernel, rows, 1, 1, 128, 1, 1, 0, stream.handle, arguments.address, 0))
 
     def unbound_outputs(self, rows):
         return {}

@@ -1,0 +1,240 @@
+"""Faults in workers, on a GPU (``--device cuda:0``) or on the host: what is lost, and how long it takes.
+
+``kills``: requests whose every answer is checked while workers are ended by SIGKILL. ``faults``: a fault that
+happens once (an illegal address, on a GPU), a row that ends its worker whenever it is computed, and one that
+hangs, beside callers whose answers are checked: how long until they are answered, and the row is refused.
+``leaks``: descriptors, memory and the GPU's memory after many deaths.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import statistics
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import uvloop
+
+import asynctrt
+from asynctrt.errors import AsynctrtError, PoisonError
+from tests.benchmarks.common import save
+from tests.benchmarks.gpu.support import open_device
+from tests.gpu.fallible import GATE
+
+HOST, GPU = "tests.workers.models:kind", "tests.gpu.fallible:kind"
+CALLERS = 32
+AGAIN = 256
+"""Answers after a kill that were not on their way before."""
+
+
+def options():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--device", default="host", help="'cuda:0', or 'cuda:0,cuda:1' for kills with two")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two kills")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--deaths", type=int, default=100)
+    parser.add_argument("--batch-timeout", type=float, default=1.0)
+    parser.add_argument("--only", default="")
+    return parser.parse_args()
+
+
+def row(first):
+    return np.array([[first, 1, 2, 3]], np.float32)
+
+
+def used_nbytes(device):
+    """The bytes of a GPU that are in use, or 0 where there is none."""
+    if device == "host":
+        return 0
+    from cuda.bindings import nvml
+
+    nvml.init_v2()
+    handle = nvml.device_get_handle_by_index_v2(int(device.partition(":")[2]))
+    return int(nvml.device_get_memory_info_v2(handle).used)
+
+
+class Callers:
+    """Callers who ask again at once, check every answer, and note when each came."""
+
+    def __init__(self, engine, requests=None):
+        self._engine, self._left = engine, requests
+        self.answered = self.lost = self.wrong = self.twice = 0
+        self.ends = []
+        self.is_over = False
+
+    async def call(self, number):
+        first = 1 + number % 1000
+        sent = row(first)
+        while not self.is_over and (self._left is None or self._left > 0):
+            if self._left is not None:
+                self._left -= 1
+            future = self._engine.submit(sent)
+            calls = []
+            future.add_done_callback(calls.append)
+            try:
+                answer = await future
+            except AsynctrtError:
+                self.lost += 1
+                continue
+            self.answered += 1
+            self.ends.append(time.perf_counter())
+            self.wrong += not np.array_equal(answer["y"], 2 * sent)
+            self.twice += len(calls) > 1
+
+    def longest_pause_s(self, since_s):
+        """Return the longest time without an answer since then."""
+        ends = [since_s, *(end for end in self.ends if end > since_s)]
+        return max(
+            (after - before for before, after in zip(ends, ends[1:], strict=False)), default=float("nan")
+        )
+
+
+async def killed(model, given, device, **settings):
+    """Kill a worker now and then while requests are answered."""
+    random = np.random.default_rng(1)
+    pauses = []
+    async with asynctrt.open(model, isolation="process", device=device, **settings) as engine:
+        callers = Callers(engine, given.requests)
+
+        async def kill():
+            while True:
+                await asyncio.sleep(random.uniform(0.5, 1.5) * given.every)
+                alive = [worker for worker in engine.workers if worker.state == "open"]
+                if alive:
+                    worker = alive[random.integers(len(alive))]
+                    began_s = time.perf_counter()
+                    with suppress(ProcessLookupError):
+                        os.kill(worker.pid, signal.SIGKILL)
+                    before = callers.answered
+                    while callers.answered < before + AGAIN:
+                        await asyncio.sleep(0.001)
+                    pauses.append(time.perf_counter() - began_s)
+
+        killing = asyncio.create_task(kill())
+
+        began_s = time.perf_counter()
+        await asyncio.gather(*[callers.call(number) for number in range(CALLERS)])
+        seconds = time.perf_counter() - began_s
+        killing.cancel()
+        deaths = sum(worker.deaths for worker in engine.workers)
+    return {
+        "requests": given.requests,
+        "kills": deaths,
+        "answered": callers.answered,
+        "lost": callers.lost,
+        "wrong": callers.wrong,
+        "twice": callers.twice,
+        "pauses_ms": [pause * 1e3 for pause in pauses],
+        "requests_per_s": callers.answered / seconds,
+    }
+
+
+async def faulted(model, given, device, first, **settings):
+    """Send a row that ends its worker, or hangs, beside callers; without one, let a batch fail once."""
+    async with asynctrt.open(
+        model, isolation="process", device=device, batch_timeout=given.batch_timeout, **settings
+    ) as engine:
+        callers = Callers(engine)
+        tasks = [asyncio.create_task(callers.call(number)) for number in range(8)]
+        await asyncio.sleep(1.0)
+        began_s = time.perf_counter()
+        try:
+            if first is None:
+                Path(os.environ[GATE]).touch()
+            await engine.infer(row(first or 1.0))
+            refused = "answered"
+        except PoisonError:
+            refused = "PoisonError"
+        except AsynctrtError as error:
+            refused = type(error).__name__
+        refused_s = time.perf_counter() - began_s
+        await asyncio.sleep(1.0)
+        callers.is_over = True
+        await asyncio.gather(*tasks)
+        deaths = sum(worker.deaths for worker in engine.workers)
+    return {
+        "longest_pause_ms": callers.longest_pause_s(began_s) * 1e3,
+        "refused_ms": refused_s * 1e3,
+        "refused_with": refused,
+        "deaths": deaths,
+        "answered": callers.answered,
+        "lost": callers.lost,
+        "wrong": callers.wrong,
+    }
+
+
+async def leaked(model, given, device):
+    """Kill many workers; return what there is after a tenth of them and in the end."""
+    own, looks = psutil.Process(), []
+    used_nbytes(device)  # What NVML opens is no leak.
+    async with asynctrt.open(model, isolation="process", device=device, warm_spare=True) as engine:
+        for number in range(1, given.deaths + 1):
+            await engine.infer(row(1))
+            os.kill(engine.workers[0].pid, signal.SIGKILL)
+            while engine.workers[0].deaths < number:
+                await asyncio.sleep(0.001)
+            if number in (max(given.deaths // 10, 1), given.deaths):
+                await engine.infer(row(1))
+                await asyncio.sleep(2.0)  # The spare is loaded, and the dead one's memory is free.
+                looks.append(
+                    {
+                        "descriptors": own.num_fds(),
+                        "resident_mb": own.memory_info().rss / 1e6,
+                        "gpu_mb": used_nbytes(device) / 1e6,
+                    }
+                )
+    return {"deaths": given.deaths, "first": looks[0], "last": looks[-1]}
+
+
+def main():
+    given = options()
+    logging.getLogger("asynctrt").setLevel(logging.CRITICAL)  # Each death is an error there.
+    devices = given.device.split(",")
+    model, ends, hangs = (HOST, -1.0, -3.0) if devices[0] == "host" else (GPU, -1.0, -2.0)
+    results = {}
+    os.environ[GATE] = f"{tempfile.mkdtemp()}/fault"
+
+    def keep(name, found):
+        results[name] = found
+        print(f"{name}: {found}", flush=True)
+        save(given.json, __doc__, results)  # What fails later takes nothing along.
+
+    if given.only in "kills":
+        kinds = {"one worker": {}, "one worker and a spare": {"warm_spare": True}}
+        for name, settings in kinds.items():
+            keep(f"kills, {name}", uvloop.run(killed(model, given, devices[0], **settings)))
+        two = given.device if len(devices) > 1 else f"{devices[0]},{devices[0]}"
+        keep("kills, two workers", uvloop.run(killed(model, given, two)))
+    if given.only in "faults":
+        rows = [("a row that ends its worker", ends), ("a row that hangs", hangs)]
+        if model == GPU:
+            rows.insert(0, ("an illegal address, once", None))
+        for what, first in rows:
+            for name, settings in (("one worker", {}), ("and a spare", {"warm_spare": True})):
+                runs = [
+                    uvloop.run(faulted(model, given, devices[0], first, **settings))
+                    for _ in range(given.repeats)
+                ]
+                pause_ms = statistics.median(run["longest_pause_ms"] for run in runs)
+                refused_ms = statistics.median(run["refused_ms"] for run in runs)
+                keep(
+                    f"{what}, {name}",
+                    {"longest_pause_ms": pause_ms, "refused_ms": refused_ms, "runs": runs},
+                )
+    if given.only in "leaks":
+        keep("leaks", uvloop.run(leaked(model, given, devices[0])))
+    device = open_device(devices[0])
+    save(given.json, __doc__, results, device)
+    device.close()
+
+
+if __name__ == "__main__":
+    main()
