@@ -171,7 +171,10 @@ def create_context_on(model: Model, device: Device, stream: Stream) -> Execution
 
 @runtime_checkable
 class PreparedModel(Model, Protocol):
-    """A model whose contexts may take long over a batch of another size than the one before."""
+    """A model whose contexts may take long over a batch of another size than the one before.
+
+    They are a :class:`PreparedContext` each.
+    """
 
     @property
     def batch_sizes(self) -> tuple[int, ...] | None:
@@ -180,8 +183,12 @@ class PreparedModel(Model, Protocol):
         ``None`` lets the engine choose, if it finds that changes take long.
         """
 
+
+class PreparedContext(ExecutionContext, Protocol):
+    """A context of such a model."""
+
     def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Let batches of each of these sizes know of no other, in all contexts, from now on."""
+        """Let batches of each of these sizes know of no other from now on, and forget others."""
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, get_args
 from weakref import WeakSet
@@ -65,7 +65,6 @@ class StreamedOnnxModel(OnnxModel):
         )
         """Held while a batch is put on a stream."""
         self._sessions: dict[tuple[int, int], StreamSession] = {}
-        self._apart: frozenset[int] = frozenset()
         self._loading = threading.Lock()
         self._closed = False
 
@@ -100,16 +99,11 @@ class StreamedOnnxModel(OnnxModel):
         """Note that no session is to be loaded any more; contexts end theirs when they are closed."""
         self._closed = True
 
-    def keep_apart(self, sizes: Sequence[int]) -> None:
-        """Let batches of each of these sizes have a session of their own in each context, from now on."""
-        self._apart = frozenset(sizes)
-
-    def number_of(self, rows: int) -> int:
-        """Return which of a stream's sessions runs batches of ``rows``; 0: the one that was there first."""
-        return rows if rows in self._apart else 0
-
     def join(self, device: Device, stream: Stream, number: int) -> "StreamSession":
-        """Return a session of a stream, which is loaded if there is none, for one more user."""
+        """Return a session of a stream, which is loaded if there is none, for one more user.
+
+        :param number: which of the stream's: 0 for the first, or the batch size that it is for alone.
+        """
         if self._closed:
             raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({str(self.path)!r})")
         key = stream.handle, number
@@ -219,6 +213,7 @@ class StreamContext:
         self._model = model
         self.device = device
         self._sessions: dict[int, StreamSession] = {}
+        self._apart: frozenset[int] = frozenset()
         # Those that are still in use: a pool drops what it has not used for long.
         self._bindings: WeakSet[StreamBinding] = WeakSet()
         self._closed = False
@@ -229,12 +224,26 @@ class StreamContext:
     def load(self, stream: Stream, rows: int = 0) -> StreamSession:
         """Return the session for batches of ``rows``, which is one of ``stream``."""
         assert not self._closed, "a closed context runs nothing"
-        number = self._model.number_of(rows)
+        number = rows if rows in self._apart else 0
         session = self._sessions.get(number)
         if session is None:
             session = self._sessions[number] = self._model.join(self.device, stream, number)
         assert session.handle == stream.handle, "a context runs on one stream"
         return session
+
+    def keep_apart(self, sizes: Sequence[int]) -> None:
+        """Let batches of each of these sizes have a session of their own, while nothing runs.
+
+        Those of other sizes are ended, but for the one that was there first.
+        """
+        self._apart = frozenset(sizes)
+        self._leave({0, *sizes})
+
+    def _leave(self, kept: Collection[int]) -> None:
+        for binding in tuple(self._bindings):
+            binding.forget()
+        for number in [number for number in self._sessions if number not in kept]:
+            self._model.leave(self._sessions.pop(number))
 
     @property
     def turn(self) -> AbstractContextManager[object]:
@@ -254,11 +263,7 @@ class StreamContext:
         if self._closed:
             return
         self._closed = True
-        for binding in tuple(self._bindings):
-            binding.forget()
-        sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            self._model.leave(session)
+        self._leave(())
 
 
 class StreamBinding:

@@ -7,12 +7,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 from asynctrt.backends.base import (
     Binding,
     ExecutionContext,
     Model,
+    PreparedContext,
     PreparedModel,
     SlowBinding,
     create_context_on,
@@ -317,7 +318,6 @@ class ContextPool:
         """The batch sizes that were captured, and what launching one costs."""
         self.prepared: tuple[int, ...] = ()
         """The only batch sizes that are run, if a change of the size takes long."""
-        self._context_nbytes = 0
         if arenas is not None:
             arenas.join(model.enqueue_nbytes)
         try:
@@ -453,9 +453,8 @@ class ContextPool:
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
             self.contexts.append(PooledContext(self._device, self._model, arena))
-            if index == 0 and not self._device.unified:
+            if index == 0 and contexts > 1 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
-                self._context_nbytes = each_nbytes
                 check_room(
                     self._device,
                     each_nbytes * (contexts - 1),
@@ -486,8 +485,9 @@ class ContextPool:
         for context in self.contexts:
             binding = context.slab(FIXED_SHAPE.shape, self.layout).binding
             assert binding is not None
-            places.append(Place(binding, context.stream, context.untimed.computed))
-        self.prepared = prepare(self._device, model, places, rows_max, self._context_nbytes)
+            owner = cast("PreparedContext", context.context)
+            places.append(Place(owner, binding, context.stream, context.untimed.computed))
+        self.prepared = prepare(self._device, model, places, rows_max)
 
     def _capture(self, sizes: Sequence[int]) -> None:
         """Capture the sizes on every context, or none: what cannot be captured runs call by call.

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Final, NamedTuple
 
 from asynctrt import clock
-from asynctrt.backends.base import Binding, PreparedModel
-from asynctrt.devices.base import Device, Event, Stream
-from asynctrt.errors import DeviceLostError
+from asynctrt.backends.base import Binding, PreparedContext, PreparedModel
+from asynctrt.devices.base import Device, Event, Stream, mib
+from asynctrt.errors import DeviceLostError, DeviceMemoryError
 
 PREPARE_S: Final = 120.0
 """How long a batch may take."""
@@ -27,8 +27,11 @@ CHANGE_SHARE_MIN: Final = 0.5
 ROUNDS: Final = 3
 """How often that is looked at, with two sizes."""
 
-ROOM_TIMES: Final = 2
-"""How many times what a context took when it was made is to be free for each size: batches take some."""
+SHARE_MAX: Final = 0.5
+"""The share of the device's free memory that sizes may take: others use it, too."""
+
+FEWEST: Final = 4
+"""With fewer sizes than this that do not fit either, it is given up."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -36,6 +39,7 @@ logger = logging.getLogger("asynctrt")
 class Place(NamedTuple):
     """Where batches are run: a context that nothing else uses, bound to a slab of zeros."""
 
+    context: PreparedContext
     binding: Binding
     stream: Stream
     end: Event
@@ -53,31 +57,26 @@ def sizes_up_to(rows_max: int) -> tuple[int, ...]:
     return (*sizes, rows_max)
 
 
-def prepare(
-    device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int, context_nbytes: int
-) -> tuple[int, ...]:
+def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int) -> tuple[int, ...]:
     """Find out whether changes of the batch size take long, and prepare for some sizes if so. Blocks.
 
     :param places: one for each context.
-    :param context_nbytes: what a context takes of the device's memory.
     :returns: the sizes that batches are padded to from now on, rising; none if they may be of any size.
     :raises DeviceLostError: if that happened meanwhile. What else goes wrong is logged.
     """
     sizes = model.batch_sizes
     try:
         if sizes is None:
-            sizes = _chosen(device, model, places, rows_max, context_nbytes)
+            sizes = _chosen(model, places[0], rows_max)
         elif sizes:
             sizes = (*[size for size in sizes if size < rows_max], rows_max)
         if sizes:
-            model.keep_apart(sizes[:-1])  # The largest has the session that is there.
-            with ThreadPoolExecutor(len(places), "asynctrt-prepare") as pool:
-                for done in [pool.submit(_run_all, device, place, sizes) for place in places]:
-                    done.result()
+            sizes = _keep_apart(device, model, places, sizes)
     except DeviceLostError:
         raise
     except Exception as error:
-        model.keep_apart(())
+        for place in places:
+            place.context.keep_apart(())
         logger.warning(
             "%r: batches of zeros could not be run beforehand, so each batch of another size than the one "
             "before may take long: %s",
@@ -88,13 +87,50 @@ def prepare(
     return sizes
 
 
-def _chosen(
-    device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int, context_nbytes: int
+def _keep_apart(
+    device: Device, model: PreparedModel, places: Sequence[Place], sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the sizes to keep apart, if that pays and there is room for them; else none."""
+    """Keep sizes apart and run them in every context: all, or as many as there is room for.
+
+    :raises DeviceMemoryError: if there is room for one only.
+    """
+    room_nbytes = device.memory().room_nbytes
+    while True:
+        for place in places:
+            place.context.keep_apart(sizes[:-1])  # The largest has what is there anyway.
+        try:
+            _run_all(device, places[0], sizes)
+            taken_nbytes = max(room_nbytes - device.memory().room_nbytes, 0)
+            if device.unified or taken_nbytes * len(places) <= room_nbytes * SHARE_MAX:
+                break
+            raise DeviceMemoryError(
+                f"{len(sizes)} batch sizes of {model.name!r} take {mib(taken_nbytes)} in one context, and in "
+                f"{len(places)} of them more than half of the {mib(room_nbytes)} that were free. Give the "
+                "sizes that matter most (batch_sizes of OnnxCudaModel), or use fewer contexts"
+            )
+        except DeviceMemoryError:
+            if len(sizes) < FEWEST:
+                raise
+            fewer = sizes[-1::-2][::-1]
+            logger.info(
+                "%r: there is no room for %d batch sizes, but perhaps for %d",
+                model.name,
+                len(sizes),
+                len(fewer),
+            )
+            sizes = fewer
+    with ThreadPoolExecutor(len(places), "asynctrt-prepare") as pool:
+        for done in [pool.submit(_run_all, device, place, sizes) for place in places[1:]]:
+            done.result()
+    logger.info("%r: batches are padded to %s", model.name, ", ".join(map(str, sizes)))
+    return sizes
+
+
+def _chosen(model: PreparedModel, place: Place, rows_max: int) -> tuple[int, ...]:
+    """Return the sizes to keep apart, if that pays; else none."""
     if rows_max < 2:
         return ()
-    place, pair = places[0], (rows_max, rows_max // 2)
+    pair = rows_max, rows_max // 2
     for rows in pair:
         _timed(place, rows)  # What happens once counts for nothing.
     extras_ns, sames_ns = [], []
@@ -107,21 +143,13 @@ def _chosen(
     extra_ns = median(extras_ns)
     if extra_ns < max(CHANGE_NS_MIN, CHANGE_SHARE_MIN * median(sames_ns)):
         return ()
-    sizes = sizes_up_to(rows_max)
-    needed_nbytes = ROOM_TIMES * context_nbytes * len(places) * (len(sizes) - 1)
-    found = f"a batch of another size than the one before takes {extra_ns / 1e6:.0f} ms longer"
-    if not device.unified and needed_nbytes > device.memory().room_nbytes:
-        logger.warning(
-            "%r: %s, and there is no room to keep %d sizes apart in each of %d contexts. Give the sizes that "
-            "matter most (batch_sizes of OnnxCudaModel), or open the engine with fewer contexts",
-            *(model.name, found, len(sizes), len(places)),
-        )
-        return ()
     logger.info(
-        "%r: %s, so %d sizes are kept apart in each of %d contexts, and others are padded to them",
-        *(model.name, found, len(sizes), len(places)),
+        "%r: a batch of another size than the one before takes %.0f ms longer, so some sizes are kept apart "
+        "in each context",
+        model.name,
+        extra_ns / 1e6,
     )
-    return sizes
+    return sizes_up_to(rows_max)
 
 
 def _run_all(device: Device, place: Place, sizes: Sequence[int]) -> None:

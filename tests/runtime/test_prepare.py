@@ -1,6 +1,7 @@
 """Batch sizes that are prepared for, where a batch of another size than the one before takes long."""
 
 import asyncio
+import dataclasses
 import logging
 import threading
 
@@ -22,16 +23,13 @@ SLOW_S = 10 * CHANGE_NS_MIN / 1e9
 class Forgetful(ModelBase):
     """``output = 2 * input``; a batch of another size than the one before takes ``change_s`` longer."""
 
-    def __init__(self, change_s=SLOW_S, batch_sizes=None, fails_at=None):
+    def __init__(self, change_s=SLOW_S, batch_sizes=None, fails_at=None, error=None):
         self.name = "forgetful"
         self.inputs = (TensorSpec("input", "float32", (4,)),)
         self.outputs = (TensorSpec("output", "float32", (4,)),)
         self.change_s, self.batch_sizes, self.fails_at = change_s, batch_sizes, fails_at
-        self.apart = frozenset()
+        self.error = error or DeviceMemoryError("no room for 12 rows")
         self.contexts = []
-
-    def keep_apart(self, sizes):
-        self.apart = frozenset(sizes)
 
     def create_context(self, device):
         self.contexts.append(ForgetfulContext(self))
@@ -46,6 +44,11 @@ class ForgetfulContext:
 
     def __init__(self, model):
         self.model, self.ran, self.last, self.changes = model, [], {}, 0
+        self.apart = frozenset()
+
+    def keep_apart(self, sizes):
+        self.apart = frozenset(sizes)
+        self.last = {size: last for size, last in self.last.items() if size in {0, *sizes}}
 
     def bind(self, inputs, outputs):
         return ForgetfulBinding(self, inputs[0].array, outputs[0].array)
@@ -62,12 +65,12 @@ class ForgetfulBinding:
 
     def enqueue(self, rows, *, profile, stream, arena):
         if rows == self.context.model.fails_at:
-            raise DeviceMemoryError(f"no room for {rows} rows")
+            raise self.context.model.error
         stream.launch(lambda: self.compute(rows), label=rows)
 
     def compute(self, rows):
         context = self.context
-        where = rows if rows in context.model.apart else 0
+        where = rows if rows in context.apart else 0
         if context.last.get(where) != rows:
             context.last[where] = rows
             context.changes += 1
@@ -121,7 +124,7 @@ async def test_sizes_are_kept_apart_if_changes_take_long():
 async def test_batches_are_run_as_they_are_if_changes_do_not():
     model = Forgetful(change_s=0)
     prepared, ran, _, statistics = await run(model, [9, 11, 16, 3], max_rows=16)
-    assert not model.apart
+    assert not any(context.apart for context in model.contexts)
     assert set(prepared[0]) == {8, 16}
     assert not prepared[1]
     assert ran == [3, 9, 11, 16]
@@ -145,15 +148,51 @@ async def test_batches_of_one_size_are_not_prepared():
         assert ran == [ran_at]
 
 
-@pytest.mark.parametrize(("options", "counts"), [({"batch_sizes": (4, 12)}, [9, 11]), ({}, [9, 11])])
-async def test_what_fails_beforehand_is_logged_and_nothing_is_padded(caplog, options, counts):
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_sizes": (4, 12)}, {"error": ValueError("no room for 12 rows")}],
+    ids=["given", "found"],
+)
+async def test_what_fails_beforehand_is_logged_and_nothing_is_padded(caplog, options):
+    counts = [9, 11]
     with caplog.at_level(logging.WARNING, logger="asynctrt"):
         model = Forgetful(fails_at=12, **options)
         _, ran, _, _ = await run(model, counts, max_rows=16)
     assert "could not be run beforehand" in caplog.text
     assert "no room for 12 rows" in caplog.text
-    assert not model.apart
+    assert not any(context.apart for context in model.contexts)
     assert ran == counts
+
+
+class Cramped(HostDevice):
+    """A device with memory of its own, of which each size that is kept apart takes 1 MiB."""
+
+    def __init__(self, room_mib):
+        super().__init__(in_place="never", threads=1, unified=False)
+        self.model, self.room_mib = None, room_mib
+
+    def memory(self):
+        taken = sum(len(context.last) for context in self.model.contexts) if self.model else 0
+        figures = super().memory()
+        return dataclasses.replace(figures, free_nbytes=max(self.room_mib - taken, 0) << 20)
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "sizes"),
+    [
+        pytest.param(100, (1, 2, 3, 4, 6, 8, 12, 16), id="for all"),
+        pytest.param(20, (2, 4, 8, 16), id="for every other"),
+        pytest.param(8, (4, 16), id="for two"),
+        pytest.param(2, (), id="for none"),
+    ],
+)
+async def test_as_many_sizes_are_kept_apart_as_there_is_room_for(room_mib, sizes, caplog):
+    device, model = Cramped(room_mib), Forgetful()
+    device.model = model
+    async with asynctrt.open(model, device=device, contexts=2, max_rows=16) as engine:
+        assert engine.statistics().batch_sizes == sizes
+        assert all(context.apart == frozenset(sizes[:-1]) for context in model.contexts)
+    assert ("could not be run beforehand" in caplog.text) == (not sizes)
 
 
 async def test_rows_of_many_callers_are_padded_together():
