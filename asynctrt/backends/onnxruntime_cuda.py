@@ -90,6 +90,11 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._has_told = False
         super().__init__(path, launch=launch, batch_sizes=batch_sizes)
 
+    @property
+    def device(self) -> Device:
+        """The GPU that it was loaded for."""
+        return self._device
+
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
         """Load the model to read its names and types: on the CPU, unless only the GPU has its operators."""
         try:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.base import Model
-from asynctrt.backends.onnxruntime import OnnxModel
+from asynctrt.backends.onnxruntime import OnnxModel, ort
 from asynctrt.backends.tensorrt import TensorRTModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, UsageError
@@ -15,6 +15,7 @@ from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from asynctrt.tensors import TensorSpec
 from tests.backends.onnx_sessions import HostSessions
 from tests.contract.devices import four_floats, strict
+from tests.gpu.support import gpu_is_here
 from tests.models import double_model, double_onnx, mixed_onnx, rows, sequence_onnx
 
 WAIT_S = 20
@@ -29,6 +30,22 @@ MODELS = {
 DOUBLE = four_floats(steps=1)
 """An engine of the strict double, which computes ``2 * x + 1``."""
 
+if gpu_is_here():
+    from asynctrt.devices.cuda import CudaDevice
+
+    MODELS["tensorrt-cuda"] = lambda path: strict(CudaDevice(0), DOUBLE)
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
+
+        MODELS["onnxruntime-cuda"] = lambda path: OnnxCudaModel(
+            double_onnx(path / "double.onnx"), device=CudaDevice(0)
+        )
+
+
+def device_of(model):
+    """Return the device of a model that was loaded for one; others run on any host device."""
+    return getattr(model, "device", None) or HostDevice()
+
 
 @pytest.fixture(params=MODELS)
 def model(request, tmp_path):
@@ -36,14 +53,15 @@ def model(request, tmp_path):
     yield made
     made.close()
     made.close()
+    if (device := device_of(made)).name != "host":
+        device.close()
 
 
 class Runner:
     """A context bound to a slab of its own."""
 
     def __init__(self, model, rows_max=8, symbols=None):
-        # The weights of a plan lie on one device; other models run on any host device.
-        self.device = model.device if isinstance(model, TensorRTModel) else HostDevice()
+        self.device = device_of(model)
         self.arena = self.device.allocate(model.enqueue_nbytes) if model.enqueue_nbytes else None
         self.added = 1 if isinstance(model, TensorRTModel) else 0
         self.stream = self.device.create_stream()
@@ -53,7 +71,12 @@ class Runner:
         self.binding = self.context.bind(self.slab.input_memory(), self.slab.output_memory())
 
     def enqueue(self, count):
+        has_copies = self.slab.buffers.device_buffer is not None
+        if has_copies:
+            self.slab.put_in(self.stream, count)
         self.binding.enqueue(count, profile=None, stream=self.stream, arena=self.arena)
+        if has_copies:
+            self.slab.put_out(self.stream, count)
         event = self.device.create_event()
         self.stream.record(event)
         return event
@@ -135,7 +158,7 @@ def test_contexts_run_side_by_side(model):
 
 def test_contexts_are_made_from_several_threads(model):
     contexts = []
-    device = model.device if isinstance(model, TensorRTModel) else HostDevice()
+    device = device_of(model)
     threads = [
         threading.Thread(target=lambda: contexts.append(model.create_context(device))) for _ in range(8)
     ]
@@ -158,7 +181,7 @@ def test_another_kind_of_device_is_refused(model):
         assert isinstance(caught.value, UsageError)
     else:
         assert isinstance(caught.value, DeviceUnavailableError)
-        assert re.search("not on 'cuda:0'.*device='host'", str(caught.value))
+        assert re.search("not on 'cuda:0'.*device='host'|not for 'cuda:0'", str(caught.value))
 
 
 def test_several_tensors_of_mixed_types(tmp_path):
