@@ -22,6 +22,14 @@ KINDS = (
         "the same packages: names, arguments, enums against the double's; plans that RTX builds",
         ("tests/testing/tensorrt/test_surface.py", "tests/backends/tensorrt/test_real.py"),
     ),
+    (
+        "workers that are killed, hang, or write where they must not",
+        ("tests/gpu/test_workers.py",),
+    ),
+    (
+        "ONNX models through ONNX Runtime's CUDA provider",
+        ("tests/gpu/test_onnxruntime.py",),
+    ),
     ("memory, streams, graphs, arrays of PyTorch, kernels that are compiled at run time", ("tests/gpu",)),
     ("the contract suites: devices, engines, profiles, hangs, lost devices", ("tests/contract",)),
     (

@@ -15,9 +15,10 @@ from onnx import TensorProto
 import asynctrt
 from asynctrt.backends.base import StreamModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import ExecutionError, OptionsError, UsageError
+from asynctrt.errors import ExecutionError, InputError, OptionsError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from tests.backends.onnx_sessions import HostSession, HostSessions, in_place
+from tests.helpers import WAIT_S
 from tests.models import double_onnx, node, rows, save
 
 pytestmark = pytest.mark.anyio
@@ -205,6 +206,50 @@ async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is
         seen.clear()  # What was run beforehand, wherever the engine was opened.
         await asyncio.gather(*(engine.infer(rows(n)) for n in range(1, 20)))
     assert seen == {(is_loop, launch == "thread")}
+
+
+@pytest.mark.parametrize("count", [1, 3, 60])
+async def test_large_rows_are_staged_by_the_thread_that_enqueues(tmp_path, count):
+    """Also where one caller has changed its rows meanwhile: it is told, and the others get their answers."""
+    model = HostSessions(double_onnx(tmp_path / "double.onnx", dims=(50_000,)))
+    threads = set()
+    load = model.load_session
+
+    def watched(device, stream):
+        session = load(device, stream)
+        put = session.put
+        session.put = lambda *arguments: (threads.add(threading.current_thread().name), put(*arguments))
+        return session
+
+    model.load_session = watched
+    device = HostDevice(in_place="never", unified=False)
+    async with asynctrt.open(model, device=device, contexts=2, max_rows=64) as engine:
+        threads.clear()
+        sent = [np.full((1, 50_000), number, np.float32) for number in range(count)]
+        changed = np.zeros((1, 50_000), np.float32)
+        answers = [engine.submit(one) for one in [*sent, changed]]
+        changed.shape = (50_000,)
+        async with asyncio.timeout(WAIT_S):
+            found = await asyncio.gather(*answers, return_exceptions=True)
+        for one, answer in zip(sent, found, strict=False):
+            np.testing.assert_array_equal(answer["output"], 2 * one)
+        assert isinstance(found[-1], InputError)
+        assert "changed between" in str(found[-1])
+        assert all(name.startswith("asynctrt-enqueue") for name in threads), threads
+
+
+async def test_a_batch_of_which_no_row_can_be_staged_fails_and_the_next_is_computed(tmp_path):
+    model = HostSessions(double_onnx(tmp_path / "double.onnx", dims=(50_000,)))
+    async with asynctrt.open(model, device=HostDevice(in_place="never"), contexts=1) as engine:
+        for _ in range(3):
+            changed = np.zeros((1, 50_000), np.float32)
+            asked = engine.submit(changed)
+            changed.shape = (50_000,)
+            with pytest.raises(InputError, match="changed between"):
+                await asyncio.wait_for(asked, WAIT_S)
+        sent = np.ones((2, 50_000), np.float32)
+        answer = await asyncio.wait_for(engine.infer(sent), WAIT_S)
+        np.testing.assert_array_equal(answer["output"], 2 * sent)
 
 
 async def test_an_output_whose_shape_depends_on_the_data(tmp_path):

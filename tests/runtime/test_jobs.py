@@ -8,7 +8,7 @@ import pytest
 
 from asynctrt import clock
 from asynctrt.runtime.completion import Reaper
-from asynctrt.runtime.jobs import Copiers
+from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 
 pytestmark = pytest.mark.anyio
 WAIT_S = 20
@@ -138,3 +138,50 @@ async def test_a_copy_that_does_not_end_is_not_waited_for_longer_than_asked():
     assert not made.copiers.close(0.01)
     gate.set()
     assert not made.told
+
+
+def test_work_is_shared_with_those_who_help():
+    reached, go_on = threading.Barrier(3), []
+    work = SharedWork([lambda: go_on.append(reached.wait(WAIT_S)) for _ in range(3)])
+    helpers = [threading.Thread(target=work.help) for _ in range(2)]
+    for helper in helpers:
+        helper.start()
+    work.do()  # None of the three gets further alone.
+    assert sorted(go_on) == [0, 1, 2]
+    for helper in helpers:
+        helper.join(WAIT_S)
+
+
+def test_work_is_done_though_nobody_helps():
+    done = []
+    work = SharedWork([partial(done.append, part) for part in range(4)])
+    assert len(work) == 4
+    work.do()
+    work.help()
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_what_a_helper_raises_is_told_when_all_is_done():
+    begun, done = threading.Event(), []
+
+    def fail():
+        begun.set()
+        raise ValueError("no")
+
+    work = SharedWork([fail, partial(done.append, 1), partial(done.append, 2)])
+    helper = threading.Thread(target=work.help)
+    helper.start()
+    assert begun.wait(WAIT_S)
+    with pytest.raises(ValueError, match="no"):
+        work.do()
+    assert sorted(done) == [1, 2]
+    helper.join(WAIT_S)
+
+
+async def test_nobody_is_told_of_help():
+    reaper = Reaper(asyncio.get_running_loop(), clock.now_ns, waiting="adaptive")
+    jobs, helped = Jobs("test", 2, reaper, clock.now_ns), threading.Event()
+    jobs.assist(helped.set)
+    assert await asyncio.to_thread(helped.wait, WAIT_S)
+    assert jobs.close(WAIT_S)
+    reaper.close()

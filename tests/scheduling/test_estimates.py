@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from asynctrt.scheduling.estimates import (
+    LEAD_MARGIN_NS,
     QUANTILE,
     SHAPES_MAX,
     TIMED_ALWAYS_NS,
@@ -120,6 +121,22 @@ def test_nothing_is_expected_before_anything_was_seen():
 
 def test_alone_it_takes_copy_in_compute_and_copy_out():
     assert Device(copy_in_ns=30, copy_out_ns=7).launch(500)[1] == 30 + 1000 + 7
+
+
+def test_what_took_long_to_be_put_on_its_stream_computes_meanwhile():
+    """Else its end is looked for as much later as putting it there took, as ONNX Runtime's were."""
+    device = Device(copy_in_ns=30, copy_out_ns=7)
+    for put_ns, left_ns in ((9000, 1037), (8900, 937), (8100, 137), (5000, 0)):
+        assert device.estimator.started(device.make(0), 9000, put_ns) == left_ns
+        device = Device(copy_in_ns=30, copy_out_ns=7)
+
+
+def test_a_batch_can_compute_when_it_is_gathered_and_copied_in():
+    device = Device(copy_in_ns=30)
+    batch = device.make(0)._replace(lane=0, launched_ns=100)
+    device.estimator.started(batch, 900, 300)
+    assert device.estimator.delay_ns(SHAPE, 1) == 200 + 30
+    assert device.estimator.lead_ns(SHAPE, 1) == 800 + 30 + LEAD_MARGIN_NS
 
 
 def test_the_rows_that_are_run_count_not_those_that_were_asked_for():
