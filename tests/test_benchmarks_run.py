@@ -49,6 +49,7 @@ LEAST = {
         "--restarts",
         "2",
     ],
+    "scale": ["--quick", "--seconds", "0.1", "--protocols", "HTTP,gRPC"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
     "ray_serve": ["--seconds", "0.2", "--rows", "8", "--callers", "8"],
@@ -73,6 +74,7 @@ PARTS = {
     "peer_servers",
     "peer_lit",
     "peer_bento",
+    "scale_clients",
 }
 """What benchmarks start as processes of their own."""
 PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_model"}

@@ -8,8 +8,10 @@ import argparse
 import asyncio
 import json
 import math
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,6 +19,8 @@ import uvloop
 
 OPEN_S = 0.5
 """Left out at the beginning."""
+QUANTILES = np.linspace(0, 100, 201)
+"""What several clients tell of their latencies, so that these can be put together."""
 
 
 def infer_head(dim):
@@ -54,6 +58,7 @@ class Connection(asyncio.Protocol):
         self.transport = transport
 
     def connection_lost(self, exc):
+        self.book.errors += self.book.is_open
         if not self.is_ready.done():
             self.is_ready.set_exception(ConnectionError("closed while connecting"))
 
@@ -72,12 +77,13 @@ class Connection(asyncio.Protocol):
 class Http(Connection):
     """Send one request after the other, so that answers need not be told apart."""
 
-    def __init__(self, book, depth, *, paced, url, dim, raw, text=b""):
+    def __init__(self, book, depth, *, paced, url, dim, raw, text=b"", binary=b"", json_nbytes=0):
         super().__init__(book, depth, paced=paced)
-        head = b"" if raw else b"{" + infer_head(dim)
-        body = text or head + bytes(4 * dim)
+        head = b"" if raw or binary else b"{" + infer_head(dim)
+        body = text or binary or head + bytes(4 * dim)
         kind = b"json" if text else b"octet-stream"
-        length = b"" if raw or text else b"Inference-Header-Content-Length: %d\r\n" % len(head)
+        json_nbytes = json_nbytes or len(head)
+        length = b"" if raw or text else b"Inference-Header-Content-Length: %d\r\n" % json_nbytes
         self.request = (
             b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/%s\r\n%s"
             b"Content-Length: %d\r\n\r\n%s" % (url.path.encode(), kind, length, len(body), body)
@@ -181,7 +187,10 @@ class WebSocket(Connection):
 
 
 async def sockets(options, url, book):
-    kind = partial(Http, text=bytes.fromhex(options.body)) if url.scheme == "http" else WebSocket
+    kind = WebSocket
+    if url.scheme == "http":
+        binary = options.file.read_bytes() if options.file else b""
+        kind = partial(Http, text=bytes.fromhex(options.body), binary=binary, json_nbytes=options.json_nbytes)
     loop = asyncio.get_running_loop()
     connections = []
     for _ in range(options.connections):
@@ -216,17 +225,25 @@ async def pace(options, connections, stop_ns):
 async def grpc_callers(options, url, book):
     import grpc
 
-    channel = grpc.aio.insecure_channel(url.netloc)
-    call = channel.unary_unary(url.path)
+    # Channels of one process to one address share a connection unless they are told not to.
+    settings = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(url.netloc, settings) for _ in range(options.channels)]
     body = bytes.fromhex(options.body)
 
-    async def caller():
+    async def caller(call):
         while True:
             began_ns = time.monotonic_ns()
-            await call(body)
+            try:
+                await call(body)
+            except grpc.aio.AioRpcError as error:
+                book.errors += 1
+                print(error, file=sys.stderr)
+                return
             book.note(began_ns, time.monotonic_ns())
 
-    return [asyncio.create_task(caller()) for _ in range(options.connections)]
+    calls = [channel.unary_unary(url.path) for channel in channels]
+    callers = [caller(calls[number % len(calls)]) for number in range(options.connections)]
+    return [asyncio.create_task(one) for one in callers]
 
 
 async def run(options):
@@ -240,7 +257,12 @@ async def run(options):
     if options.rate > 0:
         stop_ns = time.monotonic_ns() + int((OPEN_S + options.seconds) * 1e9)
         pacing = asyncio.create_task(pace(options, kept, stop_ns))
-    await asyncio.sleep(OPEN_S)
+    if options.told:
+        print("connected", flush=True)
+        opens_ns = int(await asyncio.to_thread(sys.stdin.readline))
+        await asyncio.sleep((opens_ns - time.monotonic_ns()) / 1e9)
+    else:
+        await asyncio.sleep(OPEN_S)
     book.is_open, began, cpu = True, time.monotonic(), time.process_time()
     print("open", flush=True)
     await asyncio.sleep(options.seconds)
@@ -257,6 +279,8 @@ async def run(options):
         "errors": book.errors,
         "client_cpu_us": (time.process_time() - cpu) / max(count, 1) * 1e6,
     }
+    if options.told:
+        figures["quantiles_us"] = np.percentile(latencies, QUANTILES).tolist()
     print(json.dumps(figures), flush=True)
 
 
@@ -270,6 +294,12 @@ def main():
     parser.add_argument("--rate", type=float, default=0)
     parser.add_argument("--raw", action="store_true", help="send the tensor alone")
     parser.add_argument("--body", default="", help="the message, in hex, for grpc, and for HTTP as JSON")
+    parser.add_argument("--file", type=Path, help="the body, for HTTP as binary data")
+    parser.add_argument("--json-nbytes", type=int, default=0, help="of the JSON that the file begins with")
+    parser.add_argument("--channels", type=int, default=1, help="connections, for grpc")
+    parser.add_argument(
+        "--told", action="store_true", help="say 'connected', and read from which time on to measure, in ns"
+    )
     uvloop.run(run(parser.parse_args()))
 
 

@@ -27,7 +27,11 @@ def arguments(doc, **defaults):
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", "--results", type=Path, metavar="FILE", help="write the figures here")
     for name, value in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+        flag = f"--{name.replace('_', '-')}"
+        if value is False:
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=type(value), default=value)
     return parser.parse_args()
 
 

@@ -19,9 +19,9 @@ from urllib.request import urlopen
 
 import numpy as np
 import psutil
-from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from asynctrt.backends.function import FunctionModel
+from asynctrt.kserve.protobuf import message_classes
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.benchmarks.mlp import mlp_onnx
@@ -112,7 +112,7 @@ def load(server, url, seconds, **settings):
 
 
 def grpc_body():
-    message = ModelInferRequest(model_name="noop", raw_input_contents=[bytes(64)])
+    message = message_classes()["ModelInferRequest"](model_name="noop", raw_input_contents=[bytes(64)])
     message.inputs.add(name="input", datatype="FP32", shape=[1, 16])
     return message.SerializeToString().hex()
 
