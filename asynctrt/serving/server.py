@@ -30,6 +30,7 @@ from asynctrt.serving.frames import upgrade
 from asynctrt.serving.gpus import Gpus
 from asynctrt.serving.grpc_server import GrpcServer, errno_of, reason_of
 from asynctrt.serving.http import SWEEP_S, Hub
+from asynctrt.serving.listener import Listener
 from asynctrt.serving.log import AccessLog
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.monitoring import metrics_alone
@@ -39,7 +40,6 @@ from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
-from asynctrt.serving.tls import TlsListener
 
 SAMPLE_S: Final = 1.0
 BACKLOG: Final = 1024
@@ -74,7 +74,7 @@ class Server:
         self.api = Api(repository, self.settings, checks_hosts=not has_tokens)
         self._hub: Hub | None = None
         self._metrics_hub: Hub | None = None
-        self._listeners: list[asyncio.Server | TlsListener] = []
+        self._listeners: list[Listener] = []
         self._addresses: list[str] = []
         self._grpc: GrpcServer | None = None
         self._grpc_port = 0
@@ -277,7 +277,7 @@ class Server:
                 host,
                 port,
                 backlog=BACKLOG,
-                start_serving=tls is None,
+                start_serving=False,
                 reuse_port=self._is_front,
             )
         except OSError as error:
@@ -288,7 +288,7 @@ class Server:
             elif number not in (errno.EADDRINUSE, None):
                 fix = "Use an address of this machine, such as 127.0.0.1 or 0.0.0.0"
             raise UsageError(f"cannot listen on {host} port {port}: {reason_of(error)}. {fix}") from error
-        self._listeners.append(listener if tls is None else TlsListener(hub, tls, listener, BACKLOG))
+        self._listeners.append(Listener(hub, listener, BACKLOG, tls))
         self._addresses.append(_address(listener))
 
     def _connections(self) -> int:
@@ -360,7 +360,7 @@ class Server:
         if self._refusals is not None:
             self._refusals.tick(is_last=True)
         for listener in self._listeners:
-            listener.abort() if isinstance(listener, TlsListener) else listener.close()
+            listener.abort()
         for hub in (self._hub, self._metrics_hub):
             if hub is not None:
                 hub.close()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -418,3 +419,23 @@ def test_one_limit_of_gpu_memory_for_all_models(monkeypatch):
     assert context._limit_nbytes is None
     Server(Repository(), ServerSettings(gpu_memory=5000))
     assert context._limit_nbytes == 5000
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "tls"])
+async def test_connections_that_come_at_once_are_accepted_at_once(tmp_path, encrypted):
+    """Not one in each turn of the loop, which may be long: uvloop's own server does that."""
+    settings = {}
+    if encrypted:
+        settings["tls_certificate"], settings["tls_key"] = certificate(tmp_path)
+    async with serving(**settings) as server:
+        port = int(server.http_url.rpartition(":")[2])
+        clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(60)]
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            shaking = sum(len(listener._opening) for listener in server._listeners)
+            assert len(server._hub.connections) + shaking == len(clients)
+        finally:
+            for client in clients:
+                client.close()
