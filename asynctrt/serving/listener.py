@@ -1,7 +1,7 @@
 """Accept a server's connections: all that wait in one turn of the loop, with TLS or without.
 
 A loop's own server falls short of that. uvloop's accepts one connection in a turn, and turns are long under
-load: of 512 clients that came at once, a hundred had no answer after three seconds, and the others sixty each.
+load: of 512 clients who came at once, a hundred had no answer after three seconds, and the others sixty.
 With ``ssl=``, handshakes are of nobody's count until they are done, and an answer is encrypted as a whole: 60
 MiB hold the event loop for 300 ms.
 """
