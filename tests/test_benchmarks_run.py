@@ -50,6 +50,7 @@ LEAST = {
         "2",
     ],
     "scale": ["--quick", "--seconds", "0.1", "--protocols", "HTTP,gRPC"],
+    "worker_faults": ["--requests", "300", "--repeats", "1", "--deaths", "2", "--batch-timeout", "0.3"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
     "ray_serve": ["--seconds", "0.2", "--rows", "8", "--callers", "8"],

@@ -50,7 +50,7 @@ class Listener:
         # Accepted, and not yet the hub's.
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         for one in self._listening:
-            one.setblocking(False)
+            one.settimeout(0)
             one.listen(backlog)
             hub.loop.add_reader(one, self._accept, one)
 
@@ -94,7 +94,7 @@ class Listener:
                 hub.refused += 1
                 accepted.close()
                 continue
-            accepted.setblocking(False)
+            accepted.settimeout(0)
             task = hub.loop.create_task(self._open(accepted))
             self._opening[task] = accepted
             task.add_done_callback(self._opened)

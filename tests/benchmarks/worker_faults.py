@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,11 @@ def options():
 
 def row(first):
     return np.array([[first, 1, 2, 3]], np.float32)
+
+
+def open_gate():
+    """Let the next batch write where it must not."""
+    Path(os.environ[GATE]).touch()
 
 
 def used_nbytes(device):
@@ -92,9 +98,7 @@ class Callers:
     def longest_pause_s(self, since_s):
         """Return the longest time without an answer since then."""
         ends = [since_s, *(end for end in self.ends if end > since_s)]
-        return max(
-            (after - before for before, after in zip(ends, ends[1:], strict=False)), default=float("nan")
-        )
+        return max((after - before for before, after in pairwise(ends)), default=float("nan"))
 
 
 async def killed(model, given, device, **settings):
@@ -148,7 +152,7 @@ async def faulted(model, given, device, first, **settings):
         began_s = time.perf_counter()
         try:
             if first is None:
-                Path(os.environ[GATE]).touch()
+                open_gate()
             await engine.infer(row(first or 1.0))
             refused = "answered"
         except PoisonError:

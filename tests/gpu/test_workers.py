@@ -124,7 +124,7 @@ async def test_an_onnx_model_in_a_worker(tmp_path):
 
 @pytest.mark.skipif(gpu_count() < 2, reason="needs two GPUs")
 async def test_one_lost_gpu_lowers_capacity_and_nothing_else():
-    async with opened(KIND, device="cuda:0,cuda:1") as engine:
+    async with opened(KIND, device="cuda:0,cuda:1", contexts=1, max_rows=16) as engine:
         firsts = list(range(1, 2000))
         check(firsts, await answered(engine, firsts))
         assert [worker.device for worker in engine.workers] == ["cuda:0", "cuda:1"]
@@ -134,5 +134,6 @@ async def test_one_lost_gpu_lowers_capacity_and_nothing_else():
         os.kill(first, signal.SIGKILL)
         check(firsts, await asked)
         assert engine.workers[1].deaths == 0
-        firsts = [ILLEGAL if number == 777 else number + 1 for number in range(1000)]
+        # Whatever was computed with it is suspected: the more, the more workers it ends.
+        firsts = [ILLEGAL if number == 21 else number + 1 for number in range(64)]
         check(firsts, await answered(engine, firsts), {ILLEGAL})

@@ -1,4 +1,4 @@
-"""TLS: handshakes are counted and bounded, and large answers leave the loop to others."""
+"""Listeners: handshakes are counted and bounded, and large answers leave the loop to others."""
 
 import asyncio
 import gc
