@@ -20,7 +20,7 @@ from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.tensors import TensorSpec
 from tests.models import rows
 from tests.serving.support import WAIT_S, request, serving
-from tests.serving.test_tls import WIDE, answer_of, binary, infer, wide_model
+from tests.serving.test_listener import WIDE, answer_of, binary, infer, wide_model
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
