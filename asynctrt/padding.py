@@ -33,13 +33,14 @@ class Filled:
     length_of: str | None
 
     def array(self, rows: int, symbols: Mapping[str, int]) -> Array:
-        """Return the rows for a request, before they are padded: ones, or the length. Nobody writes to it."""
+        """Return the rows for a request, before they are padded: ones, or the length. Nobody writes to it.
+
+        All its elements are one in memory, so that what callers ask for takes none.
+        """
         dims = self.spec.resolve(symbols)
         assert dims is not None, "the sizes of its dimensions come from other inputs"
         value = 1 if self.length_of is None else symbols[self.length_of]
-        array = np.full((rows, *dims), value, self.spec.dtype)
-        array.flags.writeable = False
-        return array
+        return np.broadcast_to(np.array(value, self.spec.dtype), (rows, *dims))
 
 
 class Fit(NamedTuple):
@@ -75,6 +76,10 @@ class Padding:
         self._same = [tuple(name.strip() for name in names.split("=")) for names in pad]
         self.sizes = {name: pad[names] for names in pad for name in map(str.strip, names.split("="))}
         """The sizes of each dimension that is padded, rising."""
+        named = [name for names in self._same for name in names]
+        if len(self.sizes) != len(named):
+            twice = next(name for name in named if named.count(name) > 1)
+            raise OptionsError(f"pad names the dimension {twice!r} twice: it can have one list of sizes")
         varying = dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str))
         unknown = [dim for dim in self.sizes if dim not in varying]
         if unknown:
@@ -206,6 +211,11 @@ class Padding:
                 f"pad_with says that {spec.name!r} is a length, of which a row has one; its rows have the "
                 f"shape {spec.dims}"
             )
+        if (longest := self.sizes[dim][-1]) > _counts_to(spec.dtype):
+            raise OptionsError(
+                f"pad_with says that {spec.name!r} is a length, which is up to {longest}, and its dtype "
+                f"{spec.dtype.name} does not hold every one"
+            )
         return Filled(spec, dim)
 
     def _value(self, spec: TensorSpec, value: float | str) -> Any:
@@ -218,7 +228,7 @@ class Padding:
         try:
             with np.errstate(over="raise", invalid="raise"):
                 converted = np.array(value).astype(spec.dtype)
-        except FloatingPointError:
+        except (FloatingPointError, OverflowError):
             converted = None
         exact = converted is not None and (spec.dtype.kind in "fc" or bool(converted == value))
         if converted is None or not exact:
@@ -236,3 +246,10 @@ class Padding:
                     f"the size of {dim!r} is not known: every input of {self._name!r} that has it is filled "
                     "by the engine, as pad_with says. Leave one of them out of it"
                 )
+
+
+def _counts_to(dtype: np.dtype[Any]) -> int:
+    """Return the number up to which a dtype of numbers holds every whole one."""
+    if dtype.kind == "f":
+        return 1 << int(np.finfo(dtype).nmant) + 1
+    return 1 if dtype.kind == "b" else int(np.iinfo(dtype).max)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import asynctrt.client
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import InputError, OptionsError
 from asynctrt.options import Options
+from asynctrt.padded_inputs import PaddedInputCheck
 from asynctrt.padding import Padding
 from asynctrt.tensors import TensorSpec
 from tests.helpers import WAIT_S
@@ -69,6 +71,9 @@ def test_values_may_be_written_in_several_ways():
         ({"length": 4}, {"idz": 1}, "the input 'idz', and those of 'model' are: 'ids', 'mask', 'count'"),
         ({"length": 4}, {"ids": 0.5}, "'ids', whose dtype int64 does not hold it"),
         ({"length": 4}, {"count": 2**40}, "'count', whose dtype int32 does not hold it"),
+        ({"length": 4}, {"ids": 10**400}, "'ids', whose dtype int64 does not hold it"),
+        ({"length": 4, "length=other": 8}, None, "the dimension 'length' twice"),
+        ({"length": (4, 2**31)}, {"count": "length"}, "up to 2147483648, and its dtype int32"),
         ({"length": 4}, {"count": "mask"}, "none of its dimensions"),
         ({"length": 4}, {"mask": "length"}, "a row has one"),
         ({"length": 4}, {"count": "length:width"}, "does not say of which"),
@@ -153,6 +158,32 @@ async def test_masks_lengths_and_values():
         ):
             with pytest.raises(InputError, match=says):
                 await engine.infer(given)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "holds"), [("int8", 127), ("uint8", 255), ("float16", 2048), ("float32", 2**24), ("bool", 1)]
+)
+def test_a_length_that_its_dtype_does_not_hold_is_refused_when_it_is_opened(dtype, holds):
+    inputs, pad_with = (IDS, TensorSpec("count", dtype, (1,))), {"count": "length"}
+    found = padding({"length": holds}, pad_with, inputs)
+    assert found.filled[0].array(2, {"length": holds}).tolist() == [[holds], [holds]]
+    with pytest.raises(OptionsError, match=f"up to {holds + 1}, and its dtype {dtype}"):
+        padding({"length": holds + 1}, pad_with, inputs)
+
+
+def test_what_is_filled_for_callers_takes_no_memory_of_its_own():
+    """Masks are kept for the next request of their shape, and callers choose the shapes."""
+    specs = (TensorSpec("ids", "uint8", ("length",)), TensorSpec("mask", "int64", ("length",)))
+    check = PaddedInputCheck(specs, padding({"length": 4096}, {"mask": "mask"}, specs))
+    tracemalloc.start()
+    try:
+        for rows in range(1000, 1064):
+            (_, mask), *_ = check.validate({"ids": np.broadcast_to(np.uint8(1), (rows, 4096))})
+            assert mask.shape == (rows, 4096)
+            assert not mask.flags.writeable
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 async def test_more_rows_than_a_batch_holds_and_large_batches():

@@ -1,12 +1,15 @@
 """A latency target in words: ``p99<20ms``."""
 
 import re
+from decimal import Decimal
 from typing import Final, NamedTuple
 
 from asynctrt.errors import OptionsError
 
-SHAPE: Final = re.compile(r"\s*p(\d{1,2}(?:\.\d{1,2})?)\s*<\s*(\d+(?:\.\d+)?)\s*(us|µs|ms|s)\s*")
-UNITS_NS: Final = {"us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+SHAPE: Final = re.compile(r"\s*p(\d{1,2}(?:\.\d{1,2})?)\s*<\s*(\d{1,15}(?:\.\d{1,15})?)\s*(us|µs|ms|s)\s*")
+UNITS_NS: Final = {"us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
+WITHIN_NS_MAX: Final = 2**62
+"""146 years: added to a monotonic clock it still fits into 63 bits."""
 
 
 class Target(NamedTuple):
@@ -17,7 +20,8 @@ class Target(NamedTuple):
     within_ns: int
 
     def __str__(self) -> str:
-        return f"p{100 * self.percentile:g}<{self.within_ns / 1e6:g}ms"
+        # No digit is lost: settings are kept as this text, and parsed again.
+        return f"p{100 * self.percentile:g}<{(Decimal(self.within_ns) / UNITS_NS['ms']).normalize():f}ms"
 
     @classmethod
     def parse(cls, text: str) -> "Target":
@@ -27,8 +31,8 @@ class Target(NamedTuple):
         """
         found = SHAPE.fullmatch(text)
         percentile = round(float(found[1]) / 100, 6) if found else 0.0
-        within_ns = round(float(found[2]) * UNITS_NS[found[3]]) if found else 0
-        if not 0.5 <= percentile < 1 or within_ns <= 0:
+        within_ns = round(Decimal(found[2]) * UNITS_NS[found[3]]) if found else 0
+        if not 0.5 <= percentile < 1 or not 0 < within_ns <= WITHIN_NS_MAX:
             raise OptionsError(
                 f"{text!r} is not a latency target: write p99<20ms, a percentile from p50 on and a time in "
                 "us, ms or s"
