@@ -172,6 +172,13 @@ class InferResult(Mapping[str, Array]):
         return cls(outputs, batches, parts[0]._arrival_ns)
 
 
+def copy_rows(rows: Array, view: Array) -> None:
+    """Copy rows into a view of the same shape; a plain assignment would broadcast what has changed."""
+    if rows.shape != view.shape:
+        raise ValueError(f"rows of shape {rows.shape} where {view.shape} was announced")
+    view[...] = rows
+
+
 def convert(spec: TensorSpec, value: Any) -> Array:
     """Return nested lists or a number as an array of the tensor's dtype, if that changes no value.
 

@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from asynctrt.errors import AsynctrtError, DeadlineError, ExecutionError, QueueFullError, copy_for, describe
+from asynctrt.errors import (
+    AsynctrtError,
+    DeadlineError,
+    ExecutionError,
+    InputError,
+    QueueFullError,
+    copy_for,
+    describe,
+)
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 
 
@@ -61,3 +69,13 @@ def deadline_error(request: Request, now_ns: int) -> DeadlineError:
         f"the timeout of {timeout_ms:.3f} ms passed after {waited_ms:.3f} ms in the queue; the request did "
         "not reach the device. Allow more time, or send less"
     )
+
+
+def changed_error(error: Exception) -> InputError:
+    """Return the error for a caller whose rows could not be copied, although they were checked."""
+    refused = InputError(
+        "the inputs changed between the call and their batch: "
+        f"{type(error).__name__}. Leave arrays alone until infer has returned"
+    )
+    refused.__cause__ = error
+    return refused

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from asynctrt.padding import Fit, Padding
-from asynctrt.runtime.staging import RowSource, Slab, copy_rows, spans_of
+from asynctrt.runtime.staging import RowSource, Slab, spans_of
 from asynctrt.scheduling.batch import Batch
-from asynctrt.tensors import Array
+from asynctrt.tensors import Array, copy_rows
 
 
 class PaddedSource(RowSource):

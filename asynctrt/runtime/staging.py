@@ -21,9 +21,10 @@ import numpy as np
 from asynctrt.backends.base import Binding, TensorMemory
 from asynctrt.devices.base import Buffer, Device, DeviceArray, Stream, aligned
 from asynctrt.errors import InputError
+from asynctrt.runtime.answers import changed_error
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import Request
-from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec
+from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows
 
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size a batch's output is copied as one block, of which each result is a view. A result that
@@ -330,12 +331,7 @@ class RowSource:
                 view[span] = view[good]
 
     def _refuse(self, request: Request, error: Exception) -> None:
-        refused = InputError(
-            "the inputs changed between the call and their batch: "
-            f"{type(error).__name__}. Leave arrays alone until infer has returned"
-        )
-        refused.__cause__ = error
-        self.refused += ((request, refused),)
+        self.refused += ((request, changed_error(error)),)
 
 
 class SlotSource(RowSource):
@@ -594,13 +590,6 @@ def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], reco
         request.future = request.payload = None
         if future is not None and not future.done():
             future.set_result(InferResult(outputs[number], batches, request.arrival_ns))
-
-
-def copy_rows(rows: Array, view: Array) -> None:
-    """Copy rows into a view of the same shape; a plain assignment would broadcast what has changed."""
-    if rows.shape != view.shape:
-        raise ValueError(f"rows of shape {rows.shape} where {view.shape} was announced")
-    view[...] = rows
 
 
 def _runs(spans: Sequence[slice]) -> list[slice]:

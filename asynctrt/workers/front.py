@@ -24,6 +24,7 @@ from asynctrt.errors import (
     DeviceLostError,
     EngineClosedError,
     ExecutionError,
+    InputError,
     InternalError,
     PoisonError,
     QueueFullError,
@@ -301,14 +302,15 @@ class Front:
             return
         payloads = [request.payload for request in group.requests]
         if group.nbytes <= COPY_ON_LOOP_NBYTES_MAX:
-            group.write(self._memory, payloads)
-            self._written(group)
+            self._written(group, group.write(self._memory, payloads))
             return
         self._copying.add(group)
         write = self._loop.run_in_executor(self._executor(), group.write, self._memory, payloads)
         write.add_done_callback(partial(self._written_off_loop, group))
 
-    def _written_off_loop(self, group: Group, write: "asyncio.Future[None]") -> None:
+    def _written_off_loop(
+        self, group: Group, write: "asyncio.Future[list[tuple[Request, InputError]]]"
+    ) -> None:
         self._copying.discard(group)
         error = None if write.cancelled() else write.exception()
         if error is not None:
@@ -316,10 +318,13 @@ class Front:
             self._fail_groups([group], failed)
             self.tell_if_idle()
         else:
-            self._written(group)
+            self._written(group, [] if write.cancelled() else write.result())
             self.send_held()
 
-    def _written(self, group: Group) -> None:
+    def _written(self, group: Group, refused: Iterable[tuple[Request, InputError]]) -> None:
+        for request, error in refused:
+            self._fail_all([request], error)
+            self.tell_if_idle()
         for request in group.requests:
             if request.state is QUEUED:
                 request.payload = group  # Its arrays are the caller's again.

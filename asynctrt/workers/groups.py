@@ -5,9 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from asynctrt.errors import InputError
+from asynctrt.runtime.answers import changed_error
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
-from asynctrt.tensors import Array
+from asynctrt.tensors import Array, copy_rows
 from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layout
 from asynctrt.workers.memory import Heap, SharedMemory
 
@@ -75,18 +77,43 @@ class Group:
             heap.free(*self.large)
             self.large = None
 
-    def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> None:
+    def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> list[tuple[Request, InputError]]:
         """Copy rows into the block.
 
         :param payloads: the arrays of each request. A cancelled request has its own no more.
+        :returns: the requests whose rows could not be copied, with what to tell their callers.
         """
-        views = self.layout.inputs(memory, self.block, self.rows).values()
-        if len(payloads) == 1:
-            for view, array in zip(views, payloads[0], strict=True):
-                np.copyto(view, array)
-            return
-        for number, view in enumerate(views):
-            np.concatenate([payload[number] for payload in payloads], out=view)
+        views = list(self.layout.inputs(memory, self.block, self.rows).values())
+        try:
+            if len(payloads) == 1:
+                for view, array in zip(views, payloads[0], strict=True):
+                    copy_rows(array, view)
+            else:
+                for number, view in enumerate(views):
+                    np.concatenate([payload[number] for payload in payloads], out=view)
+        except Exception:
+            return self._write_one_by_one(views, payloads)
+        return []
+
+    def _write_one_by_one(
+        self, views: Sequence[Array], payloads: Sequence[Any]
+    ) -> list[tuple[Request, InputError]]:
+        """Find whose rows cannot be copied, and put a copy of another one's first row in their place."""
+        good, refused, spans = None, [], []
+        for request, payload, start in zip(self.requests, payloads, starts_of(self.requests), strict=True):
+            span = slice(start, start + request.rows)
+            try:
+                for view, array in zip(views, payload, strict=True):
+                    copy_rows(array, view[span])
+            except Exception as error:
+                refused.append((request, changed_error(error)))
+                spans.append(span)
+            else:
+                good = start
+        for span in spans if good is not None else ():
+            for view in views:
+                view[span] = view[good]
+        return refused
 
     def waiting(self) -> list[Request]:
         """Return the requests whose callers still wait."""

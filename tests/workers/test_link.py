@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.errors import DeadlineError, DeviceLostError, PoisonError
+from asynctrt.errors import DeadlineError, DeviceLostError, InputError, PoisonError
 from tests.helpers import until
 from tests.workers.double import workers
 from tests.workers.models import SEGFAULT, rows
@@ -54,6 +54,24 @@ async def test_who_leaves_while_rows_wait_for_the_copying_thread_takes_nobody_al
         for number, call in enumerate(calls):
             if number != 3:
                 assert np.array_equal((await call)["y"], array * number * 2)
+    assert engine._front._heap.blocks == 0
+
+
+@pytest.mark.parametrize(("model", "dims"), [(KIND, (4,)), (LARGE, (1 << 20,))])
+@pytest.mark.parametrize("others", [0, 5])
+async def test_what_a_caller_changes_meanwhile_is_its_own_error(model, dims, others):
+    """Here, and in the thread that copies what is large."""
+    async with workers(model), opened(model) as engine:
+        dtype = engine.inputs[0].dtype
+        changed, kept = np.ones((1, *dims), dtype), np.full((1, *dims), 2, dtype)
+        calls = [engine.submit(changed), *[engine.submit(kept) for _ in range(others)]]
+        changed.shape = (2, dims[0] // 2)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(answers[0], InputError)
+        assert "Leave arrays alone" in str(answers[0])
+        assert all(np.array_equal(answer["y"], 2 * kept) for answer in answers[1:])
+        await engine.drain()
+        assert (engine.statistics().succeeded, engine.statistics().failed) == (others, 1)
     assert engine._front._heap.blocks == 0
 
 
