@@ -195,7 +195,9 @@ class Objective:
             self._cost_key = batch.key.cost_key
             self._arrivals.clear()
             self._drop_candidates()
-        (self._beside if is_beside else self._alone).observe(self._cost_key, batch.rows_run, took_ns)
+        # What takes less than the clock can tell takes some time all the same: it is divided by.
+        curve = self._beside if is_beside else self._alone
+        curve.observe(self._cost_key, batch.rows_run, max(took_ns, 1))
         within_ns, since_ns = self._target.within_ns, self._since_ns
         for request in batch.requests:
             if request.state is DONE:

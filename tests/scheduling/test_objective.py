@@ -131,6 +131,14 @@ def test_a_prediction_that_is_not_true_of_the_batches_as_they_are_is_not_followe
     assert "not to be trusted: 100% in time, where it was 25%" in found.reason
 
 
+def test_batches_that_take_less_than_the_clock_can_tell():
+    world = World(objective(within_ms=-1), held_ms=0, alone_ms=0)
+    for _ in range(4 * EPOCH):
+        world._batch([world.now_ns], world.now_ns, 0)
+    assert "being tried" not in world.goal.situation().reason
+    assert world.goal.situation().share == 0
+
+
 def test_other_shapes_begin_anew():
     goal = objective()
     world = World(goal)
