@@ -148,7 +148,7 @@ class Forecast:
             pause_ns = max(PROBE_NS_MIN, PROBE_TIMES * takes_ns)
             self._probe_ns = now_ns + min(pause_ns, PROBE_NS_MAX)
             if self.punctuality is not None:
-                self.punctuality.trial = request
+                self.punctuality.trial = (request,)
             return
         predicted_ns = wait_ns + takes_ns
         what = "answered" if self._policy.answers_in_time else "launched"

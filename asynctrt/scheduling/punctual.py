@@ -65,8 +65,8 @@ class Punctuality:
         self._lines = lines
         self._lanes = lanes
         self._rows_to_run = rows_to_run
-        self.trial: Request | None = None
-        """The request that was taken last although it was said to be late; it goes in any case."""
+        self.trial: tuple[Request, ...] = ()
+        """The requests of the call that was taken last although it was said to be late; it goes in any case."""
 
     def begins_ns(self, key: BatchKey, rows: int, now_ns: int) -> int:
         """Return when a batch that is launched now begins to compute at the latest, as a rule."""
@@ -183,6 +183,6 @@ class Punctuality:
 
     def _due_ns(self, request: Request) -> int:
         """Return when a request has to be answered."""
-        if request is self.trial:
+        if request in self.trial:
             return NO_DEADLINE_NS
         return min(request.deadline_ns + request.reserve_ns, NO_DEADLINE_NS)

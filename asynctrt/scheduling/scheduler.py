@@ -281,6 +281,8 @@ class Scheduler:
         if requests[-1].deadline_ns != NO_DEADLINE_NS and not self._closed:
             # All of it is there when its last part is.
             self._foresee(requests[-1], len(requests), rows - requests[-1].rows)
+            if self._punctuality is not None and requests[-1] in self._punctuality.trial:
+                self._punctuality.trial = tuple(requests)  # If one part is late, all of them are given up.
         if self._queued_rows + rows > self._queue_rows_max:
             self._make_room(requests, rows)
         for request in requests:
@@ -334,29 +336,33 @@ class Scheduler:
             return None
         if self._again and (decided := self._next_again(now_ns)) is not None:
             return decided
-        if not self._queued_rows:
-            return None
-        picked = self._buckets.pick(now_ns, in_flight)
-        if picked is None:
-            return None
-        bucket, reason = picked
-        if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
-            return None
-        by_age = False
-        if self._buckets.priority_max or (self._deadlines.entries and self._buckets.waiting > 1):
-            bucket, reason = self._reconsider(bucket, reason, now_ns)
-            by_age = reason is Reason.AGED
-        key = bucket.key
-        if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
-            return None
-        if self._punctuality is not None and self._deadlines.entries:
-            chosen, rows = self._choose_in_time(self._punctuality, bucket, in_flight, now_ns, by_age=by_age)
-            if not chosen:
-                return self.next_batch(now_ns)  # With fewer in the queue.
-        elif bucket.rows == 1:
-            chosen, rows = bucket.choose(1)
-        else:
-            chosen, rows = self._choose(bucket, in_flight, by_age=by_age)
+        while True:
+            if not self._queued_rows:
+                return None
+            picked = self._buckets.pick(now_ns, in_flight)
+            if picked is None:
+                return None
+            bucket, reason = picked
+            if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
+                return None
+            by_age = False
+            if self._buckets.priority_max or (self._deadlines.entries and self._buckets.waiting > 1):
+                bucket, reason = self._reconsider(bucket, reason, now_ns)
+                by_age = reason is Reason.AGED
+            key = bucket.key
+            if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
+                return None
+            if self._punctuality is not None and self._deadlines.entries:
+                chosen, rows = self._choose_in_time(
+                    self._punctuality, bucket, in_flight, now_ns, by_age=by_age
+                )
+                if not chosen:
+                    continue  # With fewer in the queue.
+            elif bucket.rows == 1:
+                chosen, rows = bucket.choose(1)
+            else:
+                chosen, rows = self._choose(bucket, in_flight, by_age=by_age)
+            break
         rows_run, profile = rows, None
         if not self._runs_as_it_is:
             try:

@@ -6,10 +6,10 @@ from asynctrt.scheduling.curve import SAMPLES_MIN, WINDOW
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import WARM_UP
 from asynctrt.scheduling.policy import Policy
-from asynctrt.scheduling.request import State
+from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from tests.scheduling.support import Profiles, finish, submit
+from tests.scheduling.support import Profiles, finish, key_of, submit
 
 MS = 1_000_000
 MARGIN = MS // 4  # A 16th of the shortest batch.
@@ -121,6 +121,35 @@ def test_a_request_that_tries_a_prediction_goes_in_any_case():
     (trial,) = take(plan, 1)
     others = take(plan, 9, 9)
     assert set(launch(plan).requests) == {trial, *others}
+
+
+def test_all_parts_of_a_call_that_tries_a_prediction_go():
+    """Else the first of them would be given up, and the last with it, so that nothing was ever measured."""
+    plan = measured()
+    plan._forecast._probe_ns = 0
+    parts = [Request(4, key_of(), 0, 0, deadline_ns=MS) for _ in range(3)]
+    plan.submit_all(parts)
+    for part in parts:
+        batch = plan.next_batch(0)
+        assert batch.requests == (part,)
+        finish(plan, batch)
+    assert plan.expire(0) == []
+
+
+@pytest.mark.parametrize("shapes", [1, 200])
+def test_thousands_are_given_up_at_once(shapes):
+    """Batches take much longer all of a sudden, so that all that waits is too late."""
+    plan = measured(rows_max=1, sizes=(1,), samples=WINDOW)
+    plan._queue_rows_max = 2000
+    late = [submit(plan, shape=f"{number % shapes}", deadline_ns=10_000 * MS) for number in range(1500)]
+    for number in range(shapes):
+        for _ in range(WINDOW):
+            plan._curve.observe((f"{number}",), 1, 20_000 * MS)
+            plan._latency.observe((f"{number}",), 1, 20_000 * MS)
+    assert launch(plan, 1) is None
+    assert set(plan.expire(MS)) == set(late)
+    assert plan.is_idle
+    assert plan.snapshot().counters.expired == len(late)
 
 
 def test_what_is_not_sure_is_tried_when_nobody_else_wants_the_device():
