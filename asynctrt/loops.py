@@ -66,8 +66,17 @@ async def see_through_in_thread(
     :param on_cancel: called when something is.
     :returns: the function's future, which is done, and the cancellation that is still to be raised.
     """
+    loop = asyncio.get_running_loop()
     executor = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-open")
-    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    try:
+        future = loop.run_in_executor(executor, function)
+    except RuntimeError:
+        # The system refuses another thread (ulimit -u): what is to be closed is closed all the same.
+        future = loop.create_future()
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
     cancelled = await wait_shielded(future, on_cancel=on_cancel)
     executor.shutdown()
     return future, cancelled

@@ -328,11 +328,11 @@ class Driver:
         nbytes = self._pool.missing_nbytes(batch)
         if not nbytes or (nbytes <= GROW_ON_LOOP_NBYTES_MAX and self._device.unified):
             return False
+        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, batch))
         owner = batch.requests[0].payload.owner if batch.key.slab is not None else None
         if owner is not None:
             owner.launched()  # From now on no slot may join, and it stays though all callers leave.
         self._growing[batch.number] = batch, owner
-        self._copiers.copy(self._pool.growth(batch), nbytes, partial(self._grown, batch))
         return True
 
     def _grown(self, batch: Batch, error: BaseException | None) -> None:
@@ -384,21 +384,25 @@ class Driver:
     def _hand_over_unstaged(self, flight: InFlight) -> bool:
         """Let the thread that puts a batch on its stream stage it before, with others to help.
 
-        :returns: False if no thread has to put it there, or if it may have to wait for one that does so.
+        :returns: False if no thread has to put it there, or can, or if it may have to wait for one that does.
         """
         context, source = flight.context, flight.source
         if context.is_direct or context.arena is not None or not context.may_block(source):
             return False
         parts = SharedWork(source.parts(self._copiers.threads_max))
+        context.is_enqueueing = True
+        try:
+            self._enqueuers.submit(
+                partial(self._stage_and_enqueue, flight, parts),
+                partial(self._staged_and_enqueued, flight),
+                hung_after_ns=self._batch_timeout_ns,
+                on_hung=partial(self._hung, flight),
+            )
+        except RuntimeError:
+            context.is_enqueueing = False
+            return False  # The system refuses a thread (ulimit -u).
         for _ in range(len(parts) - 1):
             self._enqueuers.assist(parts.help)
-        context.is_enqueueing = True
-        self._enqueuers.submit(
-            partial(self._stage_and_enqueue, flight, parts),
-            partial(self._staged_and_enqueued, flight),
-            hung_after_ns=self._batch_timeout_ns,
-            on_hung=partial(self._hung, flight),
-        )
         return True
 
     def _stage_and_enqueue(self, flight: InFlight, parts: SharedWork) -> None:
@@ -430,7 +434,7 @@ class Driver:
     def _hand_over(self, flight: InFlight) -> bool:
         """Let a thread put a batch on its stream, or let it wait for one that is doing so in its arena.
 
-        :returns: False if the batch needs neither, so that it can be put there at once.
+        :returns: False if the batch needs neither, so that it can be put there at once, or if there is no thread.
         """
         context = flight.context
         arena = context.arena
@@ -452,12 +456,19 @@ class Driver:
         if arena is not None:
             arena.is_enqueueing = True
         context.is_enqueueing = True
-        self._enqueuers.submit(
-            partial(self._enqueue, flight),
-            partial(self._enqueued, flight),
-            hung_after_ns=self._batch_timeout_ns,
-            on_hung=partial(self._hung, flight),
-        )
+        try:
+            self._enqueuers.submit(
+                partial(self._enqueue, flight),
+                partial(self._enqueued, flight),
+                hung_after_ns=self._batch_timeout_ns,
+                on_hung=partial(self._hung, flight),
+            )
+        except RuntimeError:
+            # The system refuses a thread (ulimit -u). To wait for the device holds the loop up, but ends.
+            context.is_enqueueing = False
+            if arena is not None:
+                arena.is_enqueueing = False
+            return False
         return True
 
     def _go_on(self, flight: InFlight) -> None:

@@ -301,11 +301,11 @@ class Front:
             self.tell_if_idle()
             return
         payloads = [request.payload for request in group.requests]
-        if group.nbytes <= COPY_ON_LOOP_NBYTES_MAX:
+        if group.nbytes <= COPY_ON_LOOP_NBYTES_MAX or (copier := self._executor()) is None:
             self._written(group, group.write(self._memory, payloads))
             return
         self._copying.add(group)
-        write = self._loop.run_in_executor(self._executor(), group.write, self._memory, payloads)
+        write = self._loop.run_in_executor(copier, group.write, self._memory, payloads)
         write.add_done_callback(partial(self._written_off_loop, group))
 
     def _written_off_loop(
@@ -407,9 +407,9 @@ class Front:
         else:
             views = group.layout.outputs(self._memory, group.block, group.rows)
         size = sum([view.nbytes for view in views.values()])
-        if size > COPY_ON_LOOP_NBYTES_MAX:
+        if size > COPY_ON_LOOP_NBYTES_MAX and (copier := self._executor()) is not None:
             self._copying.add(group)
-            copy = self._loop.run_in_executor(self._executor(), self._copied, group, views, size)
+            copy = self._loop.run_in_executor(copier, self._copied, group, views, size)
             copy.add_done_callback(partial(self._copied_off_loop, group, records))
         else:
             self._deliver(group, self._copied(group, views, size), records)
@@ -636,9 +636,16 @@ class Front:
             group.left = 0
             group.free(self._heap)
 
-    def _executor(self) -> ThreadPoolExecutor:
+    def _executor(self) -> ThreadPoolExecutor | None:
+        """Return what copies in a thread; ``None`` if the system refuses one: then the loop has to."""
         if self._copier is None:
-            self._copier = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-copy")
+            copier = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-copy")
+            try:
+                # Its thread starts with what it is given first, which stays in its queue if that is refused.
+                copier.submit(int)
+            except RuntimeError:
+                return None
+            self._copier = copier
         return self._copier
 
 

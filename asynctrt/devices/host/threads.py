@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final, Protocol
 
@@ -129,7 +130,14 @@ class StreamThreads:
         """Let a thread serve this stream, which has work."""
         with self._lock:
             self._tickets += 1
-            self._start_worker()
+            try:
+                self._start_worker()
+            except (
+                RuntimeError
+            ):  # The system refuses another thread (ulimit -u). Those that there are will do.
+                if not self._workers:
+                    self._tickets -= 1
+                    raise
             self.ready.put(stream)
 
     def replace(self, stream: Served) -> None:
@@ -140,7 +148,8 @@ class StreamThreads:
                     worker.is_replaced = True
                     self._workers.remove(worker)
                     self._tickets -= 1
-                    self._start_worker()
+                    with suppress(RuntimeError):  # It is tried again with the next one that is scheduled.
+                        self._start_worker()
                     return
 
     def has_served(self, worker: _Worker) -> bool:
