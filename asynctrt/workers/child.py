@@ -420,8 +420,9 @@ async def _run(end: socket.socket, start: Start) -> None:
     except Exception as error:
         send(end, Failed(_sendable(error)))
         # Not by way of the interpreter's end, which waits for whatever threads the model has started.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # Whoever read what is printed may be gone.
+                stream.flush()
         os._exit(1)
     async with engine:
         worker = Worker(loop, engine, end)

@@ -4,6 +4,7 @@ They are pickled, since both ends are one program: the worker was started by the
 end of the socket.
 """
 
+import fcntl
 import pickle
 import socket
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from asynctrt.tensors import TensorSpec
 
 MESSAGE_NBYTES_MAX: Final = 128 << 10
 FDS_MAX: Final = 8
+STDERR_FILENO: Final = 2
 
 
 class Kind(IntEnum):
@@ -201,5 +203,17 @@ def receive(end: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a new socket pair that keeps messages apart."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Return both ends of a new socket pair that keeps messages apart, for a child to have one of."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return _beyond_std(first), _beyond_std(second)
+
+
+def _beyond_std(end: socket.socket) -> socket.socket:
+    """Return the socket with a descriptor that is no child's standard stream.
+
+    A process that began without standard streams (a daemon) has the descriptors 0 to 2 for anything.
+    """
+    if end.fileno() > STDERR_FILENO:
+        return end
+    with end:
+        return socket.socket(fileno=fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, STDERR_FILENO + 1))

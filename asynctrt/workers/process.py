@@ -130,7 +130,17 @@ class WorkerProcess:
 def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
     number = its.fileno()
     command = [sys.executable, "-m", "asynctrt.workers.child", str(number), __version__]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number])  # noqa: S603  (itself)
+    return subprocess.Popen(command, **std_streams(), pass_fds=[number])  # noqa: S603  (itself)
+
+
+def std_streams() -> dict[str, int | None]:
+    """Return the standard streams of a child: this process's, but nothing for those that it began without.
+
+    A child without them would take the next descriptors that it opens for them.
+    """
+    given = {"stdout": sys.__stdout__, "stderr": sys.__stderr__}
+    streams = {name: None if stream is not None else subprocess.DEVNULL for name, stream in given.items()}
+    return {"stdin": subprocess.DEVNULL, **streams}
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

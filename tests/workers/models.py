@@ -180,3 +180,10 @@ def masked():
         ],
         name="masked",
     )
+
+
+def prints_and_fails():
+    """Leave something to be printed and a thread that never ends, and fail."""
+    threading.Thread(target=threading.Event().wait).start()
+    sys.stdout.write("x")
+    raise ValueError("it fails")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import asynctrt
-from asynctrt.errors import DeadlineError, DeviceLostError, PoisonError
+from asynctrt.errors import DeadlineError, DeviceLostError, ModelError, PoisonError
 from tests.helpers import WAIT_S, until
 from tests.workers.models import HANG, ONCE, SEGFAULT, STOP, WAIT, rows
 from tests.workers.test_isolated_engine import KIND, gate, opened  # noqa: F401  (a fixture)
@@ -256,3 +256,39 @@ def test_workers_end_with_their_front(forks):
         front.stdout.close()
         if child:
             os.kill(child, signal.SIGKILL)  # It has the front's descriptors, and lives on.
+
+
+WITHOUT_STREAMS = f"""
+import asyncio, asynctrt, numpy, sys
+async def main():
+    async with asyncio.timeout({WAIT_S}), asynctrt.open({KIND!r}, isolation="process") as engine:
+        answer = await engine.infer(numpy.ones((1, 4), numpy.float32))
+        with open(sys.argv[1], "w") as file:
+            print(answer["y"].sum(), file=file)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_an_application_that_began_without_standard_streams(tmp_path, closed):
+    shell = f'exec "$0" -c "$1" "$2" {closed}'
+    command = ["sh", "-c", shell, sys.executable, WITHOUT_STREAMS, str(tmp_path / "answer")]
+    subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)  # noqa: S603
+    assert (tmp_path / "answer").read_text() == "8.0\n"
+
+
+async def test_whoever_read_what_a_worker_prints_is_gone(monkeypatch):
+    """It says why the model cannot be opened, and ends, although there is a thread that does not."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    stdout = os.dup(1)
+    end, full = os.pipe()
+    os.close(end)
+    os.dup2(full, 1)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(ModelError, match="it fails"):
+                await asynctrt.open("tests.workers.models:prints_and_fails", isolation="process")
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(full)
