@@ -18,6 +18,8 @@ from asynctrt.tensors import TensorSpec
 
 MESSAGE_NBYTES_MAX: Final = 128 << 10
 FDS_MAX: Final = 8
+ATTACH_FDS: Final = 4
+"""The descriptors that come with an :class:`Attach`."""
 STDERR_FILENO: Final = 2
 
 

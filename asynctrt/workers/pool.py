@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from asynctrt.errors import describe
 from asynctrt.workers.messages import (
+    ATTACH_FDS,
     Attach,
     Close,
     Counts,
@@ -156,6 +157,11 @@ class WorkerPool:
         elif isinstance(said, Kill) and use.worker.process is not None:
             use.worker.why = said.why
             use.worker.process.kill()
+        elif isinstance(said, Attach) and len(fds) != ATTACH_FDS:
+            # With fewer the worker would end, which other fronts have, too.
+            self._leave(
+                use, "was not reached: the server's parent process has no descriptors left (ulimit -n)"
+            )
         elif isinstance(said, Attach) and use.worker.process is not None:
             use.worker.process.send(dataclasses.replace(said, number=use.number), fds)
         for fd in fds:
@@ -250,13 +256,13 @@ class WorkerPool:
             for use in worker.uses.values():
                 use.tell(message)
 
-    def _leave(self, use: Use) -> None:
+    def _leave(self, use: Use, how: str = CLOSED) -> None:
         """Let a front go from a worker, which ends with the last one."""
         worker = use.worker
         del use.member.uses[use.ticket], worker.uses[use.number]
         if worker.process is not None and worker.ready is not None:
             worker.process.send(Detach(use.number))
-        use.member.tell(Gone(use.ticket, CLOSED))
+        use.member.tell(Gone(use.ticket, how))
         if not worker.uses:
             self._close(worker)
 

@@ -1,12 +1,28 @@
 """What the parent of several fronts tells them."""
 
 import asyncio
+import os
 
 import pytest
 
-from asynctrt.workers.messages import From, Gone, channel, receive
-from asynctrt.workers.pool import Member
+import asynctrt
+from asynctrt.workers.messages import (
+    ATTACH_FDS,
+    Attach,
+    Description,
+    Detach,
+    From,
+    Gone,
+    Ready,
+    To,
+    Want,
+    channel,
+    receive,
+)
+from asynctrt.workers.pool import Member, WorkerPool
+from asynctrt.workers.process import WorkerProcess
 from tests.helpers import WAIT_S
+from tests.models import double_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 
@@ -27,3 +43,52 @@ async def test_a_front_that_did_not_read_for_a_while_hears_all_that_matters():
     member.forget()
     own.close()
     its.close()
+
+
+class Process:
+    """A worker that notes what it is told."""
+
+    pid = 1
+
+    def __init__(self):
+        self.told = []
+
+    def send(self, message, fds=()):
+        self.told.append((message, len(fds)))
+
+
+async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_of_others(monkeypatch):
+    """Where the parent has none left, the kernel drops those that it was sent."""
+    process, hears = Process(), []
+
+    async def start(_model, _device, _options, hear, _died):
+        hears.append(hear)
+        return process
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    pool = WorkerPool(asyncio.get_running_loop())
+    ends = [channel() for _ in range(2)]
+    for number, (own, _) in enumerate(ends):
+        pool.add(number, own)
+        pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), alone=False)), [])
+    async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
+        while not hears:
+            await asyncio.sleep(0)
+        one = engine.statistics()
+        described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
+    hears[0](Ready(described, one))
+    for number, count in ((0, ATTACH_FDS), (1, ATTACH_FDS - 1)):
+        pool.hear(
+            number, To(1, Attach(4096, 4096, 0, 4)), [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+        )
+    assert [(type(message), fds) for message, fds in process.told] == [(Attach, ATTACH_FDS), (Detach, 0)]
+    heard = [
+        [await asyncio.to_thread(receive, its) for _ in range(1 + number)]
+        for number, (_, its) in enumerate(ends)
+    ]
+    assert isinstance(heard[1][-1][0], Gone)
+    assert "ulimit -n" in heard[1][-1][0].how
+    for number, (own, its) in enumerate(ends):
+        pool.remove(number)
+        own.close()
+        its.close()
