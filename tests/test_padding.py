@@ -10,13 +10,17 @@ import pytest
 import asynctrt
 import asynctrt.client
 from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, OptionsError
 from asynctrt.options import Options
-from asynctrt.padded_inputs import PaddedInputCheck
+from asynctrt.padded_inputs import PaddedInputCheck, front_check
 from asynctrt.padding import Padding
+from asynctrt.runtime.padding import PaddedSource
+from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
 from asynctrt.tensors import TensorSpec
 from tests.helpers import WAIT_S
 from tests.models import sequence_onnx
+from tests.runtime.support import make_batch, make_request
 from tests.serving.support import ask, serving
 from tests.workers.models import masked
 
@@ -278,3 +282,104 @@ async def test_in_a_worker_process():
             np.testing.assert_array_equal(answer["same"], call)
         with pytest.raises(InputError, match="8 is the most"):
             await engine.infer(ids(1, 9))
+
+
+TWO = (TensorSpec("x", "float32", ("n", "m")), TensorSpec("mask", "int8", ("n",)))
+
+
+def test_a_dimension_that_is_not_padded_stays_as_it_is():
+    check = PaddedInputCheck(TWO, padding({"n": (4, 8)}, {"mask": "mask"}, TWO))
+    keys = [check.validate(np.ones((1, *dims), np.float32))[2].shape for dims in ((3, 2), (4, 2), (3, 5))]
+    assert keys == [(("n", 4), ("m", 2)), (("n", 4), ("m", 2)), (("n", 4), ("m", 5))]
+
+
+def test_dimensions_that_are_the_same():
+    """A plan of TensorRT has no names for them: the size of one is read from the other."""
+    specs = (TensorSpec("ids", "int64", ("ids.1",)), TensorSpec("mask", "bool", ("mask.1",)))
+    found = padding({"ids.1 = mask.1": (4, 8)}, {"mask": "mask"}, specs)
+    check = PaddedInputCheck(specs, found)
+    (_, mask), rows, key = check.validate({"ids": ids(2, 3)})
+    assert (mask.shape, rows, key.shape) == ((2, 3), 2, (("ids.1", 4), ("mask.1", 4)))
+    with pytest.raises(InputError, match="padded as one dimension, given 3, 2"):
+        check.validate({"ids": ids(2, 3), "mask": np.ones((2, 2), bool)})
+
+
+def test_what_is_remembered_of_shapes_is_bounded(monkeypatch):
+    monkeypatch.setattr("asynctrt.padding.FITS_MAX", 8)
+    monkeypatch.setattr("asynctrt.padded_inputs.FILLED_MAX", 8)
+    found = padding({"n": 100}, {"mask": "mask"}, TWO)
+    check = PaddedInputCheck(TWO, found)
+    for n in range(50):
+        (_, mask), *_ = check.validate({"x": np.ones((1 + n % 3, n, 2), np.float32)})
+        assert mask.shape == (1 + n % 3, n)
+        assert found.fit(((n, 2), (n,))).corners[0] == (slice(None), slice(n), slice(2))
+        assert len(found._fits) <= 8
+        assert len(check._kept) <= 8
+
+
+async def test_what_is_too_long_is_refused_before_its_length_is_written_down():
+    """An int8 holds 127: a longer one cannot be made for the input that the engine fills."""
+    specs = (TensorSpec("ids", "int64", ("length",)), TensorSpec("count", "int8", (1,)))
+    check = PaddedInputCheck(specs, padding({"length": 100}, {"count": "length"}, specs))
+    with pytest.raises(InputError, match="100 is the most"):
+        check.validate(ids(1, 300))
+
+
+def test_a_front_has_the_shapes_that_callers_gave():
+    options = Options(pad={"length": (4, 8)}, pad_with={"mask": "mask", "count": "length"})
+    check = front_check("model", (IDS, MASK, COUNT), (), options)
+    (_, mask, count), _, key = check.validate(ids(2, 3))
+    assert key.shape == (("length", 3),)
+    assert mask.shape == (2, 3)
+    assert count.tolist() == [[3], [3]]
+    with pytest.raises(InputError, match="8 is the most"):
+        check.validate(ids(1, 9))
+
+
+def staged(found, *requests, rows_run=None):
+    """What lies in a slab in which these requests were staged, which was full of something else before."""
+    layout = lay_out(TWO, (), {"n": 4, "m": 2}, 8)
+    slab = Slab(layout, StagingBuffers(HostDevice(), layout.nbytes))
+    for view in slab.inputs:
+        view[...] = 77
+    source = PaddedSource(make_batch(*requests, rows_run=rows_run), slab, found)
+    source.stage()
+    return source, slab.inputs
+
+
+def two(rows, n):
+    return make_request(np.full((rows, n, 2), n, np.float32), np.ones((rows, n), np.int8))
+
+
+def test_rows_that_fill_a_batch_are_copies_of_its_own():
+    _, (x, mask) = staged(padding({"n": 4}, {"x": -1}, TWO), two(1, 3), two(1, 2), rows_run=5)
+    assert x[:5, :, 0].tolist() == [[3, 3, 3, -1], [2, 2, -1, -1], *[[3, 3, 3, -1]] * 3]
+    assert mask[:5].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], *[[1, 1, 1, 0]] * 3]
+    assert (x[5:] == 77).all()
+
+
+def test_nothing_that_lay_there_before_is_left_when_one_of_several_cannot_be_staged():
+    changed = two(1, 3)
+    changed.payload = (changed.payload[0], np.ones((1, 2), np.int8))
+    source, (x, mask) = staged(padding({"n": 4}, {"x": -1}, TWO), two(1, 1), changed, two(2, 2), rows_run=5)
+    assert [request for request, _ in source.refused] == [changed]
+    assert x[:5, :, 0].tolist() == [[1, -1, -1, -1], [2, 2, -1, -1], *[[2, 2, -1, -1]] * 2, [1, -1, -1, -1]]
+    assert mask[:5].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], *[[1, 1, 0, 0]] * 2, [1, 0, 0, 0]]
+
+
+async def test_rows_on_the_device_are_of_one_of_the_sizes(tmp_path):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    device = HostDevice()
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(path, device=device) as first,
+        asynctrt.open(path, device=device, pad={"length": (4, 8)}) as second,
+    ):
+        for length in (3, 4):
+            array = np.ones((2, length), np.float32)
+            held = (await first.infer(array, outputs="device"))["doubled"]
+            if length == 4:
+                np.testing.assert_array_equal((await second.infer(held))["doubled"], 4 * array)
+            else:
+                with pytest.raises(InputError, match="rows on the device are not padded: they have"):
+                    await second.infer(held)

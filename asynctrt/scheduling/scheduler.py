@@ -805,6 +805,8 @@ class Scheduler:
         bucket.discard(request)
         self._queued_rows -= request.rows
         self._buckets.left(bucket)
+        # It may be the one that the wait for company was counted from.
+        self._held_since_ns = None
 
     def _mask(self, request: Request) -> bool:
         """Drop the answer of a request in flight; False if it is no longer in flight."""

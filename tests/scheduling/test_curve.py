@@ -61,6 +61,13 @@ def test_sizes_that_are_alike_say_something_together():
     assert curve.points("s") == [(60, 140)]
 
 
+def test_those_that_are_known_by_themselves_need_no_others():
+    curve = seen((33, 100), times=SAMPLES_MIN)
+    curve.observe("s", 60, 900)
+    assert told(curve, 33, 60) == [100, 100]
+    assert curve.points("s") == [(33, 100)]
+
+
 def test_what_is_not_seen_again_is_forgotten():
     """What is said to take too long is not tried any more."""
     curve = seen((64, 10_000), (1, 50))

@@ -9,7 +9,7 @@ from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.target import Target
-from tests.scheduling.support import key_of, make_batch, submit
+from tests.scheduling.support import finish, key_of, make_batch, submit
 
 MS = 1_000_000
 ROWS = 4
@@ -181,6 +181,32 @@ class TestInTheScheduler:
         assert plan.next_batch(2 * MS) is None
         assert plan.next_wakeup() == 4 * MS
         assert plan.next_batch(4 * MS).rows == 2
+
+    def test_each_batch_is_held_back_for_as_long_as_its_own_requests_wait(self):
+        plan = self.made(Choice(delay_ns=3 * MS))
+        submit(plan, now_ns=MS)
+        assert plan.next_batch(MS) is None
+        finish(plan, plan.next_batch(4 * MS), 5 * MS)
+        left = submit(plan, now_ns=10 * MS)
+        assert plan.next_batch(10 * MS) is None
+        assert plan.next_wakeup() == 13 * MS
+        plan.cancel(left)
+        assert plan.next_batch(11 * MS) is None
+        submit(plan, now_ns=20 * MS)
+        assert plan.next_batch(20 * MS) is None
+        assert plan.next_wakeup() == 23 * MS
+
+    def test_nothing_is_remembered_of_batches_that_are_over(self):
+        plan = self.made(Choice(), contexts=3)
+        for number in range(30):
+            for _ in range(3):
+                submit(plan, ROWS)
+            batches = [plan.next_batch(number) for _ in range(3)]
+            assert len(plan.objective._with_others) == 3
+            plan.failed(batches[1])
+            finish(plan, batches[2], number)
+            finish(plan, batches[0], number)
+            assert not plan.objective._with_others
 
     def test_what_is_full_urgent_or_has_no_time_is_not(self):
         for rows, how in ((ROWS, {}), (1, {"priority": 1}), (1, {"deadline_ns": 3 * MS})):

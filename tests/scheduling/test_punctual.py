@@ -9,7 +9,7 @@ from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
-from tests.scheduling.support import Profiles, finish, key_of, submit
+from tests.scheduling.support import Profiles, finish, key_of, make_batch, submit
 
 MS = 1_000_000
 MARGIN = MS // 4  # A 16th of the shortest batch.
@@ -70,6 +70,11 @@ def launch(plan, now_ms=0.0):
         ([5, 11, 11, 11], 3, 1),
         # As if it is as many, but there are enough to fill a batch.
         ([5, 11, 13, 13, 13], 4, 1),
+        ([5, 11, 20, 20, 20], 4, 1),
+        # If it is as many, and there are not, the one that may still be in time goes first.
+        ([5, 10, 20], 1, 0),
+        # Who cannot be in time even alone makes room: then the others are.
+        ([4.1, 7, 20], 2, 1),
     ],
 )
 def test_a_batch_ends_in_time_for_all_in_it(timeouts_ms, launched, given_up):
@@ -94,6 +99,24 @@ def test_the_wait_for_the_device_is_counted():
     assert batch.requests == (late,)
     assert plan.expire(int(9.9 * MS)) == []
     assert soon.state is State.QUEUED
+
+
+def test_a_batch_begins_when_the_device_is_free_and_it_has_been_copied():
+    plan = measured(pipelined=True)
+    submit(plan, 4)
+    launch(plan)  # Until 10 ms.
+    late, other = take(plan, 14.17, 40, now_ms=0.1)
+    # In 0.1 ms it is in place, and at 14.3 ms it would have ended.
+    batch = launch(plan, 9.95)
+    assert batch.requests == (other,)
+    assert plan.expire(int(9.95 * MS)) == [late]
+
+
+def test_the_way_back_of_the_outputs_is_counted():
+    plan = measured()
+    plan.observe_copies(make_batch(rows=4), copy_in_ns=0, copy_out_ns=MS)
+    take(plan, 11.2, 11.2, 11.2, 11.2)  # 10 ms, 1 ms to be copied out, and the margin.
+    assert launch(plan).rows == 3
 
 
 def test_what_waits_for_the_device_for_too_long_is_given_up_before_it_costs_anything():
