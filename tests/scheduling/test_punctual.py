@@ -2,10 +2,11 @@
 
 import pytest
 
+from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.curve import SAMPLES_MIN, WINDOW
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.lanes import WARM_UP
-from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.policy import AGED_EVERY, Policy
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
@@ -110,6 +111,57 @@ def test_a_batch_begins_when_the_device_is_free_and_it_has_been_copied():
     batch = launch(plan, 9.95)
     assert batch.requests == (other,)
     assert plan.expire(int(9.95 * MS)) == [late]
+
+
+def test_what_a_batch_takes_counts_from_its_launch_where_it_begins_at_once():
+    """On a CPU: that it is handed to a thread, and that its end is noticed, takes time as well."""
+    plan = measured(sizes=(1,), samples=0)
+    for number in range(SAMPLES_MIN):
+        submit(plan)
+        batch = plan.next_batch(number * 100 * MS)
+        finish(plan, batch, (number * 100 + 9) * MS, compute_ns=4 * MS)
+    assert plan._curve.late_ns(("b",), 1) == 9 * MS - 301
+
+
+def test_the_shorter_of_what_is_known_is_the_least():
+    """What computed beside others took longer than it would alone."""
+    plan = measured(sizes=(1,), samples=WINDOW)
+    key = key_of()
+    for _ in range(WINDOW):
+        plan._latency.observe(("b",), 1, 20 * MS)
+    assert plan._estimator.compute_ns(key, 1) == 20 * MS
+    assert plan._punctuality.least_ns(key, 1) == took_ns(1)
+    for _ in range(WINDOW):
+        plan._curve.observe(("b",), 1, 30 * MS)
+    assert plan._punctuality.least_ns(key, 1) == 20 * MS
+
+
+def test_a_batch_for_what_is_most_overdue_is_not_split():
+    plan = measured(patience_ns=MS)
+    plan._aged_number = -AGED_EVERY
+    first, *others = take(plan, 5, 14, 14, 14)
+    for request in (first, *others):
+        request.arrival_ns = -10 * MS
+    submit(plan, shape="urgent", priority=1)
+    batch = launch(plan)
+    assert batch.reason is Reason.AGED
+    assert batch.requests == tuple(others)
+    assert plan.expire(0) == [first]
+
+
+def test_no_end_is_remembered_of_a_batch_that_is_over():
+    plan = measured()
+    for number in range(20):
+        (request,) = take(plan, 50, now_ms=number)
+        batch = plan.next_batch(number * MS)
+        assert batch.requests == (request,)
+        plan.started(batch, number * MS)
+        assert len(plan._forecast._ends_ns) == 1
+        if number % 2:
+            plan.failed(batch)
+        else:
+            finish(plan, batch, number * MS, compute_ns=took_ns(1))
+        assert not plan._forecast._ends_ns
 
 
 def test_the_way_back_of_the_outputs_is_counted():
