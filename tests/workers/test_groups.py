@@ -92,3 +92,25 @@ def test_without_room_for_halves_nothing_changes():
     assert heap.blocks == 1
     assert group.block >= 0
     memory.close()
+
+
+def test_rows_that_cannot_be_copied_are_told_apart(memory):
+    """What runs in their place are the rows of another: not what lay in the block before."""
+    heap = Heap(memory)
+    requests = [request(count, count) for count in (2, 1, 3)]
+    group = Group(requests, LAYOUT)
+    group.allocate(heap, memory)
+    (view,) = LAYOUT.inputs(memory, group.block, group.rows).values()
+    for wrong, left in (((1,), 3), ((0, 2), 1), ((0, 1, 2), None)):
+        view[...] = 77
+        payloads = [request.payload for request in requests]
+        for number in wrong:
+            payloads[number] = (np.ones((1, 3), np.float32),)
+        refused = group.write(memory, payloads)
+        assert [one for one, _ in refused] == [requests[number] for number in wrong]
+        assert all("Leave arrays alone" in str(error) for _, error in refused)
+        assert left is None or (view == 77).sum() == 0
+        if left is not None:
+            assert (view[starts_of(requests)[wrong[0]]] == left).all()
+    assert group.write(memory, [request.payload for request in requests]) == []
+    assert view[:, 0].tolist() == [2, 2, 1, 3, 3, 3]
