@@ -80,6 +80,17 @@ def test_halves_have_the_rows_of_who_still_waits(memory):
     assert heap.blocks == 0
 
 
+def test_a_block_that_is_used_again_was_not_launched(memory):
+    heap = Heap(memory)
+    group = Group([request()], LAYOUT)
+    for _ in range(2):
+        group.allocate(heap, memory)
+        assert memory.words[group.block // 8 + LAUNCHED] == 0
+        memory.words[group.block // 8 + LAUNCHED] = 1
+        group.free(heap)
+    assert heap.blocks == 0
+
+
 def test_without_room_for_halves_nothing_changes():
     memory = SharedMemory.create(8192)
     heap = Heap(memory)

@@ -48,6 +48,7 @@ async def opened(model=KIND, **settings):
         yield engine
     assert engine.state == "closed"
     assert engine._front._heap.blocks == 0, "blocks were not given back"
+    assert (engine._front.requests, engine._front.rows) == (0, 0)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     gc.collect()
     assert not workers_left()
