@@ -130,17 +130,12 @@ class WorkerProcess:
 def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
     number = its.fileno()
     command = [sys.executable, "-m", "asynctrt.workers.child", str(number), __version__]
-    return subprocess.Popen(command, **std_streams(), pass_fds=[number])  # noqa: S603  (itself)
-
-
-def std_streams() -> dict[str, int | None]:
-    """Return the standard streams of a child: this process's, but nothing for those that it began without.
-
-    A child without them would take the next descriptors that it opens for them.
-    """
-    given = {"stdout": sys.__stdout__, "stderr": sys.__stderr__}
-    streams = {name: None if stream is not None else subprocess.DEVNULL for name, stream in given.items()}
-    return {"stdin": subprocess.DEVNULL, **streams}
+    # A child without these would take the next descriptors that it opens for them.
+    stdout = None if sys.__stdout__ is not None else subprocess.DEVNULL
+    stderr = None if sys.__stderr__ is not None else subprocess.DEVNULL
+    return subprocess.Popen(  # noqa: S603  (itself)
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, pass_fds=[number]
+    )
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

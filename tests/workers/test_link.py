@@ -11,6 +11,7 @@ import pytest
 
 import asynctrt
 from asynctrt.errors import DeadlineError, DeviceLostError, InputError, PoisonError
+from asynctrt.workers.link import LOOK_S
 from tests.helpers import until
 from tests.workers.double import workers
 from tests.workers.models import SEGFAULT, rows
@@ -66,12 +67,14 @@ async def test_what_a_caller_changes_meanwhile_is_its_own_error(model, dims, oth
         changed, kept = np.ones((1, *dims), dtype), np.full((1, *dims), 2, dtype)
         calls = [engine.submit(changed), *[engine.submit(kept) for _ in range(others)]]
         changed.shape = (2, dims[0] // 2)
+        draining = asyncio.create_task(engine.drain())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(answers[0], InputError)
         assert "Leave arrays alone" in str(answers[0])
         assert all(np.array_equal(answer["y"], 2 * kept) for answer in answers[1:])
-        await engine.drain()
+        await draining
         assert (engine.statistics().succeeded, engine.statistics().failed) == (others, 1)
+        assert engine._front.links[0].drain == (0, engine._front.links[0].pace)
     assert engine._front._heap.blocks == 0
 
 
@@ -135,6 +138,25 @@ async def test_a_front_that_was_stopped_itself_does_not_blame_its_worker():
         assert not made.all[0].how_it_ended
         await until(lambda: made.all[0].how_it_ended)  # It is silent still.
         assert engine.workers[0].deaths == 1
+
+
+async def test_only_a_silence_that_is_not_broken_ends_a_worker():
+    async with workers(KIND) as made, opened(batch_timeout=1.2) as engine:
+        (worker,), link = made.all, engine._front.links[0]
+
+        def look():
+            link._look.cancel()
+            link._looked_ns -= int(LOOK_S * 1e9)
+            link._look_after()
+
+        for turn in range(20):
+            worker.receiver.beat(1 + turn // 2)  # It shows in every second look that it runs.
+            look()
+        await asyncio.sleep(0)
+        assert not worker.how_it_ended
+        for _ in range(3):
+            look()
+        await until(lambda: worker.how_it_ended)
 
 
 async def test_a_start_that_fails_in_an_unforeseen_way_is_said():

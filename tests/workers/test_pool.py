@@ -9,6 +9,7 @@ import asynctrt
 from asynctrt.workers.messages import (
     ATTACH_FDS,
     Attach,
+    Close,
     Description,
     Detach,
     From,
@@ -92,3 +93,4 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
         pool.remove(number)
         own.close()
         its.close()
+    assert isinstance(process.told[-1][0], Close), "nobody has it any more"
