@@ -1,4 +1,4 @@
-"""A system that refuses threads (ulimit -u, a container's pids.max): everybody is answered, and all is closed."""
+"""A system that refuses threads (ulimit -u, pids.max): everybody is answered, and all can be closed."""
 
 import asyncio
 import threading

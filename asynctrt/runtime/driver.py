@@ -434,7 +434,7 @@ class Driver:
     def _hand_over(self, flight: InFlight) -> bool:
         """Let a thread put a batch on its stream, or let it wait for one that is doing so in its arena.
 
-        :returns: False if the batch needs neither, so that it can be put there at once, or if there is no thread.
+        :returns: False if the batch is to be put there at once: it needs neither, or there is no thread.
         """
         context = flight.context
         arena = context.arena

@@ -66,7 +66,8 @@ class Punctuality:
         self._lanes = lanes
         self._rows_to_run = rows_to_run
         self.trial: tuple[Request, ...] = ()
-        """The requests of the call that was taken last although it was said to be late; it goes in any case."""
+        """The requests of the call that was taken last although it was said to be late: it goes in any
+        case."""
 
     def begins_ns(self, key: BatchKey, rows: int, now_ns: int) -> int:
         """Return when a batch that is launched now begins to compute at the latest, as a rule."""

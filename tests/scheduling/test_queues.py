@@ -437,8 +437,10 @@ class TestTurnsOnABusyDevice:
         in_flight=some.integers(0, 3),
     )
     def test_no_bucket_is_passed_over_for_ever(self, priorities, events, in_flight):
-        """The requests of one bucket are equally urgent here, so it keeps its place until its turn, which comes
-        after one of each other bucket, and after those that buckets which fill batches keep."""
+        """The requests of one bucket are equally urgent here, so it keeps its place until its turn.
+
+        That comes after one of each other bucket, and those that buckets which fill batches keep.
+        """
         board = Board(concurrency=2, rows_max=2)
         queued = {name: [] for name in range(len(priorities))}
         passed_over = dict.fromkeys(queued, 0)

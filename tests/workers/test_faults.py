@@ -273,7 +273,7 @@ asyncio.run(main())
 def test_an_application_that_began_without_standard_streams(tmp_path, closed):
     shell = f'exec "$0" -c "$1" "$2" {closed}'
     command = ["sh", "-c", shell, sys.executable, WITHOUT_STREAMS, str(tmp_path / "answer")]
-    subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)  # noqa: S603
+    subprocess.run(command, cwd=ROOT, timeout=WAIT_S, check=True)
     assert (tmp_path / "answer").read_text() == "8.0\n"
 
 
