@@ -61,6 +61,11 @@ class Caller:
             return False
         return any(lane.has_much_waiting for lane in self._lanes.values())
 
+    @property
+    def shares(self) -> bool:
+        """Whether others want the model of its latest request too, and are held up by what comes from it."""
+        return self._gate is not None and self._gate.is_shared
+
     def lane(self, gate: Gate, name: Hashable) -> Lane:
         """Return its lane at a gate, for the client of that name."""
         if gate is self._gate and name is self._name and self._lane is not None:

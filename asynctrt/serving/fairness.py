@@ -304,6 +304,11 @@ class Gate:
     def __repr__(self) -> str:
         return f"<Gate rows={self.rows} waiting={self.waiting} waiting_rows={self.waiting_rows}>"
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the engine's queue is kept short, as requests of one client held up those of another."""
+        return self._window_rows != self._full_rows
+
     def lane(self, name: Hashable) -> Lane:
         """Return a new connection's lane, of the client of that name."""
         client = self._clients.get(name)
@@ -402,9 +407,9 @@ class Gate:
 
     def admit(self, now_ns: int) -> list[Ticket]:
         """Take the waiting requests that there is room for in the engine, and count them as in there."""
-        if self._window_rows != self._full_rows and now_ns >= self._shared_until_ns:
+        if self.is_shared and now_ns >= self._shared_until_ns:
             self._window_rows = self._full_rows
-        is_short = self._window_rows != self._full_rows
+        is_short = self.is_shared
         admitted: list[Ticket] = []
         step = 0
         while (client := self._turns.next()) is not None:

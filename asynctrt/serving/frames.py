@@ -35,6 +35,9 @@ except ImportError as error:
 
 TURN_NS: Final = 500_000
 """How long one connection's messages are handled before it is the turn of others."""
+SHARED_TURN_NS: Final = 200_000
+"""The same while others are held up by its requests. A request of theirs waits for three turns: to be read, to
+be launched, to be answered."""
 
 SLICE_NBYTES: Final = 4 << 10
 LONG_SLICE_NBYTES: Final = 64 << 10
@@ -217,7 +220,7 @@ class SocketConnection(asyncio.Protocol):
             if not self._frames and not self._unparsed:
                 break
             if not until_ns:
-                until_ns = now_ns() + TURN_NS
+                until_ns = now_ns() + (SHARED_TURN_NS if self._session.shares else TURN_NS)
             elif now_ns() > until_ns:
                 self._is_waiting = True
                 self._hub.loop.call_soon(self._go_on)

@@ -113,6 +113,11 @@ class WebSocketSession:
         return len(self._flights) + (self._decoding is not None)
 
     @property
+    def shares(self) -> bool:
+        """Whether others wait for what this client's requests take."""
+        return self._caller.shares
+
+    @property
     def is_full(self) -> bool:
         """Whether to read no more for now: too many requests are in flight, or rows wait, or bytes of answers
         are due. ``room`` is called once that has changed."""

@@ -1,6 +1,7 @@
 """Websockets over real sockets, with the clients that people use: ``websockets``, and frames by hand."""
 
 import asyncio
+import itertools
 import json
 import os
 import socket as sockets
@@ -10,8 +11,12 @@ import aiohttp
 import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 
+from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
+from asynctrt.serving.admission import Caller
+from asynctrt.serving.fairness import Ticket
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -192,6 +197,36 @@ async def test_backpressure_holds_a_connection_and_no_other():
         assert (await receive(modest))[1] == [198]
         answers = [await receive(greedy) for _ in range(40)]
         assert [content["id"] for content, _ in answers] == [str(number) for number in range(40)]
+
+
+async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
+    """Someone else's request waits for a turn of the flood to be read, another to be launched, to be answered."""
+    ping = Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True)
+    async with serving() as server, opened(server) as flood, opened(server) as other:
+        for socket in (flood, other):
+            await socket.send(binary(1))
+            await receive(socket)
+        gate = server.api.repository.find("double").admission.gate
+        peer = flood.local_address
+        (connection,) = [one for one in server._hub.connections if one._session._peer == peer]
+        taken = []
+        monkeypatch.setattr(connection._session, "receive", taken.append)
+        monkeypatch.setattr(server._hub, "now_ns", itertools.count(0, 20_000).__next__)
+
+        async def turn():
+            """Return how many messages are handled before others have their turn, 20 µs each."""
+            taken.clear()
+            connection.data_received(ping * 1000)
+            handled = len(taken)
+            await until(lambda: len(taken) == 1000)
+            return handled
+
+        assert 20 < await turn() < 30
+        for _ in range(4):
+            lane = connection._session._caller.lane(gate, peer[0])
+            assert gate.enter(Ticket(lane, gate.batch_rows), clock.now_ns())
+        assert gate.enter(Ticket(Caller().lane(gate, "late"), 1), clock.now_ns())
+        assert 8 < await turn() < 14
 
 
 async def test_a_client_that_takes_no_answers_is_cut():
