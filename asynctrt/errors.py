@@ -147,6 +147,9 @@ class OverloadError(AsynctrtError):
 class QueueFullError(OverloadError):
     """The bounded queue had no room for the rows of this request. Nothing was queued."""
 
+    predicted_s: float | None = None
+    """In how many seconds what is ahead would be done, if a server has told its clients so."""
+
 
 class DeadlineError(OverloadError, TimeoutError):
     """The request's timeout passed while it was still queued. It never reached the device."""

@@ -33,6 +33,9 @@ LANES_MAX: Final = 16
 JOIN_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Answers of a split request up to this size are joined by the event loop."""
 
+DRAIN_NS: Final = 100_000_000
+"""How long an estimate of when there is room again is told."""
+
 
 class Caller:
     """One connection, from which requests come.
@@ -220,6 +223,8 @@ class Admission:
         self._closed = ""
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
+        self._drain_s: float | None = None
+        self._drain_until_ns = 0
         self.crowded = 0
         """Requests that were refused because too much waited."""
         self.expired = 0
@@ -275,8 +280,9 @@ class Admission:
                 submission.future = future = self._engine.submit(
                     request.inputs, timeout=request.layout.timeout, priority=submission.priority
                 )
-            except BaseException:
+            except BaseException as error:
                 gate.end(submission)
+                self._foretell(error)
                 raise
             submission.has_future = True
             future.add_done_callback(submission.ended)
@@ -382,6 +388,7 @@ class Admission:
             future = self._engine.submit(inputs, timeout=timeout, priority=ticket.priority)
         except AsynctrtError as error:
             self.ended(ticket)
+            self._foretell(error)
             self._refuse(ticket, error)
             return
         if isinstance(ticket, _Part):
@@ -475,10 +482,21 @@ class Admission:
 
     def _too_much(self) -> QueueFullError:
         gate = self.gate
-        return QueueFullError(
+        error = QueueFullError(
             f"{gate.waiting_rows} rows with {gate.waiting_nbytes} bytes wait for {self._engine.name!r}, and "
             "this client has the most of them. Wait for answers before sending more, or retry later"
         )
+        self._foretell(error)
+        return error
+
+    def _foretell(self, error: BaseException) -> None:
+        """Add to an error for want of room when what is ahead would be done, as far as can be told."""
+        if isinstance(error, QueueFullError):
+            now_ns = clock.now_ns()
+            if now_ns >= self._drain_until_ns:  # Who floods is refused often, and it changes little.
+                self._drain_until_ns = now_ns + DRAIN_NS
+                self._drain_s = self._engine.statistics().drain_s(self.gate.waiting_rows)
+            error.predicted_s = self._drain_s
 
 
 def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-import math
 import socket
 import zlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
@@ -22,7 +21,6 @@ from asynctrt import clock
 from asynctrt.errors import (
     AsynctrtError,
     CallerError,
-    DeadlineUnreachableError,
     QueueFullError,
     RequestError,
     TooLargeError,
@@ -38,6 +36,7 @@ from asynctrt.serving.admission import Caller
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER, RequestIds
+from asynctrt.serving.retry import retry_after
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.told import told
@@ -601,9 +600,8 @@ def error_answer(error: BaseException, asked: Headers | None = None) -> Answer:
         headers = (("Accept-Encoding", "gzip, deflate"),)
     elif isinstance(error, UnauthorizedError):
         headers += (("WWW-Authenticate", "Bearer"),)
-    elif isinstance(error, DeadlineUnreachableError):
-        # When what is ahead is done, as far as can be told; the header takes whole seconds.
-        headers += (("Retry-After", str(max(1, math.ceil(error.predicted_s)))),)
+    else:
+        headers += retry_after(error)
     return Answer(status, (("Content-Type", "application/json"), *headers), (dump({"error": str(error)}),))
 
 

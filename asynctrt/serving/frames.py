@@ -36,8 +36,8 @@ except ImportError as error:
 TURN_NS: Final = 500_000
 """How long one connection's messages are handled before it is the turn of others."""
 SHARED_TURN_NS: Final = 200_000
-"""The same while others are held up by its requests. A request of theirs waits for three turns: to be read, to
-be launched, to be answered."""
+"""The same while others are held up by its requests: each of theirs waits for a turn to be read, for another
+to be launched, and for one to be answered."""
 
 SLICE_NBYTES: Final = 4 << 10
 LONG_SLICE_NBYTES: Final = 64 << 10

@@ -12,7 +12,7 @@ import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from asynctrt import clock
@@ -38,6 +38,7 @@ from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.credentials import Certificate
 from asynctrt.serving.request_id import METADATA
+from asynctrt.serving.retry import pushback
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.worker import pause
@@ -342,7 +343,7 @@ class GrpcServer:
             if not self._is_stopping:
                 return
             failure = _explained(_stopping())
-        await _abort(context, *failure)
+        await _abort(context, failure)
 
     def _inference_headers(self, name: str, context: Any) -> Headers:
         """Check a client's token, and return its headers."""
@@ -453,7 +454,7 @@ class GrpcServer:
             failure = _explained(_stopping())
         except AsynctrtError as error:
             failure = _explained(error)
-        await _abort(context, *failure)
+        await _abort(context, failure)
 
     async def _tell_health(self, service: str, tell: Callable[[bytes], Awaitable[None]]) -> None:
         """Send a status, and each change of it, until the server stops."""
@@ -537,7 +538,7 @@ class _Stream:
             self._in_flight.add(inference)
             self._answer_nbytes += inference.request.layout.answer_nbytes
         except Exception as error:
-            self._answers.append(streamed_error(request_id, _explained(error)[1]))
+            self._answers.append(streamed_error(request_id, _explained(error).details))
             self._may_write.set()
 
     def _ended(self, inference: Inference) -> None:
@@ -571,7 +572,7 @@ class _Stream:
                 return await self._server._encoded(inference, streamed)
             except Exception as raised:
                 error = raised
-        return streamed_error(inference.request.id, _explained(error)[1])
+        return streamed_error(inference.request.id, _explained(error).details)
 
 
 def _headers(context: Any) -> dict[bytes, bytes]:
@@ -582,14 +583,22 @@ def _headers(context: Any) -> dict[bytes, bytes]:
     }
 
 
-def _explained(error: BaseException) -> tuple[str, str]:
-    """Return the name of the status code for an error, and the message for the client."""
+class _Failure(NamedTuple):
+    """How a call fails: the name of its status code, the message, and metadata for the client."""
+
+    code: str
+    details: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+def _explained(error: BaseException) -> _Failure:
+    """Return how a call fails that raised an error."""
     if isinstance(error, AsynctrtError):
-        return error.grpc_code, str(error)[:DETAILS_LENGTH_MAX]
+        return _Failure(error.grpc_code, str(error)[:DETAILS_LENGTH_MAX], pushback(error))
     if isinstance(error, asyncio.CancelledError):
-        return "CANCELLED", "the request was cancelled"
+        return _Failure("CANCELLED", "the request was cancelled")
     logger.error("a request failed with an internal error", exc_info=error)
-    return "INTERNAL", "internal error; see the server's log"
+    return _Failure("INTERNAL", "internal error; see the server's log")
 
 
 def _stopping() -> EngineClosedError:
@@ -610,13 +619,15 @@ def _reporting(work: Callable[[bytes, Any], Awaitable[bytes]]) -> Any:
         except Exception as error:
             failure = _explained(error)
         del working
-        return await _abort(context, *failure)
+        return await _abort(context, failure)
 
     return grpc.unary_unary_rpc_method_handler(handle)
 
 
-async def _abort(context: Any, code: str, details: str) -> NoReturn:
-    await context.abort(grpc.StatusCode[code], details)
+async def _abort(context: Any, failure: _Failure) -> NoReturn:
+    if failure.metadata:
+        context.set_trailing_metadata((*context.trailing_metadata(), *failure.metadata))
+    await context.abort(grpc.StatusCode[failure.code], failure.details)
     raise AssertionError("abort raises")
 
 

@@ -200,7 +200,7 @@ async def test_backpressure_holds_a_connection_and_no_other():
 
 
 async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
-    """Someone else's request waits for a turn of the flood to be read, another to be launched, to be answered."""
+    """Someone else's request waits for a turn of the flood to be read, and for others to be answered."""
     ping = Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True)
     async with serving() as server, opened(server) as flood, opened(server) as other:
         for socket in (flood, other):
