@@ -165,10 +165,11 @@ class GrpcServer:
     def _options(self) -> list[tuple[str, int]]:
         settings = self._settings
         idle_ms = max(1000, int(settings.idle_timeout * 1000))
+        message_nbytes_max = min(settings.max_grpc_message, settings.max_body, NBYTES_MAX)
         return [
             # A second server that shared the port would take half of the connections.
             ("grpc.so_reuseport", int(self._shares_port)),
-            ("grpc.max_receive_message_length", min(settings.max_body, NBYTES_MAX)),
+            ("grpc.max_receive_message_length", message_nbytes_max),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_metadata_size", min(settings.max_headers, NBYTES_MAX)),
             ("grpc.max_connection_idle_ms", idle_ms),

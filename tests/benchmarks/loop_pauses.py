@@ -241,6 +241,8 @@ def grpc_bytes(count):
 
 COUNTS = (2_000, 16_000, NUMBERS)
 SIZES = (64 << 10, MIB, 60 * MIB)
+GRPC_SIZES = (64 << 10, MIB, 4 * MIB, 16 * MIB, 60 * MIB)
+"""Up to 4 MiB is what a server accepts by default."""
 KINDS = {
     "JSON numbers in": (json_in, COUNTS),
     "JSON rows of 16 in": (json_rows_in, (*COUNTS[:2], 16 * 16_000)),
@@ -257,8 +259,8 @@ KINDS = {
     "websocket in": (websocket_in, SIZES),
     "websocket out": (websocket_out, SIZES),
     "websocket JSON in": (websocket_text, COUNTS),
-    "gRPC raw in": (grpc_in, SIZES),
-    "gRPC raw out": (grpc_out, SIZES),
+    "gRPC raw in": (grpc_in, GRPC_SIZES),
+    "gRPC raw out": (grpc_out, GRPC_SIZES),
     "gRPC typed floats in": (grpc_floats, (*COUNTS, MIB - 100)),
     "gRPC typed ints in": (grpc_ints, (*COUNTS, 4 * MIB - 100)),
     "gRPC typed bytes in": (grpc_bytes, COUNTS),
@@ -323,7 +325,13 @@ async def measure(make, size, repeats):
     engine = {"max_rows": 1, "contexts": 1}
     async with contextlib.AsyncExitStack() as stack:
         server = await stack.enter_async_context(
-            serving({"m": served}, engine=engine, grpc=protocol == "grpc", max_body=65 * MIB)
+            serving(
+                {"m": served},
+                engine=engine,
+                grpc=protocol == "grpc",
+                max_body=65 * MIB,
+                max_grpc_message=65 * MIB,
+            )
         )
         address = server.grpc_target if protocol == "grpc" else server.http_url
         child = await asyncio.create_subprocess_exec(

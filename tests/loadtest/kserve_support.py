@@ -223,7 +223,8 @@ class ServerContract:
 
     async def test_large_tensors(self):
         model = double_model(dims=(1 << 19,))
-        async with self.served({"double": model}) as server, self.open(server) as target:
+        served = self.served({"double": model}, max_grpc_message=8 << 20)
+        async with served as server, self.open(server) as target:
             sent = rows(1, 2, 3, dims=(1 << 19,))  # 6 MB, more than gRPC takes by default.
             assert np.array_equal((await answer(target, {"input": sent}))["output"], 2 * sent)
 

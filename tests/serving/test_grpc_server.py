@@ -296,7 +296,7 @@ class TestTritonsClients:
 
     async def test_large_tensors(self):
         model = double_model(dims=(1 << 20,))
-        async with serving({"double": model}, engine={"max_rows": 4}, max_body=32 << 20) as served:
+        async with serving({"double": model}, engine={"max_rows": 4}, max_grpc_message=32 << 20) as served:
             answer = await served.ask("ModelInfer", request(1.5, shape=(6, 1 << 20)))
             array = np.frombuffer(answer.raw_output_contents[0], np.float32)
             assert array.shape == (6 << 20,)
@@ -426,8 +426,9 @@ class TestErrors:
             assert code == "INVALID_ARGUMENT"
             assert "more than the queue can ever hold" in details
 
-    async def test_a_message_that_is_too_large(self):
-        async with serving({"double": double_model(dims=("n",))}, max_body=4096) as served:
+    @pytest.mark.parametrize("limit", ["max_body", "max_grpc_message"])
+    async def test_a_message_that_is_too_large(self, limit):
+        async with serving({"double": double_model(dims=("n",))}, **{limit: 4096}) as served:
             code, _ = await fails(served.ask("ModelInfer", request(shape=(1, 1024))))
             assert code == "RESOURCE_EXHAUSTED"
             assert len(values(await served.ask("ModelInfer", request(shape=(1, 900))))) == 900
@@ -455,7 +456,7 @@ class TestMemory:
     async def test_a_call_that_is_refused_keeps_nothing(self, name):
         """The cycle collector counts objects, not their bytes: 10 calls of 60 MiB took 2 GB."""
         body = b"\xfa\x7f\x80\x80\x80\x08" + bytes(16 << 20)  # A field that no message has.
-        async with serving() as served:
+        async with serving(max_grpc_message=32 << 20) as served:
             gc.disable()
             tracemalloc.start()
             try:
