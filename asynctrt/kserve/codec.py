@@ -29,6 +29,13 @@ FAST_BOOLS_NBYTES: Final = 4 << 20
 SIZE_MAX: Final = 2**40
 """The largest number of elements of a tensor: more than any body can hold, and too few for overflows."""
 
+EMPTY_SIZE_MAX: Final = 1 << 20
+"""The largest product of the other sizes of a tensor that has no elements, since its size 0 makes it weigh
+nothing: outputs with those sizes are made all the same."""
+
+ANSWER_NBYTES_MAX: Final = 1 << 30
+"""Default limit for the bytes of all outputs of a request."""
+
 STRINGS_MAX: Final = 1 << 18
 """The largest number of elements of a BYTES tensor: reading more would hold the event loop too long."""
 
@@ -108,6 +115,8 @@ class ModelCodec:
     :param name: the model's name and ``version``, as answers state them.
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param rows_max: the largest number of rows that the engine takes in a request.
+    :param answer_max: the largest number of bytes of all outputs of a request, those that it does not want
+        included, as far as the shapes of its inputs tell.
     :raises ModelError: if KServe has no datatype for a tensor.
     """
 
@@ -120,11 +129,13 @@ class ModelCodec:
         *,
         tensors_max: int = 64,
         rows_max: int | None = None,
+        answer_max: int = ANSWER_NBYTES_MAX,
     ) -> None:
         self.name = name
         self.version = version
         self.tensors_max = tensors_max
         self.rows_max = rows_max
+        self.answer_max = answer_max
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[bytes, RequestLayout] = {}
@@ -145,6 +156,25 @@ class ModelCodec:
             if not binary or spec.dtype.kind == "S"
         )
 
+    def _checked_layout(
+        self,
+        placed: tuple[PlacedTensor, ...],
+        outputs: tuple[tuple[TensorSpec, bool], ...],
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> RequestLayout:
+        """Return the layout of a request, if the model does not make too much of it.
+
+        :raises TooLargeError: a few bytes may ask for more than the memory: of one row of n, n x n.
+        """
+        nbytes = _answer_nbytes(placed, [(spec, True) for spec, _ in self._outputs.values()])
+        if nbytes > self.answer_max:
+            raise TooLargeError(
+                f"inputs of these shapes give outputs of {nbytes} bytes; at most {self.answer_max} are "
+                "accepted in one request. Send fewer rows or smaller ones, or raise max_answer"
+            )
+        return RequestLayout(placed, outputs, priority, timeout)
+
     def _check_count(self, side: str, count: int) -> None:
         """Refuse a request that names too many inputs or outputs."""
         if count > self.tensors_max:
@@ -161,6 +191,11 @@ class ModelCodec:
         check_shape(spec, shape)
         if self.rows_max is not None and shape[0] > self.rows_max:
             raise too_many_rows(shape[0], self.rows_max)
+        if 0 in shape and size_of([size for size in shape if size]) > EMPTY_SIZE_MAX:
+            raise TooLargeError(
+                f"input {spec.name!r} has no elements, and its other sizes are too large for that: "
+                f"{brief(list(shape))}; at most {EMPTY_SIZE_MAX} as a product are accepted"
+            )
         if spec.dtype.kind == "S" and size_of(shape) > STRINGS_MAX:
             raise TooLargeError(
                 f"input {spec.name!r} has {size_of(shape)} elements of BYTES; at most {STRINGS_MAX} are "

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.codec import (
+    ANSWER_NBYTES_MAX,
     FAST_NBYTES,
     LAYOUT_NBYTES_MAX,
     DecodedRequest,
@@ -73,8 +74,17 @@ class JsonCodec(ModelCodec):
         tensors_max: int = 64,
         rows_max: int | None = None,
         json_max: int = JSON_NBYTES_MAX,
+        answer_max: int = ANSWER_NBYTES_MAX,
     ) -> None:
-        super().__init__(name, version, inputs, outputs, tensors_max=tensors_max, rows_max=rows_max)
+        super().__init__(
+            name,
+            version,
+            inputs,
+            outputs,
+            tensors_max=tensors_max,
+            rows_max=rows_max,
+            answer_max=answer_max,
+        )
         self.json_max = json_max
 
     def is_slow(self, body: Buffer, head_nbytes: int) -> bool:
@@ -148,7 +158,7 @@ class JsonCodec(ModelCodec):
         if datatype == "BYTES":
             body = b"".join((len(body).to_bytes(LENGTH_NBYTES, "little"), body))
         outputs = tuple((spec, True) for spec, _ in self._outputs.values())
-        layout = RequestLayout(((spec, shape, len(body), None),), outputs, 0, None)
+        layout = self._checked_layout(((spec, shape, len(body), None),), outputs)
         return DecodedRequest(layout, "", read_tensors(layout.inputs, body, 0, pause))
 
     def encode(
@@ -211,7 +221,7 @@ class JsonCodec(ModelCodec):
         )
         if not outputs:
             outputs = tuple([(spec, binary_default) for spec, _ in self._outputs.values()])
-        return RequestLayout(placed, outputs, *read_scheduling(parameters))
+        return self._checked_layout(placed, outputs, *read_scheduling(parameters))
 
     def _items(
         self, content: dict[str, Any], side: str, specs: Specs

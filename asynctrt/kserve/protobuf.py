@@ -308,7 +308,7 @@ class ProtobufCodec(ModelCodec):
             outputs.append((spec, True))
         outputs = outputs or [(spec, True) for spec, _ in self._outputs.values()]
         parameters = {name: _value(parameter) for name, parameter in request.parameters.items()}
-        return RequestLayout(placed, tuple(outputs), *read_scheduling(parameters))
+        return self._checked_layout(placed, tuple(outputs), *read_scheduling(parameters))
 
     def _items(self, items: Any, side: str, specs: Specs) -> list[tuple[TensorSpec, str, Any]]:
         """Return spec, datatype and description of each tensor on one side of a request."""

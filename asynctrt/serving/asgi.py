@@ -90,7 +90,10 @@ class _Found:
             raise UsageError(f"expected an open engine, or a function that returns one, not {engine!r}")
         settings = self.settings
         repository = Repository(
-            tensors_max=settings.max_tensors, json_max=settings.max_json, waiting_max=settings.max_waiting
+            tensors_max=settings.max_tensors,
+            json_max=settings.max_json,
+            answer_max=settings.max_answer,
+            waiting_max=settings.max_waiting,
         )
         repository.add(self._name, engine)
         return repository

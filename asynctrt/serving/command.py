@@ -48,7 +48,10 @@ class ServeConfig:
         """
         settings = self.settings
         repository = Repository(
-            tensors_max=settings.max_tensors, json_max=settings.max_json, waiting_max=settings.max_waiting
+            tensors_max=settings.max_tensors,
+            json_max=settings.max_json,
+            answer_max=settings.max_answer,
+            waiting_max=settings.max_waiting,
         )
         for source in self.models:
             if not source.is_folder:

@@ -409,6 +409,7 @@ class GrpcServer:
                 engine.outputs,
                 tensors_max=self._settings.max_tensors,
                 rows_max=engine.options.max_queue_rows,
+                answer_max=self._settings.max_answer,
             )
         return codec
 

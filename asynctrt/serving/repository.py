@@ -14,6 +14,7 @@ from asynctrt.errors import (
     UnknownModelError,
     UsageError,
 )
+from asynctrt.kserve.codec import ANSWER_NBYTES_MAX
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
 from asynctrt.serving.admission import WAITING_NBYTES_MAX
 from asynctrt.serving.entries import (
@@ -39,6 +40,7 @@ class Repository:
 
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param json_max: the largest JSON part of a request, in bytes.
+    :param answer_max: the most bytes of outputs that a request may ask for.
     :param waiting_max: bytes of the inputs that may wait for a model that is overloaded.
     """
 
@@ -47,9 +49,15 @@ class Repository:
         *,
         tensors_max: int = 64,
         json_max: int = JSON_NBYTES_MAX,
+        answer_max: int = ANSWER_NBYTES_MAX,
         waiting_max: int = WAITING_NBYTES_MAX,
     ) -> None:
-        self._limits = {"tensors_max": tensors_max, "json_max": json_max, "waiting_max": waiting_max}
+        self._limits = {
+            "tensors_max": tensors_max,
+            "json_max": json_max,
+            "answer_max": answer_max,
+            "waiting_max": waiting_max,
+        }
         self._models: dict[str, Model] = {}
         self._places: list[Place] = []
         # Those whose models nobody knows yet: a server listens before it looks.

@@ -7,7 +7,7 @@ from typing import Any, Final
 from asynctrt import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, OverloadError, RequestError
-from asynctrt.kserve.codec import DecodedRequest
+from asynctrt.kserve.codec import ANSWER_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
 from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission
@@ -80,6 +80,7 @@ class ServedModel:
         *,
         tensors_max: int = 64,
         json_max: int = JSON_NBYTES_MAX,
+        answer_max: int = ANSWER_NBYTES_MAX,
         waiting_max: int = WAITING_NBYTES_MAX,
     ) -> None:
         self.name = name
@@ -93,6 +94,7 @@ class ServedModel:
             tensors_max=tensors_max,
             rows_max=engine.options.max_queue_rows,
             json_max=json_max,
+            answer_max=answer_max,
         )
         self.admission = Admission(engine, waiting_max)
         self._urgent = None if engine.urgent is None else Admission(engine.urgent, waiting_max)

@@ -144,6 +144,12 @@ class ServerSettings:
         doc="""Bytes of JSON in one request, and of all but raw tensors in one over gRPC. Send large tensors
         as binary data.""",
     )
+    max_answer: int = setting(
+        default=1 << 30,
+        check=count(1),
+        doc="""Bytes of all outputs of one request, as far as the shapes of its inputs tell: a model that
+        gives n x n values for n can be asked for more than there is memory.""",
+    )
     max_headers: int = setting(
         default=64 << 10,
         check=count(1),

@@ -36,7 +36,9 @@ async def serving(models=None, *, engine=None, **settings):
     # On a busy machine the loop has pauses that no test is about.
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "max_pause": 1000.0} | settings
     limits = {
-        f"{name}_max": settings[f"max_{name}"] for name in ("tensors", "json") if f"max_{name}" in settings
+        f"{name}_max": settings[f"max_{name}"]
+        for name in ("tensors", "json", "answer")
+        if f"max_{name}" in settings
     }
     repository = Repository(**limits)
     for key, model in (models or {"double": double_model()}).items():
