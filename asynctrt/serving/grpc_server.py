@@ -51,7 +51,8 @@ except ImportError as error:
 SERVICE: Final = "inference.GRPCInferenceService"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 HEALTH_S: Final = 1.0
-"""Polling interval for Watch streams, which also see changes made over gRPC at once."""
+"""How often it is looked for Watch streams what has changed otherwise than over gRPC. One look is for all of
+them: anybody may open thousands."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods that need no token."""
@@ -109,6 +110,8 @@ class GrpcServer:
         self._is_draining = False
         self._is_stopping = False
         self._changed = asyncio.Event()
+        self._watchers = 0
+        self._looking: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         state = "stopping" if self._is_stopping else "draining" if self._is_draining else "serving"
@@ -450,12 +453,20 @@ class GrpcServer:
         return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
 
     async def _watch_health(self, body: bytes, context: Any) -> None:
+        self._watchers += 1
         try:
             service = self._service(body, context)
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look_for_changes(self._states()))
             await self._tell_health(service, context.write)
             failure = _explained(_stopping())
         except AsynctrtError as error:
             failure = _explained(error)
+        finally:
+            self._watchers -= 1
+            if not self._watchers and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
         await _abort(context, failure)
 
     async def _tell_health(self, service: str, tell: Callable[[bytes], Awaitable[None]]) -> None:
@@ -466,12 +477,19 @@ class GrpcServer:
             if status != told:
                 told = status
                 await tell(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
-            # Models are also loaded and unloaded over HTTP, which does not set the event.
-            try:
-                async with asyncio.timeout(HEALTH_S):
-                    await changed.wait()
-            except TimeoutError:
-                continue
+            await changed.wait()
+
+    def _states(self) -> tuple[bool, list[tuple[str, str]]]:
+        return self._is_ready, [(item["name"], item["state"]) for item in self._api.repository.index()]
+
+    async def _look_for_changes(self, seen: tuple[bool, list[tuple[str, str]]]) -> None:
+        """Wake those who watch when a model has changed its state, over HTTP or by itself."""
+        while True:
+            await asyncio.sleep(HEALTH_S)
+            states = self._states()
+            if states != seen:
+                seen = states
+                self._health_changed()
 
     def _health_changed(self) -> None:
         self._changed.set()

@@ -656,6 +656,25 @@ class TestHealth:
             for name in ("double", "missing"):
                 assert (await watches[name].code()).name == "UNAVAILABLE"
 
+    async def test_many_who_watch_cost_one_look(self, monkeypatch):
+        """Anybody may open thousands, as health needs no token."""
+        monkeypatch.setattr("asynctrt.serving.grpc_server.HEALTH_S", 0.01)
+        async with serving() as served:
+            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
+            body = message_classes()["HealthCheckRequest"](service="double").SerializeToString()
+            watches = [watch(body) for _ in range(50)]
+            for one in watches:
+                assert status_of(await one.read()) == "SERVING"
+            looks, asked = [], []
+            index, health = served.api.repository.index, served.server._health
+            monkeypatch.setattr(served.api.repository, "index", lambda: looks.append(None) or index())
+            monkeypatch.setattr(served.server, "_health", lambda name: asked.append(name) or health(name))
+            await until(lambda: len(looks) > 3)
+            assert not asked
+            for one in watches:
+                one.cancel()
+            await until(lambda: served.server._looking is None)
+
     async def test_a_model_that_goes_elsewhere_is_seen(self, monkeypatch):
         monkeypatch.setattr("asynctrt.serving.grpc_server.HEALTH_S", 0.01)
         async with serving() as served:
