@@ -169,9 +169,7 @@ class SocketConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._hub.discard(self)
         self._session.cancel_all()
-        self._frames.clear()
-        self._unparsed.clear()
-        self._assembly = None
+        self._forget_message()
         _forget_frames(self._protocol.parser_exc)
 
     def data_received(self, data: bytes) -> None:
@@ -343,6 +341,8 @@ class SocketConnection(asyncio.Protocol):
         if self._protocol.close_expected():
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
+                # The client may take its time to close, and what it has sent is of no use any more.
+                self._forget_message()
             is_refused = self._protocol.state is not State.CLOSED and self._protocol.close_rcvd is None
             if is_refused and b"" in pieces and self._transport.can_write_eof():
                 # The client may still be sending. Closing now would reset the connection, and with it the
@@ -379,6 +379,13 @@ class SocketConnection(asyncio.Protocol):
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+
+    def _forget_message(self) -> None:
+        """Drop what was read and not handled, and what there is of a message."""
+        self._frames.clear()
+        self._unparsed.clear()
+        self._pieces = bytearray()
+        self._assembly = None
 
     # ---- the hub's calls
 

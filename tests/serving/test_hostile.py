@@ -19,6 +19,7 @@ from asynctrt.errors import TooLargeError
 from asynctrt.kserve.json_codec import JSON_LISTS_MAX, JSON_VALUES_MAX, parse_object
 from asynctrt.serving import api as api_module
 from asynctrt.serving import http
+from asynctrt.serving.frames import SocketConnection
 from asynctrt.serving.http import REFUSED_MAX, Writing
 from asynctrt.tensors import TensorSpec
 from tests.helpers import until
@@ -185,6 +186,27 @@ class TestSlowClients:
                 with pytest.raises(ConnectionClosed) as caught:
                     await socket.recv()
             assert caught.value.rcvd.code == 1008
+
+    @pytest.mark.tier2
+    async def test_nothing_of_it_is_kept_while_the_client_does_not_close(self):
+        async with (
+            asyncio.timeout(WAIT_S),
+            serving(request_timeout=0.25) as server,
+            connected(server) as raw,
+        ):
+            raw.send(
+                b"GET /v2/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+            )
+            await until(lambda: any(isinstance(one, SocketConnection) for one in server._hub.connections))
+            (connection,) = server._hub.connections
+            raw.send(b"\x82\xff" + (8 << 20).to_bytes(8, "big") + b"mask" + bytes(6 << 20))
+            await until(lambda: connection._assembly is not None and connection._assembly.has_room(2 << 20))
+            await until(lambda: connection._closed_at is not None)
+            assert not connection._transport.is_closing()
+            assert connection._assembly is None
+            assert not connection._frames
+            assert not connection._unparsed
 
     async def test_messages_that_come_whole_are_not_cut(self):
         async with serving(request_timeout=0.25) as server, opened(server) as socket:
