@@ -27,6 +27,7 @@ class Echo:
     """A session that gives each message back."""
 
     is_full = is_draining = False
+    shares = False
     in_flight = 0
 
     def __init__(self, api, send, **kw):
