@@ -209,7 +209,8 @@ class Engine:
             Arrays on the engine's own GPU (DLPack, ``__cuda_array_interface__``) are taken where they are.
         :param timeout: seconds that the request may be queued; ``None`` takes the engine's default.
         :param priority: 0 up to the engine's ``priorities - 1``; a larger one goes first.
-        :param outputs: ``device`` leaves them on the engine's GPU, each as a :class:`DeviceArray`.
+        :param outputs: where they are wanted: ``device`` leaves all on the engine's GPU, each as a
+            :class:`DeviceArray`. A client's ``outputs=`` has names instead.
         :raises InputError: for inputs that do not fit the model, before anything is queued.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
@@ -572,7 +573,10 @@ class Engine:
     def _key_on_device(self, outputs: str, key: BatchKey, rows: int) -> BatchKey:
         """Return the key of a request whose outputs stay on the device."""
         if outputs != "device":
-            raise InputError(f"outputs must be 'host' or 'device', not {outputs!r}")
+            raise InputError(
+                f"outputs must be 'host' or 'device', not {outputs!r}: an engine leaves all where they are "
+                "wanted, and only a server's clients name some"
+            )
         if self._options.pad is not None:
             raise InputError("outputs='device' leaves no way to cut them back, and this engine pads its rows")
         rows_max = self._scheduler.limit(key)

@@ -53,6 +53,16 @@ def two_inputs():
     )
 
 
+@pytest.mark.parametrize("where", ["host", "device", "output"])
+async def test_outputs_of_a_client_are_names(kind, where):
+    """Their letters would be asked for otherwise: o, u, t, p."""
+    async with serving() as server, connect(url_of(server, kind)) as client:
+        with pytest.raises(InputError, match=rf"names of the model's outputs, such as \['{where}'\]"):
+            await client.infer("double", rows(1), outputs=where)
+        answer = await client.infer("double", rows(1), outputs=["output"])
+        np.testing.assert_array_equal(answer["output"], 2 * rows(1))
+
+
 async def test_arrays_with_and_without_a_name(kind):
     models = {"double": double_model(), "a/b c": double_model(), "sum": two_inputs()}
     async with serving(models) as server, connect(url_of(server, kind)) as client:

@@ -64,7 +64,8 @@ class Client(ABC):
             of the tensor's dtype; for BYTES, byte strings or text. The name of a model's only input is asked
             for once.
         :param version: the model's version; the newest if empty.
-        :param outputs: the wanted outputs; all by default.
+        :param outputs: the names of the wanted outputs; all by default. An engine's ``outputs=`` is about
+            where they are, which a client has no say in.
         :param timeout: seconds that the request may be queued on the server.
         :param priority: 1 is the most urgent; 0 means the model's default.
         :param deadline: seconds until there has to be an answer, with all attempts. The server learns of it

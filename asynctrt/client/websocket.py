@@ -18,6 +18,7 @@ from asynctrt.kserve.client import (
     AnswerError,
     as_array,
     describe_request,
+    names_of,
     place_outputs,
     read_outputs,
 )
@@ -194,7 +195,7 @@ class WebSocketClient(Client):
         priority: int,
     ) -> bytes:
         """Return the part of a request's head that follows the id."""
-        wanted = tuple(outputs) if outputs is not None else None
+        wanted = names_of(outputs)
         shapes = tuple([(name, array.dtype, array.shape) for name, array in arrays.items()])
         key = (model, version, shapes, sizes, wanted, timeout, priority)
         known = self._heads.get(key)

@@ -77,6 +77,19 @@ def describe(name: str, array: Array) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": list(array.shape)}
 
 
+def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return the names of the outputs that are wanted; ``None`` for all.
+
+    :raises InputError: for a text, whose letters would be taken for names.
+    """
+    if isinstance(outputs, str):
+        raise InputError(
+            f"outputs must be names of the model's outputs, such as [{outputs!r}], not {outputs!r}. Answers "
+            "of a server always come to this process: outputs='host' and 'device' are for an engine in it"
+        )
+    return None if outputs is None else tuple(outputs)
+
+
 def describe_request(
     arrays: Mapping[str, Array],
     sizes: Sequence[int],
@@ -89,7 +102,9 @@ def describe_request(
 
     :param sizes: the raw bytes of each tensor.
     :param timeout: seconds that the request may be queued.
+    :raises InputError: for ``outputs`` that are no names.
     """
+    outputs = names_of(outputs)
     parameters: dict[str, Any] = {"binary_data_output": True}
     if timeout is not None:
         parameters["timeout"] = max(1, round(timeout * 1e6))
