@@ -58,7 +58,14 @@ from asynctrt.pipeline import Pipeline
 from asynctrt.process import tune_process
 from asynctrt.propagation import within
 from asynctrt.runtime.slots import Slot
-from asynctrt.statistics import BatchStatistics, BatchTrace, ObjectiveStatistics, Statistics, WorkerState
+from asynctrt.statistics import (
+    BatchStatistics,
+    BatchTrace,
+    ObjectiveStatistics,
+    PaddingStatistics,
+    Statistics,
+    WorkerState,
+)
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Array, InferResult, TensorSpec, Timing
 
@@ -117,6 +124,7 @@ __all__ = [
     "Options",
     "OptionsError",
     "OverloadError",
+    "PaddingStatistics",
     "Pipeline",
     "PoisonError",
     "QueueFullError",

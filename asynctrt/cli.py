@@ -33,8 +33,8 @@ from asynctrt.plans.opened import open_file
 from asynctrt.plans.text import lines_of, lines_of_opened
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
-from asynctrt.synonyms import ALL_SYNONYMS, nearest_name
-from asynctrt.validation import docs_of
+from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
+from asynctrt.validation import docs_of, seconds_of
 
 try:
     import typer
@@ -90,6 +90,32 @@ EXAMPLES: Final = {
 }
 """What the help of each command ends with: lines that fit 80 columns."""
 
+
+def _seconds(given: Any) -> float:
+    """Return a number of seconds, also where it is given as a time such as 30s or 2ms."""
+    try:
+        return float(given)
+    except ValueError:
+        try:
+            return seconds_of(given)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{given!r} is not a number of seconds, nor a time such as 2ms, 30s or 1m30s"
+            ) from None
+
+
+def _time_option(least: float, text: str) -> Any:
+    """Return the flag of a time in seconds that is ``least`` or longer."""
+
+    def parse(given: Any) -> float:
+        seconds = _seconds(given)
+        if not seconds >= least:
+            raise typer.BadParameter(f"{given} is less than {least:g}")
+        return seconds
+
+    return typer.Option(parser=parse, metavar="<seconds>", help=text)
+
+
 app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -122,11 +148,17 @@ class _Command(typer.core.TyperCommand):
 
 
 def _suggest(error: Any, names: list[str]) -> None:
-    """Let the message about an unknown flag suggest the one that is meant, before those that look alike."""
-    given = error.option_name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    meant = nearest_name(given, names, ALL_SYNONYMS, 0.75)
-    if meant is not None:
-        error.possibilities = [f"--{meant.replace('_', '-')}"]
+    """Let the message about an unknown flag suggest what is meant, and nothing that only looks alike."""
+    given = error.option_name.lstrip("-").removeprefix("no-").replace("-", "_")
+    meant = nearest_name(given, names, ALL_SYNONYMS | SHORT_FLAGS, 0.75)
+    error.possibilities = [_flag_of(meant)] if meant else []
+    of_load = nearest_name(given, list(_load_signature().parameters), COMMAND_SYNONYMS, 1.0)
+    if meant is None and of_load is not None:
+        error.message += f". asynctrt load has {_flag_of(of_load)}"
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def prepare() -> None:
@@ -165,9 +197,7 @@ def demo(
         typer.Argument(help="Use the files in this folder. Default: Python's standard library.", exists=True),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="The most files to identify: a random sample.")] = 500,
-    seconds: Annotated[
-        float, typer.Option(min=0.05, metavar="<seconds>", help="How long each way is measured.")
-    ] = 3.0,
+    seconds: Annotated[float, _time_option(0.05, "How long each way is measured.")] = 3.0,
     device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
     dashboard: Annotated[
         bool | None,
@@ -193,14 +223,10 @@ def demo(
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="An .onnx file, or the word [bold]overhead[/bold].")],
-    seconds: Annotated[
-        float, typer.Option(min=0.05, help="Seconds that each case runs in each repetition.")
-    ] = 0.5,
+    seconds: Annotated[float, _time_option(0.05, "How long each case runs in each repetition.")] = 0.5,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions of all cases.")] = 5,
     max_rows: Annotated[int | None, typer.Option(min=1, help="The most rows in a batch.")] = None,
-    max_delay: Annotated[
-        float, typer.Option(min=0, help="Seconds that a batch may wait for more rows.")
-    ] = 0.0,
+    max_delay: Annotated[float, _time_option(0, "How long a batch may wait for more rows.")] = 0.0,
     contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute one batch.")] = 1,
     dims: Annotated[
@@ -247,9 +273,7 @@ def _doctor(
         str | None,
         typer.Option(help="The device that has to work, [bold]host[/bold] or [bold]cuda:0[/bold]."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that each probe may take.")] = (
-        DOCTOR_TIMEOUT_S
-    ),
+    timeout: Annotated[float, _time_option(0.1, "How long each probe may take.")] = DOCTOR_TIMEOUT_S,
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings count as errors.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -326,6 +350,7 @@ app.command("inspect", help=_help_of(_inspect))(_inspect)
 keys_app = typer.Typer(
     no_args_is_help=True, help="Make keys to sign plans with, and say whose signatures are trusted."
 )
+keys_app.callback(invoke_without_command=True)(_root)
 app.add_typer(keys_app, name="keys")
 
 
@@ -418,6 +443,8 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     A setting is a flag, an environment variable (--http-port is ASYNCTRT_SERVE_HTTP_PORT), or a name in the
     TOML file of --config (http_port). Flags win over the environment, which wins over the file. Models with
     options of their own are tables of the file, \\[\\[models]], each with a path.
+
+    Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
     """
     # They need the extra `serve`, which the other commands do not.
     from asynctrt.serving import command, fronts  # noqa: PLC0415
@@ -483,25 +510,29 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
         elif str in get_args(kind):
             kind = str | None  # A rate, for example, is a number or a text.
         check = item.metadata["check"]
-        unit = "<seconds>" if check is not None and "of seconds" in check.expected else None
-        flags.append(_flag(item.name, kind, default, texts[item.name], panel, unit))
+        is_time = check is not None and "of seconds" in check.expected
+        flags.append(_flag(item.name, kind, default, texts[item.name], panel, is_time=is_time))
     return flags
 
 
 def _flag(
-    name: str, kind: Any, default: Any, text: str, panel: str | None = None, metavar: str | None = None
+    name: str, kind: Any, default: Any, text: str, panel: str | None = None, *, is_time: bool = False
 ) -> inspect.Parameter:
-    """Return a flag that the help shows in a panel of this name, with this word for its value."""
+    """Return a flag that the help shows in a panel of this name.
+
+    :param is_time: whether its value is a number of seconds, or a time with a unit.
+    """
     # A flag that is off by default is named here, so that it gets no --no- form: in a narrow terminal the
     # column of these forms would leave too little room for the names and the texts.
-    names = [f"--{name.replace('_', '-')}"] if default is False else []
+    names = [_flag_of(name)] if default is False else []
     info = typer.Option(
         *names,
         help=text,
         rich_help_panel=panel,
         show_envvar=False,
         show_default=default is not None and default is not False,
-        metavar=metavar,
+        metavar="<seconds>" if is_time else None,
+        parser=_seconds if is_time else None,
     )
     return _parameter(name, kind, default, info)
 
@@ -571,7 +602,11 @@ def _load(ctx: typer.Context, target: str, **given: Any) -> None:
 
     TARGET is a model to open, model.onnx or module:attribute; a server's model,
     http://HOST:PORT/v2/models/NAME, grpc://HOST:PORT/NAME or ws://HOST:PORT/v2/models/NAME/ws; or demo, the
-    model of `asynctrt demo` with files of this machine.
+    model of `asynctrt demo` with files of this machine. Of any other address, http://HOST:PORT/PATH or
+    ws://HOST:PORT/PATH, --body says what to send; a coroutine function, module:function, is called.
+
+    Times are in seconds, or have a unit: 0.5, 500ms, 1m30s. The words of other load testers are understood:
+    --users, --duration, --rps.
 
     The exit status is 3 if an --slo is missed or a --fail-if is true, and 4 if the figures are void because
     the load generator was the bottleneck, or MLPerf's rules were not met.

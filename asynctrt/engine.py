@@ -38,9 +38,16 @@ from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.request import Request
-from asynctrt.statistics import BatchStatistics, BatchTrace, ObjectiveStatistics, Statistics, WorkerState
+from asynctrt.statistics import (
+    BatchStatistics,
+    BatchTrace,
+    ObjectiveStatistics,
+    PaddingStatistics,
+    Statistics,
+    WorkerState,
+)
 from asynctrt.suspension import Suspension
-from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
+from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, Views, too_many_rows
 from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
 
 STREAM_END_S: Final = 0.1
@@ -106,6 +113,11 @@ class Engine:
             self._urgent = Engine(loop, parts.urgent, options, is_urgent=True)
         # Another engine opens and closes it.
         self._is_urgent = is_urgent
+        # It is this one that says how rows are padded, urgent ones as well.
+        chooser = None if is_urgent else parts.create_size_chooser(loop.call_soon)
+        if chooser is not None:
+            for lane in self._lanes:
+                lane._driver.on_answer = chooser.answered
         self._state = "open"
         self._suspension = Suspension(parts, self._driver, self._scheduler, self._check_open)
         self._closing: asyncio.Task[None] | None = None
@@ -267,6 +279,7 @@ class Engine:
             task = self._loop.create_task(lane._rejoined(requests, futures))
             # A task that is cancelled before it has begun runs no line of its own.
             task.add_done_callback(partial(lane._give_up, requests, futures))
+            task.requests = requests  # type: ignore[attr-defined]
             return task
         future = _Answer(loop=self._loop)
         future.driver = lane._driver
@@ -298,7 +311,7 @@ class Engine:
 
     def _own_statistics(self) -> Statistics:
         snapshot = self._scheduler.snapshot()
-        counters = snapshot.counters
+        counters, padding = snapshot.counters, self._parts.padding
         return Statistics(
             state=self.state,
             submitted=snapshot.submitted,
@@ -342,6 +355,7 @@ class Engine:
             },
             row_ns_foreign=0.0,
             objective=ObjectiveStatistics.of(self._scheduler.situation()),
+            padding=PaddingStatistics.of_all({} if padding is None or self._is_urgent else padding.chosen),
         )
 
     @contextmanager
@@ -492,7 +506,7 @@ class Engine:
             raise too_many_rows(rows, self._options.max_queue_rows)
         part = self._scheduler.limit(key)
         return [
-            (tuple(array[start : start + part] for array in arrays), min(part, rows - start))
+            (Views(array[start : start + part] for array in arrays), min(part, rows - start))
             for start in range(0, rows, part)
         ]
 

@@ -14,7 +14,7 @@ from numpy import ndarray
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, convert
+from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, convert
 from asynctrt.validation import int_or_none, show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -75,6 +75,8 @@ class InputCheck:
     def _check(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
         named = self._by_name(inputs)
         arrays = tuple(self._one(spec, named[spec.name]) for spec in self.specs)
+        if any(array is not named[spec.name] for spec, array in zip(self.specs, arrays, strict=True)):
+            arrays = Views(arrays)
         rows = len(arrays[0])
         for spec, array in zip(self.specs, arrays, strict=True):
             if len(array) != rows:

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 from asynctrt.backends.base import Model, missing_members
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError
+from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError, describe
 from asynctrt.tensorrt_options import TensorRTOptions
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -152,6 +152,10 @@ def _attribute(where: str) -> Model:
         raise ModelNotFoundError(
             f"{where!r}: the module {module_name!r} cannot be imported: {error}. It is looked for "
             "where Python looks for modules: sys.path"
+        ) from error
+    except Exception as error:
+        raise ModelError(
+            f"{where!r}: the module {module_name!r} cannot be imported: {describe(error)}"
         ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):

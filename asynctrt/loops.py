@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-import anyio
+from anyio import CancelScope
 
 from asynctrt.cancellation import Cancellation, cancelled_by
 from asynctrt.errors import UsageError
@@ -94,7 +94,7 @@ async def wait_shielded(
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
+    with CancelScope(shield=True):
         while not future.done() and (left_s := end_s - loop.time()) > 0:
             try:
                 await asyncio.wait([future], timeout=min(left_s, WAIT_S_MAX))

@@ -1,5 +1,6 @@
 """``asynctrt.open``: from a model's path or name to an engine."""
 
+import errno
 import os
 import re
 from collections.abc import Generator, Sequence
@@ -17,6 +18,9 @@ from asynctrt.loops import in_thread, running_loop
 from asynctrt.options import Options, Settings
 from asynctrt.parts import EngineParts, build_on
 from asynctrt.propagation import unlimited
+
+NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+"""The process, or the system, has as many as it may."""
 
 GPU: Final = re.compile(r"cuda:\d+")
 
@@ -117,8 +121,16 @@ class Opening:
             await self._engine.aclose()
 
     async def _open(self) -> "Engine":
-        with unlimited():  # It lives longer than the work in which it happens to be opened.
-            return await self._opened()
+        try:
+            with unlimited():  # It lives longer than the work in which it happens to be opened.
+                return await self._opened()
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTORS:
+                raise
+            raise DeviceUnavailableError(
+                f"no file descriptors are left to open an engine with: {error}. Close some, or raise "
+                "the limit (ulimit -n)"
+            ) from error
 
     async def _opened(self) -> "Engine":
         loop = running_loop()

@@ -64,7 +64,7 @@ class Settings(TypedDict, total=False):
     arenas: int | None
     arena_size: ArenaSize
     graphs: str | Sequence[int]
-    pad: Mapping[str, int | Sequence[int]] | None
+    pad: Mapping[str, int | Sequence[int] | str] | str | None
     pad_with: Mapping[str, int | float | str] | None
     runtime: Runtime | None
     flavour: str | None
@@ -155,7 +155,7 @@ BUILD: Final = Check(
 )
 PAD: Final = Check(
     "sizes ≥ 1 by the names of dimensions, such as {'sequence': (32, 64, 128)}, or a list of "
-    "'NAME=32,64,128'",
+    "'NAME=32,64,128'; instead of sizes, or of all of it, 'auto' or 'auto:512'",
     sizes_of,
 )
 PAD_WITH: Final = Check(
@@ -187,7 +187,7 @@ class Options:
     )
     max_delay: float = setting(
         default=0.0,
-        check=duration(0, 1, fix="For milliseconds, divide by 1000"),
+        check=duration(0, 1, fix="For milliseconds, divide by 1000, or write '2ms'"),
         doc="""How long a batch that is not full may wait for more requests while another batch is in flight.
         With nothing in flight a batch never waits.""",
     )
@@ -263,12 +263,14 @@ class Options:
         the next one where that pays. ``auto``: on a GPU, the powers of four and ``max_rows``. ``off``: none.
         Each size of each context takes an execution context of its own, and the memory that it keeps.""",
     )
-    pad: Mapping[str, int | Sequence[int]] | None = setting(
+    pad: Mapping[str, int | Sequence[int] | str] | str | None = setting(
         default=None,
         check=PAD.or_none,
         doc="""Sizes that dimensions are padded to, by their names in the model, such as
         ``{"sequence": (32, 64, 128)}``, so that rows of different lengths share batches; outputs are cut back
-        where they have the dimension. On the command line ``NAME=32,64,128``, once for each.""",
+        where they have the dimension. ``auto`` instead of sizes: the engine chooses them by what comes and by
+        what batches take, and ``auto:512`` up to 512; ``pad="auto"``: for every dimension that varies. On the
+        command line ``NAME=32,64,128``, once for each.""",
     )
     pad_with: Mapping[str, int | float | str] | None = setting(
         default=None,
@@ -393,6 +395,12 @@ class Options:
         return None if self.latency_target is None else Target.parse(self.latency_target)
 
     @property
+    def pads_by_choice(self) -> bool:
+        """Whether the engine chooses some of the sizes that dimensions are padded to."""
+        pad = self.pad
+        return isinstance(pad, str) or any(isinstance(sizes, str) for sizes in (pad or {}).values())
+
+    @property
     def filled(self) -> frozenset[str]:
         """The inputs that callers may leave out, since the engine fills them: masks and lengths."""
         given = self.pad_with or {}
@@ -401,6 +409,11 @@ class Options:
     def _check_deterministic(self) -> None:
         if not self.deterministic:
             return
+        if self.pads_by_choice:
+            raise OptionsError(
+                "deterministic lets an answer depend on nothing but its own rows, and with "
+                f"pad={self.pad!r} their size when they are padded depends on what else comes. Give the sizes"
+            )
         for name in ("contexts", "arenas", "max_in_flight"):
             if getattr(self, name) not in (None, 1):
                 raise OptionsError(

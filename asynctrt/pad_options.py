@@ -3,26 +3,40 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from asynctrt.frozen import FrozenDict
 from asynctrt.validation import as_int
 
 MASK: Final = "mask"
 LENGTH: Final = "length"
+AUTO: Final = "auto"
 
 
-def sizes_of(given: Any) -> dict[str, tuple[int, ...]]:
+def sizes_of(given: Any) -> str | FrozenDict[str, tuple[int, ...] | str]:
     """Return the sizes of each dimension in rising order, from a mapping or a list of ``NAME=32,64,128``.
 
-    A name may be several with ``=`` between them, for a model that has no one name for the dimension.
+    Sizes that the engine chooses stay a text, ``auto``, or ``auto:512`` for those up to 512. Instead of the
+    mapping it says so of all dimensions. A name may be several with ``=`` between them, for a model that has
+    no one name for the dimension.
 
     :raises TypeError, ValueError: for anything else.
     """
-    found = {name: _sizes(given) for name, given in _named(given).items()}
-    if not all(found.values()) or min(map(min, found.values())) < 1:
-        raise ValueError
-    return found
+    if isinstance(given, list | tuple) and len(given) == 1 and _is_auto(given[0]):
+        given = given[0]  # A flag that was given once.
+    if _is_auto(given):
+        return _auto(given)
+    found: dict[str, tuple[int, ...] | str] = {}
+    for name, sizes in _named(given).items():
+        found[name] = _auto(sizes) if _is_auto(sizes) else _sizes(sizes)
+    return FrozenDict(found)
 
 
-def values_of(given: Any) -> dict[str, int | float | str]:
+def auto_limit(given: str) -> int | None:
+    """Return the largest size that the engine may choose, as the option says; ``None`` for no limit."""
+    limit = given.partition(":")[2]
+    return int(limit) if limit else None
+
+
+def values_of(given: Any) -> FrozenDict[str, int | float | str]:
     """Return what each input is padded with, from a mapping or a list of ``NAME=VALUE``.
 
     :raises TypeError, ValueError: for anything but numbers, ``mask``, ``length`` and ``length:DIMENSION``.
@@ -37,13 +51,30 @@ def values_of(given: Any) -> dict[str, int | float | str]:
             found[name] = value
         else:
             raise TypeError
-    return found
+    return FrozenDict(found)
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
     if isinstance(given, str):
         given = [int(part) for part in given.strip("()[] ").rstrip(",").split(",")]
-    return tuple(sorted({as_int(size) for size in (given if isinstance(given, list | tuple) else [given])}))
+    found = sorted({as_int(size) for size in (given if isinstance(given, list | tuple) else [given])})
+    if not found or found[0] < 1:
+        raise ValueError
+    return tuple(found)
+
+
+def _is_auto(given: Any) -> bool:
+    return isinstance(given, str) and given.partition(":")[0].strip() == AUTO
+
+
+def _auto(given: str) -> str:
+    """Return the text in the one way in which it is written."""
+    _, colon, limit = given.partition(":")
+    if not colon:
+        return AUTO
+    if int(limit) < 1:
+        raise ValueError
+    return f"{AUTO}:{int(limit)}"
 
 
 def _named(given: Any) -> dict[str, Any]:

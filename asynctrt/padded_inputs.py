@@ -32,12 +32,16 @@ class PaddedInputCheck(InputCheck):
             name for name in self._names if name not in {filled.spec.name for filled in padding.filled}
         )
         self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
+        self._changes = padding.changes
 
     def validate(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
         """Return what :meth:`InputCheck.validate` does, with the inputs that were left out.
 
         :raises InputError: as there, and for what is longer than the largest size.
         """
+        if self._padding.changes != self._changes:
+            self._changes = self._padding.changes
+            self._known.clear()
         if self._padding.filled:
             inputs = self._fill(inputs)
         return super().validate(inputs)
@@ -49,7 +53,15 @@ class PaddedInputCheck(InputCheck):
         """
         symbols = self.symbols(shapes)
         key = self._padding.key_of(symbols) if symbols else FIXED_SHAPE
-        return BatchKey(tuple(symbols.items())) if self._keeps_shapes else key
+        if self._keeps_shapes:
+            return BatchKey(tuple(symbols.items()))
+        if self._padding.chosen and self._check_key is not None:
+            try:
+                self._check_key(key)
+            except InputError:
+                # Each size is within a profile, but not all of them in the same. As they are they may be.
+                return self._padding.key_of(symbols, as_given=True)
+        return key
 
     def key_of_dims(self, dims: Mapping[str, Dims]) -> BatchKey:
         """Return the key of the slots of such rows, which are not padded.
@@ -57,6 +69,9 @@ class PaddedInputCheck(InputCheck):
         :raises InputError: as the method of :class:`InputCheck`, and for dimensions that would be padded.
         """
         key = super().key_of_dims(dims)
+        if self._padding.chosen:
+            shapes = [tuple(dims.get(spec.name, spec.dims)) for spec in self.specs]
+            key = self._padding.key_of(self.symbols(shapes), as_given=True)  # type: ignore[arg-type]
         assert isinstance(key.shape, tuple)
         sizes = dict(key.shape)
         for name, given in dims.items():
@@ -72,6 +87,10 @@ class PaddedInputCheck(InputCheck):
         arrays, rows, key = super()._check(inputs)
         if key.on_device:
             symbols = self.symbols([array.shape[1:] for array in arrays])
+            if self._padding.chosen:
+                key = self._padding.key_of(symbols, as_given=True)._replace(on_device=True)
+                if self._check_key is not None:
+                    self._check_key(key)
             if key.shape != tuple(symbols.items()):
                 raise InputError(
                     f"rows on the device are not padded: they have {show(symbols)}, and the engine runs "

@@ -4,16 +4,18 @@ Arrays stay as their callers gave them until they are written into a slab. Only 
 which sizes they will be padded there; outputs are cut back to what each request had.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, cast
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from asynctrt.errors import InputError, OptionsError
 from asynctrt.options import Options
-from asynctrt.pad_options import MASK
+from asynctrt.pad_options import MASK, auto_limit
 from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.sizes import Sizes, merged
 from asynctrt.tensors import Array, Dims, TensorSpec
 from asynctrt.validation import show
 
@@ -54,10 +56,23 @@ class Fit(NamedTuple):
     """The part of its rows that is its own, for each output that is cut back."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the sizes that the engine chooses, besides the options."""
+
+    ranges_of: Callable[[str], Sequence[tuple[int, int]]] | None = None
+    """Returns the sizes that a dimension may have, in each profile of the model."""
+    rows_max: int = 64
+    """Rows that a batch holds."""
+    rows_fixed: bool = False
+    """Whether it always has as many."""
+
+
 class Padding:
     """What is padded of one model, and with what.
 
-    :param pad: the sizes of each dimension that is padded, rising.
+    :param pad: the sizes of each dimension that is padded, rising; ``auto`` if they are to be chosen, instead
+        of the mapping for all dimensions that vary.
     :param pad_with: what inputs are padded with, where that is not 0: a number; ``mask`` and ``length`` are
         filled by the engine.
     :raises OptionsError: for names that the model does not have, and values that do not fit.
@@ -68,20 +83,24 @@ class Padding:
         name: str,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],
-        pad: Mapping[str, tuple[int, ...]],
+        pad: Mapping[str, Any] | str,
         pad_with: Mapping[str, int | float | str],
+        limits: Limits,
     ) -> None:
         self._name = name
         self._inputs = tuple(inputs)
-        self._same = [tuple(name.strip() for name in names.split("=")) for names in pad]
-        self.sizes = {name: pad[names] for names in pad for name in map(str.strip, names.split("="))}
-        """The sizes of each dimension that is padded, rising."""
+        varying = dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str))
+        if isinstance(pad, str):
+            pad = self._for_all(pad, list(varying))
+        groups = {names: tuple(name.strip() for name in names.split("=")) for names in pad}
+        self._same = list(groups.values())
+        self._dims: dict[str, Any] = {dim: pad[names] for names, dims in groups.items() for dim in dims}
+        """What was given for each dimension that is padded."""
         named = [name for names in self._same for name in names]
-        if len(self.sizes) != len(named):
+        if len(self._dims) != len(named):
             twice = next(name for name in named if named.count(name) > 1)
             raise OptionsError(f"pad names the dimension {twice!r} twice: it can have one list of sizes")
-        varying = dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str))
-        unknown = [dim for dim in self.sizes if dim not in varying]
+        unknown = [dim for dim in self._dims if dim not in varying]
         if unknown:
             raise OptionsError(
                 f"pad names the dimension {unknown[0]!r}, and those that vary in the inputs of {name!r} are: "
@@ -94,6 +113,15 @@ class Padding:
                 f"pad_with names the input {unknown[0]!r}, and those of {name!r} are: "
                 f"{', '.join(map(repr, by_name))}"
             )
+        self.chosen = {
+            dims: self._sizes_to_choose(dims, pad[names], pad_with, by_name, limits)
+            for names, dims in groups.items()
+            if isinstance(pad[names], str)
+        }
+        """What chooses the sizes of dimensions, by their names: all that are the same."""
+        self._chosen_of = {dim: sizes for dims, sizes in self.chosen.items() for dim in dims}
+        self.changes = 0
+        """How often they were chosen anew."""
         self.filled = tuple(
             self._filled(by_name[input_], value)
             for input_, value in pad_with.items()
@@ -113,25 +141,31 @@ class Padding:
             for dim in names if known else ():
                 self.sources.setdefault(dim, known[0])
         self._check_sources()
-        self._cuts = {spec.name: spec.dims for spec in outputs if any(dim in self.sizes for dim in spec.dims)}
+        self._cuts = {spec.name: spec.dims for spec in outputs if any(dim in self._dims for dim in spec.dims)}
+        self._repeated = {dim for dims in self._same for dim in dims[1:]}
         self._fits: dict[tuple[Dims, ...], Fit | None] = {}
 
     @classmethod
     def of(
-        cls, name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], options: Options
+        cls,
+        name: str,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        options: Options,
+        limits: Limits = Limits(),
     ) -> "Padding | None":
         """Return what the options pad of a model; ``None`` for nothing."""
-        pad, pad_with = options.pad, options.pad_with or {}
-        if not pad:
+        if not options.pad:
             return None
-        return cls(name, inputs, outputs, cast("Mapping[str, tuple[int, ...]]", pad), pad_with)
+        return cls(name, inputs, outputs, options.pad, options.pad_with or {}, limits)
 
     def __repr__(self) -> str:
-        return f"<Padding of {self._name!r} {self.sizes}>"
+        return f"<Padding of {self._name!r} {self._dims}>"
 
-    def key_of(self, symbols: Mapping[str, int]) -> BatchKey:
+    def key_of(self, symbols: Mapping[str, int], *, as_given: bool = False) -> BatchKey:
         """Return the key of the batches for rows of these sizes: each is rounded up to the next.
 
+        :param as_given: leave those as they are that are padded to sizes of the engine's choice.
         :raises InputError: for a size above the largest, and where two that are to be the same are not.
         """
         for names in self._same:
@@ -140,14 +174,20 @@ class Padding:
                     f"{' and '.join(map(repr, names))} are padded as one dimension, given "
                     f"{', '.join(str(symbols.get(dim)) for dim in names)}. Give them the same size"
                 )
+        kept = self._chosen_of if as_given else ()
         return BatchKey(
             tuple(
                 [
-                    (dim, self._rounded(dim, size) if dim in self.sizes else size)
+                    (dim, self._rounded(dim, size) if dim in self._dims and dim not in kept else size)
                     for dim, size in symbols.items()
                 ]
             )
         )
+
+    def units_of(self, shape: Hashable) -> int:
+        """Return how much there is to compute of a row of this shape: the product of its varying sizes."""
+        assert isinstance(shape, tuple)
+        return prod([size for dim, size in shape if dim not in self._repeated])
 
     def fit(self, dims: tuple[Dims, ...]) -> Fit | None:
         """Return how rows lie within those of a batch, from the dimensions of one row of each input.
@@ -173,45 +213,120 @@ class Padding:
             dims,
             tuple((every, *map(slice, given)) for given in dims),
             {
-                name: (every, *[slice(sizes[dim]) if dim in self.sizes else every for dim in own])
+                name: (every, *[slice(sizes[dim]) if dim in self._dims else every for dim in own])
                 for name, own in self._cuts.items()
             },
         )
 
     def _rounded(self, dim: str, given: int) -> int:
-        for size in self.sizes[dim]:
-            if size >= given:
-                return size
         number, axis = self.sources[dim]
-        sizes = self.sizes[dim]
+        name = self._inputs[number].name
+        what = f"input {name!r} has size {given} on axis {axis} ({dim!r}), which this engine pads to"
+        if (chosen := self._chosen_of.get(dim)) is not None:
+            if (found := chosen.rounded(given)) is not None:
+                return found
+            raise InputError(
+                f"{what} at most {chosen.largest}, as pad={{{dim!r}: {self._dims[dim]!r}}} and the "
+                "model say. Shorten it"
+            )
+        sizes = self._dims[dim]
+        for size in sizes:
+            if size >= given:
+                return int(size)
         raise InputError(
-            f"input {self._inputs[number].name!r} has size {given} on axis {axis} ({dim!r}), which this "
-            f"engine pads to {', '.join(map(str, sizes))}: {sizes[-1]} is the most. Shorten it, or open the "
+            f"{what} {', '.join(map(str, sizes))}: {sizes[-1]} is the most. Shorten it, or open the "
             f"engine with a larger size: pad={{{dim!r}: (..., {given})}}"
         )
+
+    def _for_all(self, pad: str, varying: Sequence[str]) -> dict[str, str]:
+        """Return that the sizes of all dimensions are to be chosen."""
+        if not varying:
+            raise OptionsError(
+                f"pad={pad!r} is for dimensions that vary, and {self._name!r} has none besides its rows. "
+                "Leave it out"
+            )
+        # What has no name of its own may have to be as large as another: a mask is as long as its text.
+        nameless = [
+            dim
+            for spec in self._inputs
+            for axis, dim in enumerate(spec.dims, start=1)
+            if dim == f"{spec.name}.{axis}"
+        ]
+        if len({dim.rpartition(".")[0] for dim in nameless}) > 1:
+            raise OptionsError(
+                f"pad={pad!r} cannot tell which of {', '.join(map(repr, nameless))} are the same, as the "
+                f"model has no names for them. Write pad={{{'='.join(nameless)!r}: {pad!r}}} if they are, "
+                "and each by itself if not"
+            )
+        return dict.fromkeys(varying, pad)
+
+    def _sizes_to_choose(
+        self,
+        dims: Sequence[str],
+        given: str,
+        pad_with: Mapping[str, int | float | str],
+        by_name: Mapping[str, TensorSpec],
+        limits: Limits,
+    ) -> Sizes:
+        """Return what chooses the sizes of dimensions that are the same, within what the model takes."""
+        most = auto_limit(given)
+        if most is None:
+            # What the engine tells a model has to fit into what the model has for it.
+            holding = [
+                _counts_to(by_name[input_].dtype)
+                for input_, value in pad_with.items()
+                if isinstance(value, str) and value != MASK and self._dim_of_length(value) in dims
+            ]
+            most = min(holding, default=None)
+        ranges: Sequence[tuple[int, int]] = () if most is None else ((1, most),)
+        if limits.ranges_of is not None:
+            each = zip(*[limits.ranges_of(dim) for dim in dims], strict=True)
+            ranges = [
+                (max(least for least, _ in same), min([largest for _, largest in same])) for same in each
+            ]
+            taken = merged(ranges)
+            ranges = merged(
+                (least, largest if most is None else min(largest, most)) for least, largest in taken
+            )
+            if not ranges:
+                raise OptionsError(
+                    f"pad is {given!r} for {'='.join(dims)!r}, of which {self._name!r} takes "
+                    f"{' and '.join(f'{least} to {largest}' for least, largest in taken) or 'nothing'}"
+                )
+        return Sizes(ranges, rows_max=limits.rows_max, rows_fixed=limits.rows_fixed)
+
+    def _dim_of_length(self, value: str) -> str:
+        """Return the dimension whose size ``length`` says; an empty one if it is not clear."""
+        return value.partition(":")[2] or (self._same[0][0] if len(self._same) == 1 else "")
+
+    def _largest(self, dim: str) -> int | None:
+        """Return the largest size that a dimension is padded to; ``None`` if there is no limit."""
+        chosen = self._chosen_of.get(dim)
+        return int(self._dims[dim][-1]) if chosen is None else chosen.largest
 
     def _filled(self, spec: TensorSpec, value: str) -> Filled:
         if spec.dtype.kind not in "biuf":
             raise OptionsError(f"pad_with says that {spec.name!r} is a {value}, and it is {spec.dtype.name}")
         if value == MASK:
-            if not any(dim in self.sizes for dim in spec.dims):
+            if not any(dim in self._dims for dim in spec.dims):
                 raise OptionsError(
                     f"pad_with says that {spec.name!r} is a mask, and none of its dimensions {spec.dims} is "
-                    f"padded: {', '.join(self.sizes)} are"
+                    f"padded: {', '.join(self._dims)} are"
                 )
             return Filled(spec, None)
-        dim = value.partition(":")[2] or (self._same[0][0] if len(self._same) == 1 else "")
-        if dim not in self.sizes:
+        dim = self._dim_of_length(value)
+        if dim not in self._dims:
             raise OptionsError(
                 f"pad_with says that {spec.name!r} is a {value}, and does not say of which of the dimensions "
-                f"that are padded. Write 'length:NAME', with one of: {', '.join(self.sizes)}"
+                f"that are padded. Write 'length:NAME', with one of: {', '.join(self._dims)}"
             )
         if not all(size == 1 for size in spec.dims):
             raise OptionsError(
                 f"pad_with says that {spec.name!r} is a length, of which a row has one; its rows have the "
                 f"shape {spec.dims}"
             )
-        if (longest := self.sizes[dim][-1]) > _counts_to(spec.dtype):
+        longest = self._largest(dim)
+        if longest is not None and longest > _counts_to(spec.dtype):
             raise OptionsError(
                 f"pad_with says that {spec.name!r} is a length, which is up to {longest}, and its dtype "
                 f"{spec.dtype.name} does not hold every one"
@@ -239,7 +354,7 @@ class Padding:
 
     def _check_sources(self) -> None:
         """Check that each size is told by an input that callers give."""
-        needed = [*self.sizes, *(dim for one in self.filled for dim in one.spec.dims if isinstance(dim, str))]
+        needed = [*self._dims, *(dim for one in self.filled for dim in one.spec.dims if isinstance(dim, str))]
         for dim in needed:
             if dim not in self.sources:
                 raise OptionsError(

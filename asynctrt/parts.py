@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from asynctrt.backends.base import Model, ProfiledModel, ReservingModel
+from asynctrt.backends.base import Model, ProfiledModel, RangedModel, ReservingModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
@@ -16,8 +16,9 @@ from asynctrt.inputs import InputCheck
 from asynctrt.loading import find_device, load_model
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.padded_inputs import PaddedInputCheck
-from asynctrt.padding import Padding
+from asynctrt.padding import Limits, Padding
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
+from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.staging import lay_out
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
@@ -192,6 +193,12 @@ class EngineParts:
             import_array=self.device.import_array,
         )
 
+    def create_size_chooser(self, call_soon: Callable[..., object]) -> SizeChooser | None:
+        """Make what chooses the sizes that rows are padded to, on a loop; ``None`` if all are given."""
+        if self.padding is None or not self.padding.chosen:
+            return None
+        return SizeChooser(self.model.name, self.padding, self.capacity.contexts, call_soon)
+
     def close(self, timeout_s: float, slots: Callable[[], None] | None = None) -> int:
         """Give back what is ours; returns how many contexts had to be abandoned. Blocks.
 
@@ -314,7 +321,12 @@ def _make_divided(
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Make what batches of a model need on a device."""
     capacity = Capacity.of(model, device, options, shared)
-    padding = Padding.of(model.name, model.inputs, model.outputs, options)
+    limits = Limits(
+        model.ranges_of if isinstance(model, RangedModel) else None,
+        capacity.rows_max,
+        model.rows_fixed is not None,
+    )
+    padding = Padding.of(model.name, model.inputs, model.outputs, options, limits)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:

@@ -339,16 +339,23 @@ class Pipeline(Engine):
                 f"{self._name!r}: the timeout passed before one of its threads was free"
             ) from None
         future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
-        work = partial(copy_context().run, outcome_of, function, future)
+        # The executor keeps what it was given even if it then cannot start a thread for it. One that it has
+        # already, or starts for the next, would find it there: whoever takes this decides.
+        turn: list[Callable[[], Callable[[], Any]]]
+        turn = [partial(copy_context().run, outcome_of, function, future)]
         try:
-            self._threads.submit(self._work, work, future)
+            self._threads.submit(self._work, turn, future)
         except BaseException:
-            self._free_threads.release()
-            raise
+            if _taken(turn) is not None:
+                self._free_threads.release()
+                raise
         return (await future)()
 
-    def _work(self, work: Callable[[], Callable[[], Any]], future: "asyncio.Future[Any]") -> None:
+    def _work(self, turn: list[Callable[[], Callable[[], Any]]], future: "asyncio.Future[Any]") -> None:
         """Run in a thread, and say on the loop what came of it."""
+        work = _taken(turn)
+        if work is None:
+            return  # Its caller was told that there is no thread.
         outcome = work()
         with suppress(RuntimeError):  # A loop that is closed waits for nothing.
             self._loop.call_soon_threadsafe(self._worked, future, outcome)
@@ -556,3 +563,11 @@ class Pipeline(Engine):
 
     def _lacks(self, what: str) -> NoReturn:
         raise UsageError(f"{self!r} has no {what}: its engines do")
+
+
+def _taken(turn: "list[T]") -> "T | None":
+    """Take what one of two threads may have; ``None`` for the later one."""
+    try:
+        return turn.pop()
+    except IndexError:
+        return None

@@ -5,28 +5,10 @@ They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``datacl
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn, TypeVar
 
+from asynctrt.frozen import FrozenDict
 from asynctrt.scheduling.objective import Situation
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class FrozenDict(dict[K, V]):
-    """A ``dict`` that cannot be changed. ``dict(frozen)`` is a copy that can."""
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("this mapping is part of a snapshot and cannot be changed; dict(mapping) is a copy")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FrozenDict, (dict(self),)
+from asynctrt.scheduling.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +72,62 @@ class ObjectiveStatistics:
             reason=situation.reason,
             changes=situation.changes,
         )
+
+    def joined(self, other: "ObjectiveStatistics") -> "ObjectiveStatistics":
+        """Return what two engines that share a model do together.
+
+        The share is the lower one, and of what each does the stricter is given, with the reasons of both.
+        """
+        shares = [one.met_share for one in (self, other) if one.met_share is not None]
+        rows = [one.max_rows for one in (self, other) if one.max_rows is not None]
+        batches = [one.max_in_flight for one in (self, other) if one.max_in_flight is not None]
+        return ObjectiveStatistics(
+            target=self.target,
+            met_share=min(shares, default=None),
+            max_rows=min(rows, default=None),
+            max_in_flight=min(batches, default=None),
+            delay_s=max(self.delay_s, other.delay_s),
+            reason="; ".join(dict.fromkeys(one.reason for one in (self, other) if one.reason)),
+            changes=self.changes + other.changes,
+        )
+
+    def without_gauges(self) -> "ObjectiveStatistics":
+        """Return its count alone, of an engine that is no more."""
+        return ObjectiveStatistics(self.target, None, None, None, 0.0, "", self.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingStatistics:
+    """The sizes that the engine has chosen to pad a dimension to, with ``pad="auto"``."""
+
+    dimension: str
+    """Its name; several with ``=`` between them, if they are padded as one."""
+    sizes: tuple[int, ...]
+    """What it is padded to, rising; empty while that is the next power of two, as is whatever is longer."""
+    reason: str
+    """Why, in words."""
+    changes: int
+    """How often the sizes have changed."""
+
+    @classmethod
+    def of_all(cls, chosen: Mapping[tuple[str, ...], Sizes]) -> "tuple[PaddingStatistics, ...]":
+        """Return what was chosen for each dimension."""
+        return tuple(
+            cls("=".join(dims), sizes.chosen, sizes.reason, sizes.changes) for dims, sizes in chosen.items()
+        )
+
+    def joined(self, other: "PaddingStatistics") -> "PaddingStatistics":
+        """Return what two engines pad a dimension to: each of its own sizes, for reasons of its own."""
+        return PaddingStatistics(
+            self.dimension,
+            tuple(sorted({*self.sizes, *other.sizes})),
+            "; ".join(dict.fromkeys(one.reason for one in (self, other) if one.reason)),
+            self.changes + other.changes,
+        )
+
+    def without_gauges(self) -> "PaddingStatistics":
+        """Return its count alone, of an engine that is no more."""
+        return PaddingStatistics(self.dimension, (), "", self.changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +236,8 @@ class Statistics:
     another front that tells of batches. 0 in an engine in process."""
     objective: ObjectiveStatistics | None = None
     """What is done for the ``latency_target``; ``None`` without one."""
+    padding: tuple[PaddingStatistics, ...] = ()
+    """What each dimension is padded to whose sizes the engine chooses."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):
@@ -225,9 +265,18 @@ class Statistics:
         sizes = dict(self.by_batch_rows)
         for rows, size in other.by_batch_rows.items():
             sizes[rows] = sizes[rows].joined(size) if rows in sizes else size
+        objective = self.objective or other.objective
+        if self.objective is not None and other.objective is not None:
+            objective = self.objective.joined(other.objective)
+        padding = {one.dimension: one for one in self.padding}
+        for one in other.padding:
+            own = padding.get(one.dimension)
+            padding[one.dimension] = one if own is None else own.joined(one)
         return replace(
             self,
             **sums,
+            objective=objective,
+            padding=tuple(padding.values()),
             arena_busy_share=busy / arenas if arenas else 0.0,
             launched=launched,
             by_batch_rows=dict(sorted(sizes.items())),
@@ -247,6 +296,8 @@ class Statistics:
             arena_nbytes=0,
             arena_nbytes_private=0,
             memory_nbytes=0,
+            objective=None if self.objective is None else self.objective.without_gauges(),
+            padding=tuple(one.without_gauges() for one in self.padding),
         )
 
     @property
@@ -306,10 +357,13 @@ class WorkerState:
 
     device: str
     state: str
-    """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
+    """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
     pid: int | None
     """Of its process; ``None`` before it has one."""
     deaths: int
     """Workers on this device that died."""
     groups: int
     """Groups of requests that it has now."""
+    spare: str
+    """The worker that would take its place: ``starting``, ``ready``, ``failed`` if no further one is started
+    since so many died; empty without ``warm_spare``, and in a front of a server, whose parent has it."""

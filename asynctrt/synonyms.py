@@ -25,9 +25,12 @@ SYNONYMS: Final = {
     "default_timeout_microseconds": "timeout",
     "priority_levels": "priorities",
     "instance_group": "contexts",
+    "instance_count": "contexts",
+    "instances": "contexts",
     "num_instances": "contexts",
     "num_replicas": "contexts",
-    "workers": "contexts",
+    "replicas": "contexts",
+    "workers": "isolation",
     "workers_per_device": "contexts",
 }
 """What other servers call options of an engine: Triton, Ray Serve, BentoML, LitServe, TorchServe."""
@@ -38,17 +41,37 @@ COMMAND_SYNONYMS: Final = {
     "users": "callers",
     "vus": "callers",
     "concurrency_range": "callers",
+    "number_of_users": "callers",
+    "clients": "callers",
     "duration": "seconds",
+    "run_time": "seconds",
     "measurement_interval": "seconds",
     "time": "seconds",
     "qps": "rate",
     "rps": "rate",
     "request_rate": "rate",
     "request_rate_range": "rate",
+    "arrival_rate": "rate",
+    "stages": "rate",
     "spawn_rate": "rate",
     "iterations": "requests",
     "num_requests": "requests",
+    "number_of_requests": "requests",
     "request_count": "requests",
+    "warmup_request_count": "warmup",
+    "warm_up": "warmup",
+    "ramp_up": "callers",
+    "threads": "processes",
+    "data": "body",
+    "payload": "body",
+    "request_body": "body",
+    "json_body": "body",
+    "headers": "header",
+    "auth_token": "token",
+    "summary_export": "json",
+    "out": "json",
+    "csv": "json",
+    "export": "json",
     "think_time": "think",
     "wait_time": "think",
     "threshold": "slo",
@@ -62,6 +85,23 @@ COMMAND_SYNONYMS: Final = {
     "port": "http_port",
     "bind": "host",
     "address": "host",
+    "http_address": "host",
+    "gpu": "device",
+    "gpus": "device",
+    "accelerator": "device",
+    "devices": "device",
+    "reload": "watch",
+    "backlog": "max_connections",
+    "limit_concurrency": "max_requests",
+    "max_concurrency": "max_requests",
+    "timeout_keep_alive": "idle_timeout",
+    "timeout_graceful_shutdown": "drain_timeout",
+    "cors_origins": "allow_origins",
+    "allowed_origins": "allow_origins",
+    "metrics_address": "metrics_port",
+    "quiet": "log_level",
+    "debug": "log_level",
+    "verbose": "log_level",
     "ssl_certfile": "tls_certificate",
     "ssl_keyfile": "tls_key",
     "api_key": "tokens",
@@ -71,18 +111,36 @@ COMMAND_SYNONYMS: Final = {
     "repository_poll_secs": "watch",
     "exit_timeout_secs": "drain_timeout",
     "log_verbose": "log_level",
+    "workers": "fronts",
+    "num_workers": "fronts",
+    "api_server_count": "fronts",
 }
 """What other servers and load testers call flags: Triton, uvicorn, vLLM, k6, Locust, wrk, perf_analyzer."""
 
+SHORT_FLAGS: Final = {
+    "c": "callers",
+    "u": "callers",
+    "d": "seconds",
+    "z": "seconds",
+    "n": "requests",
+    "r": "rate",
+}
+"""Flags of one letter of load testers: wrk, hey, ab, k6, Locust."""
+
 ALL_SYNONYMS: Final = {**SYNONYMS, **COMMAND_SYNONYMS}
+"""Where there are flags, they go before options: a server's ``workers`` are processes that accept clients."""
 
 
 def nearest_name(given: str, names: Iterable[str], others: Mapping[str, str], cutoff: float) -> str | None:
     """Return the name that is most likely meant: the nearest, or what the nearest of ``others`` stands for.
 
+    A word of others' for a name that is not among ``names`` means nothing here, whatever it looks like.
+
     :param cutoff: how alike they must be, from 0 to 1.
     """
     known = set(names)
+    if given in others and others[given] not in known:
+        return None
     meant = {other: name for other, name in others.items() if name in known}
     found = difflib.get_close_matches(given, [*known, *meant], n=1, cutoff=cutoff)
     return meant.get(found[0], found[0]) if found else None

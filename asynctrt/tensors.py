@@ -4,9 +4,10 @@ A tensor's leading axis is always the batch axis. A :class:`TensorSpec` describe
 carries one row or more.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -172,11 +173,48 @@ class InferResult(Mapping[str, Array]):
         return cls(outputs, batches, parts[0]._arrival_ns)
 
 
+class Views(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclass cannot have slots that hold anything)
+    """Arrays of which some are views of a caller's, who does not know that there are any.
+
+    NumPy trusts whoever resizes an array with ``refcheck=False`` that there are none, and they would be read
+    where the array has been. It refuses to do so to an array that is weakly referred to.
+    """
+
+    def __init__(self, _: Iterable[Array]) -> None:
+        self._pins = pins(self)
+
+
+def pins(arrays: Iterable[Any]) -> list[ref[Array]]:
+    """Return what keeps arrays from being resized for as long as it is kept."""
+    found = []
+    for array in arrays:
+        owner = array
+        while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, np.ndarray):
+            found.append(ref(owner))
+    return found
+
+
 def copy_rows(rows: Array, view: Array) -> None:
     """Copy rows into a view of the same shape; a plain assignment would broadcast what has changed."""
     if rows.shape != view.shape:
         raise ValueError(f"rows of shape {rows.shape} where {view.shape} was announced")
     view[...] = rows
+
+
+def gather(arrays: Sequence[Array], view: Array, counts: list[int] | None) -> None:
+    """Copy the rows of several requests side by side into a view of as many.
+
+    :param counts: how many each has; ``None``: one.
+    :raises ValueError: for arrays that do not have them any more.
+    """
+    np.concatenate(arrays, out=view)
+    # One that has grown and one that has shrunk make as many rows, but push those in between along. With as
+    # many arrays as rows, and none that has more than one, each has one.
+    is_changed = max(map(len, arrays)) > 1 if counts is None else list(map(len, arrays)) != counts
+    if is_changed:
+        raise ValueError("the rows of some arrays are not those that were announced")
 
 
 def convert(spec: TensorSpec, value: Any) -> Array:
@@ -252,7 +290,8 @@ def _dims(name: str, dims: Any) -> tuple[int | str, ...]:
     except Exception:  # Foreign objects raise what they like.
         raise ModelError(
             f"the dims of {name!r} must be a tuple of sizes ≥ 0 and names of dimensions that vary, such as "
-            f"(3, 'length'), not {show(dims)}"
+            f"(3, 'length'), not {show(dims)}. They leave out the first axis, of rows; one that varies has a "
+            "name in place of -1 or None"
         ) from None
 
 

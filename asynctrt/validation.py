@@ -19,6 +19,7 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -33,6 +34,11 @@ T = TypeVar("T")
 
 TIMEOUT_NS_MAX: Final = 2**62
 """The longest timeout, 146 years: added to a monotonic clock it still fits into 63 bits, as timers need."""
+
+UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+"""The units of a time that is given as a text, in seconds."""
+
+PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
 SHOWN_MAX: Final = 120
 """Characters of a wrong value that a message shows."""
@@ -213,8 +219,23 @@ def number(
 
 
 def duration(least: float = 0.0, most: float = math.inf, *, above: bool = False, fix: str = "") -> Check:
-    """Return the check of a time in seconds: see :func:`number`."""
-    return number(least, most, above=above, unit="seconds", fix=fix)
+    """Return the check of a time in seconds, or as a text such as ``"2ms"``: see :func:`number`."""
+    check = number(least, most, above=above, unit="seconds", fix=fix)
+
+    def convert(value: Any) -> float:
+        return float(check.convert(seconds_of(value) if isinstance(value, str) else value))
+
+    return dataclasses.replace(check, convert=convert)
+
+
+def seconds_of(text: str) -> float:
+    """Return a time with its unit, such as ``2ms``, ``30s`` or ``1m30s``, in seconds.
+
+    :raises ValueError: for any other text, a number without a unit included.
+    """
+    if not re.fullmatch(f"(?:{PART})+", text):
+        raise ValueError(f"not a time with its unit: {text!r}")
+    return sum(float(count) * UNITS_S[unit] for count, unit in re.findall(PART, text))
 
 
 def choice(*values: str) -> Check:

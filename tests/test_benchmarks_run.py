@@ -51,6 +51,8 @@ LEAST = {
     ],
     "scale": ["--quick", "--seconds", "0.1", "--protocols", "HTTP,gRPC"],
     "worker_faults": ["--requests", "300", "--repeats", "1", "--deaths", "2", "--batch-timeout", "0.3"],
+    "extras": ["--only", "core"],
+    "front_faults": ["--requests", "1000", "--every", "0.1"],
     "peers": ["--repeats", "1", "--seconds", "0.05"],
     "ort_cuda": ["--host", "--quick", "--only", "magika", "--callers", "1", "--contexts", "2"],
     "ray_serve": ["--seconds", "0.2", "--rows", "8", "--callers", "8"],
@@ -64,6 +66,7 @@ LEAST_ON_GPU = {
     "urgent": ["--seconds", "0.1", "--repeats", "1"],
     "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
+    "shapes": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--shapes", "1,2"],
     "million": ["--batches", "2000"],
 }
 """Without a GPU they run on the host device."""
@@ -151,7 +154,7 @@ def test_benchmark(name, tmp_path):
 
 def test_the_results_that_are_kept_are_of_benchmarks_that_there_are():
     names = {path.stem for path in (FOLDER / "results").glob("*.json")}
-    names -= {"ran-host", "ran-h200", "ran-two-h200", "extras"}
+    names -= {"ran-host", "ran-h200", "ran-two-h200"}
     on_gpu = {name for name in names if name.startswith("gpu-")}
     assert {name.split("-")[1] for name in on_gpu} <= set(LEAST_ON_GPU)
     # A comparison of two commits is of no interest afterwards.

@@ -139,7 +139,8 @@ def test_the_help_that_is_printed_is_that_one(command):
         (["bench", "missing.onnx"], 1, "ModelNotFoundError: there is no file 'missing.onnx'"),
         (["bench", __file__], 1, "ModelError"),
         (["bench", "overhead", "--max-delay", "5"], 1, "OptionsError: max_delay must be a number of seconds"),
-        (["bench", "overhead", "--seconds", "0"], 2, "Invalid value"),
+        (["bench", "overhead", "--seconds", "10ms"], 2, "10ms is less than 0.05"),
+        (["serve", "m.onnx", "--max-delay", "2s"], 1, "seconds ≥ 0 and ≤ 1, not 2.0. For milliseconds"),
         (["bench", "overhead", "--dims", "x"], 2, "NAME=SIZE"),
         (["bench", "overhead", "--loop", "twisted"], 2, "'twisted' is not one of 'uvloop', 'asyncio'"),
         (["demo", "/no/such/folder"], 2, "does not exist"),
@@ -163,6 +164,7 @@ def test_what_is_wrong_is_said_without_a_traceback(arguments, code, says, tmp_pa
 
 INTERRUPTED_AT = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # In the background of a shell it is ignored.
 module, sys.argv[1:] = sys.argv[1], ["doctor", "--help"]
 class Finder:
     def find_spec(self, name, *_):

@@ -67,15 +67,20 @@ async def test_arrays_with_and_without_a_name(kind):
     models = {"double": double_model(), "a/b c": double_model(), "sum": two_inputs()}
     async with serving(models) as server, connect(url_of(server, kind)) as client:
         for model in ("double", "a/b c"):
-            for inputs in (rows(3), {"input": rows(3)}, rows(3).tolist()):
-                inputs = np.asarray(inputs, np.float32) if isinstance(inputs, list) else inputs
+            for inputs in (rows(3), {"input": rows(3)}, rows(3).tolist(), {"input": [[3, 3, 3, 3]]}):
                 answer = await client.infer(model, inputs, version="1", outputs=["output"])
                 assert answer["output"].tolist() == rows(6).tolist()
         answer["output"][...] = 0  # It is the caller's.
         assert (await client.metadata("double"))["inputs"][0]["name"] == "input"
         with pytest.raises(UsageError, match=r"infer\('sum', \{'a': rows"):
             await client.infer("sum", rows(1))
-        assert taken(server) == 3
+        assert taken(server) == 4
+        assert (await client.infer("sum", {"a": [[1]], "b": rows(2)[:, :1]}))["sum"].tolist() == [[3]]
+        with pytest.raises(InputError, match="unknown input 'c'"):
+            await client.infer("sum", {"a": [[1]], "b": [[2]], "c": [[3]]})
+        with pytest.raises(InputError, match="'a' takes shape .* the lists given are ragged"):
+            await client.infer("sum", {"a": [[1], [2, 3]], "b": [[2]]})
+        assert server.api.in_flight == 0
 
 
 @pytest.mark.parametrize(

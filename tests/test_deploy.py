@@ -133,7 +133,13 @@ class TestValid:
         names = {
             *("Dockerfile", "Dockerfile.dockerignore", "compose.yaml", "deployment.yaml", "service.yaml")
         }
-        names |= {"hpa.yaml", "kserve-runtime.yaml", "kserve-service.yaml", "prometheus-adapter.yaml"}
+        names |= {
+            "asynctrt.service",
+            "hpa.yaml",
+            "kserve-runtime.yaml",
+            "kserve-service.yaml",
+            "prometheus-adapter.yaml",
+        }
         assert {path.name for path in FOLDER.iterdir() if path.is_file()} == names
 
 

@@ -127,7 +127,10 @@ def test_workers_see_the_engine_and_not_what_runs_it(path):
     seen = {"clock", "engine", "errors", "inputs", "loading", "loops", "opening", "options", "process"}
     seen |= {"padded_inputs", "statistics", "tensors", "validation", "version", "workers"}
     # A front has requests and their keys as an engine has, but neither a scheduler nor a device.
-    modules = {"runtime.answers", "runtime.slots", "scheduling.batch", "scheduling.key", "scheduling.request"}
+    modules = {"runtime.answers", "runtime.slots", "runtime.spans"}
+    modules |= {"scheduling.batch", "scheduling.key", "scheduling.request"}
+    if path.name in ("blocks.py", "child.py"):  # The worker's side.
+        modules |= {"runtime.shared"}
     names = {name.removeprefix("asynctrt.") for name in imports(path) if name.startswith("asynctrt.")}
     assert {name for name in names if name.split(".")[0] not in seen} <= modules
 

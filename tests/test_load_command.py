@@ -45,6 +45,14 @@ def test_a_model_is_measured_and_reported(model, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("pad", ["length=16,32", "length=auto:64", "auto"])
+def test_rows_may_be_padded(tmp_path, pad):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    code, out, err = load(path, *QUICK, "--rate", "100", "--dims", "length=20", "--pad", pad)
+    assert code == 0, err
+    assert "Batches: " in out
+
+
 @pytest.mark.tier2
 @pytest.mark.timeout(240)
 def test_a_second_start_measures_again_and_takes_the_first_as_its_baseline(model, tmp_path):

@@ -1,6 +1,7 @@
 """Options are frozen and checked as a whole; a refusal says what would be right."""
 
 import dataclasses
+import pickle
 from decimal import Decimal
 
 import numpy as np
@@ -35,6 +36,16 @@ def test_what_others_call_an_option_is_one_here():
     assert not set(SYNONYMS) & names
 
 
+def test_options_with_mappings_can_be_compared_hashed_and_sent():
+    """A load test keeps engines open by their options, and a worker gets them pickled."""
+    first = Options(pad={"n": (4, 8), "m": "auto"}, pad_with={"mask": "mask"})
+    again = pickle.loads(pickle.dumps(first))
+    assert first == again == dataclasses.replace(again)
+    assert len({first, again, Options(pad={"n": 4})}) == 2
+    with pytest.raises(TypeError):
+        first.pad["n"] = (1,)
+
+
 def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Options().max_rows = 3
@@ -52,7 +63,7 @@ def test_frozen():
         ("max_batchsize", "max_rows"),
         ("max_queue_delay", "max_delay"),
         ("max_queue_size", "max_queue_rows"),
-        ("workers", "contexts"),
+        ("workers", "isolation"),
         ("batch_timout", "batch_timeout"),
         ("graph", "graphs"),
         ("flavor", "flavour"),

@@ -1,5 +1,6 @@
 """The wheel and the source archive: built, and installed from the built file."""
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -15,11 +16,20 @@ from tests.helpers import needed
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parent.parent
+ELSEWHERE = ("PYTHONPATH", "PYTHONHOME")
 
 
 def run(*command, cwd):
+    """Run it with none of the variables that tell Python where to look for modules: a checkout, say."""
+    environment = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False, timeout=200
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -66,9 +76,10 @@ def test_the_wheel_has_the_package_with_its_files_and_no_more(built):
     assert package <= set(names)
 
 
-def test_the_installed_wheel_works(built, tmp_path):
+def test_the_installed_wheel_works(built, tmp_path, monkeypatch):
     """In an environment that has this one's dependencies, and asynctrt from the wheel alone."""
     _, wheel = built
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     venv.create(tmp_path / "venv", symlinks=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel, cwd=tmp_path)

@@ -9,7 +9,13 @@ from types import MappingProxyType
 import pytest
 
 import asynctrt
-from asynctrt.statistics import BatchStatistics, FrozenDict, Statistics
+from asynctrt.statistics import (
+    BatchStatistics,
+    FrozenDict,
+    ObjectiveStatistics,
+    PaddingStatistics,
+    Statistics,
+)
 from tests.models import double_model, rows
 
 
@@ -25,6 +31,7 @@ def snapshot(**changes):
             "launched": {"full": 3},
             "lanes": {7: 2},
             "by_batch_rows": sizes,
+            "padding": (),
         }
         | changes
     )
@@ -79,7 +86,7 @@ def test_a_snapshot_keeps_a_frozen_copy_of_a_mapping(kind):
 )
 def test_a_frozen_mapping_cannot_be_changed(change):
     frozen = FrozenDict({1: "one"})
-    with pytest.raises(TypeError, match=r"part of a snapshot .* dict\(mapping\) is a copy"):
+    with pytest.raises(TypeError, match=r"cannot be changed; dict\(mapping\) is a copy"):
         change(frozen)
     assert frozen == {1: "one"}
     assert dict(frozen) | {2: "two"} == {1: "one", 2: "two"}
@@ -135,3 +142,29 @@ def test_the_share_of_busy_time():
     assert after.busy_share_since(before, 10**9) == 0.5
     assert after.busy_share_since(before, 4 * 10**9) == 0.125
     assert after.busy_share_since(before, 10**8) == 1.0
+
+
+def test_objectives_of_several_engines_are_told_together():
+    """As of the workers of an engine, of which one has died."""
+    strict = ObjectiveStatistics("p99<20ms", 0.9, 8, None, 0.001, "too many rows", 2)
+    free = ObjectiveStatistics("p99<20ms", 1.0, None, 1, 0.0, "it is met", 3)
+    both = ObjectiveStatistics("p99<20ms", 0.9, 8, 1, 0.001, "too many rows; it is met", 5)
+    first, second = snapshot(objective=strict), snapshot(objective=free)
+    assert first.joined(second).objective == both
+    assert snapshot(objective=None).joined(second).objective == free
+    gone = first.without_gauges()
+    assert second.joined(gone).objective == dataclasses.replace(free, changes=5)
+    assert snapshot(objective=None).without_gauges().objective is None
+
+
+def test_the_sizes_that_several_engines_pad_to_are_told_together():
+    short = PaddingStatistics("text", (8, 32), "short texts", 2)
+    long = PaddingStatistics("text", (32, 128), "long texts", 1)
+    other = PaddingStatistics("side", (64,), "images", 1)
+    first, second = [snapshot(padding=given, objective=None) for given in ((short,), (long, other))]
+    both = PaddingStatistics("text", (8, 32, 128), "short texts; long texts", 3)
+    assert first.joined(second).padding == (both, other)
+    assert first.joined(snapshot(objective=None)).padding == (short,)
+    gone = second.without_gauges()
+    assert gone.padding == (PaddingStatistics("text", (), "", 1), PaddingStatistics("side", (), "", 1))
+    assert first.joined(gone).padding[0] == dataclasses.replace(short, changes=3)

@@ -31,10 +31,21 @@ LOAD_TESTERS = {
 def test_each_means_something_that_there_is_and_none_is_a_name_itself():
     names = set().union(*FLAGS.values())
     assert set(ALL_SYNONYMS.values()) <= names
-    assert not set(SYNONYMS) & set(COMMAND_SYNONYMS)
+    # Nothing is said twice: a word that both have means another thing in each.
+    assert not SYNONYMS.items() & COMMAND_SYNONYMS.items()
     for command in ("serve", "load"):
         clashes = set(ALL_SYNONYMS) & FLAGS[command]
         assert clashes <= {"output"}, f"{clashes} are flags of {command}, and so need no synonym"
+
+
+def test_workers_of_a_server_are_its_fronts_and_those_of_an_engine_are_processes():
+    for given in ("workers", "worker", "num_workers"):
+        assert nearest_name(given, FLAGS["serve"], ALL_SYNONYMS, 0.75) == "fronts"
+        assert nearest_name(given, FLAGS["load"], ALL_SYNONYMS, 0.75) is None
+    with pytest.raises(OptionsError, match="unknown option 'workers'; did you mean 'isolation'"):
+        Options.from_settings(None, {"workers": 4})
+    with pytest.raises(OptionsError, match="unknown option 'workers_per_device'; did you mean 'contexts'"):
+        Options.from_settings(None, {"workers_per_device": 4})
 
 
 @pytest.mark.parametrize(("theirs", "ours"), LOAD_TESTERS.items())
@@ -48,6 +59,7 @@ def test_a_misspelt_synonym_is_understood_and_nonsense_is_not():
 
 
 def test_a_synonym_of_a_name_that_a_command_lacks_is_not_suggested():
+    assert nearest_name("reload", [*FLAGS["load"], "preload"], ALL_SYNONYMS, 0.75) is None
     assert nearest_name("rps", FLAGS["serve"], ALL_SYNONYMS, 0.75) is None
 
 
@@ -71,12 +83,26 @@ def test_options_in_python_know_them():
         ("load", "--userz", "--callers"),
         ("load", "--max-batch-size", "--max-rows"),
         ("serve", "--max-batch-size", "--max-rows"),
+        ("serve", "--gpus", "--device"),
+        ("serve", "--workers", "--fronts"),
+        ("load", "-c", "--callers"),
     ],
 )
 def test_the_command_line_suggests_the_flag_that_is_meant(command, flag, meant):
     code, _, err = asynctrt_command(command, "model.onnx", flag, "3")
     assert code == 2
-    assert re.findall(r"--[\w-]+", err[err.index("No such") :]) == [flag, meant]
+    assert re.findall(r"--?[a-z][\w-]*", err[err.index("No such") :]) == [flag, meant]
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize(
+    ("flag", "says"), [("--rps", "--rps. asynctrt load has --rate"), ("--bogus", "--bogus ")]
+)
+def test_the_command_line_suggests_no_flag_that_only_looks_alike(flag, says):
+    code, _, err = asynctrt_command("serve", "model.onnx", flag, "3")
+    assert code == 2
+    assert says in err
+    assert "Possible options" not in err
 
 
 @pytest.mark.tier2
@@ -105,14 +131,25 @@ def test_others_words_never_hide_a_flag_of_load():
     assert cli._in_own_words("nonsense") == "nonsense"
 
 
+def test_a_time_has_a_unit_where_one_is_given():
+    assert [cli._seconds(text) for text in ("2", "2.5", "1e-3", "500ms", "1m30s", "inf", 0.5)] == [
+        2, 2.5, 0.001, 0.5, 90, float("inf"), 0.5,
+    ]  # fmt: skip
+    for text in ("", "soon", "5 s", "3d"):
+        with pytest.raises(
+            cli.typer.BadParameter, match="is not a number of seconds, nor a time such as 2ms"
+        ):
+            cli._seconds(text)
+
+
 @pytest.mark.tier2
-@pytest.mark.parametrize("command", ["bench", "doctor", "serve", "load"])
+@pytest.mark.parametrize("command", ["bench", "doctor", "serve", "load", "keys"])
 def test_each_command_has_a_short_help_examples_and_the_version(command):
     code, out, _ = asynctrt_command(command, "-h", columns=80)
-    examples = out[out.index("Examples:") :]
     assert code == 0
-    assert f"asynctrt {command}" in examples
-    if command == "serve":
+    if command != "keys":
+        assert f"asynctrt {command}" in out[out.index("Examples:") :]
+    if command in ("serve", "keys"):
         assert asynctrt_command(command, "--version")[1].startswith("asynctrt ")
     if command in ("serve", "load"):
         assert "<seconds>" in out

@@ -96,6 +96,10 @@ PASS = [
     (number(), 10**400, INF),
     (duration(0, 1), 1, 1.0),
     (duration(), INF, INF),
+    (duration(0, 1), "2ms", 0.002),
+    (duration(), "1m30.5s", 90.5),
+    (duration().or_none, "1h", 3600.0),
+    (duration(), "250us", 0.00025),
     (choice("a", "b"), "b", "b"),
     (FLAG, False, False),
     (TEXTS, "one", ("one",)),
@@ -107,6 +111,10 @@ FAIL = [
     *[(count(1), value) for value in (0, -1, 1.0, "1", True, None, [1], np.zeros(2, int), np.bool_(1), 1j)],
     *[(PORT, value) for value in (-1, 65536, "80", -(10**5000))],
     *[(number(0, 1, above=True), value) for value in (0, -0.0, 1.5, NAN, INF, -INF, "0.5", None, True, 1j)],
+    *[
+        (duration(0, 1), value)
+        for value in ("2s", "0.5", "", "2 ms", "-1ms", "ms", "1d", "1ms ", "1ms\n", b"1ms")
+    ],
     *[(number(), value) for value in (Decimal("nan"), Decimal("sNaN"), -(10**400), np.array([1.0]))],
     *[(choice("a", "b"), value) for value in ("c", "", None, 1, ["a"], np.array(["a", "b"]))],
     *[(FLAG, value) for value in (0, 1, None, "True", np.True_)],

@@ -152,6 +152,17 @@ class ProfiledModel(Model, Protocol):
 
 
 @runtime_checkable
+class RangedModel(Model, Protocol):
+    """A model that tells how large its dynamic dimensions may be."""
+
+    def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest size of a dimension in each profile, in their order.
+
+        :param dim: its name, as the inputs have it.
+        """
+
+
+@runtime_checkable
 class StreamModel(Model, Protocol):
     """A model whose contexts are each made for one stream, and run on no other."""
 

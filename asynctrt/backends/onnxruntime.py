@@ -24,7 +24,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import count
+from asynctrt.validation import PATH, count
 
 # When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
 # home directory. An application that wants it sets the variable itself.
@@ -53,6 +53,9 @@ LOG_FATAL_ONLY: Final = 4
 UNKNOWN: Final = re.compile(r"unk__\d+")
 """How tf2onnx writes dimensions that it does not know: each has another number, so these are not names."""
 
+THREADS_MAX: Final = 1024
+"""The most threads for one batch; each of some thousands takes memory for nothing."""
+
 ROWS_ASSUMED: Final = 7919
 """A batch size for shape inference: a prime that no other dimension has by chance."""
 
@@ -70,14 +73,14 @@ class OnnxModel(ModelBase):
         as many batches at once as there are cores, which gives the most rows per second. For a few callers,
         ``OnnxModel(path, intra_op_threads=2)`` on ``HostDevice(threads=1)`` answers sooner but uses more CPU:
         ONNX Runtime's threads spin while they wait.
-    :raises OptionsError: for a number of threads that is not valid.
+    :raises OptionsError: for an argument of another kind, or a number of threads that is not valid.
     :raises ModelNotFoundError: if the file does not exist.
     :raises ModelError: if the file is not an ONNX model, or its rows cannot be batched.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, intra_op_threads: int = 1) -> None:
-        self.path = Path(path)
-        self.intra_op_threads = count(1)("intra_op_threads", intra_op_threads)
+        self.path: Path = PATH("path", path)
+        self.intra_op_threads = count(1, THREADS_MAX)("intra_op_threads", intra_op_threads)
         if not self.path.exists():
             raise ModelNotFoundError(
                 f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "

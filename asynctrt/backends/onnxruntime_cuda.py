@@ -19,7 +19,13 @@ from typing import Any, Final
 
 from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
 from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
-from asynctrt.backends.onnxruntime_streams import Launch, StreamedOnnxModel, StreamSession
+from asynctrt.backends.onnxruntime_streams import (
+    Launch,
+    StreamedOnnxModel,
+    StreamSession,
+    checked_launch,
+    checked_sizes,
+)
 from asynctrt.devices.base import Device, Stream, mib
 from asynctrt.devices.cuda import CudaDevice
 from asynctrt.devices.cuda.streams import CudaStream
@@ -31,7 +37,9 @@ from asynctrt.errors import (
     ExecutionError,
     MissingExtraError,
     ModelError,
+    OptionsError,
 )
+from asynctrt.validation import FLAG, PATH, Check, as_float, count
 
 CUDA: Final = "CUDAExecutionProvider"
 
@@ -40,7 +48,35 @@ LOG_ERRORS: Final = 3
 NAMED_MAX: Final = 6
 """How many nodes that run on the CPU a warning names."""
 
+OURS: Final = frozenset({"device_id", "user_compute_stream"})
+"""Options of the provider without which answers would be read before they are there."""
+
 logger = logging.getLogger("asynctrt")
+
+
+def _settings(given: Any) -> dict[str, str]:
+    """Return the provider's options as texts, which is how it takes them."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError
+    if not OURS.isdisjoint(given):
+        raise OptionsError(
+            f"provider_options: {' and '.join(sorted(OURS))} are the engine's to give, as it waits for "
+            "batches on its own stream. Choose the GPU with device"
+        )
+    return {name: _setting(value) for name, value in given.items()}
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, str | bool):
+        return str(value)
+    as_float(value)
+    return str(value)
+
+
+PROVIDER_OPTIONS: Final = Check(
+    "options of the CUDA provider and their values, each a text or a number, such as {'use_tf32': '0'}",
+    _settings,
+)
 
 
 class OnnxCudaModel(StreamedOnnxModel):
@@ -77,6 +113,14 @@ class OnnxCudaModel(StreamedOnnxModel):
         batch_sizes: Sequence[int] | None = None,
         provider_options: Mapping[str, str] | None = None,
     ) -> None:
+        PATH("path", path)
+        self._memory_limit: int | None = count(1).or_none("memory_limit", memory_limit)
+        self._cpu_fallback: bool = FLAG("cpu_fallback", cpu_fallback)
+        self._provider_options: dict[str, str] = (
+            PROVIDER_OPTIONS.or_none("provider_options", provider_options) or {}
+        )
+        checked_launch(launch)
+        checked_sizes(batch_sizes)
         if not isinstance(device, CudaDevice):
             raise DeviceUnavailableError(
                 f"{str(path)!r} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
@@ -84,9 +128,6 @@ class OnnxCudaModel(StreamedOnnxModel):
             )
         check_provider()
         self._device = device
-        self._memory_limit = memory_limit
-        self._cpu_fallback = cpu_fallback
-        self._provider_options = dict(provider_options or {})
         self._has_told = False
         super().__init__(path, launch=launch, batch_sizes=batch_sizes)
 

@@ -18,7 +18,7 @@ import math
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Literal, get_args
 from weakref import WeakSet
@@ -28,9 +28,9 @@ import numpy as np
 from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.onnxruntime import OnnxModel, ort
 from asynctrt.devices.base import Buffer, Device, Stream, aligned
-from asynctrt.errors import ExecutionError, UsageError
+from asynctrt.errors import ExecutionError, OptionsError, UsageError
 from asynctrt.tensors import Array, Dims, TensorSpec
-from asynctrt.validation import choice, count
+from asynctrt.validation import choice, count, show
 
 Launch = Literal["threads", "thread", "loop"]
 """Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
@@ -53,8 +53,8 @@ class StreamedOnnxModel(OnnxModel):
         launch: Launch = "threads",
         batch_sizes: Sequence[int] | None = None,
     ) -> None:
-        self._launch: Launch = choice(*LAUNCHES)("launch", launch)
-        self.batch_sizes = None if batch_sizes is None else _sizes(batch_sizes)
+        self._launch = checked_launch(launch)
+        self.batch_sizes = checked_sizes(batch_sizes)
         """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
         super().__init__(path)
         # That session was there to be asked for names and types.
@@ -135,7 +135,24 @@ class StreamedOnnxModel(OnnxModel):
         """Load a session that works on ``stream``."""
 
 
-def _sizes(given: Sequence[int]) -> tuple[int, ...]:
+def checked_launch(given: Any) -> Launch:
+    """Return where batches are put on streams.
+
+    :raises OptionsError: for anything else.
+    """
+    launch: Launch = choice(*LAUNCHES)("launch", given)
+    return launch
+
+
+def checked_sizes(given: Any) -> tuple[int, ...] | None:
+    """Return batch sizes, rising; ``None`` if they are not given.
+
+    :raises OptionsError: for anything else.
+    """
+    if given is None:
+        return None
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise OptionsError(f"batch_sizes must be several whole numbers, such as (4, 16), not {show(given)}")
     check = count(1)
     return tuple(sorted({check("batch_sizes", size) for size in given}))
 

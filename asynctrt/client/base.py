@@ -7,11 +7,18 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from asynctrt.client.persistence import check_settings, only_input, seconds_of
+from asynctrt.client.persistence import (
+    check_settings,
+    input_specs,
+    is_plain,
+    only_input,
+    seconds_of,
+    with_dtype,
+)
 from asynctrt.errors import UsageError
 from asynctrt.loops import running_loop
 from asynctrt.propagation import limits_here
-from asynctrt.tensors import Array
+from asynctrt.tensors import Array, TensorSpec
 
 
 class Client(ABC):
@@ -25,7 +32,7 @@ class Client(ABC):
         self.url = url
         self._attempts = attempts
         self._idempotent = idempotent
-        self._only_inputs: dict[tuple[str, str], str] = {}
+        self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
 
@@ -61,8 +68,8 @@ class Client(ABC):
 
         :param model: the model's name; ignored on the websocket of a single model.
         :param inputs: an array, for a model with one input; or arrays by tensor name, each ``(rows, *dims)``
-            of the tensor's dtype; for BYTES, byte strings or text. The name of a model's only input is asked
-            for once.
+            of the tensor's dtype; for BYTES, byte strings or text. Nested lists and numbers become arrays of
+            that dtype. The name of a model's only input, and the dtypes for lists, are asked for once.
         :param version: the model's version; the newest if empty.
         :param outputs: the names of the wanted outputs; all by default. An engine's ``outputs=`` is about
             where they are, which a client has no say in.
@@ -95,23 +102,25 @@ class Client(ABC):
     async def _named(
         self, model: str, version: str, inputs: Any, deadline: float | None
     ) -> tuple[Mapping[str, Any], float | None]:
-        """Return a call's inputs by name, and what is left of its deadline once a name was asked for."""
+        """Return a call's inputs by name, and what is left of its deadline once the model was asked for."""
         self._check_loop()
         deadline = seconds_of("deadline", deadline)
         limits = limits_here()
         left_ns = None if limits is None else limits.left_ns()
         if left_ns is not None:
             deadline = left_ns / 1e9 if deadline is None else min(deadline, left_ns / 1e9)
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Mapping) and not any(map(is_plain, inputs.values())):
             return inputs, deadline
-        known = self._only_inputs.get((model, version))
-        if known is None:
+        specs = self._inputs.get((model, version))
+        if specs is None:
             began_s = running_loop().time()
-            known = only_input(model, await self.metadata(model, version=version, deadline=deadline))
-            self._only_inputs[model, version] = known
+            specs = input_specs(model, await self.metadata(model, version=version, deadline=deadline))
+            self._inputs[model, version] = specs
             if deadline is not None:
                 deadline = max(0.0, deadline - (running_loop().time() - began_s))
-        return {known: inputs}, deadline
+        if not isinstance(inputs, Mapping):
+            inputs = {only_input(model, specs): inputs}
+        return {name: with_dtype(specs, name, value) for name, value in inputs.items()}, deadline
 
     def _enter(self) -> None:
         """Note where it belongs."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 from asynctrt import errors
@@ -18,7 +18,8 @@ from asynctrt.errors import (
     SuspendedError,
     UsageError,
 )
-from asynctrt.kserve.client import AnswerError
+from asynctrt.kserve.client import AnswerError, read_specs
+from asynctrt.tensors import TensorSpec, convert
 from asynctrt.validation import duration
 
 T = TypeVar("T")
@@ -131,19 +132,41 @@ def remote_error(kind: object, status: object, text: str) -> AsynctrtError:
     return remote
 
 
-def only_input(model: str, metadata: Mapping[str, Any]) -> str:
+def only_input(model: str, specs: Sequence[TensorSpec]) -> str:
     """Return the name of a model's only input, for a caller who gave an array without one.
 
     :raises UsageError: if it has several.
+    """
+    if len(specs) != 1:
+        listed = ", ".join(f"{spec.name!r}: rows" for spec in specs)
+        raise UsageError(
+            f"{model!r} has {len(specs)} inputs, so it takes a mapping: infer({model!r}, {{{listed}}})"
+        )
+    return specs[0].name
+
+
+def input_specs(model: str, metadata: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    """Return the specs of a model's inputs.
+
     :raises AnswerError: if the metadata cannot be read.
     """
     try:
-        names = [str(item["name"]) for item in metadata["inputs"]]
+        return read_specs(metadata["inputs"])
     except (KeyError, TypeError) as error:
         raise AnswerError(f"the metadata of {model!r} cannot be read: {metadata!s:.100}") from error
-    if len(names) != 1:
-        listed = ", ".join(f"{name!r}: rows" for name in names)
-        raise UsageError(
-            f"{model!r} has {len(names)} inputs, so it takes a mapping: infer({model!r}, {{{listed}}})"
-        )
-    return names[0]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value has no dtype of its own: lists, and Python's numbers."""
+    return isinstance(value, list | tuple | int | float)
+
+
+def with_dtype(specs: Sequence[TensorSpec], name: str, value: Any) -> Any:
+    """Return a plain value as an array of its input's dtype; all else, and what is no number, as it is.
+
+    :raises InputError: for a value that the dtype cannot hold, and for ragged lists.
+    """
+    spec = next((spec for spec in specs if spec.name == name), None)
+    if spec is None or spec.dtype.kind not in "biuf" or not is_plain(value):
+        return value
+    return convert(spec, value)

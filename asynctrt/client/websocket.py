@@ -1,7 +1,7 @@
 """Call a server over its websocket: many requests in flight on one connection."""
 
 import asyncio
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 
 from asynctrt import errors
@@ -225,15 +225,13 @@ class WebSocketClient(Client):
 
     async def _run(self, socket: ClientConnection) -> None:
         """Receive answers, and connect again whenever the connection is lost."""
-        # The iterator retries transient failures with growing delays. Leaving it closes its last connection.
-        again = aiter(open_websocket(self.url, reconnect_delays=_delays, **self._settings))
         try:
             while True:
                 await self._receive(socket)
                 if self._lost is not None:
                     return
                 async with asyncio.timeout(self._reconnect_timeout):
-                    socket = await anext(again)
+                    socket = await self._open_again()
                 self._socket = socket
                 self._connected.set()
         except Exception as error:
@@ -243,8 +241,22 @@ class WebSocketClient(Client):
             )
         finally:
             self._connected.set()
-            await again.aclose()  # type: ignore[attr-defined]  # It is a generator.
             await socket.close()
+
+    async def _open_again(self) -> ClientConnection:
+        """Connect, again and again with growing delays while that fails for reasons that may pass.
+
+        The library's own iterator does so, but only websockets 17 lets its delays be set.
+        """
+        delays = backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
+        while True:
+            opening = open_websocket(self.url, **self._settings)
+            try:
+                return await opening
+            except Exception as error:
+                if opening.process_exception(error) is not None:
+                    raise
+            await asyncio.sleep(next(delays))
 
     async def _receive(self, socket: ClientConnection) -> None:
         """Receive answers until the connection is lost."""
@@ -310,11 +322,6 @@ class WebSocketClient(Client):
             future.set_exception(error)
         elif outputs is not None:
             future.set_result(outputs)
-
-
-def _delays() -> Generator[float]:
-    """Yield the delays between attempts to connect again, growing from 0.1 s to 5 s."""
-    return backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
 
 
 def _text_of(error: BaseException) -> str:

@@ -272,6 +272,15 @@ class Device(Protocol):
         :raises DeviceMemoryError: if it does not fit.
         """
 
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Let the device copy directly from memory that the process has mapped: for a GPU, page-lock it.
+
+        Both this and what it returns, which undoes it, may take long; call them from a thread that runs no
+        event loop. The memory must stay mapped until it is undone.
+
+        :raises DeviceError: if the system or the device refuses it.
+        """
+
     def allocate(self, nbytes: int) -> Buffer:
         """Allocate zeroed memory of the device.
 

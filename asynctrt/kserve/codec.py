@@ -79,7 +79,7 @@ class RequestLayout:
         self.rows = max([shape[0] for _, shape, _, _ in inputs], default=0)
         self.outputs = outputs
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
-        self.answer_nbytes = _answer_nbytes(inputs, outputs)
+        self.answer_nbytes = _nbytes_of(inputs, [spec for spec, _ in outputs], _symbols_of(inputs, {}))
         """Raw bytes of the wanted outputs, as far as the inputs' shapes tell."""
         self.is_simple = all(binary and spec.dtype.kind != "S" for spec, binary in outputs)
         """Whether every output is wanted as raw numbers, so that there is nothing to encode."""
@@ -116,7 +116,8 @@ class ModelCodec:
     :param tensors_max: the largest number of inputs, and of outputs, that a request may name.
     :param rows_max: the largest number of rows that the engine takes in a request.
     :param answer_max: the largest number of bytes of all outputs of a request, those that it does not want
-        included, as far as the shapes of its inputs tell.
+        included, as far as the shapes of its inputs tell; of all inputs, too, where those are padded.
+    :param pad: the sizes that dimensions are padded to, as :attr:`Options.pad` has them.
     :raises ModelError: if KServe has no datatype for a tensor.
     """
 
@@ -130,12 +131,16 @@ class ModelCodec:
         tensors_max: int = 64,
         rows_max: int | None = None,
         answer_max: int = ANSWER_NBYTES_MAX,
+        pad: Mapping[str, Any] | str | None = None,
     ) -> None:
         self.name = name
         self.version = version
         self.tensors_max = tensors_max
         self.rows_max = rows_max
         self.answer_max = answer_max
+        if isinstance(pad, str):
+            pad = dict.fromkeys([dim for spec in inputs for dim in spec.dims if isinstance(dim, str)], pad)
+        self._pad = {dim.strip(): sizes for dims, sizes in (pad or {}).items() for dim in dims.split("=")}
         self._inputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in inputs}
         self._outputs: Specs = {spec.name: (spec, datatype_of(spec)) for spec in outputs}
         self._layouts: dict[bytes, RequestLayout] = {}
@@ -167,7 +172,15 @@ class ModelCodec:
 
         :raises TooLargeError: a few bytes may ask for more than the memory: of one row of n, n x n.
         """
-        nbytes = _answer_nbytes(placed, [(spec, True) for spec, _ in self._outputs.values()])
+        symbols = _symbols_of(placed, self._pad)
+        nbytes = _nbytes_of(placed, [spec for spec, _ in self._outputs.values()], symbols)
+        if self._pad:
+            padded_nbytes = _nbytes_of(placed, [spec for spec, _ in self._inputs.values()], symbols)
+            if padded_nbytes > self.answer_max:
+                raise TooLargeError(
+                    f"inputs of these shapes are padded to {padded_nbytes} bytes; at most {self.answer_max} "
+                    "are accepted in one request. Send fewer rows or smaller ones, or raise max_answer"
+                )
         if nbytes > self.answer_max:
             raise TooLargeError(
                 f"inputs of these shapes give outputs of {nbytes} bytes; at most {self.answer_max} are "
@@ -228,14 +241,30 @@ def read_tensors(
     return arrays
 
 
-def _answer_nbytes(inputs: Sequence[PlacedTensor], outputs: Sequence[tuple[TensorSpec, bool]]) -> int:
-    rows = 0
+def _symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] | str]) -> dict[str, int]:
+    """Return the sizes of the open dimensions, those that are padded as they are then."""
     symbols: dict[str, int] = {}
     for spec, shape, _, _ in inputs:
-        rows = max(rows, shape[0])
         symbols |= {dim: size for dim, size in zip(spec.dims, shape[1:], strict=True) if isinstance(dim, str)}
+    for dim, sizes in pad.items():
+        if dim not in symbols:
+            continue
+        if isinstance(sizes, str):
+            # The engine chooses sizes as it goes, about as large as the next power of two.
+            symbols[dim] = 1 << (symbols[dim] - 1).bit_length()
+        else:
+            larger = [size for size in sizes if size >= symbols[dim]]
+            symbols[dim] = min(larger, default=symbols[dim])  # What is too long the engine refuses.
+    return symbols
+
+
+def _nbytes_of(
+    inputs: Sequence[PlacedTensor], specs: Sequence[TensorSpec], symbols: Mapping[str, int]
+) -> int:
+    """Return the bytes of tensors in a request, as far as the sizes of the open dimensions tell."""
+    rows = max([shape[0] for _, shape, _, _ in inputs], default=0)
     nbytes = 0
-    for spec, _ in outputs:
+    for spec in specs:
         dims = spec.resolve(symbols)
         if dims is not None:
             nbytes += rows * size_of(dims) * spec.dtype.itemsize

@@ -4,7 +4,7 @@ HTTP bodies and the websocket's binary messages share this form.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asynctrt.errors import InputError, MissingExtraError, RequestError, TooLargeError, UnsupportedError
@@ -75,6 +75,7 @@ class JsonCodec(ModelCodec):
         rows_max: int | None = None,
         json_max: int = JSON_NBYTES_MAX,
         answer_max: int = ANSWER_NBYTES_MAX,
+        pad: Mapping[str, Any] | str | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -84,6 +85,7 @@ class JsonCodec(ModelCodec):
             tensors_max=tensors_max,
             rows_max=rows_max,
             answer_max=answer_max,
+            pad=pad,
         )
         self.json_max = json_max
 

@@ -143,7 +143,7 @@ class Pages:
         except UNREADABLE:
             raise OptionsError(
                 f"{self.address.shown} does not list its models (status {status}): name one in the address, "
-                "or with --model NAME"
+                "or with --model NAME. If it has none, give what to send: --body, or --method GET"
             ) from None
 
     async def _object(self, method: str, path: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class OwnSettings(TypedDict, total=False):
     burst: float | None
     burst_share: float
     swing: float | None
-    period: float | None
+    period: float | str | None
     trace: str | Path | None
     trace_speed: float
     scenario: Scenario | None

@@ -33,6 +33,9 @@ try:
 except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
+CLOSE_S: Final = 1.0
+"""How long servers have to answer that a websocket is closed."""
+
 TEXT_LENGTH_MAX: Final = 300
 """Characters of an answer that an error quotes."""
 OVERLOADED: Final = (429, 503)
@@ -156,8 +159,9 @@ class PlainHttpTarget(_PlainTarget):
 
     async def _send(self, body: bytes | None) -> bytes:
         try:
-            response = await self._session.request(self._method, self._url, data=body, allow_redirects=False)
-            answer = await response.read()
+            asking = self._session.request(self._method, self._url, data=body, allow_redirects=False)
+            async with asking as response:
+                answer = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -202,9 +206,7 @@ class PlainWebsocketTarget(_PlainTarget):
         except asyncio.CancelledError:
             # Its answer may still come, and would be taken for that of the next message.
             if socket is not None:
-                closing = self._create_task(_closed(socket))
-                self._closing.add(closing)  # The loop keeps no task that nobody else does.
-                closing.add_done_callback(self._closing.discard)
+                self._close(socket)
             raise
         if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
             code = socket.close_code
@@ -213,6 +215,21 @@ class PlainWebsocketTarget(_PlainTarget):
             )
         self._idle.append(socket)
         return answer.data.encode() if isinstance(answer.data, str) else bytes(answer.data)
+
+    def _close(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        closing = self._create_task(_closed(socket))
+        self._closing.add(closing)  # The loop itself refers to tasks only weakly.
+        closing.add_done_callback(self._closing.discard)
+
+    async def aclose(self) -> None:
+        """Close the websockets, which the session does not do, and then their connections."""
+        while self._idle:
+            self._close(self._idle.pop())
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
+        await super().aclose()
+        if self._closing:  # Their servers said nothing, and cannot any more.
+            await asyncio.wait(self._closing)
 
 
 async def _closed(socket: aiohttp.ClientWebSocketResponse) -> None:

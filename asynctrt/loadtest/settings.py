@@ -1,6 +1,5 @@
 """The settings of a load test. The command's flags have the same names."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +53,6 @@ SYNONYMS: Final = {
 }
 """What other load testers call the settings: k6, Locust, wrk, hey, ab, vegeta, perf_analyzer."""
 
-UNITS_S: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-
 CALLERS_DEFAULT: Final = 64
 CALLERS_MAX: Final = 100_000
 PROCESSES_MAX: Final = 64
@@ -91,7 +88,7 @@ PATH_OR_ARRAYS: Final = Check("a path, or arrays by name", _path_or_arrays)
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSettings:
-    """The settings of one load test. Times are in seconds, rates in requests per second.
+    """The settings of one load test. Times are in seconds or as "30s", rates in requests per second.
 
     :raises OptionsError: for a value that is not valid, or two that contradict each other.
     """
@@ -383,7 +380,7 @@ class LoadSettings:
 
 
 def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by their own names, with times such as ``"30s"`` or ``"1m30s"`` in seconds.
+    """Return settings by their own names.
 
     :raises OptionsError: for a setting that is given twice, under two names.
     """
@@ -392,17 +389,8 @@ def in_own_words(given: Mapping[str, Any]) -> dict[str, Any]:
         own = SYNONYMS.get(name, name)
         if own in found:
             raise OptionsError(f"{own} is given twice, as {name!r} too: leave one of them out")
-        is_time = own in ("seconds", "warmup", "think", "answer_timeout") and isinstance(value, str)
-        found[own] = _seconds(value) if is_time else value
+        found[own] = value
     return found
-
-
-def _seconds(text: str) -> Any:
-    """Return a time in seconds; what is none as it is, for the check of the setting to refuse."""
-    if not re.fullmatch(r"(\d+(\.\d+)?(ms|s|m|h))+", text):
-        return text
-    parts = re.findall(r"(\d+(?:\.\d+)?)(ms|s|m|h)", text)
-    return sum(float(count) * UNITS_S[unit] for count, unit in parts)
 
 
 def _text(level: object) -> str:

@@ -17,9 +17,9 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 def answer_error(request: Request, error: AsynctrtError) -> None:
     """Give a request its error, if its caller still waits."""
     future = request.future
-    request.future = request.payload = None
     if future is not None and not future.done():
         future.set_exception(error)
+    request.future = request.payload = None
 
 
 def typed_error(model: str, requests: Sequence[Request], error: BaseException) -> AsynctrtError:

@@ -23,8 +23,10 @@ from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.padding import Padding
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
+from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.prepare import Place, prepare
+from asynctrt.runtime.shared import SharedRows, SharedSource, are_shared
 from asynctrt.runtime.staging import (
     DeviceSource,
     Layout,
@@ -89,6 +91,8 @@ class PooledContext:
         """Whether a batch can always be enqueued at once, by the event loop."""
         self.is_enqueueing = False
         """Whether a thread is putting a batch on the stream."""
+        self.job: Job | None = None
+        """What a thread did last that reads or writes its slabs, or is doing."""
         self.stream = device.create_stream()
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
@@ -109,6 +113,11 @@ class PooledContext:
     def nbytes(self) -> int:
         """Return the bytes of staging memory and its counterpart on the device."""
         return self._buffers.nbytes if self._buffers else 0
+
+    def comes_to_rest(self, timeout_s: float) -> bool:
+        """Wait until no thread works on its slabs and nothing runs on its stream; say whether that is so."""
+        # The thread first: it may put something on the stream.
+        return (self.job is None or self.job.synchronize(timeout_s)) and self.stream.drain(timeout_s)
 
     @property
     def was_last_in_arena(self) -> bool:
@@ -250,8 +259,8 @@ class PooledContext:
             captured.close()
         self._captured.clear()
 
-    def forget_slot_slab(self, slab: Slab) -> None:
-        """Drop everything cached for a slab of slots that is about to be freed."""
+    def forget_inputs(self, slab: Slab) -> None:
+        """Drop everything cached for a slab of inputs that is about to be freed."""
         self._slot_bindings.pop(slab, None)
 
     def close(self, timeout_s: float) -> bool:
@@ -391,7 +400,11 @@ class ContextPool:
             return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
         if key.on_device or key.outputs_on_device:
             return DeviceSource(batch, slab, device=self._device, stream=context.stream)
-        return RowSource(batch, slab) if self._padding is None else PaddedSource(batch, slab, self._padding)
+        if self._padding is not None:
+            return PaddedSource(batch, slab, self._padding)
+        if type(batch.requests[0].payload) is SharedRows and are_shared(batch.requests):
+            return SharedSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
+        return RowSource(batch, slab)
 
     def create_slot_slab(self, shape: Hashable) -> Slab:
         """Return a slab for callers to fill: inputs only, in staging memory.
@@ -404,9 +417,13 @@ class ContextPool:
 
     def close_slot_slab(self, slab: Slab) -> None:
         """Give back a slab that callers filled, which no batch uses any more."""
-        for context in self.contexts:
-            context.forget_slot_slab(slab)
+        self.forget_inputs(slab)
         slab.buffers.close()
+
+    def forget_inputs(self, slab: Slab) -> None:
+        """Forget a slab of inputs that is not a context's own, and that no batch uses any more."""
+        for context in self.contexts:
+            context.forget_inputs(slab)
 
     def execution_contexts(self) -> list[ExecutionContext]:
         """Return every execution context that there is of the model."""
@@ -429,11 +446,7 @@ class ContextPool:
 
         May be called again later, for those that were.
         """
-        still_running = [
-            context
-            for context in self.contexts
-            if context.is_enqueueing or not context.stream.drain(timeout_s)
-        ]
+        still_running = [context for context in self.contexts if not context.comes_to_rest(timeout_s)]
         for context in still_running:
             # Before anything is freed, as that would wait for them.
             self._device.abandon(context.stream)

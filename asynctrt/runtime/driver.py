@@ -33,6 +33,7 @@ from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
+from asynctrt.runtime.spans import copy_out
 from asynctrt.runtime.staging import FilledSlab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
@@ -102,9 +103,15 @@ class Driver:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
         """Called with each batch that is answered, and the time; it must not raise."""
+        self.on_answer: Callable[[InFlight], None] | None = None
+        """Called with each batch that is answered, before its callers are; it must not raise."""
         self.on_launch: Callable[[Batch], None] | None = None
         """Called with each batch before anything is done with its rows; it must not raise."""
-        self._reaper = Reaper(loop, now_ns, waiting=waiting, context=self._context)
+        # Requests of a batch that is being answered.
+        self._answering: Sequence[Request] = ()
+        self._reaper = Reaper(
+            loop, now_ns, waiting=waiting, context=self._context, on_interrupt=self._interrupted
+        )
         self._alarm = create_alarm(loop, self._pump, now_ns, context=self._context)
         self._copiers = Copiers(self._reaper, now_ns)
         # One for each context, and those that help to stage a batch.
@@ -135,10 +142,16 @@ class Driver:
         if future is None:
             future = self._create_future()
         request = Request(rows, key, priority, now_ns, deadline_ns, payload, future)
-        self._scheduler.submit(request)
-        if not self._pump_is_scheduled:
-            self._pump_is_scheduled = True
-            self._loop.call_soon(self._pump, context=self._context)
+        try:
+            self._scheduler.submit(request)
+            if not self._pump_is_scheduled:
+                self._loop.call_soon(self._pump, context=self._context)
+                self._pump_is_scheduled = True
+        except Exception:
+            raise
+        except BaseException as error:
+            self._interrupted(error)
+            raise
         return request
 
     def submit_parts(
@@ -155,8 +168,14 @@ class Driver:
             Request(rows, key, priority, now_ns, deadline_ns, payload, self._create_future())
             for payload, rows in parts
         ]
-        self._scheduler.submit_all(requests)
-        self._schedule_pump()
+        try:
+            self._scheduler.submit_all(requests)
+            self._schedule_pump()
+        except Exception:
+            raise
+        except BaseException as error:
+            self._interrupted(error)
+            raise
         return requests
 
     def cancel(self, request: Request) -> None:
@@ -237,18 +256,18 @@ class Driver:
 
     def _schedule_pump(self) -> None:
         if not self._pump_is_scheduled:
-            self._pump_is_scheduled = True
             self._loop.call_soon(self._pump, context=self._context)
+            self._pump_is_scheduled = True
 
     def _pump(self) -> None:
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
-        self._in_pump = True
-        self._pump_is_scheduled = False
         scheduler = self._scheduler
-        started_ns = now_ns = self._now_ns()
         try:
+            self._in_pump = True
+            self._pump_is_scheduled = False
+            started_ns = now_ns = self._now_ns()
             # What came since the last pump gets its chance to be launched before its deadline counts.
             self._give_up_waiting(now_ns, self._pumped_ns)
             self._pumped_ns = started_ns
@@ -266,6 +285,11 @@ class Driver:
             wakeup_ns = scheduler.next_wakeup()
             if wakeup_ns is not None:
                 self._alarm.set(wakeup_ns)
+        except Exception:
+            raise
+        except BaseException as error:
+            self._interrupted(error)
+            raise
         finally:
             self._in_pump = False
         if self._idle_waiters:
@@ -299,6 +323,7 @@ class Driver:
 
     def _start(self, batch: Batch, *, has_grown: bool = False) -> None:
         """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
+        flight = None
         try:
             if self._pool.may_grow and not has_grown and self._grow(batch):
                 return
@@ -307,21 +332,25 @@ class Driver:
             source = self._pool.source(batch)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
+            self._scheduler.taken = ()
             nbytes = source.staged_nbytes
             if nbytes > STAGE_ON_LOOP_NBYTES_MAX and self._hand_over_unstaged(flight):
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
                 parts = source.parts(self._copiers.threads_max)
-                self._copiers.copy_in_parts(parts, nbytes, partial(self._staged_off_loop, flight, len(parts)))
+                done = partial(self._staged_off_loop, flight, len(parts))
+                self._copiers.copy_in_parts(parts, nbytes, done, flight.hold)
             else:
                 source.stage()
                 self._staged(flight)
         except Exception as error:
             self._fail(batch, error)
         except BaseException as error:
-            # Ctrl-C before it was put on its stream.
+            if flight is None or flight.is_out_of_hand or batch.number not in self._flights:
+                raise  # What it uses may be used for a while, and nobody may be told when that is over.
+            # Ctrl-C while it was staged here, where most of the time goes, fails this batch alone.
             self._fail(batch, error)
-            raise
+            raise_on_loop(error)
 
     def _grow(self, batch: Batch) -> bool:
         """Allocate memory for a slab in a thread, if it is so much that the loop would stand still."""
@@ -356,7 +385,7 @@ class Driver:
         if error is not None and parts > 1:
             source = flight.source
             done = partial(self._staged_off_loop, flight, 1)
-            self._copiers.copy(source.stage, source.staged_nbytes, done)
+            self._copiers.copy(source.stage, source.staged_nbytes, done, flight.hold)
         elif error is not None:
             self._fail(flight.batch, error)
         else:
@@ -397,10 +426,14 @@ class Driver:
                 partial(self._staged_and_enqueued, flight),
                 hung_after_ns=self._batch_timeout_ns,
                 on_hung=partial(self._hung, flight),
+                hold=flight.hold,
             )
-        except RuntimeError:
+        except BaseException as error:
             context.is_enqueueing = False
-            return False  # The system refuses a thread (ulimit -u).
+            flight.job = None
+            if isinstance(error, RuntimeError):
+                return False  # The system refuses a thread (ulimit -u).
+            raise
         for _ in range(len(parts) - 1):
             self._enqueuers.assist(parts.help)
         return True
@@ -462,13 +495,17 @@ class Driver:
                 partial(self._enqueued, flight),
                 hung_after_ns=self._batch_timeout_ns,
                 on_hung=partial(self._hung, flight),
+                hold=flight.hold,
             )
-        except RuntimeError:
-            # The system refuses a thread (ulimit -u). To wait for the device holds the loop up, but ends.
+        except BaseException as error:
             context.is_enqueueing = False
+            flight.job = None
             if arena is not None:
                 arena.is_enqueueing = False
-            return False
+            if isinstance(error, RuntimeError):
+                # The system refuses a thread (ulimit -u). To wait for the device holds the loop up, but ends.
+                return False
+            raise
         return True
 
     def _go_on(self, flight: InFlight) -> None:
@@ -571,10 +608,11 @@ class Driver:
                     partial(staging.fill, reserved, outputs, source.spans),
                     nbytes,
                     partial(self._copied_out, flight, landed_ns, reserved),
+                    flight.hold,
                 )
                 return
             shared = nbytes <= staging.SHARED_NBYTES_MAX
-            values = staging.copy_out(outputs, source.spans, batch.rows, shared=shared)
+            values = copy_out(outputs, source.spans, batch.rows, shared=shared)
         except Exception as raised:
             self._fail(batch, raised)
             return
@@ -590,6 +628,7 @@ class Driver:
             partial(padding.fill, reserved, views),
             nbytes,
             partial(self._copied_out, flight, landed_ns, reserved),
+            flight.hold,
         )
 
     def _computed(self, flight: InFlight, landed_ns: int) -> None:
@@ -652,6 +691,7 @@ class Driver:
         batch, record = flight.batch, flight.record
         now_ns = self._now_ns()
         record.copy_out_ns += now_ns - landed_ns
+        self._answering = batch.requests
         del self._flights[batch.number]
         flight.ended()
         self._scheduler.finished(
@@ -661,17 +701,22 @@ class Driver:
             self._tell_objective(self._objective)
         if self.observe is not None:
             self.observe(batch, record, now_ns)
+        if self.on_answer is not None:
+            self.on_answer(flight)
         # The device gets its next batch before callers are answered; if that is done at once, in their order.
         if self._to_deliver is not None:
             self._deliver()
         if self._in_pump:
             staging.deliver(batch.requests, outputs, record)
+            self._answering = ()
             return
         if self._scheduler.is_idle:
             staging.deliver(batch.requests, outputs, record)
+            self._answering = ()
             self._pump()
             return
         self._to_deliver = batch.requests, outputs, record
+        self._answering = ()
         try:
             self._pump()
         finally:
@@ -679,8 +724,8 @@ class Driver:
 
     def _deliver(self) -> None:
         if self._to_deliver is not None:
-            ready, self._to_deliver = self._to_deliver, None
-            staging.deliver(*ready)
+            staging.deliver(*self._to_deliver)
+            self._to_deliver = None
 
     def _fail(self, batch: Batch, error: BaseException, *, quarantine: bool = False) -> None:
         """End a batch with an error for each caller that still waits; the next batch goes on."""
@@ -755,8 +800,42 @@ class Driver:
             self._fail(flight.batch, why, quarantine=True)
         self._tell_if_idle()
 
+    def _interrupted(self, error: BaseException) -> None:
+        """Close after Ctrl-C in the middle of this object's own work, of which a part may be done.
+
+        What batches in flight use is never given to others, as nobody knows how far they are. Everybody who
+        waits is told.
+        """
+        if self.lost is not None:
+            return
+        why = DeviceLostError(
+            f"{describe(error)} came in the middle of forming, running or answering batches of {self._name}, "
+            "which can go on no more. Open it again"
+        )
+        logger.error("%s", why)
+        flights = tuple(self._flights.values())
+        grown = [batch.requests for batch, _ in self._growing.values()]
+        ready = () if self._to_deliver is None else self._to_deliver[0]
+        waiting = [self._scheduler.taken, self._answering, ready, *grown]
+        waiting += [flight.batch.requests for flight in flights]
+        for flight in flights:
+            arena = flight.context.arena
+            if arena is not None and flight.context.is_enqueueing:
+                arena.give_up()  # Nobody may be told when the thread is through.
+        try:
+            self._lose(why)
+        except Exception:
+            logger.exception("%s", self._name)  # What is half done may contradict itself.
+        for requests in waiting:
+            for request in requests:
+                answer_error(request, copy_for(why))
+        for flight in flights:
+            self._given_up.setdefault(flight.batch.number, flight)
+        self._flights.clear()
+        self._tell_if_idle()
+
     def _tell_if_idle(self) -> None:
-        if self._idle_waiters and self._scheduler.is_idle:
+        if self._idle_waiters and (self._scheduler.is_idle or self.lost is not None):
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
                 if not waiter.done():

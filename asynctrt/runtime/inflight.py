@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from asynctrt.devices.base import Event
 from asynctrt.errors import ExecutionError
 from asynctrt.runtime.contexts import BatchEvents, PooledContext
+from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.staging import RowSource
 from asynctrt.scheduling.batch import Batch
 from asynctrt.tensors import Array, BatchRecord
@@ -16,7 +17,7 @@ class InFlight:
     :param source: where its rows come from.
     """
 
-    __slots__ = ("batch", "context", "end", "error", "events", "put_ns", "record", "source")
+    __slots__ = ("batch", "context", "end", "error", "events", "job", "put_ns", "record", "source")
 
     def __init__(self, batch: Batch, context: PooledContext, source: RowSource) -> None:
         self.batch = batch
@@ -28,10 +29,21 @@ class InFlight:
         """Done when the batch is: what the reaper waits for."""
         self.error: BaseException | None = None
         """What went wrong while the batch was put on its stream."""
+        self.job: Job | None = None
+        """What a thread does for it, or did last."""
         self.put_ns: int | None = None
         """When the first of it was put on its stream, which may take long: the device computes meanwhile."""
         if source.owner is not None:
             source.owner.launched()
+
+    @property
+    def is_out_of_hand(self) -> bool:
+        """Whether a thread or the device may use what it has, now or later."""
+        return self.put_ns is not None or self.job is not None
+
+    def hold(self, job: Job) -> None:
+        """Note what a thread is going to do for it."""
+        self.job = self.context.job = job
 
     def device_error(self) -> BaseException | None:
         """Return what went wrong on the stream, once the batch is done."""

@@ -13,10 +13,11 @@ batch, so ``then`` is prompt on a loop that is never idle as well, and what hang
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from asynctrt.devices.host import cores
+from asynctrt.devices.host import cores, raise_on_loop
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.runtime.completion import Reaper
 
@@ -52,27 +53,43 @@ class Jobs:
         expected_ns: int | None = None,
         hung_after_ns: int | None = None,
         on_hung: Callable[[], object] | None = None,
+        hold: Callable[["Job"], object] | None = None,
     ) -> None:
         """Run ``work`` in a thread, and ``then`` on the loop with what it raised, or with ``None``.
+
+        Whatever this raises, Ctrl-C included, no thread does the work then, nor will: what is to be worked on
+        can be given to others. An interrupt that comes after a thread has begun is raised by the loop later.
 
         :param expected_ns: how long it takes, if known.
         :param hung_after_ns: call ``on_hung`` on the loop when it has run for so long. Another thread then
             takes the place of its own. If it ends after all, ``then`` is called all the same.
+        :param hold: called with the job before a thread may begin.
         """
         assert not self._closed, "nothing is done after the end"
-        job = _Job(work, self._threads)
-        self._threads.schedule(job)
-        self._reaper.watch(
-            job,
-            partial(job.tell, then),
-            expected_ns=expected_ns,
-            hung_after_ns=hung_after_ns,
-            on_hung=None if on_hung is None else partial(self._give_up, job, on_hung),
-        )
+        job = Job(work, self._threads)
+        try:
+            # Watched before it can begin: whatever goes wrong in between, nothing runs unnoticed.
+            self._reaper.watch(
+                job,
+                partial(job.tell, then),
+                expected_ns=expected_ns,
+                hung_after_ns=hung_after_ns,
+                on_hung=None if on_hung is None else partial(self._give_up, job, on_hung),
+            )
+            if hold is not None:
+                hold(job)
+            self._threads.schedule(job)
+        except BaseException as error:
+            if job.revoke():
+                raise
+            raise_on_loop(error)
 
     def assist(self, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread if one is free soon; nobody is told."""
-        self._threads.schedule(_Job(work, self._threads))
+        with suppress(
+            RuntimeError
+        ):  # Who does without help would take it for a failure of what is under way.
+            self._threads.schedule(Job(work, self._threads))
 
     def close(self, timeout_s: float) -> bool:
         """End the threads, each after its job; return False if one does not end in time. Idempotent."""
@@ -81,7 +98,7 @@ class Jobs:
         self._closed = True
         return self._threads.leave(timeout_s)
 
-    def _give_up(self, job: "_Job", on_hung: Callable[[], object]) -> None:
+    def _give_up(self, job: "Job", on_hung: Callable[[], object]) -> None:
         self._threads.replace(job)
         on_hung()
 
@@ -97,35 +114,31 @@ class Copiers(Jobs):
         super().__init__("asynctrt-copy", self.threads_max, reaper, now_ns)
 
     def copy(
-        self, copy: Callable[[], object], nbytes: int, then: Callable[[BaseException | None], object]
+        self,
+        copy: Callable[[], object],
+        nbytes: int,
+        then: Callable[[BaseException | None], object],
+        hold: Callable[["Job"], object] | None = None,
     ) -> None:
         """Run ``copy``, which copies ``nbytes``, in a thread. The rest is as in :meth:`submit`."""
-        self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS)
+        self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS, hold=hold)
 
     def copy_in_parts(
         self,
         parts: Sequence[Callable[[], object]],
         nbytes: int,
         then: Callable[[BaseException | None], object],
+        hold: Callable[["Job"], object] | None = None,
     ) -> None:
-        """Run all ``parts``, which copy ``nbytes`` together, in a thread each; then ``then``, once.
+        """Run all ``parts``, which copy ``nbytes`` together, in as many threads; then ``then``, once.
 
-        It is called with what the first of them raised that did, when the last has ended.
+        It is called with what the first of them raised that did, when the last has ended. The job is that of
+        all parts.
         """
-        if len(parts) == 1:
-            self.copy(parts[0], nbytes, then)
-            return
-        left, first = len(parts), None
-
-        def ended(error: BaseException | None) -> None:
-            nonlocal left, first
-            left -= 1
-            first = first or error
-            if not left:
-                then(first)
-
-        for part in parts:
-            self.copy(part, nbytes // len(parts), ended)
+        work = SharedWork(parts)
+        self.copy(work.do, nbytes // len(parts), then, hold)
+        for _ in range(len(parts) - 1):
+            self.assist(work.help)
 
 
 class SharedWork:
@@ -171,13 +184,15 @@ class SharedWork:
             raise self._error
 
 
-class _Job:
+class Job:
     """One job: what a thread serves, and what the reaper watches."""
 
-    __slots__ = ("_begun", "_callback", "_done", "_threads", "_work", "error")
+    __slots__ = ("_begun", "_callback", "_done", "_is_revoked", "_threads", "_work", "error")
 
     def __init__(self, work: Callable[[], object], threads: StreamThreads) -> None:
-        self._work: Callable[[], object] | None = work
+        # Whoever takes it out, a thread or who revokes it, is the only one.
+        self._work = [work]
+        self._is_revoked = False
         self._threads = threads
         self._begun = False
         self._done = threading.Event()
@@ -188,21 +203,35 @@ class _Job:
         """From a thread: do it, and call back."""
         self._begun = True
         self._threads.hand_back()
-        work, self._work = self._work, None
-        assert work is not None
+        try:
+            work = self._work.pop()
+        except IndexError:
+            return  # It was revoked.
         try:
             work()
         except BaseException as error:
             self.error = error
+        del work
         self._done.set()
         callback = self._callback
         if callback is not None:
             callback()
         self._threads.hand_back()
 
+    def revoke(self) -> bool:
+        """Let no thread do it, and nobody be told; return False, and change nothing, if one has begun."""
+        try:
+            self._work.pop()
+        except IndexError:
+            return self._is_revoked
+        self._is_revoked = True
+        self._done.set()
+        return True
+
     def tell(self, then: Callable[[BaseException | None], object]) -> None:
         """On the loop: report the end."""
-        then(self.error)
+        if not self._is_revoked:
+            then(self.error)
 
     def is_running(self) -> bool:
         return self._begun and not self._done.is_set()

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from asynctrt.padding import Fit, Padding
-from asynctrt.runtime.staging import RowSource, Slab, spans_of
+from asynctrt.runtime.spans import spans_of
+from asynctrt.runtime.staging import RowSource, Slab
 from asynctrt.scheduling.batch import Batch
 from asynctrt.tensors import Array, copy_rows
 
@@ -16,17 +17,18 @@ class PaddedSource(RowSource):
     :param padding: what they are padded with.
     """
 
-    __slots__ = ("_fits", "_padding", "is_padded")
+    __slots__ = ("_padding", "fits", "is_padded")
 
     def __init__(self, batch: Batch, slab: Slab, padding: Padding) -> None:
         super().__init__(batch, slab)
         self._padding = padding
         # As they are now: what a caller does to an array later is noticed when it is copied.
-        self._fits = [
+        self.fits = [
             padding.fit(tuple([array.shape[1:] for array in request.payload])) for request in batch.requests
         ]
+        """How the rows of each request lie in those of the batch; ``None`` where they cannot."""
         dims = tuple([span.dims for span in slab.layout.inputs])
-        self.is_padded = any(fit is None or fit.dims != dims for fit in self._fits)
+        self.is_padded = any(fit is None or fit.dims != dims for fit in self.fits)
 
     def stage(self) -> None:
         """Copy the rows side by side into the slab, and pad each of them. Runs in any thread.
@@ -42,7 +44,7 @@ class PaddedSource(RowSource):
             for index, view in enumerate(self.slab.inputs):
                 # All of it at once: to fill what is left of each request takes a call for each.
                 view[: batch.rows] = self._padding.values[index]
-                for array, span, fit in zip(self.arrays_of(index), spans, self._fits, strict=True):
+                for array, span, fit in zip(self.arrays_of(index), spans, self.fits, strict=True):
                     _copy_into(view[span], index, array, fit)
         except Exception:
             self._stage_one_by_one()
@@ -52,17 +54,18 @@ class PaddedSource(RowSource):
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
         """Return what does the same as :meth:`stage`, in one part if anything is padded."""
-        return [self.stage] if self.is_padded else super().parts(parts_max)
+        parts = super().parts(parts_max)
+        return [self.stage] if self.is_padded else parts
 
     def put(self, number: int, index: int, view: Array) -> None:
         """Write the rows of one request for one input, and what pads them."""
         view[...] = self._padding.values[index]
-        _copy_into(view, index, self.batch.requests[number].payload[index], self._fits[number])
+        _copy_into(view, index, self.batch.requests[number].payload[index], self.fits[number])
 
     def cut(self, outputs: Mapping[str, Array]) -> list[dict[str, Array]]:
         """Return views of the outputs of each request, without what follows from padding."""
         views = super().cut(outputs)
-        for fit, own in zip(self._fits, views, strict=True):
+        for fit, own in zip(self.fits, views, strict=True):
             if fit is not None:  # Else it was refused, and gets no answer.
                 own.update({name: own[name][cut] for name, cut in fit.cuts.items() if name in own})
         return views

@@ -22,9 +22,10 @@ from asynctrt.backends.base import Binding, TensorMemory
 from asynctrt.devices.base import Buffer, Device, DeviceArray, Stream, aligned
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
+from asynctrt.runtime.spans import spans_of
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import Request
-from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows
+from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows, gather, pins
 
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size a batch's output is copied as one block, of which each result is a view. A result that
@@ -111,6 +112,13 @@ class StagingBuffers:
                 self.staging.close()
                 raise
 
+    @classmethod
+    def over(cls, staging: Buffer) -> "StagingBuffers":
+        """Return memory that is there already, and stays its owner's to close."""
+        made = cls.__new__(cls)
+        made.staging, made.device_buffer = staging, None
+        return made
+
     @property
     def computed_on(self) -> Buffer:
         """Return the buffer that the device reads and writes."""
@@ -178,8 +186,21 @@ class Slab:
         return TensorMemory(span.name, span.dtype, span.dims, buffer.address + span.offset, array)
 
 
-class FilledSlab(Protocol):
-    """A slab that callers fill: asked whether a batch may run from it, and told when one does."""
+class Owner(Protocol):
+    """Whoever has the memory that the rows of a batch lie in."""
+
+    def launched(self) -> None:
+        """Note that a batch with rows of it is in flight: they must stay as they are."""
+
+    def ended(self) -> None:
+        """Note that the batch is over."""
+
+
+class FilledSlab(Owner, Protocol):
+    """A slab that callers fill: asked whether a batch may run from it, and told when one does.
+
+    Once it is told of one in flight, no further slot may join.
+    """
 
     @property
     def slab(self) -> Slab:
@@ -188,12 +209,6 @@ class FilledSlab(Protocol):
     @property
     def rows_given(self) -> int:
         """Return how many rows, from the first, were given to slots."""
-
-    def launched(self) -> None:
-        """Note that a batch from this slab is in flight: no further slot may join."""
-
-    def ended(self) -> None:
-        """Note that the batch is over."""
 
 
 class SlotRows:
@@ -212,10 +227,10 @@ class RowSource:
     :param slab: the slab of the context, which the batch is computed in.
     """
 
-    __slots__ = ("batch", "has_copies_in", "has_copies_out", "inputs", "refused", "slab", "spans")
+    __slots__ = ("_pins", "batch", "has_copies_in", "has_copies_out", "inputs", "refused", "slab", "spans")
 
-    owner: FilledSlab | None = None
-    """The slab that the rows lie in, for slots."""
+    owner: Owner | None = None
+    """Who has the memory that the rows lie in, for slots and rows of another process."""
     device_outputs: list[dict[str, DeviceArray]] | None = None
     """The outputs of each request, if they stay on the device."""
     is_padded = False
@@ -245,11 +260,12 @@ class RowSource:
         :raises InputError: when the rows of no request can be staged.
         """
         batch = self.batch
+        counts = None if self.spans is None else [request.rows for request in batch.requests]
         try:
             for index, view in enumerate(self.slab.inputs):
                 arrays = self.arrays_of(index)
                 if len(arrays) > 1:
-                    np.concatenate(arrays, out=view[: batch.rows])
+                    gather(arrays, view[: batch.rows], counts)
                 else:
                     copy_rows(arrays[0], view[: batch.rows])
         except Exception:
@@ -263,6 +279,8 @@ class RowSource:
 
         :meth:`stage` is to follow if one of them raises: it finds out whose rows cannot be staged.
         """
+        # Nobody can free what they read while they do.
+        self._pins = pins(array for index in range(len(self.slab.inputs)) for array in self.arrays_of(index))
         rows_run = self.batch.rows_run
         parts = min(parts_max, self.staged_nbytes // PART_NBYTES_MIN, rows_run)
         if parts < 2:
@@ -277,8 +295,9 @@ class RowSource:
         spans = self.spans or spans_of(batch.requests)
         for index, view in enumerate(self.slab.inputs):
             arrays = self.arrays_of(index)
+            # Up to the end of its own rows: one that has grown would push others' rows along.
             inside = [
-                array[max(start - span.start, 0) : end - span.start]
+                array[max(start - span.start, 0) : min(end, span.stop) - span.start]
                 for array, span in zip(arrays, spans, strict=True)
                 if span.start < end and span.stop > start
             ]
@@ -526,41 +545,6 @@ class DeviceSource(RowSource):
                 source += nbytes
 
 
-def spans_of(requests: Sequence[Request]) -> list[slice]:
-    """Return which rows of the batch belong to which request, in the order in which they are gathered."""
-    spans = []
-    stop = 0
-    for request in requests:
-        start, stop = stop, stop + request.rows
-        spans.append(slice(start, stop))
-    return spans
-
-
-def copy_out(
-    outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int, *, shared: bool
-) -> list[dict[str, Array]]:
-    """Copy the outputs of each request out of ``outputs``.
-
-    :param spans: the rows of each request; ``None`` if every request has one row and they lie in order.
-    :param rows: the rows of the batch, from the first on.
-    :param shared: whether to copy the batch as a block, of which each request gets a view.
-    """
-    if shared:
-        blocks = {}
-        for name, array in outputs.items():  # A comprehension takes longer by as much as a copy.
-            blocks[name] = array[:rows].copy()
-        if rows == 1:
-            return [blocks]
-        if spans is None and len(blocks) == 1:
-            # Iterating over a block is the cheapest way to get its rows.
-            for name, block in blocks.items():
-                return [{name: row} for row in block.reshape(rows, 1, *block.shape[1:])]
-        spans = spans or [slice(row, row + 1) for row in range(rows)]
-        return [{name: block[span] for name, block in blocks.items()} for span in spans]
-    spans = spans or [slice(row, row + 1) for row in range(rows)]
-    return [{name: array[span].copy() for name, array in outputs.items()} for span in spans]
-
-
 def reserve(outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int) -> list[dict[str, Array]]:
     """Return arrays for the outputs of each request, to be filled by another thread.
 
@@ -584,12 +568,19 @@ def fill(
 def deliver(requests: Sequence[Request], outputs: Sequence[dict[str, Any]], record: BatchRecord) -> None:
     """Answer every caller that still waits, and let go of what their requests held."""
     batches = (record,)
-    # Cheaper than a strict zip, and as strict about what is missing.
-    for number, request in enumerate(requests):
-        future = request.future
-        request.future = request.payload = None
-        if future is not None and not future.done():
-            future.set_result(InferResult(outputs[number], batches, request.arrival_ns))
+    try:
+        # Cheaper than a strict zip, and as strict about what is missing.
+        for number, request in enumerate(requests):
+            future = request.future
+            if future is not None and not future.done():
+                future.set_result(InferResult(outputs[number], batches, request.arrival_ns))
+            request.future = request.payload = None
+    except Exception:
+        raise
+    except BaseException:
+        # Ctrl-C in between is the application's, but callers get their answers.
+        deliver(requests, outputs, record)
+        raise
 
 
 def _runs(spans: Sequence[slice]) -> list[slice]:

@@ -5,7 +5,8 @@ waiting too long costs more than looking too early.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 from asynctrt.scheduling.batch import Batch
@@ -53,9 +54,11 @@ class LatencyHistory:
         are shorter than.
     """
 
-    __slots__ = ("_quantile", "_shapes")
+    __slots__ = ("_quantile", "_shapes", "seen")
 
     def __init__(self, *, quantile: float = 1 / QUANTILE) -> None:
+        self.seen = 0
+        """How many batches were observed."""
         self._quantile = quantile
         self._shapes: OrderedDict[Hashable, dict[int, _Window]] = OrderedDict()
 
@@ -73,6 +76,7 @@ class LatencyHistory:
             window = sizes[rows] = _Window(self._quantile)
         window.recent.append(duration_ns)
         window.known_ns = None
+        self.seen += 1
 
     def expected_ns(self, shape: Hashable, rows: int) -> int | None:
         """Return a lower bound of how long such a batch will take; ``None`` before any was seen.
@@ -108,6 +112,18 @@ class LatencyHistory:
         """Return whether a batch of exactly this size was seen."""
         return rows in self._shapes.get(shape, ())
 
+    def measured(self, most: int) -> Iterator[tuple[Hashable, int, int, int]]:
+        """Yield the shape, the rows, the expectation in ns and the number of samples of each size, or of so
+        many at most that are spread over all."""
+        # An odd step, as sizes are mostly powers of two: else it might be the same size of each shape.
+        every = -(-sum(map(len, self._shapes.values())) // most) | 1
+        skipped = 0
+        for shape, sizes in self._shapes.items():
+            for rows in islice(sizes, skipped, None, every):
+                window = sizes[rows]
+                yield shape, rows, window.expected_ns, len(window.recent)
+            skipped = (skipped - len(sizes)) % every
+
     def is_sure(self, shape: Hashable, rows: int) -> bool:
         """Return whether enough samples of this size exist that one outlier cannot skew the estimate."""
         window = self._shapes.get(shape, {}).get(rows)
@@ -127,6 +143,9 @@ class CompletionEstimator:
 
     def __init__(self, *, lines: int, compute: LatencyHistory) -> None:
         self._compute = compute
+        self._service_ns: dict[int, int] = {}
+        self._service_key: BatchKey | None = None
+        self._service_seen = 0
         self._staging = LatencyHistory(quantile=STAGING_QUANTILE)
         # Of it, until the first was put on the stream: while the rest is, the device computes.
         self._gathering = LatencyHistory(quantile=STAGING_QUANTILE)
@@ -153,6 +172,13 @@ class CompletionEstimator:
             self._copy_out.expected_ns(copies, rows) or 0,
         )
 
+    def copies_ns(self, batch: Batch) -> tuple[int, int] | None:
+        """Return how long such a batch is copied in and out, if batches with such rows were measured."""
+        rows, copies = batch.rows_run, batch.key.copy_key
+        copy_in_ns = self._copy_in.expected_ns(copies, rows)
+        copy_out_ns = self._copy_out.expected_ns(copies, rows)
+        return None if copy_in_ns is None or copy_out_ns is None else (copy_in_ns, copy_out_ns)
+
     def started(self, batch: Batch, now_ns: int, put_ns: int | None = None) -> int | None:
         """Return in how many ns the batch is expected to be done; ``None`` if none like it was seen yet.
 
@@ -171,12 +197,12 @@ class CompletionEstimator:
         line = _line(batch)
         if line is not None:
             self._ahead[line][batch.number] = copied_in_ns, compute_ns
-            computed_ns = self._computed_by_ns(line)
+            computed_ns = self.computed_by_ns(line)
         return max(computed_ns + (self._copy_out.expected_ns(copies, rows) or 0) - now_ns, 0)
 
     def free_ns(self, lines: Sequence[int]) -> int:
         """Return when the first of these lanes is expected to have computed all that is in it."""
-        return min(map(self._computed_by_ns, lines))
+        return min(map(self.computed_by_ns, lines))
 
     def free_late_ns(self, lines: Sequence[int], now_ns: int, late_ns: Callable[[int], int]) -> int:
         """Return what :meth:`free_ns` does, on the late side.
@@ -212,10 +238,19 @@ class CompletionEstimator:
     def service_ns(self, key: BatchKey, rows: int) -> int | None:
         """Return how long a batch takes at least from its launch to its end, if it does not wait for another;
         ``None`` until enough like it were seen."""
+        # It is asked for each request with a deadline, and changes with each batch.
+        known = self._service_ns
+        seen = self._compute.seen + self._copy_in.seen + self._copy_out.seen
+        if key is not self._service_key or seen != self._service_seen:
+            known.clear()
+            self._service_key, self._service_seen = key, seen
+        if rows in known:
+            return known[rows]
         compute_ns = self._compute.sure_ns(key.cost_key, rows)
         if compute_ns is None:
             return None
-        return compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
+        known[rows] = compute_ns + self.copy_in_ns(key, rows) + self.copy_out_ns(key, rows)
+        return known[rows]
 
     def compute_ns(self, key: BatchKey, rows: int) -> int:
         """Return how long a batch computes at least; 0 until enough like it were seen."""
@@ -247,7 +282,8 @@ class CompletionEstimator:
         if line is not None:
             self._ahead[line].pop(batch.number, None)
 
-    def _computed_by_ns(self, line: int) -> int:
+    def computed_by_ns(self, line: int) -> int:
+        """Return when a lane, or an arena, is expected to have computed all that is in it."""
         computed_ns = self._computed_ns[line]
         for ready_ns, takes_ns in self._ahead[line].values():
             computed_ns = max(computed_ns, ready_ns) + takes_ns

@@ -2,17 +2,22 @@
 
 Batches in one *lane* compute one after the other, each while the next one is copied in. More lanes pay where
 a batch leaves much of the device idle, and cost latency where it does not: four batches that fill a GPU take
-four times as long side by side. So there is one lane, once some batches have shown how long they take. Now
-and then, while batches wait for their turn anyway, twice as many are tried for a few batches. They are kept
-if the device then does more work in the same time, in terms of what each batch computes for alone, and more
-than batches of twice the size would. Small batches leave more of a device idle than large ones, so what a
-trial shows for one size holds for all smaller ones, or for all larger ones.
+four times as long side by side. So there is one lane after the first few batches, of which some compute alone
+to show how long that takes. Now and then, when batches had to wait for their turn, twice as many are tried
+for a few batches: each says how much longer it took than alone, and beside how many others. Twice the lanes
+are kept if the device then does more work in the same time, in terms of what each batch takes alone, and more
+than batches of twice the size would; or if batches side by side hardly notice one another.
+
+What is learned holds for batches by how much is in them, be it many small rows or few large ones: of one
+model, batches with less leave more of the device idle. So what a trial shows for some holds for all that are
+smaller, or for all that are larger, and sixteen shapes learn as fast as one.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
-from statistics import median
-from typing import Final
+from collections.abc import Callable, Collection, Hashable, Sequence
+from math import sqrt
+from statistics import fmean
+from typing import Final, NamedTuple
 
 from asynctrt.scheduling.batch import Batch
 
@@ -22,20 +27,40 @@ WARM_UP: Final = 16
 GAIN_MIN: Final = 1.15
 """How much more work must be done with twice the lanes, which cost latency: each batch takes longer."""
 
+FREE_MIN: Final = 0.8
+FULL_MAX: Final = 0.15
+"""What each further lane adds to the work done, as a share of what one lane does alone. From the
+first share on, batches hardly notice one another; up to the second, the device was full before."""
+
 PROBE_BATCHES: Final = 8
-HOPE_MIN: Final = 1.05
-"""A trial that shows no such gain after so many batches is ended: more would cost latency for nothing."""
+"""Batches after which a trial is ended that leaves no doubt: more would cost latency for nothing."""
+
+DOUBT: Final = 3
+"""By how many standard errors what was measured may be off, while there are few batches."""
 
 TRIAL_BATCHES: Final = 24
-"""Batches that decide a trial."""
+ERROR_MAX: Final = 0.15
+"""Batches that decide a trial in doubt, unless they differ too much."""
 
-BASE_BATCHES: Final = 24
-"""Batches just before a trial that it is compared with, each of which waited for its turn."""
+GIVE_UP_BATCHES: Final = 96
+"""Batches after which a trial is ended that has not had enough of them side by side."""
 
-FIRST_TRIAL: Final = 32
+SIDE_BY_SIDE: Final = 0.3
+"""A batch counts for a trial if it had at least so much of the lanes that are tried beside it."""
+
+FIRST_TRIAL: Final = 16
 NEXT_TRIAL_MAX: Final = 1 << 15
 """Batches that wait for their turn before the first trial, and at most between two. Each one in vain is
-followed by four times as long a pause."""
+followed by a pause four times as long, or sixteen times where the device was full before."""
+
+CLASSES: Final = 64
+"""Classes of batches, by how much is in them: one for each power of two."""
+
+LOG_MAX: Final = 256
+"""How many changes of the number of lanes that compute are remembered."""
+
+ALONE_FIRST: Final = 4
+"""Batches that come first and have the device for themselves, to show what they take alone."""
 
 STUCK_NS_MIN: Final = 50_000_000
 STUCK_TIMES: Final = 4
@@ -43,11 +68,12 @@ STUCK_TIMES: Final = 4
 batches that come do not wait for it, but use another lane."""
 
 SHAPES_MAX: Final = 64
+VOLUMES_MAX: Final = 1024
 WINDOW: Final = 16
 
 
 class _Times:
-    """How long batches of one shape compute alone, by their rows."""
+    """How long batches compute alone, by their rows."""
 
     __slots__ = ("_by_rows", "_known")
 
@@ -62,8 +88,12 @@ class _Times:
         window.append(compute_ns)
         self._known.clear()
 
+    def is_known(self, rows: int) -> bool:
+        """Return whether this size was seen, or two others."""
+        return rows in self._by_rows or len(self._by_rows) > 1
+
     def expected_ns(self, rows: int) -> float:
-        """Return the time of a size: what was seen, or a line between its neighbours; 0 if none was seen."""
+        """Return the time of a size: what was seen, or a line through others; 0 if none was seen."""
         known = self._known.get(rows)
         if known is None:
             known = self._known[rows] = self._estimate(rows)
@@ -71,45 +101,84 @@ class _Times:
 
     def _estimate(self, rows: int) -> float:
         if window := self._by_rows.get(rows):
-            return median(window)
-        below = max((size for size in self._by_rows if size < rows), default=None)
-        above = min((size for size in self._by_rows if size > rows), default=None)
-        if below is None and above is None:
-            return 0.0
-        if below is None or above is None:
-            return median(self._by_rows[below or above or 0])
-        below_ns, above_ns = median(self._by_rows[below]), median(self._by_rows[above])
-        return below_ns + (above_ns - below_ns) * (rows - below) / (above - below)
+            return _usual(window)
+        if len(self._by_rows) < 2:
+            return _usual(next(iter(self._by_rows.values()))) if self._by_rows else 0.0
+        least, most = min(self._by_rows), max(self._by_rows)
+        below = max((size for size in self._by_rows if size < rows), default=least)
+        above = min((size for size in self._by_rows if size > rows), default=most)
+        if below == above or not below < rows < above:
+            # Beyond what was seen, along all of it: rather too short than too long, as larger batches
+            # seldom become cheaper by the row.
+            below, above = least, most
+        below_ns, above_ns = _usual(self._by_rows[below]), _usual(self._by_rows[above])
+        expected_ns = below_ns + (above_ns - below_ns) * (rows - below) / (above - below)
+        return max(expected_ns, below_ns * min(rows / below, 1))
 
 
-class _Shape:
-    """What is known of the batches of one shape."""
-
-    __slots__ = ("contended", "lanes", "times", "wait")
-
-    def __init__(self, sizes: int) -> None:
-        self.times = _Times()
-        self.lanes = [1] * sizes
-        """By the bits of the number of rows; never more for larger batches than for smaller ones."""
-        self.contended = [0] * sizes
-        self.wait = [FIRST_TRIAL] * sizes
+def _usual(times_ns: Collection[int]) -> float:
+    """Return the lower quartile of some times: the first of a shape may take far longer than all others."""
+    return float(sorted(times_ns)[(len(times_ns) - 1) // 4])
 
 
-class _Span:
-    """The work that was done while the device was busy."""
+class _Work(NamedTuple):
+    """What a device does at a time."""
 
-    __slots__ = ("batches", "busy_ns", "work_ns")
+    beside: float
+    """The lanes that computed at once, on average."""
+    rate: float
+    """The batches' worth of work that they did, in terms of what each computes for alone."""
+    growth: float
+    """How much more work batches of twice the size would do in the same time, one after the other."""
+    error: float = 0.0
+    """By what part of it the rate may be off, as the batches differ: the standard error."""
 
-    def __init__(self) -> None:
-        self.batches = 0
-        self.work_ns = 0.0
-        """What the batches would have computed for, each alone."""
-        self.busy_ns = 0
 
-    @property
-    def rate(self) -> float:
-        """Return the batches' worth of work done at a time."""
-        return self.work_ns / self.busy_ns if self.busy_ns else 0.0
+class _Trial:
+    """Other lanes for the batches of a class, and of all smaller ones, or larger ones if they are fewer."""
+
+    __slots__ = ("base", "begins", "landed", "lanes", "samples", "size", "tried", "unknown")
+
+    def __init__(self, size: int, lanes: int, tried: int, base: _Work | None) -> None:
+        self.size = size
+        self.lanes, self.tried = lanes, tried
+        self.base = base
+        """What the device does with the lanes that there are. Until it is known, nothing else is tried."""
+        self.begins = 0
+        """The last batch that was launched before."""
+        self.samples: list[tuple[float, float, float, int]] = []
+        """Of batches side by side: beside how many, how many times longer than alone they computed, what
+        larger ones would gain, and the class."""
+        self.landed = self.unknown = 0
+        """Batches that have ended in it, and those of which it is not known what they take alone."""
+
+    def takes(self, size: int) -> bool:
+        """Return whether it is about batches of a class."""
+        return size <= self.size if self.tried > self.lanes else size >= self.size
+
+    def counts(self, beside: float) -> bool:
+        """Return whether a batch had enough others beside it, or few enough, to say something."""
+        if self.base is None:
+            return beside >= self.lanes - 0.5
+        if self.tried > self.lanes:
+            return beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
+        return beside <= self.lanes - SIDE_BY_SIDE * (self.lanes - self.tried)
+
+    def work(self) -> _Work:
+        """Return what its samples say."""
+        beside = fmean(sample[0] for sample in self.samples)
+        # Anything may hold a batch up, so a few that took very long say nothing.
+        ordered = sorted(sample[1] for sample in self.samples)
+        quarter = len(ordered) // 4
+        middle = ordered[quarter : len(ordered) - quarter]
+        longer = fmean(middle)
+        error = (middle[-1] - middle[0]) / longer / sqrt(len(ordered))
+        growth = fmean(sample[2] for sample in self.samples)
+        return _Work(beside, beside / longer, growth, error)
+
+    def largest_seen(self) -> int:
+        """Return the class of the largest batches that it has seen more than one of."""
+        return sorted(sample[3] for sample in self.samples)[-2]
 
 
 class Lanes:
@@ -122,22 +191,38 @@ class Lanes:
     def __init__(self, lanes_max: int, rows_max: int) -> None:
         self._lanes_max = lanes_max
         self._rows_max = rows_max
-        self._sizes = rows_max.bit_length() + 1
         self._users = [0] * lanes_max
         # The lane of each batch that is to compute, or does, and from when on it counts as stuck.
         self._inside: dict[int, tuple[int, int]] = {}
         self._stuck: set[int] = set()
         self._landed = 0
-        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
-        # The timed batches that have had the device for themselves so far.
+        # Batches that are to compute alone before others are to do so side by side.
+        self._to_learn = ALONE_FIRST if lanes_max > 1 else 0
+        self._shapes: OrderedDict[Hashable, _Times] = OrderedDict()
+        self._volumes: dict[Hashable, int] = {}
+        # The batches that have had the device for themselves so far.
         self._alone: set[int] = set()
-        self._changed_ns = 0
-        self._span = _Span()
-        self._base = 0.0
-        # The shape and the size that are on trial, and with how many lanes.
-        self._trial: tuple[_Shape, int, int] | None = None
-        # The first batch of the trial. Those before it wait in fewer lanes.
-        self._trial_begins = 0
+        # By class. Never more lanes for larger batches than for smaller ones.
+        self._lanes = [1] * CLASSES
+        # Batches that had to wait for their turn since the last trial, and how many more have to before the
+        # next one may begin.
+        self._contended = [0] * CLASSES
+        self._until_trial = 0
+        # What larger batches would have gained, summed over those.
+        self._growth = [0.0] * CLASSES
+        self._wait = [FIRST_TRIAL] * CLASSES
+        self._is_down_next = [False] * CLASSES
+        self._trial: _Trial | None = None
+        # What a trial has just shown that was a success, for the next one.
+        self._proved: _Trial | None = None
+        # Of the batches on the device, by lane: since when, and how long such are copied in and out. Where
+        # that is not known yet: when they began and ended, and since when the lane was free.
+        self._running: list[dict[int, tuple[int, tuple[int, int] | None]]] = [{} for _ in range(lanes_max)]
+        self._unmeasured: dict[int, tuple[int, int, int]] = {}
+        # When each lane computed last; when the number of lanes that compute changed, and to what.
+        self._computed_ns = [0] * lanes_max
+        self._computing = 0
+        self._log: deque[tuple[int, int]] = deque(maxlen=LOG_MAX)
 
     def __repr__(self) -> str:
         return f"<Lanes {self._users}>"
@@ -146,21 +231,33 @@ class Lanes:
         """Return the lanes for batches of this size."""
         if self._landed < WARM_UP:
             return self._lanes_max
-        if self._lanes_max == 1 or (known := self._shapes.get(shape)) is None:
+        if self._lanes_max == 1:
             return 1
-        size = rows.bit_length()
-        if self._trial is not None and self._trial[0] is known and self._trial[1] == size:
-            return self._trial[2]
-        return known.lanes[size]
+        size = self._class_of(shape, rows)
+        trial, lanes = self._trial, self._lanes[size]
+        if trial is None or trial.base is None or not trial.takes(size):
+            return lanes
+        return max(lanes, trial.tried) if trial.tried > trial.lanes else min(lanes, trial.tried)
 
     def chosen(self) -> dict[int, int]:
         """Return the lanes by the most rows of the batches that have them; of several shapes, the most."""
-        most = [max(lanes) for lanes in zip(*(known.lanes for known in self._shapes.values()), strict=True)]
-        return {(1 << size) - 1: lanes for size, lanes in enumerate(most) if lanes > 1}
+        found = {}
+        for bits in range(1, self._rows_max.bit_length() + 1):
+            rows = min((1 << bits) - 1, self._rows_max)
+            lanes = max((self._lanes[self._class_of(shape, rows)] for shape in self._shapes), default=1)
+            if lanes > 1:
+                found[rows] = lanes
+        return found
+
+    @property
+    def wants_one_alone(self) -> bool:
+        """Return whether nothing is to be launched beside what computes, nor behind it, unless it seems to
+        hang."""
+        return self._to_learn > 0
 
     @property
     def occupied(self) -> int:
-        """Return how many batches are to compute, or do, without those that are stuck."""
+        """Return how many batches are to compute, or do, in lanes that are not stuck."""
         if not self._stuck:
             return len(self._inside)
         return sum(lane not in self._stuck for lane, _ in self._inside.values())
@@ -171,10 +268,19 @@ class Lanes:
             return range(count)
         return [lane for lane in range(self._lanes_max) if lane not in self._stuck][:count]
 
-    def acquire(self, shape: Hashable, rows: int) -> int:
-        """Return the lane for a batch that is launched now: the one with the fewest, the first of equals."""
+    def acquire(self, shape: Hashable, rows: int, free_ns: Callable[[int], int]) -> int:
+        """Return the lane for a batch that is launched now: the one with the fewest, the first of equals.
+
+        :param free_ns: returns when a lane is expected to have computed all that is in it.
+        """
         lanes = self.usable(self.allowed(shape, rows)) or range(self._lanes_max)
-        return lanes[0] if len(lanes) == 1 else min(lanes, key=self._users.__getitem__)
+        if len(lanes) == 1:
+            return lanes[0]
+        users = self._users
+        fewest = min(users[lane] for lane in lanes)
+        equals = [lane for lane in lanes if users[lane] == fewest]
+        # Where each has batches, the one that is done first.
+        return min(equals, key=free_ns) if fewest else equals[0]
 
     def expect(self, number: int, now_ns: int, expected_ns: int) -> None:
         """Note in how many ns a batch is expected to be done."""
@@ -198,118 +304,283 @@ class Lanes:
         lane, now_ns = batch.lane, batch.launched_ns
         assert lane is not None
         if self._lanes_max > 1:
-            if self._inside:
-                self._span.busy_ns += now_ns - self._changed_ns
-            self._changed_ns = now_ns
             if len(self._inside) > self._users[lane]:
                 self._alone.clear()
-            elif batch.is_timed:
+            else:
                 self._alone.add(batch.number)
-            if self._users[lane]:
-                self._known(batch.key.cost_key).contended[batch.rows.bit_length()] += 1
-            elif self._trial is None:
-                self._span = _Span()
+            # With the last lane taken, the next one would have to wait.
+            is_last = self._users.count(0) == (not self._users[lane])
+            if (self._users[lane] or is_last) and self._is_known(batch):
+                size = self._class_of(batch.key.cost_key, batch.rows)
+                self._until_trial = self._until_trial - 1 if self._contended[size] else 0
+                self._contended[size] += 1
+                self._growth[size] += self._gain_of_growth(batch)
         self._users[lane] += 1
         self._inside[batch.number] = lane, now_ns + STUCK_NS_MIN
 
+    def started(self, batch: Batch, now_ns: int, copies_ns: tuple[int, int] | None) -> None:
+        """Note that a batch is on the device, and how long such are copied in and out, if that is known."""
+        inside = self._inside.get(batch.number)
+        if inside is not None and self._lanes_max > 1:
+            running = self._running[inside[0]]
+            if not running:
+                self._change(1, now_ns)
+            running[batch.number] = now_ns, copies_ns
+
     def landed(self, batch: Batch, now_ns: int) -> None:
         """Note that a batch has computed. Idempotent."""
-        if not self._leave(batch, now_ns):
+        inside = self._inside.get(batch.number)
+        if inside is None:
             return
+        lane = inside[0]
+        running = self._running[lane].get(batch.number)
+        self._leave(batch.number, now_ns)
         self._landed += 1
-        if self._lanes_max > 1:
-            if self._trial is not None and batch.number <= self._trial_begins:
-                self._span = _Span()
-                return
-            known = self._known(batch.key.cost_key)
-            alone_ns = known.times.expected_ns(batch.rows_run)
-            span = self._span
-            span.batches += 1
-            span.work_ns += alone_ns
-            if self._trial is not None:
-                self._judge(*self._trial)
-            elif not alone_ns or self._landed <= WARM_UP:
-                self._span = _Span()
-            elif span.batches >= BASE_BATCHES:
-                self._base, self._span = span.rate, _Span()
-                self._begin_trial(known, batch)
+        self._to_learn = max(self._to_learn - 1, 0)
+        if running is None:
+            self._pass_by(batch)
+            return
+        started_ns, copies_ns = running
+        if copies_ns is None:
+            self._unmeasured[batch.number] = started_ns, now_ns, self._computed_ns[lane]
+            self._computed_ns[lane] = now_ns
+            self._pass_by(batch)
+            return
+        # Not the time that the device measured: streams that share a hardware queue also keep one another's
+        # batches from beginning, which that time does not include.
+        begin_ns, end_ns = max(started_ns + copies_ns[0], self._computed_ns[lane]), now_ns - copies_ns[1]
+        self._computed_ns[lane] = end_ns
+        if batch.number in self._alone:
+            self._times(batch.key.cost_key).observe(batch.rows_run, max(end_ns - begin_ns, 1))
+        if self._landed <= WARM_UP:
+            return
+        if self._trial is not None:
+            self._note(self._trial, batch, begin_ns, end_ns)
+        elif self._until_trial <= 0:
+            self._consider(batch)
 
     def is_usual(self, batch: Batch) -> bool:
         """Return whether a timed batch had no more batches beside it than those of its size usually have."""
         if self._lanes_max == 1 or batch.number in self._alone:
             return True
-        return self._known(batch.key.cost_key).lanes[batch.rows.bit_length()] > 1
+        return self._lanes[self._class_of(batch.key.cost_key, batch.rows)] > 1
 
-    def observe(self, batch: Batch, compute_ns: int) -> None:
-        """Remember the time of a batch that has :meth:`landed`, if it had the device for itself."""
-        if batch.number in self._alone:
-            self._alone.discard(batch.number)
-            self._known(batch.key.cost_key).times.observe(batch.rows_run, compute_ns)
+    def ended(self, batch: Batch, copies_ns: tuple[int, int] | None = None) -> None:
+        """Note that nothing more will be asked about a batch, and how long such are copied in and out."""
+        unmeasured = self._unmeasured.pop(batch.number, None)
+        if unmeasured is not None and copies_ns is not None and batch.number in self._alone:
+            started_ns, landed_ns, free_ns = unmeasured
+            took_ns = landed_ns - copies_ns[1] - max(started_ns + copies_ns[0], free_ns)
+            self._times(batch.key.cost_key).observe(batch.rows_run, max(took_ns, 1))
+        self._alone.discard(batch.number)
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: it says nothing about others."""
-        self._leave(batch, self._changed_ns)
-        self._alone.discard(batch.number)
+        if self._leave(batch.number, self._log[-1][0] if self._log else 0):
+            self._to_learn = max(self._to_learn - 1, 0)
+        self.ended(batch)
 
-    def _leave(self, batch: Batch, now_ns: int) -> bool:
-        inside = self._inside.pop(batch.number, None)
+    def _leave(self, number: int, now_ns: int) -> bool:
+        inside = self._inside.pop(number, None)
         if inside is None:
             return False
         lane = inside[0]
         self._stuck.discard(lane)
-        self._span.busy_ns += max(now_ns - self._changed_ns, 0)
-        self._changed_ns = max(now_ns, self._changed_ns)
         self._users[lane] -= 1
+        running = self._running[lane]
+        if number in running:
+            del running[number]
+            if not running:
+                self._change(-1, now_ns)
         return True
 
-    def _known(self, shape: Hashable) -> _Shape:
-        known = self._shapes.get(shape)
-        if known is None:
-            known = self._shapes[shape] = _Shape(self._sizes)
+    def _change(self, by: int, now_ns: int) -> None:
+        self._computing += by
+        self._log.append((max(now_ns, self._log[-1][0]) if self._log else now_ns, self._computing))
+
+    def _beside(self, begin_ns: int, end_ns: int) -> float:
+        """Return how many lanes computed on average in a stretch of time that has just ended."""
+        area, upto_ns = 0, end_ns
+        for changed_ns, computing in reversed(self._log):
+            since_ns = max(changed_ns, begin_ns)
+            if since_ns < upto_ns:
+                area += computing * (upto_ns - since_ns)
+                upto_ns = since_ns
+            if changed_ns <= begin_ns:
+                break
+        return max(area / max(end_ns - begin_ns, 1), 1.0)
+
+    def _times(self, shape: Hashable) -> _Times:
+        times = self._shapes.get(shape)
+        if times is None:
+            times = self._shapes[shape] = _Times()
             if len(self._shapes) > SHAPES_MAX:
                 self._shapes.popitem(last=False)
-        return known
+        return times
 
-    def _begin_trial(self, known: _Shape, batch: Batch) -> None:
-        """Try other lanes for batches of this size, if enough of them have waited for their turn."""
-        size = batch.rows.bit_length()
-        if known.contended[size] < known.wait[size]:
+    def _note(self, trial: _Trial, batch: Batch, begin_ns: int, end_ns: int) -> None:
+        """Note what a batch says about what is tried."""
+        if batch.number <= trial.begins:
             return
-        lanes = known.lanes[size]
+        shape, rows = batch.key.cost_key, batch.rows_run
+        size = self._class_of(shape, batch.rows)
+        trial.landed += 1
+        if not self._is_known(batch):
+            trial.unknown += 1
+        elif trial.takes(size) and trial.counts(beside := self._beside(begin_ns, end_ns)):
+            longer = max((end_ns - begin_ns) / self._times(shape).expected_ns(rows), 1.0)
+            trial.samples.append((beside, longer, self._gain_of_growth(batch), size))
+            self._judge(trial)
+        self._give_up(trial)
+
+    def _pass_by(self, batch: Batch) -> None:
+        """Note a batch that says nothing, as it is not known when it computed: no trial waits for better ones
+        for ever."""
+        trial = self._trial
+        if trial is not None and batch.number > trial.begins:
+            trial.landed += 1
+            self._give_up(trial)
+
+    def _give_up(self, trial: _Trial) -> None:
+        """End a trial that has not had enough batches side by side."""
+        if trial is not self._trial or trial.landed < GIVE_UP_BATCHES:
+            return
+        if 2 * trial.unknown > trial.landed:
+            # Those that are under way count as well: to wait for four after them costs a device with work for
+            # many lanes more than it tells.
+            self._to_learn = ALONE_FIRST
+        self._end_trial(trial, is_better=None)
+
+    def _is_known(self, batch: Batch) -> bool:
+        """Return whether it is known how long a batch computes alone."""
+        times = self._shapes.get(batch.key.cost_key)
+        return times is not None and times.is_known(batch.rows_run)
+
+    def _class_of(self, shape: Hashable, rows: int) -> int:
+        volume = self._volumes.get(shape)
+        if volume is None:
+            if len(self._volumes) > VOLUMES_MAX:
+                self._volumes.clear()
+            volume = self._volumes[shape] = _volume(shape)
+        return min((rows * volume).bit_length(), CLASSES - 1)
+
+    def _consider(self, batch: Batch) -> None:
+        """Try other lanes for the largest batches of which enough have waited for their turn, and for all
+        that are smaller."""
+        chosen, waited, until = None, 0, NEXT_TRIAL_MAX
+        for size, count in enumerate(self._contended):
+            if not count:
+                continue
+            waited += count
+            if waited >= self._wait[size]:
+                chosen, waited_of_chosen = size, waited
+            else:
+                until = min(until, self._wait[size] - waited)
+        if chosen is None:
+            self._until_trial = until
+            return
+        lanes = self._lanes[chosen]
         # What proved itself once may not any more, as others use the device too.
-        tried = min(2 * lanes, self._lanes_max) if lanes < self._lanes_max else max(lanes // 2, 1)
-        self._trial = known, size, tried
-        self._trial_begins = max(self._inside, default=batch.number)
+        is_down = lanes == self._lanes_max or (lanes > 1 and self._is_down_next[chosen])
+        tried = max(lanes // 2, 1) if is_down else min(2 * lanes, self._lanes_max)
+        base, proved = None, self._proved
+        if lanes == 1:
+            base = _Work(1.0, 1.0, sum(self._growth[: chosen + 1]) / waited_of_chosen)
+        elif proved is not None and proved.size >= chosen and proved.tried == lanes:
+            base = proved.work()
+        self._proved = None
+        self._trial = _Trial(chosen, lanes, tried, base)
+        self._trial.begins = max(self._inside, default=batch.number)
 
-    def _gain_of_growth(self, known: _Shape, size: int) -> float:
+    def _gain_of_growth(self, batch: Batch) -> float:
         """Return how much more work batches of twice this size do in the same time, one after the other."""
-        rows = min((1 << size) - 1, self._rows_max)
+        times, rows = self._times(batch.key.cost_key), batch.rows
         larger = min(2 * rows, self._rows_max)
-        alone_ns, larger_ns = known.times.expected_ns(rows), known.times.expected_ns(larger)
-        return max(1.0, larger / rows * alone_ns / larger_ns) if rows and larger_ns else 1.0
+        alone_ns, larger_ns = times.expected_ns(rows), times.expected_ns(larger)
+        return max(1.0, larger / rows * alone_ns / larger_ns) if larger_ns else 1.0
 
-    def _judge(self, known: _Shape, size: int, tried: int) -> None:
-        """End the trial when it has shown enough."""
-        span, lanes = self._span, known.lanes[size]
-        gain = span.rate / self._base / self._gain_of_growth(known, size)
-        if tried > lanes:
-            if span.batches < (TRIAL_BATCHES if gain >= HOPE_MIN else PROBE_BATCHES):
-                return
-            is_better = gain >= GAIN_MIN
+    def _judge(self, trial: _Trial) -> None:
+        """End the trial, or its first part, when it has shown enough."""
+        count = len(trial.samples)
+        if count < PROBE_BATCHES:
+            return
+        found = trial.work()
+        if trial.base is None:
+            trial.base, trial.samples = found, []
+            trial.landed = trial.unknown = 0
+            trial.begins = max(self._inside, default=0)
+            return
+        is_up = trial.tried > trial.lanes
+        fewer, more = (trial.base, found) if is_up else (found, trial.base)
+        if more.beside - fewer.beside < SIDE_BY_SIDE * abs(trial.tried - trial.lanes):
+            # Beside batches of other classes there were as many before.
+            fewer = _Work(1.0, 1.0, fewer.growth)
+        # What there is stays unless it was shown that it should not.
+        doubt = 1 if is_up else -1
+        pays, added = _pays(fewer, more, doubt)
+        surely, perhaps = (_pays(fewer, more, doubt)[0] for doubt in (DOUBT, -DOUBT))
+        if surely is not perhaps and (count < TRIAL_BATCHES or found.error > ERROR_MAX):
+            return
+        if pays and is_up:
+            # Of much larger batches it has shown nothing.
+            size = trial.size + 1 if added >= FREE_MIN else trial.size
+            trial.size = min(size, trial.largest_seen() + 2, CLASSES - 1)
+        if added <= FULL_MAX:
+            self._wait[trial.size] = min(4 * self._wait[trial.size], NEXT_TRIAL_MAX)
+        self._end_trial(trial, is_better=pays is is_up)
+
+    def _end_trial(self, trial: _Trial, *, is_better: bool | None) -> None:
+        """End a trial.
+
+        :param is_better: whether what was tried is; ``None`` if there was no telling.
+        """
+        size, tried = trial.size, trial.tried
+        is_up = tried > trial.lanes
+        self._trial = None
+        self._contended, self._growth = [0] * CLASSES, [0.0] * CLASSES
+        if is_better and is_up:
+            self._lanes[: size + 1] = [max(tried, other) for other in self._lanes[: size + 1]]
+            # If even that is not enough, the next ones are tried at once.
+            wait = PROBE_BATCHES if tried < self._lanes_max else 16 * FIRST_TRIAL
+            self._wait[: size + 1] = [wait] * (size + 1)
+            self._proved = trial
+            return
+        if is_better:
+            self._lanes[size:] = [min(tried, other) for other in self._lanes[size:]]
+            # If those are still too many, fewer are tried at once.
+            self._wait[size:] = [FIRST_TRIAL] * (CLASSES - size)
+            self._is_down_next[size] = True
+            self._proved = trial
+            return
+        self._is_down_next[size] = is_up and is_better is not None
+        pause = min((2 if is_better is None else 4) * self._wait[size], NEXT_TRIAL_MAX)
+        if is_up:
+            # Neither will larger batches gain, and smaller ones less likely.
+            self._wait[size:] = [max(pause, other) for other in self._wait[size:]]
+            self._wait[:size] = [max(pause // 4, other) for other in self._wait[:size]]
         else:
-            if span.batches < PROBE_BATCHES:
-                return
-            is_better = span.rate * GAIN_MIN * self._gain_of_growth(known, size) >= self._base
-        self._trial, self._span = None, _Span()
-        if is_better and tried > lanes:
-            self._base = span.rate
-            known.lanes[: size + 1] = [max(tried, other) for other in known.lanes[: size + 1]]
-            known.wait[: size + 1] = [FIRST_TRIAL] * (size + 1)
-        elif is_better:
-            self._base = span.rate
-            known.lanes[size:] = [min(tried, other) for other in known.lanes[size:]]
-        if not is_better or tried < lanes:
-            # Neither will larger batches gain.
-            pause = min(4 * known.wait[size], NEXT_TRIAL_MAX)
-            known.wait[size:] = [max(pause, other) for other in known.wait[size:]]
-        known.contended = [0] * self._sizes
+            # Nor are there too many for smaller ones.
+            self._wait[: size + 1] = [max(pause, other) for other in self._wait[: size + 1]]
+
+
+def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:
+    """Return whether more lanes pay, and how much of a lane's worth of work each further one adds.
+
+    :param doubt: by how many standard errors what was measured may flatter them.
+    """
+    most, least = more.rate * (1 - doubt * more.error), fewer.rate * (1 + doubt * fewer.error)
+    added = (most - least) / max(more.beside - fewer.beside, 0.1)
+    # What twice as many would do, if these are not.
+    gain = 1 + added * fewer.beside / max(least, 0.1)
+    return added >= FREE_MIN or gain >= GAIN_MIN * fewer.growth, added
+
+
+def _volume(shape: Hashable) -> int:
+    """Return how much is in a row of a shape, as its dimensions that may differ tell: their product."""
+    volume = 1
+    if isinstance(shape, tuple):
+        for entry in shape:
+            size = entry[-1] if isinstance(entry, tuple) and entry else entry
+            if isinstance(size, int):
+                volume *= max(size, 1)
+    return volume

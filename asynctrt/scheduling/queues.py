@@ -539,25 +539,37 @@ class Buckets:
 
 
 class DeadlineHeap:
-    """The queued requests that have a deadline, the earliest on top."""
+    """The queued requests that have a deadline, the earliest first.
 
-    __slots__ = ("_order", "entries")
+    Most come in the order of their deadlines, as those of one model have the same timeout: they stand in a
+    line, for which nothing has to be compared, and only the others in a heap.
+    """
+
+    __slots__ = ("_order", "_others", "line")
 
     def __init__(self) -> None:
-        self.entries: list[tuple[int, int, Request]] = []
-        """Deadlines with their requests, of which some may no longer be queued."""
+        self.line: deque[Request] = deque()
+        """Those that came in order, of which some may no longer be queued. Empty only if all is empty."""
+        self._others: list[tuple[int, int, Request]] = []
         # Two requests may share a deadline, and requests have no order of their own.
         self._order = count()
+
+    def __len__(self) -> int:
+        return len(self.line) + len(self._others)
 
     def push(self, request: Request, *, queued_max: int) -> None:
         """Add a queued request.
 
         :param queued_max: an upper bound of how many entries are alive.
         """
-        if len(self.entries) > 2 * queued_max + TOMBSTONES_MIN:
-            self.entries = [entry for entry in self.entries if entry[2].state is QUEUED]
-            heapify(self.entries)
-        heappush(self.entries, (request.deadline_ns, next(self._order), request))
+        line = self.line
+        if len(line) + len(self._others) > 2 * queued_max + TOMBSTONES_MIN:
+            self._bury()
+            line = self.line
+        if not line or request.deadline_ns >= line[-1].deadline_ns:
+            line.append(request)
+        else:
+            heappush(self._others, (request.deadline_ns, next(self._order), request))
 
     def earliest_ns(self) -> int | None:
         """Return the earliest deadline of a request that is still queued."""
@@ -566,18 +578,43 @@ class DeadlineHeap:
 
     def earliest(self) -> Request | None:
         """Return the queued request with the earliest deadline."""
-        entries = self.entries
-        while entries and entries[0][2].state is not QUEUED:
-            heappop(entries)
-        return entries[0][2] if entries else None
+        line, others = self.line, self._others
+        while others and others[0][2].state is not QUEUED:
+            heappop(others)
+        while line and line[0].state is not QUEUED:
+            line.popleft()
+        if not others:
+            return line[0] if line else None
+        if not line:
+            line.append(heappop(others)[2])
+            return line[0]
+        return others[0][2] if others[0][0] < line[0].deadline_ns else line[0]
 
     def pop_due(self, now_ns: int, arrived_by_ns: int) -> list[Request]:
         """Remove and return the queued requests that are due and arrived by a certain time."""
         due: list[Request] = []
         later: list[Request] = []
-        while (deadline_ns := self.earliest_ns()) is not None and deadline_ns <= now_ns:
-            request = heappop(self.entries)[2]
+        while (request := self.earliest()) is not None and request.deadline_ns <= now_ns:
+            self._remove(request)
             (due if request.arrival_ns <= arrived_by_ns else later).append(request)
         for request in later:
-            heappush(self.entries, (request.deadline_ns, next(self._order), request))
+            heappush(self._others, (request.deadline_ns, next(self._order), request))
+        self._refill()
         return due
+
+    def _remove(self, earliest: Request) -> None:
+        if self.line[0] is earliest:
+            self.line.popleft()
+        else:
+            heappop(self._others)
+
+    def _refill(self) -> None:
+        if self._others and not self.line:
+            self.line.append(heappop(self._others)[2])
+
+    def _bury(self) -> None:
+        """Forget those that are not queued any more."""
+        self.line = deque(request for request in self.line if request.state is QUEUED)
+        self._others = [entry for entry in self._others if entry[2].state is QUEUED]
+        heapify(self._others)
+        self._refill()

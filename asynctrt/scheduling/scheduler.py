@@ -145,6 +145,8 @@ class Scheduler:
         self._is_out_of_turn = False
         # Parts of batches that failed, each to be launched as a batch of its own.
         self._again: deque[tuple[Request, ...]] = deque()
+        self.taken: Sequence[Request] = ()
+        """Those that were taken out of the queue last, to be launched."""
         self.displaced: list[Request] = []
         """Requests that made room for more urgent ones; for the driver to take away and to answer."""
         self._bisections = BISECTIONS_MAX
@@ -175,6 +177,11 @@ class Scheduler:
     def has_lanes(self) -> bool:
         """Return whether batches are launched just in time, so that the start of one may let another go."""
         return self._lanes is not None
+
+    @property
+    def wants_one_alone(self) -> bool:
+        """Return whether the next batches compute alone, to show what that takes."""
+        return self._lanes is not None and self._lanes.wants_one_alone
 
     @property
     def lanes_max(self) -> int:
@@ -262,7 +269,17 @@ class Scheduler:
         """
         rows = request.rows
         if request.deadline_ns != NO_DEADLINE_NS and not is_foreseen and not self._closed:
-            self._foresee(request, 1)
+            self._foresees = True
+            bucket = self._bucket
+            # Most are launched at once, which the forecast would say after two calls.
+            if (
+                self._punctuality is not None
+                or bucket is None
+                or bucket.key is not request.key
+                or len(self._in_flight) + bucket.rows // bucket.rows_max >= self._in_flight_max
+                or request.deadline_ns < request.arrival_ns
+            ):
+                self._foresee(request, 1)
         if self._queued_rows + rows > self._queue_rows_max:
             self._make_room((request,), rows)
         bucket = self._bucket
@@ -313,7 +330,7 @@ class Scheduler:
 
         :param arrived_by_ns: spare those that arrived later: they had no chance to be launched yet.
         """
-        if not self._deadlines.entries and not self._late:
+        if not self._deadlines.line and not self._late:
             return []
         due = self._deadlines.pop_due(now_ns, arrived_by_ns)
         for request in due:
@@ -346,13 +363,13 @@ class Scheduler:
             if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
                 return None
             by_age = False
-            if self._buckets.priority_max or (self._deadlines.entries and self._buckets.waiting > 1):
+            if self._buckets.priority_max or (self._deadlines.line and self._buckets.waiting > 1):
                 bucket, reason = self._reconsider(bucket, reason, now_ns)
                 by_age = reason is Reason.AGED
             key = bucket.key
             if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
                 return None
-            if self._punctuality is not None and self._deadlines.entries:
+            if self._punctuality is not None and self._deadlines.line:
                 chosen, rows = self._choose_in_time(
                     self._punctuality, bucket, in_flight, now_ns, by_age=by_age
                 )
@@ -369,6 +386,7 @@ class Scheduler:
                 rows_run, profile = self._rows_to_run(key, rows)
             except Exception as error:
                 return self._reject(bucket, chosen, rows, error)
+        self.taken = chosen
         bucket.take(chosen, rows)
         self._queued_rows -= rows
         self._buckets.launched(bucket)
@@ -429,7 +447,7 @@ class Scheduler:
         context, arena = self._contexts.acquire(profile)
         lane = None
         if (lanes := self._lanes) is not None:
-            lane = lanes.acquire(key.cost_key, rows)
+            lane = lanes.acquire(key.cost_key, rows, self._estimator.computed_by_ns)
             if reason is Reason.IDLE and lanes.occupied:
                 reason = Reason.AHEAD
         # In 0.6 of the time that the constructor takes.
@@ -491,7 +509,7 @@ class Scheduler:
         if self._held_since_ns is None:
             self._held_since_ns = bucket.oldest_arrival_ns()
         held_ns = objective.held_until_ns(bucket.rows, self._held_since_ns)
-        if self._deadlines.entries and (deadline_ns := self._deadlines.earliest_ns()) is not None:
+        if self._deadlines.line and (deadline_ns := self._deadlines.earliest_ns()) is not None:
             # There is time to compute it with the company that it waits for.
             held_ns = min(held_ns, deadline_ns - choice.delay_ns - DEADLINE_MARGIN_NS)
         if held_ns <= now_ns:
@@ -501,28 +519,26 @@ class Scheduler:
 
     def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device would want it; note when that is."""
-        if self._buckets.full and not self._policy.answers_in_time:
+        if self._buckets.full and not (self._policy.answers_in_time or lanes.wants_one_alone):
             return False
         rows, key = min(bucket.rows, bucket.rows_max), bucket.key
         count = lanes.allowed(key.cost_key, rows)
+        if lanes.wants_one_alone:
+            count = 1
         if lanes.occupied < count:
             return False
         due_ns = lanes.find_stuck(now_ns)
         over = lanes.occupied - count
         if over < 0 or due_ns is None:
             return False
-        if over < AHEAD_MAX and not self._being_staged:
+        if over < AHEAD_MAX and not self._being_staged and not lanes.wants_one_alone:
             if self._unknown:
                 return False
             free_ns = self._estimator.free_ns(lanes.usable(count))
             due_ns = min(due_ns, free_ns - self._estimator.lead_ns(key.copy_key, rows))
         # To be launched sooner is of no use to those who are to be answered sooner.
         deadlines = None if self._policy.answers_in_time else self._deadlines
-        if (
-            deadlines is not None
-            and deadlines.entries
-            and (deadline_ns := deadlines.earliest_ns()) is not None
-        ):
+        if deadlines is not None and deadlines.line and (deadline_ns := deadlines.earliest_ns()) is not None:
             due_ns = min(due_ns, deadline_ns - DEADLINE_MARGIN_NS)
         if due_ns <= now_ns:
             return False
@@ -532,7 +548,7 @@ class Scheduler:
     def next_wakeup(self) -> int | None:
         """Return when to look again though nothing happens, in ns: a deadline, the end of a delay, or when a
         batch is to be launched so that the device has it in time."""
-        wakeup_ns = self._deadlines.earliest_ns() if self._deadlines.entries else None
+        wakeup_ns = self._deadlines.earliest_ns() if self._deadlines.line else None
         if self._due_ns is not None and (wakeup_ns is None or self._due_ns < wakeup_ns):
             wakeup_ns = self._due_ns
         if self._policy.delay_ns_max and self._contexts.free and len(self._in_flight) < self._in_flight_max:
@@ -554,8 +570,10 @@ class Scheduler:
             self._being_staged.discard(batch.number)
             if expected_ns is None:
                 self._unknown.add(batch.number)
-            elif self._lanes is not None:
-                self._lanes.expect(batch.number, now_ns, expected_ns)
+            if self._lanes is not None:
+                self._lanes.started(batch, now_ns, self._estimator.copies_ns(batch))
+                if expected_ns is not None:
+                    self._lanes.expect(batch.number, now_ns, expected_ns)
         return expected_ns
 
     def landed(self, batch: Batch, now_ns: int) -> None:
@@ -599,12 +617,15 @@ class Scheduler:
         if batch.is_timed:
             if self._curve is not None:
                 self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
-            if self._lanes is not None:
-                self._lanes.observe(batch, compute_ns)
             self._latency.observe(batch.key.cost_key, batch.rows_run, compute_ns)
         self._counters.add_batch(
             batch, now_ns, answered, arrived_ns, copy_in_ns, compute_ns, copy_out_ns, arena_wait_ns
         )
+        if self._lanes is not None:
+            if batch.is_timed and self._estimator.copies_ns(batch) is None:
+                # Nobody has told of any: its rows and its outputs are on the device, say.
+                self._estimator.observe_copies(batch, copy_in_ns=0, copy_out_ns=0)
+            self._lanes.ended(batch, self._estimator.copies_ns(batch))
         if self._objective is not None:
             took_ns = compute_ns if batch.lane is not None else now_ns - batch.launched_ns
             self._objective.finished(batch, now_ns, took_ns, self._queued_rows)
@@ -693,6 +714,8 @@ class Scheduler:
     def _left_lane(self, batch: Batch, now_ns: int) -> None:
         if self._lanes is not None:
             self._lanes.landed(batch, now_ns)
+            # What ends while it is put on its stream is never told to have started.
+            self._being_staged.discard(batch.number)
             self._unknown.discard(batch.number)
 
     def _forget(self, batch: Batch) -> None:
@@ -771,8 +794,8 @@ class Scheduler:
         rows = min(bucket.rows, bucket.rows_max)
         head = bucket.head()
         half = max((rows + 1) // 2, 0 if head is None else head.rows)
-        if half >= rows:
-            return bucket.rows_max
+        if half >= rows or self._contexts.free < 2 or self._in_flight_max < 2:
+            return bucket.rows_max  # The others would have no context to be copied in for.
         cost, copies = bucket.key.cost_key, bucket.key.copy_key
         whole_ns, half_ns = self._latency.expected_ns(cost, rows), self._latency.expected_ns(cost, half)
         if whole_ns is None or half_ns is None:

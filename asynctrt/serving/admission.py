@@ -13,6 +13,7 @@ from asynctrt.errors import AsynctrtError, DeadlineError, EngineClosedError, Que
 from asynctrt.kserve.codec import DecodedRequest
 from asynctrt.pipeline import PLATFORM
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Gate, Lane, Ticket
+from asynctrt.serving.memory import Account
 from asynctrt.tensors import Array, InferResult
 from asynctrt.validation import timeout_ns_of
 
@@ -43,10 +44,14 @@ class Caller:
     :param address: the client's, as :func:`address_of` gives it.
     """
 
-    __slots__ = ("__weakref__", "_gate", "_lane", "_lanes", "_name", "address")
+    __slots__ = ("__weakref__", "_gate", "_lane", "_lanes", "_name", "account", "address", "received_nbytes")
 
     def __init__(self, address: Hashable = None) -> None:
         self.address = address
+        self.account: Account | None = None
+        """What the server holds for its address, once that is counted."""
+        self.received_nbytes = 0
+        """Memory that is held for the message that is being handled, and free after it."""
         self._lanes: dict[tuple[Gate, Hashable], Lane] = {}
         # The one of the latest request, as the next one is mostly of the same.
         self._gate: Gate | None = None

@@ -9,8 +9,8 @@ import hmac
 import ipaddress
 import logging
 import socket
-import zlib
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -33,14 +33,23 @@ from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
 from asynctrt.kserve.json_pieces import Pause, no_pause
 from asynctrt.serving.admission import Caller
-from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
+from asynctrt.serving.coding import (
+    COMPRESS_NBYTES_MIN,
+    OFF_LOOP_NBYTES_MIN,
+    Body,
+    accepted_coding,
+    compress,
+    decompress,
+    inflated_nbytes_max,
+)
+from asynctrt.serving.memory import NBYTES_MAX, SMALL_NBYTES, Account, Hold, Memory
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER, RequestIds
 from asynctrt.serving.retry import retry_after
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.told import told
-from asynctrt.serving.worker import Worker, pause
+from asynctrt.serving.worker import Worker, holding, pause
 
 EXTENSIONS: Final = (
     "binary_tensor_data",
@@ -61,16 +70,6 @@ HOSTS_MAX: Final = 64
 CANCELLED_STATUS: Final = 499
 """Status of a cancelled request: nginx's code for a client that went away."""
 
-COMPRESS_NBYTES_MIN: Final = 512
-"""A smaller answer is not compressed."""
-OFF_LOOP_NBYTES_MIN: Final = 32 << 10
-"""From this size on, compression and decompression run in a thread; so does what inflates to more than that.
-Compressing as much takes 0.6 ms, inflating it up to 0.4 ms."""
-
-DEFLATED_NBYTES: Final = 64 << 10
-INFLATED_NBYTES: Final = 256 << 10
-"""Bytes that are inflated at a time, and the most that they become."""
-
 SIMPLE_TYPES: Final = (b"", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 """Content types that browsers let any page send."""
 
@@ -87,7 +86,6 @@ PREFLIGHT: Final = (
 )
 
 Headers = Mapping[bytes, bytes]
-Body = bytes | bytearray | memoryview
 logger = logging.getLogger("asynctrt.serving")
 
 
@@ -141,6 +139,7 @@ class Api:
     checks_hosts: bool = False
     ids: RequestIds = field(default_factory=RequestIds)
     worker: Worker = field(default_factory=Worker)
+    memory: Memory = field(init=False)
     _hosts: set[bytes] = field(default_factory=set)
     _routes: dict[bytes, ModelRoute] = field(default_factory=dict)
     _tokens: tuple[bytes, ...] = ()
@@ -150,6 +149,8 @@ class Api:
 
     def __post_init__(self) -> None:
         self.use_tokens(self.settings.tokens)
+        limit = self.settings.max_memory or max(NBYTES_MAX, 4 * self.settings.max_body)
+        self.memory = Memory(limit)
         self._client_header = (self.settings.client_header or "").lower().encode()
         self._is_by_connection = self.settings.share_by == "connection"
 
@@ -203,15 +204,27 @@ class Api:
         return codec.is_slow(body, int(length) if length.isdigit() and len(length) < 19 else len(body))
 
     async def begin_slow(
-        self, route: ModelRoute, headers: Headers, body: Body, caller: Caller, then: Then | None = None
+        self,
+        route: ModelRoute,
+        headers: Headers,
+        body: Body,
+        caller: Caller,
+        then: Then | None = None,
+        hold: Hold | None = None,
     ) -> Inference:
-        """Do as :meth:`begin` does, but decode in a thread."""
+        """Do as :meth:`begin` does, but decode in a thread, which has the body's memory until it is done.
+
+        :param hold: that memory; without it as much is counted for the thread.
+        """
         began_ns = clock.now_ns()
+        hold = hold or Hold(self.account(caller), caller.received_nbytes)
         served = self.repository.find(route.name, route.version)
         try:
             decoding = partial(_decoded, served, headers, body, pause)
             del body  # Nothing else may keep it while the request waits.
-            request = await self.worker.run(decoding)
+            running = self.worker.run(decoding, hold)
+            del decoding, hold
+            request = await running
             return self.submit(served, request, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
@@ -245,15 +258,40 @@ class Api:
         """Submit a decoded request to its engine and count its outcome. The caller may cancel it.
 
         :param caller: the connection that it came from.
-        :raises QueueFullError: if the server is already answering ``max_requests`` requests.
+        :raises QueueFullError: if the server is already answering ``max_requests`` requests, or there is no
+            memory for it.
         """
         if self.in_flight >= self.settings.max_requests:
             raise QueueFullError(f"the server is answering {self.in_flight} requests, its limit: retry later")
+        layout = request.layout
+        nbytes = layout.answer_nbytes + (
+            layout.binary_nbytes or sum([array.nbytes for array in request.inputs.values()])
+        )
+        hold = self.hold(caller, nbytes) if nbytes > SMALL_NBYTES else None
         name = self.client(caller, headers)
         inference = served.submit(request, caller, name, began_ns, headers, self._ended)
+        inference.hold = hold
         inference.then = then
         self.in_flight += 1
         return inference
+
+    def account(self, caller: Caller) -> Account:
+        """Return what is held for a client."""
+        if caller.account is None:
+            caller.account = self.memory.account(caller.address)
+        return caller.account
+
+    def hold(self, caller: Caller, nbytes: int) -> Hold:
+        """Hold the memory of a request, of which the caller holds a part already.
+
+        One for which it was waited is let in, with an answer of its size: what was sent was worth something.
+
+        :raises QueueFullError: if there is none.
+        """
+        account = self.account(caller)
+        if not self.memory.has_room(account, nbytes - 2 * caller.received_nbytes):
+            raise QueueFullError(self.memory.refuse())
+        return Hold(account, nbytes)
 
     def _ended(self, inference: Inference) -> None:
         self.in_flight -= 1
@@ -279,15 +317,27 @@ class Api:
     # ---- everything
 
     async def respond(
-        self, method: str, path: bytes, headers: Headers, body: Body, caller: Caller | None = None
+        self,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: Body,
+        caller: Caller | None = None,
+        hold: Hold | None = None,
     ) -> Answer:
-        """Answer any request. Errors become answers too."""
+        """Answer any request. Errors become answers too.
+
+        :param hold: the memory of its body, if that is large.
+        """
+        caller = caller or Caller()
         try:
             self.authorize(path, headers)
             coding = headers.get(b"content-encoding", b"identity").strip().lower()
             if coding != b"identity" and body:
-                body = await self._decompressed(coding, body)
-            return await self._respond(method, path, headers, body, caller or Caller())
+                hold = Hold(self.account(caller))
+                body = await self._decompressed(coding, body, hold)
+                caller.received_nbytes += hold.nbytes
+            return await self._respond(method, path, headers, body, caller, hold)
         except Exception as error:
             return error_answer(error, headers)
 
@@ -394,7 +444,13 @@ class Api:
             self._hosts.add(host)
 
     async def _respond(
-        self, method: str, path: bytes, headers: Headers, body: Body, caller: Caller
+        self,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: Body,
+        caller: Caller,
+        hold: Hold | None,
     ) -> Answer:
         text = path.decode("latin-1")
         page = self.pages.get(text)
@@ -404,7 +460,7 @@ class Api:
             return answer if isinstance(answer, Answer) else await answer
         route = self.route(path) if text != "/v2/models/stats" else None
         if route is not None:
-            return await self._model(method, route, headers, body, caller)
+            return await self._model(method, route, headers, body, caller, hold)
         match text.rstrip("/"):
             case "/v2":
                 _allow(method, "GET")
@@ -431,16 +487,25 @@ class Api:
         return json_answer({what: holds}, 200 if holds else 503)
 
     async def _model(
-        self, method: str, route: ModelRoute, headers: Headers, body: Body, caller: Caller
+        self,
+        method: str,
+        route: ModelRoute,
+        headers: Headers,
+        body: Body,
+        caller: Caller,
+        hold: Hold | None,
     ) -> Answer:
         if not route.verb and route.name.endswith(ELSEWHERE):
             self._refuse_elsewhere(route)
         _allow(method, "POST" if route.verb == "infer" else "GET")
         if route.verb == "infer":
             if self.is_slow(route, headers, body):
-                inference = await self.begin_slow(route, headers, body, caller)
+                inference = await self.begin_slow(route, headers, body, caller, hold=hold)
             else:
                 inference = self.begin(route, headers, body, caller)
+            if hold is not None:
+                # Its inputs are views of the body, whose memory is the inference's from here on.
+                hold.set(max(0, hold.nbytes - inference.request.layout.binary_nbytes))
             await inference.answer()
             return await self.compressed(headers, await self.infer_answer(inference))
         if route.verb == "ready":
@@ -524,18 +589,22 @@ class Api:
                 logger.warning("cannot %s model %s: %s", verb, name, error)
             raise told(error) from error
 
-    async def _decompressed(self, coding: bytes, body: Body) -> Body:
+    async def _decompressed(self, coding: bytes, body: Body, hold: Hold) -> Body:
         if coding not in (b"gzip", b"deflate"):
             raise _CodingError(f"unknown Content-Encoding {coding!r:.40}; supported: gzip, deflate")
         nbytes_max = self.settings.max_body
-        loop = asyncio.get_running_loop()
-        if len(body) > OFF_LOOP_NBYTES_MIN:
-            return await asyncio.to_thread(decompress, body, nbytes_max, loop)
-        try:
+        if len(body) <= OFF_LOOP_NBYTES_MIN:
             # A few bytes may become a thousand times as many.
-            return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
-        except TooLargeError:
-            return await asyncio.to_thread(decompress, body, nbytes_max, loop)
+            with suppress(TooLargeError):
+                return decompress(body, min(OFF_LOOP_NBYTES_MIN, nbytes_max))
+        if not await hold.reserve(min(nbytes_max, inflated_nbytes_max(len(body)))):
+            raise QueueFullError(self.memory.refuse())
+        loop = asyncio.get_running_loop()
+
+        # The thread has the hold as well: it goes on when the client has gone.
+        inflated = await asyncio.to_thread(holding, partial(decompress, body, nbytes_max, loop), hold)
+        hold.set(len(inflated))
+        return inflated
 
     async def compressed(self, headers: Headers, answer: Answer) -> Answer:
         """Compress the answer to an inference if its client accepts that and it is large enough.
@@ -654,63 +723,3 @@ def _route(path: bytes) -> ModelRoute | None:
         parts.pop()
     name = unquote("/".join(parts))
     return ModelRoute(name, version, verb) if name else None
-
-
-def decompress(body: Body, nbytes_max: int, loop: asyncio.AbstractEventLoop | None = None) -> Body:
-    """Decompress a body that was compressed with gzip or zlib.
-
-    :param loop: the event loop that gives a large one back, if that is not the running one.
-
-    :raises TooLargeError: if it would be larger than ``nbytes_max``.
-    :raises RequestError: if it was not compressed with either.
-    """
-    machine = zlib.decompressobj(wbits=47)  # Either of the two, detected by its first bytes.
-    pieces: list[bytes] = []
-    nbytes = taken = 0
-    try:
-        # In pieces, as the machine copies what it leaves of its input, each time.
-        while nbytes <= nbytes_max and not machine.eof:
-            rest = machine.unconsumed_tail or body[taken : taken + DEFLATED_NBYTES]
-            taken += 0 if machine.unconsumed_tail else len(rest)
-            piece = machine.decompress(rest, min(INFLATED_NBYTES, nbytes_max + 1 - nbytes))
-            if not piece and not rest:
-                break  # Its end is missing.
-            pieces.append(piece)
-            nbytes += len(piece)
-    except zlib.error as error:
-        raise RequestError(f"the body is not compressed as Content-Encoding states: {error}") from error
-    if nbytes > nbytes_max:
-        raise TooLargeError(f"the decompressed body exceeds the {nbytes_max} bytes that this server accepts")
-    if not machine.eof:
-        raise RequestError("the compressed body is truncated")
-    if machine.unused_data or taken < len(body):
-        raise RequestError("something follows the compressed body; several gzip members are not accepted")
-    if nbytes < ASSEMBLED_NBYTES_MIN:
-        return b"".join(pieces)
-    assembly = Assembly(nbytes, loop)
-    for piece in pieces:
-        assembly.add(piece)
-    return assembly.whole()
-
-
-def compress(coding: str, pieces: Sequence[Buffer]) -> bytes:
-    """Join the pieces into one compressed body."""
-    machine = zlib.compressobj(1, zlib.DEFLATED, 31 if coding == "gzip" else 15)
-    return b"".join([*(machine.compress(piece) for piece in pieces), machine.flush()])
-
-
-def accepted_coding(header: bytes) -> str | None:
-    """Return the coding that an ``Accept-Encoding`` asks for, if it names exactly one of gzip and deflate.
-
-    A header that names both comes from a library that always sends it, and compressing tensors of numbers
-    costs far more time than it saves.
-    """
-    if not header:
-        return None
-    asked = []
-    for item in header.decode("latin-1").lower().split(","):
-        coding, _, weight = item.partition(";")
-        refused = weight.replace(" ", "").rstrip("0") in ("q=", "q=0.")
-        if coding.strip() in ("gzip", "deflate") and not refused:
-            asked.append(coding.strip())
-    return asked[0] if len(asked) == 1 else None

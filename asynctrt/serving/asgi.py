@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, RequestError, TooLargeError, UsageError
+from asynctrt.errors import AsynctrtError, QueueFullError, RequestError, TooLargeError, UsageError
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.settings import ServerSettings
@@ -144,16 +145,19 @@ class KServeApp:
                 api, lambda: authorize_route(api, path, headers), headers, receive, send, scope.get("client")
             )
             return
+        caller = Caller(address_of(scope.get("client")))
         preflight = api.preflight(scope["method"].encode(), headers)
         try:
-            body = await _read_body(receive, api.settings.max_body)
-        except RequestError as error:
+            hold = Hold(api.account(caller))
+            body = await _read_body(receive, api.settings.max_body, hold)
+            caller.received_nbytes = hold.nbytes
+        except (RequestError, QueueFullError) as error:
             preflight = error_answer(error)
         if preflight is not None:
             answer = preflight
         else:
             responding = asyncio.ensure_future(
-                api.respond(scope["method"], path, headers, body, Caller(address_of(scope.get("client"))))
+                api.respond(scope["method"], path, headers, body, caller, hold)
             )
             leaving = asyncio.ensure_future(_disconnected(receive))
             try:
@@ -187,7 +191,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-async def _read_body(receive: Receive, nbytes_max: int) -> bytes:
+async def _read_body(receive: Receive, nbytes_max: int, hold: Hold) -> bytes:
     pieces = []
     nbytes = 0
     while True:
@@ -198,7 +202,13 @@ async def _read_body(receive: Receive, nbytes_max: int) -> bytes:
         nbytes += len(pieces[-1])
         if nbytes > nbytes_max:
             raise TooLargeError(f"the body exceeds the {nbytes_max} bytes that this server accepts")
+        if nbytes > max(UNCOUNTED_NBYTES, hold.nbytes) and not await hold.reserve(
+            min(2 * nbytes, nbytes_max)
+        ):
+            raise QueueFullError(hold.account.memory.refuse())
         if not event.get("more_body", False):
+            if hold.nbytes:
+                hold.set(nbytes)  # It was reserved for twice as much.
             return b"".join(pieces)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import ipaddress
 import logging
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +13,7 @@ from typing import Any, Final
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError
 from asynctrt.loading import ATTRIBUTE
 from asynctrt.options import Options
-from asynctrt.process import add_cwd_to_path, freeze_gc, shorten_switch_interval
+from asynctrt.process import add_cwd_to_path, shorten_switch_interval
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
@@ -147,12 +147,14 @@ async def serve(
     *,
     opened: Callable[[Server], None] | None = None,
     loaded: Callable[[], None] | None = None,
+    listens_last: bool = False,
 ) -> None:
     """Serve in this process, until SIGTERM or SIGINT.
 
     :param say: receives progress messages, a line each.
     :param opened: for one of several fronts: called with the server when it listens.
     :param loaded: called when the models are loaded and all has been said.
+    :param listens_last: whether it loads its models before it listens: others answer at its port meanwhile.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
     :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
     """
@@ -161,15 +163,17 @@ async def serve(
     show = shower(settings, say)
     shorten_switch_interval()
     add_cwd_to_path()
-    repository, folders = config.repository(), config.folders()
-    for folder in folders:
-        repository.add_place(folder)
-    async with Server(repository, settings, is_front=opened is not None) as server:
+    folders = config.folders()
+    repository = _with_places(config.repository(), folders)
+    server = Server(repository, settings, is_front=opened is not None)
+    if listens_last:
+        await _load_first(server, show)
+    async with server:
         if opened is not None:
             opened(server)
         # It listens and handles signals before it loads models: health checks then report live, not ready.
         serving = asyncio.create_task(server.serve())
-        loading = asyncio.create_task(_load(server, show))
+        loading = asyncio.create_task(_load(server, show, is_loaded=listens_last))
         tasks = [loading, serving]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -196,6 +200,12 @@ async def serve(
         )
 
 
+def _with_places(repository: Repository, folders: Iterable[ModelFolder]) -> Repository:
+    for folder in folders:
+        repository.add_place(folder)
+    return repository
+
+
 def _open_log(config: ServeConfig) -> None:
     """Set the log up, and write there what was noticed before."""
     set_up_logging(config.settings.log_format, config.settings.log_level)
@@ -218,9 +228,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
         access_log=None,
     )
     add_cwd_to_path()
-    repository = config.repository()
-    for folder in config.folders():
-        repository.add_place(folder)
+    repository = _with_places(config.repository(), config.folders())
     async with Server(repository, settings):
         names = await repository.look_for_models()
         await repository.load_all()
@@ -237,12 +245,36 @@ def shower(settings: ServerSettings, say: Callable[[str], None]) -> Callable[[st
     return lambda line: say(line.translate(ESCAPES))
 
 
-async def _load(server: Server, say: Callable[[str], None]) -> None:
+async def _load_first(server: Server, say: Callable[[str], None]) -> None:
+    """Load the models of a server that does not listen yet."""
+    try:
+        await _load_models(server, say)
+    except BaseException:
+        server.hurry()
+        await server.stop()
+        raise
+
+
+async def _load(server: Server, say: Callable[[str], None], *, is_loaded: bool) -> None:
     """Load the models, and report the addresses."""
+    settings = server.settings
+    if not is_loaded:
+        await _load_models(server, say)
+    server.freeze()
+    say(f"HTTP, websocket, dashboard  {server.http_url}")
+    if server.grpc_target:
+        say(f"gRPC                        {server.grpc_target}")
+    if settings.fronts > 1:
+        return  # The parent has the metrics of all fronts, and says what there is to warn of.
+    say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
+    for warning in warnings_of(settings):
+        logger.warning("%s", warning)
+
+
+async def _load_models(server: Server, say: Callable[[str], None]) -> None:
     repository, settings = server.repository, server.settings
     count = len(await repository.look_for_models())
-    is_front = settings.fronts > 1
-    if not is_front:
+    if settings.fronts == 1:
         say(f"loading {count} model{'s' * (count != 1)}")
     if not count:
         logger.warning("there is no model to serve: a folder must hold NAME/VERSION/model.onnx or model.plan")
@@ -253,15 +285,6 @@ async def _load(server: Server, say: Callable[[str], None]) -> None:
             raise
         # It can be mended while the server runs.
         say(f"error: {error}")
-    freeze_gc()
-    say(f"HTTP, websocket, dashboard  {server.http_url}")
-    if server.grpc_target:
-        say(f"gRPC                        {server.grpc_target}")
-    if is_front:
-        return  # The parent has the metrics of all fronts, and says what there is to warn of.
-    say(f"metrics                     {server.metrics_url or server.http_url + '/metrics'}")
-    for warning in warnings_of(settings):
-        logger.warning("%s", warning)
 
 
 def warnings_of(settings: ServerSettings) -> list[str]:

@@ -15,6 +15,7 @@ from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
 from asynctrt.serving.frame_cutter import FrameCutter
 from asynctrt.serving.http import JOIN_NBYTES_MAX, HttpConnection, Hub, Writing, end_writing
 from asynctrt.serving.http_reader import HttpRequest
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.websocket import (
     GOING_AWAY,
@@ -26,7 +27,7 @@ from asynctrt.serving.websocket import (
 )
 
 try:
-    from websockets.frames import Frame, Opcode
+    from websockets.frames import CloseCode, Frame, Opcode
     from websockets.http11 import Request
     from websockets.protocol import State
     from websockets.server import ServerProtocol
@@ -137,6 +138,13 @@ class SocketConnection(asyncio.Protocol):
         self._pieces = bytearray()
         self._assembly: Assembly | None = None
         self._is_text = False
+        self._message_nbytes = 0
+        """Bytes of the message that is being put together."""
+        self._hold: Hold | None = None
+        """Its memory, if it is large."""
+        self._pace = Pace(0)
+        self._is_short = False
+        """Whether it waits for that."""
         self._is_reading = True
         self._is_flushing = False
         self._writing = Writing()
@@ -170,6 +178,7 @@ class SocketConnection(asyncio.Protocol):
         self._hub.discard(self)
         self._session.cancel_all()
         self._forget_message()
+        self._writing.resume()
         _forget_frames(self._protocol.parser_exc)
 
     def data_received(self, data: bytes) -> None:
@@ -191,7 +200,7 @@ class SocketConnection(asyncio.Protocol):
         self._throttle()
 
     def resume_writing(self) -> None:
-        self._writing.since = None
+        self._writing.resume()
         self._touched = self._hub.tick
         self._room()
 
@@ -229,8 +238,8 @@ class SocketConnection(asyncio.Protocol):
 
     @property
     def _is_held(self) -> bool:
-        """Whether messages wait until requests have ended, or the client reads its answers."""
-        return self._writing.since is not None or self._session.is_full
+        """Whether messages wait: for requests to end, the client to read its answers, or for memory."""
+        return self._is_short or self._writing.since is not None or self._session.is_full
 
     def _next_piece(self) -> bytes:
         """Return as much of what was read as is parsed at a time."""
@@ -261,6 +270,8 @@ class SocketConnection(asyncio.Protocol):
             self._began = self._hub.tick
 
     def _take(self, frame: Frame) -> None:
+        if self._closed_at is not None:
+            return  # Nobody could be answered, and memory for it would be waited for.
         opcode = frame.opcode
         if opcode is BINARY or opcode is TEXT:
             self._is_text = opcode is TEXT
@@ -270,6 +281,9 @@ class SocketConnection(asyncio.Protocol):
             nbytes = self._cutter.large_nbytes
             self._assembly = Assembly(nbytes) if nbytes >= ASSEMBLED_NBYTES_MIN else None
             self._pieces = bytearray()
+            self._message_nbytes = 0
+            if nbytes > UNCOUNTED_NBYTES:
+                self._reserve(nbytes)
             self._append(frame.data)
         elif opcode is CONT:
             self._append(frame.data)
@@ -280,6 +294,10 @@ class SocketConnection(asyncio.Protocol):
 
     def _append(self, data: bytes | bytearray | memoryview) -> None:
         """Add the next fragment of a message."""
+        self._message_nbytes = nbytes = self._message_nbytes + len(data)
+        if nbytes > UNCOUNTED_NBYTES and (self._hold is None or nbytes > self._hold.nbytes):
+            # A client's own fragments, of which it is unknown how many come.
+            self._reserve(min(2 * nbytes, self._hub.settings.max_body))
         assembly = self._assembly
         if assembly is None:
             self._pieces += data
@@ -291,16 +309,36 @@ class SocketConnection(asyncio.Protocol):
             self._pieces += assembly.whole()
             self._pieces += data
 
+    def _reserve(self, nbytes: int) -> None:
+        """Hold memory for a message, or read no more until there is some."""
+        if self._hold is None:
+            self._hold = self._session.new_hold()
+            self._pace = Pace(self._hub.tick)
+        if not self._hold.is_waiting and not self._hold.grow(nbytes, self._got_memory):
+            self._is_short = True
+
+    def _got_memory(self, *, is_granted: bool) -> None:
+        """Go on reading a message, or refuse it."""
+        self._is_short = False
+        if not is_granted:
+            self._protocol.fail(CloseCode.TRY_AGAIN_LATER, self._hub.api.memory.refuse())
+            self._flush()
+        self._room()
+
     def _receive(self, raw: bytes | bytearray | memoryview) -> None:
+        hold, self._hold = self._hold, None
+        if self._is_short and hold is not None:
+            hold.set(len(raw))  # Its end was read already when its memory was asked for.
+            self._is_short = False
         if not self._is_text:
-            self._session.receive(raw)
+            self._session.receive(raw, hold)
             return
         try:
             text = str(raw, "utf-8")
         except UnicodeDecodeError:
             self._protocol.fail(1007, "a text message must be UTF-8")
             return
-        self._session.receive(text)
+        self._session.receive(text, hold)
 
     def _send(self, message: Message) -> None:
         protocol = self._protocol
@@ -330,6 +368,7 @@ class SocketConnection(asyncio.Protocol):
             self._transport.write(bytes((0x80 | BINARY, 127)) + nbytes.to_bytes(8, "big"))
             for piece in pieces:
                 self._transport.write(piece)
+            self._writing.count(self._transport, self._session.new_hold)
 
     def _flush(self) -> None:
         self._is_flushing = False
@@ -342,7 +381,11 @@ class SocketConnection(asyncio.Protocol):
             if self._closed_at is None:
                 self._closed_at = self._hub.tick
                 # The client may take its time to close, and what it has sent is of no use any more.
+                # Its own close comes behind these: without them nobody knows where it begins.
+                unparsed, self._unparsed = self._unparsed, bytearray()
                 self._forget_message()
+                self._unparsed = unparsed
+                self._room()
             is_refused = self._protocol.state is not State.CLOSED and self._protocol.close_rcvd is None
             if is_refused and b"" in pieces and self._transport.can_write_eof():
                 # The client may still be sending. Closing now would reset the connection, and with it the
@@ -357,6 +400,8 @@ class SocketConnection(asyncio.Protocol):
         if raw:
             self._written += len(raw)
             self._transport.write(raw)
+            if self._writing.since is not None:
+                self._writing.count(self._transport, self._session.new_hold)
 
     def _room(self) -> None:
         """Continue with the waiting messages, now that requests have ended or the client reads again."""
@@ -376,6 +421,7 @@ class SocketConnection(asyncio.Protocol):
             if should_read:
                 if self._began is not None:
                     self._began = self._hub.tick  # Until now it could not go on sending.
+                    self._pace = Pace(self._hub.tick)
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
@@ -386,6 +432,8 @@ class SocketConnection(asyncio.Protocol):
         self._unparsed.clear()
         self._pieces = bytearray()
         self._assembly = None
+        self._hold = None
+        self._is_short = False
 
     # ---- the hub's calls
 
@@ -393,14 +441,15 @@ class SocketConnection(asyncio.Protocol):
         """Close the connection if a timeout has passed; ping a client that is silent."""
         hub = self._hub
         if self._writing.since is not None:
+            self._writing.count(self._transport, self._session.new_hold)
             if self._writing.is_stalled(tick, hub, self._transport, self._written):
                 self._transport.abort()
         elif self._closed_at is not None:
             if tick - self._closed_at > hub.write_ticks:
                 self._transport.abort()
         elif self._began is not None and self._is_reading:
-            if tick - self._began > hub.request_ticks:
-                why = f"the message did not arrive within {hub.settings.request_timeout:g} s"
+            why = self._is_late(tick - self._began)
+            if why:
                 self._protocol.fail(POLICY_VIOLATION, why)
                 self._flush()
         elif not self._session.in_flight and not self._frames and not self._unparsed:
@@ -411,6 +460,16 @@ class SocketConnection(asyncio.Protocol):
                 self._pinged = True
                 self._protocol.send_ping(b"")
                 self._flush()
+
+    def _is_late(self, ticks: int) -> str:
+        """Return why a message that began so many ticks ago comes too late, or nothing."""
+        hub, hold = self._hub, self._hold
+        if ticks > hub.request_ticks:
+            return f"the message did not arrive within {hub.settings.request_timeout:g} s"
+        if not hub.is_short_of_memory or hold is None:
+            return ""
+        lags = self._pace.is_low(hub.tick, self._message_nbytes, hold.nbytes, hub.request_ticks)
+        return "the message arrives slowly, and its memory is needed for others" if lags else ""
 
     def drain(self) -> None:
         """Refuse new requests, and close once all others are answered."""

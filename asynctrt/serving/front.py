@@ -41,6 +41,7 @@ async def _run(end: socket.socket, metrics: socket.socket, begin: Begin) -> None
             lines.append,
             opened=opened,
             loaded=lambda: send(end, Serving(tuple(lines))),
+            listens_last=begin.is_replacement,
         )
     except AsynctrtError as error:
         send(end, Refused(error))

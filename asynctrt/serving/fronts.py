@@ -37,7 +37,8 @@ from asynctrt.workers.process import how_it_ended
 PAUSE_S: Final = 0.2
 """The pause before a front that died is started again; it doubles with each that dies soon after."""
 PAUSE_S_MAX: Final = 5.0
-SOON_NS: Final = 30_000_000_000
+SOON_NS: Final = 2_000_000_000
+"""Who has served for longer did not die of how it starts."""
 SPARE_S: Final = 5.0
 """How much longer than their drain_timeout fronts may take to stop."""
 SCRAPE_S: Final = 5.0
@@ -52,6 +53,9 @@ class Begin:
     """To a new front: what to serve."""
 
     config: ServeConfig
+    is_replacement: bool
+    """Whether others answer at its port while it loads its models, so that it need not listen yet: what it
+    accepted would be told to come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,8 @@ class Front:
         self.process: subprocess.Popen[bytes] | None = None
         self.end: socket.socket | None = None
         self.pidfd = -1
-        self.started_ns = 0
+        self.ready_ns: int | None = None
+        """Since when it serves."""
         self.pause_s = PAUSE_S
         self.error: AsynctrtError | None = None
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -85,6 +90,12 @@ class Front:
         """It is asked for its metrics once at a time, however long it takes and however many want them."""
         self.is_to_reload = False
         """Whether SIGHUP came when it was not there to take it."""
+
+    def died(self, now_ns: int) -> None:
+        """Choose the pause before its next process."""
+        has_served = self.ready_ns is not None and now_ns - self.ready_ns > SOON_NS
+        self.pause_s = PAUSE_S if has_served else min(2 * self.pause_s, PAUSE_S_MAX)
+        self.ready_ns = None
 
 
 class Fronts:
@@ -178,14 +189,13 @@ class Fronts:
             undo.pop_all()
         front.process = process
         front.error = None
-        front.started_ns = clock.now_ns()
         front.end = own
         settings = self._config.settings
         if settings.access_log is not None:
             # Two processes that write to one file tear each other's lines.
             log = settings.access_log.with_name(f"{settings.access_log.name}.{front.number}")
             settings = replace(settings, access_log=log)
-        send(own, Begin(replace(self._config, settings=settings)))
+        send(own, Begin(replace(self._config, settings=settings), self._was_ready))
         own.settimeout(0)
         front.streams = await asyncio.open_connection(sock=metrics)
         self._pool.add(front.number, own)
@@ -208,6 +218,7 @@ class Fronts:
                 self._pool.hear(front.number, message, fds)
             elif isinstance(message, Serving):
                 self._ready.add(front.number)
+                front.ready_ns = clock.now_ns()
                 if front.is_to_reload:
                     self._reload_one(front)
                 self._told.setdefault(front.number, message.lines)
@@ -241,8 +252,7 @@ class Fronts:
             front.error = front.error or UsageError(f"a front {how} before it could serve: see its messages")
             return
         logger.error("front %d %s; another one takes its place", front.number, how)
-        lived_ns = clock.now_ns() - front.started_ns
-        front.pause_s = PAUSE_S if lived_ns > SOON_NS else min(2 * front.pause_s, PAUSE_S_MAX)
+        front.died(clock.now_ns())
         task = self._loop.create_task(self._start_again(front))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)

@@ -37,6 +37,7 @@ from asynctrt.kserve.protobuf import (
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, Then
 from asynctrt.serving.credentials import Certificate
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold
 from asynctrt.serving.request_id import METADATA
 from asynctrt.serving.retry import pushback
 from asynctrt.serving.served import Inference, ServedModel
@@ -53,6 +54,9 @@ HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 HEALTH_S: Final = 1.0
 """How often it is looked for Watch streams what has changed otherwise than over gRPC. One look is for all of
 them: anybody may open thousands."""
+
+WOKEN_MAX: Final = 16
+"""Of those, how many are told in one turn of the loop: 1 ms."""
 
 OPEN: Final = frozenset({"ServerLive", "ServerReady"})
 """Methods that need no token."""
@@ -109,8 +113,8 @@ class GrpcServer:
         self._server: Any = None
         self._is_draining = False
         self._is_stopping = False
-        self._changed = asyncio.Event()
-        self._watchers = 0
+        self._watchers: set[asyncio.Event] = set()
+        self._to_wake: list[asyncio.Event] = []
         self._looking: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -314,13 +318,18 @@ class GrpcServer:
         log = self._api.log
         peer = context.peer()
         then = None if log is None else partial(log, "grpc", peer)
+        caller = self._caller(peer)
         split = self._split(body)
         del body
-        inference = await self._begin(await self._parsed(split), split.raw, headers, self._caller(peer), then)
+        inference = await self._begin(await self._parsed(split, caller), split.raw, headers, caller, then)
         del split
         # Cancelling this task cancels the request.
         await inference.answer()
-        return await self._encoded(inference, bytes)
+        answer = await self._encoded(inference, bytes)
+        if len(answer) > UNCOUNTED_NBYTES:
+            # gRPC has it until it is sent. The context keeps the callback, and with it the memory's count.
+            context.add_done_callback(partial(_sent, Hold(self._api.account(caller), len(answer))))
+        return answer
 
     async def _encoded(self, inference: Inference, wrap: Callable[[bytes], bytes]) -> bytes:
         """Encode an answer and ``wrap`` it, in a thread if that takes long.
@@ -329,6 +338,7 @@ class GrpcServer:
         """
         codec = self._codec(inference.served)
         request, result = inference.request, inference.future.result()
+        self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
         if codec.is_slow_answer(request.layout, result):
             return await self._api.worker.run(lambda: wrap(codec.encode(request, result, pause)))
         return wrap(codec.encode(request, result))
@@ -370,10 +380,12 @@ class GrpcServer:
             caller = self._callers[peer] = Caller(address_of(peer))
         return caller
 
-    async def _parsed(self, split: SplitRequest) -> Any:
+    async def _parsed(self, split: SplitRequest, caller: Caller) -> Any:
         """Parse what there is besides raw tensors, in a thread if it is much."""
         if split.is_slow:
-            return await self._api.worker.run(partial(parse, self._request, split.rest))
+            # The thread has its memory when the client has gone, too: what waits for the thread is limited.
+            hold = self._api.hold(caller, len(split.rest))
+            return await self._api.worker.run(partial(parse, self._request, split.rest), hold)
         return parse(self._request, split.rest)
 
     async def _begin(
@@ -393,13 +405,29 @@ class GrpcServer:
         try:
             codec = self._codec(served)
             if raw is not None and (not raw or codec.is_slow(raw)):
-                decoded = await self._api.worker.run(partial(codec.decode, request, raw, pause))
+                hold = self._api.hold(caller, request.ByteSize() + sum(map(len, raw)))
+                decoding = self._api.worker.run(partial(codec.decode, request, raw, pause), hold)
+                del hold
+                decoded = await decoding
             else:
                 decoded = codec.decode(request, raw)
+            self._check_answer(decoded.layout.answer_nbytes)
             return self._api.submit(served, decoded, began_ns, headers, caller, then)
         except AsynctrtError as error:
             served.count_failure(error, clock.now_ns() - began_ns)
             raise
+
+    def _check_answer(self, nbytes: int) -> None:
+        """Refuse an answer for which everybody else would wait while gRPC copies it.
+
+        :raises TooLargeError: before it is computed, if its size is known by then.
+        """
+        nbytes_max = self._settings.max_grpc_message
+        if nbytes > nbytes_max:
+            raise TooLargeError(
+                f"the outputs have {nbytes} bytes; at most {nbytes_max} are sent over gRPC. Ask for fewer "
+                "rows or outputs, use HTTP or a websocket, or raise max_grpc_message, and the client's limit"
+            )
 
     def _codec(self, served: ServedModel) -> ProtobufCodec:
         codec = self._codecs.get(served)
@@ -413,6 +441,7 @@ class GrpcServer:
                 tensors_max=self._settings.max_tensors,
                 rows_max=engine.options.max_queue_rows,
                 answer_max=self._settings.max_answer,
+                pad=engine.options.pad,
             )
         return codec
 
@@ -453,27 +482,31 @@ class GrpcServer:
         return bytes(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
 
     async def _watch_health(self, body: bytes, context: Any) -> None:
-        self._watchers += 1
+        changed = asyncio.Event()
+        self._watchers.add(changed)
         try:
             service = self._service(body, context)
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_for_changes(self._states()))
-            await self._tell_health(service, context.write)
+            await self._tell_health(service, changed, context.write)
             failure = _explained(_stopping())
         except AsynctrtError as error:
             failure = _explained(error)
         finally:
-            self._watchers -= 1
+            self._watchers.discard(changed)
             if not self._watchers and self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
         await _abort(context, failure)
 
-    async def _tell_health(self, service: str, tell: Callable[[bytes], Awaitable[None]]) -> None:
+    async def _tell_health(
+        self, service: str, changed: asyncio.Event, tell: Callable[[bytes], Awaitable[None]]
+    ) -> None:
         """Send a status, and each change of it, until the server stops."""
         told = ""
         while not self._is_stopping:
-            changed, status = self._changed, self._health(service)
+            changed.clear()
+            status = self._health(service)
             if status != told:
                 told = status
                 await tell(self._kinds["HealthCheckResponse"](status=status).SerializeToString())
@@ -492,8 +525,18 @@ class GrpcServer:
                 self._health_changed()
 
     def _health_changed(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake those who watch, a few at a time: there may be thousands."""
+        is_waking = bool(self._to_wake)
+        self._to_wake = list(self._watchers)
+        if self._to_wake and not is_waking:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for changed in self._to_wake[-WOKEN_MAX:]:
+            changed.set()
+        del self._to_wake[-WOKEN_MAX:]
+        if self._to_wake:
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
 
 class _Stream:
@@ -552,7 +595,7 @@ class _Stream:
         server, request_id = self._server, ""
         try:
             split = server._split(body)
-            request = await server._parsed(split)
+            request = await server._parsed(split, self._caller)
             request_id = request.id
             inference = await server._begin(request, split.raw, self._headers, self._caller, self._ended)
             self._in_flight.add(inference)
@@ -571,11 +614,12 @@ class _Stream:
     async def _write(self) -> None:
         while True:
             while self._answers:
-                answer, nbytes = self._answers.popleft(), 0
+                answer, nbytes, hold = self._answers.popleft(), 0, None
                 if isinstance(answer, Inference):
-                    nbytes = answer.request.layout.answer_nbytes
+                    nbytes, hold = answer.request.layout.answer_nbytes, answer.hold
                     answer = await self._encoded(answer)
                 await self._context.write(answer)
+                del hold  # It was that of the answer until here.
                 self._taken -= 1
                 self._answer_nbytes -= nbytes
                 self._may_read.set()
@@ -593,6 +637,11 @@ class _Stream:
             except Exception as raised:
                 error = raised
         return streamed_error(inference.request.id, _explained(error).details)
+
+
+def _sent(hold: Hold, _: Any) -> None:
+    """Hold no more memory of an answer that was sent, or never will be."""
+    hold.set(0)
 
 
 def _headers(context: Any) -> dict[bytes, bytes]:

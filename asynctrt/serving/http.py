@@ -25,17 +25,11 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.codec import FAST_NBYTES
 from asynctrt.serving.admission import Caller, address_of
-from asynctrt.serving.api import (
-    COMPRESS_NBYTES_MIN,
-    Answer,
-    Api,
-    ModelRoute,
-    accepted_coding,
-    encoded_answer,
-    error_answer,
-)
+from asynctrt.serving.api import Answer, Api, ModelRoute, encoded_answer, error_answer
+from asynctrt.serving.coding import COMPRESS_NBYTES_MIN, accepted_coding
 from asynctrt.serving.http_reader import HttpRequest, RequestReader
 from asynctrt.serving.log import AccessLog
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
 from asynctrt.serving.paced import PacedTransport
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.served import Inference
@@ -61,7 +55,7 @@ LARGE_READ_NBYTES: Final = 64 << 10
 """After so much at once there may be more, which is read after others had their turn."""
 
 PIPELINE_MAX: Final = 64
-PIPELINE_NBYTES_MAX: Final = 1 << 20
+PIPELINE_NBYTES_MAX: Final = UNCOUNTED_NBYTES
 """Requests, and bytes, that a client may send ahead of its answers before its connection is paused."""
 
 ERRORS: Final = {401: UnauthorizedError, 413: TooLargeError, 431: TooLargeError, 503: OverloadError}
@@ -117,6 +111,8 @@ class Hub:
         self.write_nbytes_min = self.settings.min_rate * self.settings.write_timeout
         self.refused_ticks = min(self.write_ticks, ticks_of(REFUSED_S))
         self.has_cors = bool(self.settings.allow_origins)
+        self.is_short_of_memory = False
+        """Whether clients that send or read slowly are to make room for others."""
         self._empty: asyncio.Event = asyncio.Event()
         self._empty.set()
         self.end_of_head = _end_of_head()
@@ -189,6 +185,7 @@ class Hub:
         self._timer = self.loop.call_later(SWEEP_S, self._sweep)
         self.tick += 1
         self.end_of_head = _end_of_head()
+        self.is_short_of_memory = self.api.memory.is_short(self.now_ns())
         self._check(list(self.connections))
 
     def _check(self, connections: list[Connection]) -> None:
@@ -217,17 +214,33 @@ class Writing:
     still for a long time, and then to take much at once.
     """
 
-    __slots__ = ("_taken", "since")
+    __slots__ = ("_hold", "_pace", "_taken", "since")
 
     def __init__(self) -> None:
         self.since: int | None = None
         """The tick since when answers wait for the client, counted anew whenever it has taken enough."""
         self._taken: int | None = None
+        self._hold: Hold | None = None
+        self._pace = Pace(0)
 
     def pause(self, tick: int) -> None:
         """Begin to look, as answers wait from now on."""
         self.since = tick
         self._taken = None
+        self._pace = Pace(tick)
+
+    def resume(self) -> None:
+        """End, as the client has taken them."""
+        self.since = self._hold = None
+
+    def count(self, transport: Any, make: Callable[[], Hold]) -> None:
+        """Count the memory of what is not sent, if it is much."""
+        nbytes = transport.get_write_buffer_size()
+        if self._hold is not None:
+            self._hold.set(nbytes)
+        elif nbytes > UNCOUNTED_NBYTES:
+            self._hold = make()
+            self._hold.set(nbytes)
 
     def is_stalled(self, tick: int, hub: Hub, transport: Any, written: int) -> bool:
         """Return whether too little was taken within ``write_timeout``.
@@ -238,11 +251,16 @@ class Writing:
         taken = written - transport.get_write_buffer_size() - unsent_nbytes(transport)
         if self._taken is None:
             self._taken = taken
+        if hub.is_short_of_memory and self._hold is not None:
+            done = taken - self._taken
+            if self._pace.is_low(tick, done, self._hold.nbytes, hub.request_ticks):
+                return True
         if tick - self.since <= hub.write_ticks:
             return False
         if taken - self._taken < hub.write_nbytes_min:
             return True
         self.since, self._taken = tick, taken
+        self._pace = Pace(tick)
         return False
 
 
@@ -284,6 +302,13 @@ class HttpConnection(asyncio.Protocol):
         self._waiting_nbytes = 0
         self._is_throttled = False
         self._is_resting = False
+        self._is_short = False
+        """Whether it waits for memory for the body that it reads."""
+        self._is_reading = True
+        self._is_awaited = False
+        """Whether a client waits to be told to send a body, until earlier requests are answered."""
+        self._refused: tuple[HttpRequest, Answer] | None = None
+        """A request whose client waits to be told, and what it is to be told after earlier answers."""
         self._inference: Inference | None = None
         self._caller: Caller | None = None
         self._task: asyncio.Task[None] | None = None
@@ -316,6 +341,7 @@ class HttpConnection(asyncio.Protocol):
         self._end()
         self._hub.discard(self)
         self._waiting.clear()
+        self._writing.resume()
         if self._inference is not None:
             self._inference.cancel()
         if self._task is not None:
@@ -339,7 +365,7 @@ class HttpConnection(asyncio.Protocol):
         self._writing.pause(self._hub.tick)
 
     def resume_writing(self) -> None:
-        self._writing.since = None
+        self._writing.resume()
         self._touched = self._hub.tick
         if self._current is None:
             self._next()
@@ -348,14 +374,24 @@ class HttpConnection(asyncio.Protocol):
         """Read no more until others had their turn: uvloop reads up to 32 times from one connection."""
         if not self._is_resting and not self._transport.is_closing():
             self._is_resting = True
-            if not self._is_throttled:
-                self._transport.pause_reading()
+            self._set_reading()
             self._hub.loop.call_soon(self._rested)
 
     def _rested(self) -> None:
         self._is_resting = False
-        if not self._is_throttled and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._set_reading()
+
+    def _set_reading(self) -> None:
+        """Pause or resume reading."""
+        should_read = not (self._is_resting or self._is_throttled or self._is_short)
+        if should_read != self._is_reading and not self._transport.is_closing():
+            self._is_reading = should_read
+            if should_read:
+                self._transport.resume_reading()
+                if self._reader is not None:
+                    self._reader.restart(self._hub.tick)  # Until now its client could not go on.
+            else:
+                self._transport.pause_reading()
 
     # ---- the reader's calls
 
@@ -368,16 +404,50 @@ class HttpConnection(asyncio.Protocol):
         except UnauthorizedError as error:
             self.refuse(request, error.http_status, str(error))
             return
-        expected = request.headers.get(b"expect")
+        expected = _expected(request)
         if expected is None:
             return
         if expected.lower() != b"100-continue":
             self.refuse(request, 417, "Expect must be 100-continue or absent")
         elif self._current is None and not self._waiting:
             self._transport.write(CONTINUE)
+        else:
+            self._is_awaited = True  # It would pass for a word on a request before.
+
+    def reserve(self, request: HttpRequest, nbytes: int) -> None:
+        """Hold memory for a body, or read no more until there is some."""
+        if request.hold is None:
+            request.hold = self._new_hold()
+        # Not again while it waits: what was read meanwhile was under way.
+        if not request.hold.is_waiting and not request.hold.grow(nbytes, self._got_memory):
+            self._is_short = True
+            self._set_reading()
+
+    def _got_memory(self, *, is_granted: bool) -> None:
+        """Go on reading a body, or refuse it."""
+        self._is_short = False
+        if not is_granted:
+            self._refuse(503, self._api.memory.refuse())
+        self._set_reading()
+
+    def _new_hold(self) -> Hold:
+        return Hold(self._api.account(self.caller()))
+
+    def _go_on(self) -> None:
+        """Tell a client that has waited for earlier answers to send the body it has announced."""
+        self._is_awaited = False
+        if self._reader is not None and not self._transport.is_closing():
+            self._transport.write(CONTINUE)
+            self._reader.restart(self._hub.tick)  # Until now it did well to wait.
 
     def take(self, request: HttpRequest) -> None:
         """Answer a complete request, or queue it behind the one being answered."""
+        self._is_awaited = False
+        if self._is_short and request.hold is not None:
+            # Its end was read already when its memory was asked for.
+            request.hold.set(len(request.body))
+            self._is_short = False
+            self._set_reading()
         if self._current is None and not self._waiting and self._writing.since is None:
             self._start(request)
         else:
@@ -401,7 +471,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_ending:
             return
         last = self._waiting[-1] if self._waiting else self._current
-        if last is not None:
+        if last is not None and _expected(request) is None:
             # Earlier requests are still being answered: those answers are the last.
             last.keep_alive = False
             last.is_broken = True
@@ -409,14 +479,23 @@ class HttpConnection(asyncio.Protocol):
         answer = error_answer(ERRORS.get(status, RequestError)(why))._replace(status=status)
         request.keep_alive = False
         request.is_broken = True
+        if last is not None:
+            request.hold = None
+            self._refused = request, answer
+            self._waiting.append(request)
+            return
         self._current = request
         self._send(answer)
 
     def _stop_reading(self) -> None:
         """Release what was read of an unfinished request; drop what the client still sends."""
+        self._is_awaited = False
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
+        if self._is_short:
+            self._is_short = False
+            self._set_reading()  # What comes is dropped.
 
     # ---- answering
 
@@ -440,21 +519,26 @@ class HttpConnection(asyncio.Protocol):
             if len(request.body) > FAST_NBYTES and self._api.is_slow(route, request.headers, request.body):
                 self._task = self._hub.loop.create_task(self._infer_slowly(route, request))
                 return
-            self._inference = self._api.begin(
-                route, request.headers, request.body, self._caller or self.caller(), self._inferred
-            )
+            caller = self._caller or self.caller()
+            caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
+            self._inference = self._api.begin(route, request.headers, request.body, caller, self._inferred)
         except Exception as error:
             self._send(error_answer(error, request.headers))
-        # The inputs are views of the body, which their batch releases.
+        # The inputs are views of the body, which their batch releases; their memory is counted by now.
         request.body = b""
+        request.hold = None
 
     async def _infer_slowly(self, route: ModelRoute, request: HttpRequest) -> None:
         """Begin an inference that is decoded in a thread."""
         body, request.body = request.body, b""
+        hold, request.hold = request.hold, None
+        caller = self.caller()
+        caller.received_nbytes = 0 if hold is None else hold.nbytes
         try:
-            beginning = self._api.begin_slow(route, request.headers, body, self.caller(), self._inferred)
+            beginning = self._api.begin_slow(route, request.headers, body, caller, self._inferred, hold)
             del body
             inference = await beginning
+            del hold
         except Exception as error:
             self._task = None
             self._send(error_answer(error, request.headers))
@@ -525,9 +609,17 @@ class HttpConnection(asyncio.Protocol):
     async def _respond(self, request: HttpRequest) -> None:
         answer = self._api.preflight(request.method, request.headers)
         if answer is None:
+            caller = self.caller()
+            caller.received_nbytes = 0 if request.hold is None else request.hold.nbytes
             answer = await self._api.respond(
-                request.method.decode("latin-1"), request.path, request.headers, request.body, self.caller()
+                request.method.decode("latin-1"),
+                request.path,
+                request.headers,
+                request.body,
+                caller,
+                request.hold,
             )
+        request.hold = None
         self._task = None
         self._send(answer)
 
@@ -563,6 +655,7 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(b"".join(head))
             for piece in body:
                 self._transport.write(piece)
+            self._writing.count(self._transport, self._new_hold)
         else:
             self._transport.write(b"".join((*head, *body)))
 
@@ -582,6 +675,8 @@ class HttpConnection(asyncio.Protocol):
             self._close()
         elif self._waiting:
             self._hub.loop.call_soon(self._next)
+        elif self._is_awaited:
+            self._go_on()
 
     def _next(self) -> None:
         """Answer the next waiting request, if it may be answered now."""
@@ -589,19 +684,18 @@ class HttpConnection(asyncio.Protocol):
             request = self._waiting.popleft()
             self._waiting_nbytes -= len(request.body)
             self._throttle()
-            self._start(request)
+            if self._refused is not None and self._refused[0] is request:
+                self._current = request
+                self._send(self._refused[1])
+            else:
+                self._start(request)
 
     def _throttle(self) -> None:
         """Pause or resume reading by how much was sent ahead of its answers."""
         is_much = len(self._waiting) >= PIPELINE_MAX or self._waiting_nbytes > PIPELINE_NBYTES_MAX
-        if is_much != self._is_throttled and not self._transport.is_closing():
+        if is_much != self._is_throttled:
             self._is_throttled = is_much
-            if self._is_resting:
-                return  # It does not read now, and looks at this when it would again.
-            if is_much:
-                self._transport.pause_reading()
-            else:
-                self._transport.resume_reading()
+            self._set_reading()
 
     # ---- ending
 
@@ -609,19 +703,31 @@ class HttpConnection(asyncio.Protocol):
         """Close the connection if a timeout has passed."""
         hub = self._hub
         if self._writing.since is not None:
+            self._writing.count(self._transport, self._new_hold)
             if self._writing.is_stalled(tick, hub, self._transport, 0):
                 self.abort()
         elif self._is_ending:
             if tick - self._touched > (hub.refused_ticks if self._is_refused else hub.write_ticks):
                 self.abort()
         elif self._reader is not None and self._reader.began is not None:
-            if tick - self._reader.began > hub.request_ticks:
-                self._refuse(408, f"the request did not arrive within {hub.settings.request_timeout:g} s")
+            why = self._is_late(self._reader, tick)
+            if why:
+                self._refuse(408, why)
             elif hub.is_draining and self._current is None and tick - self._touched > hub.refused_ticks:
                 # Uploads that go on are waited for, but not one that stands still.
                 self._refuse(503, "the server is stopping: use another one")
         elif self._current is None and tick - self._touched > hub.idle_ticks:
             self._close()
+
+    def _is_late(self, reader: RequestReader, tick: int) -> str:
+        """Return why to wait no longer for the rest of a request, or nothing."""
+        hub = self._hub
+        if self._is_throttled or self._is_short or self._is_awaited:  # Its client cannot go on.
+            return ""
+        if reader.began is not None and tick - reader.began > hub.request_ticks:
+            return f"the request did not arrive within {hub.settings.request_timeout:g} s"
+        lags = hub.is_short_of_memory and reader.lags(tick, hub.request_ticks)
+        return "the body arrives slowly, and its memory is needed for others" if lags else ""
 
     def drain(self) -> None:
         """Close the connection once its complete requests are answered."""
@@ -655,8 +761,19 @@ class HttpConnection(asyncio.Protocol):
     def hand_over(self) -> Any:
         """Give up the transport to another protocol, and return it."""
         self._end()
+        # It reads, as far as the other knows; when this one would go on, the other may have paused it.
+        self._is_resting = self._is_throttled = False
+        self._set_reading()
         self._hub.discard(self)
         return self._transport
+
+
+def _expected(request: HttpRequest) -> bytes | None:
+    """Return what the client of a request waits to be told before its body; ``None`` if it does not wait.
+
+    HTTP/1.0 knows no such answer, so a client of that version is not to be sent one.
+    """
+    return None if request.version == "1.0" else request.headers.get(b"expect")
 
 
 def _answerable(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt.errors import MissingExtraError
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, Assembly
+from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold, Pace
 
 try:
     import httptools
@@ -21,6 +22,7 @@ PIECES_NBYTES_MAX: Final = 256 << 10
 hold the event loop: 40 ms for 60 MiB."""
 
 PATH_NBYTES_MAX: Final = 8 << 10
+
 
 SINGLE: Final = frozenset(
     {
@@ -48,6 +50,7 @@ class HttpRequest:
         "began_ns",
         "body",
         "headers",
+        "hold",
         "is_authorized",
         "is_broken",
         "keep_alive",
@@ -66,6 +69,8 @@ class HttpRequest:
         self.headers = headers
         self.body: bytes | bytearray | memoryview = b""
         self.keep_alive = keep_alive
+        self.hold: Hold | None = None
+        """The memory of its body, if that is large."""
         self.began_ns = 0
         self.is_authorized = False
         """Whether its token, host and origin were checked before its body."""
@@ -84,6 +89,9 @@ class RequestSink(Protocol):
 
     def admit(self, request: HttpRequest) -> None:
         """Refuse a request before its body if it is refused in any case."""
+
+    def reserve(self, request: HttpRequest, nbytes: int) -> None:
+        """Have memory for so many bytes of a body, or read no more until there is."""
 
     def take(self, request: HttpRequest) -> None:
         """Answer a complete request, or queue it."""
@@ -122,7 +130,8 @@ class RequestReader:
         self._is_resuming = False
         self._body: list[bytes | bytearray] = []
         self._body_nbytes = 0
-        self._announced_nbytes = 0
+        self._announced_nbytes = self._reserved_nbytes = 0
+        self._pace = Pace(0)
         self._assembly: Assembly | None = None
         self._websocket: HttpRequest | None = None
 
@@ -154,6 +163,22 @@ class RequestReader:
             if position is not None:
                 # Not where it was caught: it would be the context of every error from here on.
                 rest = self._after_upgrade(memoryview(fed)[position:])
+
+    def lags(self, tick: int, ticks_max: int) -> bool:
+        """Return whether a body for which memory is held comes too slowly to be complete in time.
+
+        :param ticks_max: the time for the whole of it.
+        """
+        request = self._request
+        if request is None or request.hold is None:
+            return False
+        return self._pace.is_low(tick, self._body_nbytes, self._reserved_nbytes, ticks_max)
+
+    def restart(self, tick: int) -> None:
+        """Count the time of an unfinished request anew: until now its client could not go on."""
+        if self.began is not None:
+            self.began = tick
+            self._pace = Pace(tick)
 
     def close(self) -> None:
         """Read no more, and release what was read."""
@@ -218,6 +243,7 @@ class RequestReader:
         self._body = []
         self._assembly = None
         self._body_nbytes = self._announced_nbytes = 0
+        self._reserved_nbytes = UNCOUNTED_NBYTES
 
     def on_url(self, url: bytes) -> None:
         """Take a piece of the request's target."""
@@ -300,6 +326,12 @@ class RequestReader:
         self._body_nbytes += len(piece)
         if self._body_nbytes > self._max_body:
             self._refuse(413, f"the body exceeds the {self._max_body} bytes that this server accepts")
+        elif self._body_nbytes > self._reserved_nbytes and self._request is not None:
+            # All that was announced, so that whoever has begun can end; else as much again as there is.
+            self._reserved_nbytes = max(self._announced_nbytes, min(2 * self._body_nbytes, self._max_body))
+            if self._request.hold is None:
+                self._pace = Pace(self._tick)
+            self._sink.reserve(self._request, self._reserved_nbytes)
 
     def _keep(self, piece: bytes) -> None:
         """Keep a piece of a body until that is complete, or is so large that it is put together at once."""

@@ -20,6 +20,7 @@ from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.gpus import Gpu
 from asynctrt.serving.latency import BOUNDS_S, Latencies
 from asynctrt.serving.latency import Exemplar as Traced
+from asynctrt.serving.memory import Memory
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import (
     batch_bounds,
@@ -221,6 +222,7 @@ class Metrics:
         busy_share: Callable[[ServedModel], float | None] | None = None,
         cpu_ns: Callable[[], int] = clock.cpu_ns,
         stalls: Stalls | None = None,
+        memory: Memory | None = None,
         gpus: Callable[[], list[Gpu]] | None = None,
     ) -> None:
         self._repository = repository
@@ -229,6 +231,7 @@ class Metrics:
         self._loop_lag_ns = loop_lag_ns
         self._cpu_ns = cpu_ns
         self._stalls = stalls
+        self._memory = memory
         self._gpus = gpus
         self._families = list(_families(busy_share))
         self._process = CollectorRegistry()
@@ -302,6 +305,8 @@ class Metrics:
             )
         if self._stalls is not None:
             yield from _of_loop(self._stalls)
+        if self._memory is not None:
+            yield from _of_memory(self._memory)
         yield CounterMetricFamily(
             "asynctrt_process_cpu_seconds",
             "CPU time used by the process, in seconds.",
@@ -379,6 +384,23 @@ def _lost(readings: list[_Labelled]) -> Metric:
         "asynctrt_lost_devices",
         "Devices that are lost to this process, which only a new one can recover.",
         len(devices),
+    )
+
+
+def _of_memory(memory: Memory) -> Iterator[Metric]:
+    """Yield what a server holds for its clients."""
+    yield GaugeMetricFamily(
+        "asynctrt_server_memory_bytes",
+        "Memory that is held for clients: large messages, requests in progress, answers, in bytes.",
+        memory.nbytes,
+    )
+    yield GaugeMetricFamily(
+        "asynctrt_server_memory_limit_bytes", "The most of it, max_memory, in bytes.", memory.nbytes_max
+    )
+    yield CounterMetricFamily(
+        "asynctrt_server_memory_refused",
+        "Requests and messages that were refused as there was no memory for them.",
+        memory.refused,
     )
 
 

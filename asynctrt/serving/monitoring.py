@@ -8,10 +8,12 @@ from typing import Final
 
 from asynctrt.errors import UnknownModelError
 from asynctrt.serving.admission import Caller
-from asynctrt.serving.api import Answer, Api, Body, Headers, ModelRoute, Page, error_answer
+from asynctrt.serving.api import Answer, Api, Headers, ModelRoute, Page, error_answer
 from asynctrt.serving.asgi import KServeApp, Source
+from asynctrt.serving.coding import Body
 from asynctrt.serving.dashboard import dashboard_pages
 from asynctrt.serving.gpus import Gpus
+from asynctrt.serving.memory import Hold
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -33,13 +35,19 @@ class PagesAlone(Api):
         return None
 
     async def respond(
-        self, method: str, path: bytes, headers: Headers, body: Body, caller: Caller | None = None
+        self,
+        method: str,
+        path: bytes,
+        headers: Headers,
+        body: Body,
+        caller: Caller | None = None,
+        hold: Hold | None = None,
     ) -> Answer:
         """Answer a page."""
         if path.decode("latin-1") not in self.pages:
             known = ", ".join(name for name in self.pages if not name.startswith("/dashboard/"))
             return error_answer(UnknownModelError(f"there is nothing here but {known}"))
-        return await super().respond(method, path, headers, body, caller)
+        return await super().respond(method, path, headers, body, caller, hold)
 
 
 def metrics_alone(metrics: Metrics, settings: ServerSettings) -> Api:

@@ -13,6 +13,7 @@ from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
 from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Lane
 from asynctrt.serving.latency import Latencies
+from asynctrt.serving.memory import Hold
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult, TensorSpec
 
@@ -28,7 +29,7 @@ Headers = Mapping[bytes, bytes]
 class Inference(Submission):
     """One inference in progress."""
 
-    __slots__ = ("_on_end", "headers", "key", "served", "then")
+    __slots__ = ("_on_end", "headers", "hold", "key", "served", "then")
 
     def __init__(
         self,
@@ -54,6 +55,8 @@ class Inference(Submission):
         self._admitted = None
         self.served = served
         self.headers = headers
+        self.hold: Hold | None = None
+        """The memory of its inputs and outputs, if that is much."""
         self.key = 0
         """Set by a caller that has to tell requests without an id apart."""
         self.then: Callable[[Inference], None] | None = None
@@ -95,6 +98,7 @@ class ServedModel:
             rows_max=engine.options.max_queue_rows,
             json_max=json_max,
             answer_max=answer_max,
+            pad=engine.options.pad,
         )
         self.admission = Admission(engine, waiting_max)
         self._urgent = None if engine.urgent is None else Admission(engine.urgent, waiting_max)

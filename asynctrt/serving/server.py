@@ -23,6 +23,7 @@ import anyio
 from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loading import limit_gpu_memory
+from asynctrt.process import freeze_gc
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
@@ -149,6 +150,7 @@ class Server:
                 loop_lag_ns=lambda: sampler.loop_lag_ns,
                 busy_share=sampler.busy_share,
                 stalls=self._stalls,
+                memory=self.api.memory,
                 gpus=self._gpus.read,
             )
             self.api.pages.update(dashboard_pages(self.repository, sampler))
@@ -156,7 +158,12 @@ class Server:
             self.api.observe = find_tracing()
             self._failures = Failures()
             self.api.failed = self._failures.note
-            self._refusals = Refusals(self.repository, self._refused, lambda: self.api.unauthorized)
+            self._refusals = Refusals(
+                self.repository,
+                self._refused,
+                lambda: self.api.unauthorized,
+                lambda: self.api.memory.refused,
+            )
             tls = self._certificate.context if self._certificate is not None else None
             await self._listen(self._hub, settings.http_port, tls)
             if settings.metrics_port is not None:
@@ -170,6 +177,15 @@ class Server:
             await self._close()
             raise
 
+    def freeze(self) -> None:
+        """Exempt all that exists from garbage collection, once models are loaded: see :func:`freeze_gc`.
+
+        The pause that it takes is meant, and is not reported as one.
+        """
+        freeze_gc()
+        if self._stalls is not None:
+            self._stalls.restart()
+
     async def reload(self) -> None:
         """Read the file of tokens and the certificate again; connections that are open go on.
 
@@ -179,7 +195,12 @@ class Server:
         self.api.use_tokens(tokens)
         if self._certificate is not None and pem is not None:
             self._certificate.pem = pem
-        logger.info("reloaded %d token(s)%s", len(tokens), ", the certificate" if pem is not None else "")
+        read = [] if self.settings.tokens_file is None else [f"{len(tokens)} token(s)"]
+        read += [] if pem is None else ["the certificate"]
+        if read:
+            logger.info("reloaded %s", " and ".join(read))
+        else:
+            logger.info("nothing to reload: there is neither a tokens_file nor a tls_certificate")
 
     def _read_again(self) -> tuple[tuple[str, ...], Pem | None]:
         tokens = self._tokens()

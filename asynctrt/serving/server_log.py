@@ -179,8 +179,8 @@ class Refusals:
 
     It takes differences of counters that exist anyway, so it costs requests nothing.
 
-    :param connections: returns how many connections were refused so far, and ``unauthorized`` how many
-        requests for their token, host or origin.
+    :param connections: returns how many connections were refused so far, ``unauthorized`` how many requests
+        for their token, host or origin, and ``memory`` how many for want of memory.
     """
 
     def __init__(
@@ -188,11 +188,13 @@ class Refusals:
         repository: Repository,
         connections: Callable[[], int],
         unauthorized: Callable[[], int] = lambda: 0,
+        memory: Callable[[], int] = lambda: 0,
         now_ns: Callable[[], int] = clock.now_ns,
     ) -> None:
         self._repository = repository
         self._connections = connections
         self._unauthorized = unauthorized
+        self._memory = memory
         self._now_ns = now_ns
         self._told_ns = now_ns() - PERIOD_NS
         self._since_ns = now_ns()
@@ -222,6 +224,10 @@ class Refusals:
                 )
             elif key == "connections":
                 logger.warning("refused %d connections within %d s, beyond the limit", new[0], seconds)
+            elif key == "memory":
+                logger.warning(
+                    "refused %d requests within %d s, as max_memory is held for clients", new[0], seconds
+                )
             else:
                 logger.warning(
                     "refused %d requests within %d s for their token, host or origin", new[0], seconds
@@ -232,6 +238,7 @@ class Refusals:
         known: dict[Any, Iterable[int]] = {
             "connections": (self._connections(), 0, 0),
             "unauthorized": (self._unauthorized(), 0, 0),
+            "memory": (self._memory(), 0, 0),
         }
         for served in self._repository:
             if served.failures["REJECTED"]:

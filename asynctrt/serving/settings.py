@@ -131,12 +131,20 @@ class ServerSettings:
         check=count(1),
         doc="Bytes of the largest request body, before and after decompression.",
     )
+    max_memory: int | None = setting(
+        default=None,
+        check=count(1).or_none,
+        doc="""Bytes that are held for all clients together: of bodies and messages that arrive, of requests
+        in progress, of answers that are not sent yet. The server reads no large ones while there are more,
+        then refuses. Besides, each connection may have 256 KiB. Default: 1 GiB, or 4 times ``max_body`` if
+        that is more.""",
+    )
     max_grpc_message: int = setting(
         default=4 << 20,
         check=count(1),
-        doc="""Bytes of the largest request over gRPC, if ``max_body`` allows as much. While gRPC copies a
-        message, nobody else is served: 1 ms with the default, 4 ms with 16 MiB, 90 ms with 60 MiB, so send
-        large tensors over HTTP or websockets.""",
+        doc="""Bytes of the largest request over gRPC, if ``max_body`` allows as much, and of the largest
+        answer. While gRPC copies a message, nobody else is served: 1 ms with the default, 4 ms with 16 MiB,
+        90 ms with 60 MiB, so send large tensors over HTTP or websockets.""",
     )
     max_json: int = setting(
         default=4 << 20,
@@ -148,7 +156,8 @@ class ServerSettings:
         default=1 << 30,
         check=count(1),
         doc="""Bytes of all outputs of one request, as far as the shapes of its inputs tell: a model that
-        gives n x n values for n can be asked for more than there is memory.""",
+        gives n x n values for n can be asked for more than there is memory. Where dimensions are padded,
+        bytes of its inputs, too, as they are then.""",
     )
     max_headers: int = setting(
         default=64 << 10,
@@ -282,6 +291,11 @@ class ServerSettings:
         validate(self)
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise OptionsError("tls_certificate and tls_key go together: give both or neither")
+        if self.max_memory is not None and self.max_memory < self.max_body:
+            raise OptionsError(
+                f"max_memory is {self.max_memory}, less than one request may have: max_body is "
+                f"{self.max_body}. Raise the one, or lower the other"
+            )
         if self.fronts > 1:
             for name in ("model_control", "watch"):
                 if getattr(self, name):

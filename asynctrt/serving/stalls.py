@@ -98,6 +98,12 @@ class Stalls:
             self._watchdog.close()
             self._watchdog = None
 
+    def restart(self) -> None:
+        """Forget the pause that ends now, as it was meant to be."""
+        self._timer.cancel()
+        self._seen, self._has_said_still = None, False
+        self._schedule()
+
     def _schedule(self) -> None:
         # Both loops' timers may come a millisecond early or late.
         self._due_ns = self._now_ns() + int(BEAT_S * 1e9)

@@ -39,7 +39,9 @@ from asynctrt.kserve.codec import FAST_NBYTES, DecodedRequest, remember
 from asynctrt.kserve.datatypes import Buffer, brief
 from asynctrt.kserve.json_codec import dump, is_slow_json, parse_object, split_id
 from asynctrt.serving.admission import Caller, address_of
-from asynctrt.serving.api import CANCELLED_STATUS, Api, Body, Headers, ModelRoute, logger
+from asynctrt.serving.api import CANCELLED_STATUS, Api, Headers, ModelRoute, logger
+from asynctrt.serving.coding import Body
+from asynctrt.serving.memory import Hold
 from asynctrt.serving.served import Inference, ServedModel
 from asynctrt.serving.worker import pause
 
@@ -101,7 +103,8 @@ class WebSocketSession:
         self._routes: dict[bytes, ModelRoute] = {}
         # The message that is being decoded in a thread: no other is taken meanwhile, so they stay in order.
         self._decoding: asyncio.Task[None] | None = None
-        self._encoding: set[asyncio.Task[None]] = set()
+        self._hold: Hold | None = None
+        self._encoding: set[asyncio.Task[Encoded]] = set()
         self.is_draining = False
 
     def __repr__(self) -> str:
@@ -129,8 +132,22 @@ class WebSocketSession:
         )
         return is_full
 
-    def receive(self, message: Message | bytearray | memoryview) -> None:
-        """Handle one message."""
+    def new_hold(self) -> Hold:
+        """Return what counts memory for this client."""
+        return Hold(self._api.account(self._caller))
+
+    def receive(self, message: Message | bytearray | memoryview, hold: Hold | None = None) -> None:
+        """Handle one message.
+
+        :param hold: its memory, which is kept for as long as it is being decoded.
+        """
+        self._caller.received_nbytes = 0 if hold is None else hold.nbytes
+        self._hold = hold
+        self._handle(message)
+        if self._decoding is None:
+            self._hold = None
+
+    def _handle(self, message: Message | bytearray | memoryview) -> None:
         request_id = ""
         try:
             raw: Body
@@ -166,7 +183,7 @@ class WebSocketSession:
         self._decoding.add_done_callback(self._decoded)
 
     def _decoded(self, task: "asyncio.Task[None]") -> None:
-        self._decoding = None
+        self._decoding = self._hold = None
         if not task.cancelled():
             self._room()
 
@@ -176,7 +193,7 @@ class WebSocketSession:
         try:
             nbytes_max = self._api.settings.max_json
             parsing = partial(parse_object, head, "the message", nbytes_max, pause)
-            content = await self._api.worker.run(parsing)
+            content = await self._api.worker.run(parsing, self._hold)
             request_id = _id_of(content)
             if self._control(content, binary=start != 0):
                 return
@@ -197,7 +214,7 @@ class WebSocketSession:
             decode = served.codec.decode_split
             try:
                 request = await self._api.worker.run(
-                    partial(decode, head, request_id, rest, raw, start + len(head), pause)
+                    partial(decode, head, request_id, rest, raw, start + len(head), pause), self._hold
                 )
                 self._submit(served, request, began_ns, binary=start != 0)
             except AsynctrtError as error:
@@ -270,10 +287,9 @@ class WebSocketSession:
             result = future.result()
             if not request.layout.is_simple and codec.is_slow_answer(request.layout, result):
                 work = partial(codec.encode, request, result, pause)
-                answering = self._answer_slowly(inference, work, binary=binary)
-                task = asyncio.get_running_loop().create_task(answering)
+                task = asyncio.get_running_loop().create_task(self._api.worker.run(work))
                 self._encoding.add(task)
-                task.add_done_callback(self._encoding.discard)
+                task.add_done_callback(partial(self._encoded, inference, binary=binary))
                 return
             try:
                 encoded = codec.encode(request, result)
@@ -281,16 +297,18 @@ class WebSocketSession:
                 error = refused
         self._answer(inference, encoded, error, binary=binary)
 
-    async def _answer_slowly(
-        self, inference: Inference, work: Callable[[], Encoded], *, binary: bool
-    ) -> None:
-        """Answer with what a thread encodes. Until then the request counts as in flight."""
+    def _encoded(self, inference: Inference, task: "asyncio.Task[Encoded]", *, binary: bool) -> None:
+        """Answer with what a thread has encoded. Until then the request counts as in flight.
+
+        A callback, as a task that is cancelled before its first step never runs, and the request would stay.
+        """
+        self._encoding.discard(task)
         encoded: Encoded | None = None
-        error: Exception | None = None
-        try:
-            encoded = await self._api.worker.run(work)
-        except Exception as raised:
-            error = raised
+        error: BaseException | None = None
+        if task.cancelled():
+            error = asyncio.CancelledError()
+        elif (error := task.exception()) is None:
+            encoded = task.result()
         self._answer(inference, encoded, error, binary=binary)
 
     def _answer(

@@ -17,6 +17,7 @@ from asynctrt.scheduling.estimates import (
 )
 from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.lanes import ALONE_FIRST, GIVE_UP_BATCHES
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX, TURNS_KEPT
 from asynctrt.scheduling.replay import WORK_CONSERVING, Choice
@@ -86,6 +87,7 @@ class Rules:
         self._longest_ns = self._longest_seen_ns = 0
         # When a request with a deadline was taken last, and the last batch that was aged.
         self._taken_ns = 0
+        self._launched_alone = 0
         self._aged_number = 0
         self.quarantined: set[int] = set()
         self._passed_over: Counter[BatchKey] = Counter()
@@ -197,6 +199,10 @@ class Rules:
 
     def _note_launch(self, batch: Batch) -> None:
         self.in_flight[batch.number] = batch
+        # Those that fail and those that hang are no more than there are contexts.
+        self._launched_alone += self._scheduler.wants_one_alone
+        most = ALONE_FIRST * (1 + batch.number // GIVE_UP_BATCHES) + self._limits.contexts
+        _hold(self._launched_alone <= most, "one batch after the other is to compute alone")
         self.reasons[batch.reason] += 1
         limits = self._limits
         if limits.keeps_promises and limits.policy.answers_in_time:
@@ -590,11 +596,14 @@ class Rules:
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
         is_free = not self._some_full() or policy.answers_in_time
-        _hold(is_free, "a full batch waits although a context is free")
+        _hold(is_free or scheduler.wants_one_alone, "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
             return
         if policy.is_pipelined:
-            self._check_just_in_time(now_ns, wakeup_ns)
+            if scheduler.wants_one_alone:
+                _hold(wakeup_ns is not None, "nobody watches a batch that is to compute alone")
+            else:
+                self._check_just_in_time(now_ns, wakeup_ns)
             return
         end_ns = oldest.arrival_ns + policy.delay_ns_max
         _hold(now_ns < end_ns, "work waits although the device has room and its delay is over")

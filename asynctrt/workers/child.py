@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -31,16 +31,19 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, ExecutionError, Inte
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
 from asynctrt.process import shorten_switch_interval
+from asynctrt.runtime.shared import SharedRows
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.request import NO_DEADLINE_NS
+from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult
 from asynctrt.version import __version__
-from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layout, Layouts, Placed
+from asynctrt.workers.blocks import Blocks, Where
+from asynctrt.workers.layout import SYMBOLS, Layout, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import (
     MESSAGE_NBYTES_MAX,
     Attach,
+    Attached,
     Close,
     Counts,
     Description,
@@ -54,6 +57,7 @@ from asynctrt.workers.messages import (
     receive,
     send,
 )
+from asynctrt.workers.process import UNHEARD
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 
 BEAT_S: Final = 0.1
@@ -80,19 +84,32 @@ logger = logging.getLogger("asynctrt")
 
 
 class Work:
-    """Rows of a front that are being computed, from one block."""
+    """Rows of a front that are being computed, from one block.
 
-    __slots__ = ("block", "future", "id", "layout", "rows")
+    :param where: where they lie.
+    """
 
-    def __init__(self, id_: int, block: int, rows: int, layout: Layout) -> None:
+    __slots__ = ("future", "id", "layout", "requests", "shared", "where")
+
+    def __init__(self, id_: int, where: Where, layout: Layout) -> None:
         self.id = id_
-        self.block = block
-        self.rows = rows
+        self.where = where
         self.layout = layout
         self.future: asyncio.Future[InferResult] | None = None
+        self.requests: Sequence[Request] = ()
+        """Those of the engine: one of large rows, or the parts of more rows than a batch holds."""
+        self.shared: SharedRows | None = None
+        """Large rows, which batches may use as they lie in the block."""
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a batch may still read the block, though nobody waits for its answer any more."""
+        if self.shared is not None and self.shared.batches:
+            return True
+        return any(request.state is State.MASKED for request in self.requests)
 
 
-class Attached:
+class Served:
     """The worker's side of a front: rows in, answers out."""
 
     def __init__(
@@ -103,13 +120,18 @@ class Attached:
         fds: list[int],
         lose: Callable[[DeviceLostError], NoReturn],
     ) -> None:
-        heap, rings, own, front = fds
+        try:
+            heap, rings, own, front = fds
+            self._memory = SharedMemory(heap, message.heap_nbytes)
+            ring_memory = SharedMemory(rings, message.rings_nbytes)
+        except (OSError, ValueError):
+            for fd in fds:
+                os.close(fd)
+            raise
         self._eventfds = [own, front]
         self._loop = loop
         self._engine = engine
         self._lose = lose
-        self._memory = SharedMemory(heap, message.heap_nbytes)
-        ring_memory = SharedMemory(rings, message.rings_nbytes)
         self._memory.close()
         ring_memory.close()
         self._receiver = Receiver(ring_memory, 0, message.capacity, own)
@@ -118,6 +140,10 @@ class Attached:
         self._layouts = Layouts(engine.inputs, engine.outputs)
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
+        # Those that are over but for batches which may still read their blocks, each with its error; `None`
+        # if its caller left.
+        self._leaving: list[tuple[Work, Exception | None]] = []
+        self._blocks = Blocks(loop, self._memory, engine, self._let_go_soon)
         self._publishes = False
         self._is_closed = False
         self.number = message.number
@@ -127,6 +153,7 @@ class Attached:
     def beat(self, now_ns: int) -> None:
         """Show the front that the event loop runs."""
         self._receiver.beat(now_ns)
+        self._let_go()
 
     def close(self) -> None:
         """Give up what the front has asked for, and use nothing of it any more."""
@@ -135,6 +162,7 @@ class Attached:
         for work in list(self._works.values()):
             if work.future is not None:
                 work.future.cancel()
+        self._blocks.close()
         for number in self._eventfds:
             os.close(number)
 
@@ -146,10 +174,11 @@ class Attached:
         """Take what there is; then sleep, or let the loop run before looking again."""
         if self._is_closed:
             return
-        for kind, _, number, id_, time_ns, block, rows, *_ in self._receiver.take():
+        for kind, _, number, id_, time_ns, block, rows, start, capacity, pages in self._receiver.take():
             try:
                 if kind == Kind.SUBMIT:
-                    self._submit(id_, block, rows, number, time_ns)
+                    where = Where(block, rows, start, capacity or None, pages)
+                    self._submit(id_, where, number, time_ns)
                 elif kind == Kind.CANCEL:
                     self._cancel(id_)
                 else:
@@ -159,26 +188,33 @@ class Attached:
         if not self._receiver.sleep():
             self._loop.call_soon(self._look)
 
-    def _submit(self, id_: int, block: int, rows: int, priority: int, deadline_ns: int) -> None:
+    def _submit(self, id_: int, where: Where, priority: int, deadline_ns: int) -> None:
         words = self._memory.words
+        block, rows, start, capacity, _ = where
         first = block // 8 + SYMBOLS
         layout = self._layouts.of_sizes(tuple(words[first : first + self._layouts.symbols]))
-        work = self._works[id_] = Work(id_, block, rows, layout)
+        work = self._works[id_] = Work(id_, where, layout)
         timeout = None
         if deadline_ns != NO_DEADLINE_NS:
             timeout = max(deadline_ns - clock.now_ns(), 0) / 1e9
-        inputs = layout.inputs(self._memory, block, rows)
+        inputs = layout.inputs(self._memory, block, rows, start, capacity)
         try:
             future = self._engine.submit(inputs, timeout=timeout, priority=priority)
         except AsynctrtError as error:
             self._failed(work, error)
             return
         work.future = future
+        launched = block // 8 + layout.launched(start)
         if isinstance(future, asyncio.Task):
             # It was split; which of its parts runs when is not seen from here.
-            words[block // 8 + LAUNCHED] = 1
+            words[launched] = 1
+            work.requests = future.requests  # type: ignore[attr-defined]
         else:
-            future.on_launch = partial(words.__setitem__, block // 8 + LAUNCHED, 1)  # type: ignore[attr-defined]
+            future.on_launch = partial(words.__setitem__, launched, 1)  # type: ignore[attr-defined]
+            if layout.is_large:
+                request = future.request  # type: ignore[attr-defined]
+                work.requests = (request,)
+                request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
         future.add_done_callback(partial(self._done, work))
 
     def _cancel(self, id_: int) -> None:
@@ -195,6 +231,28 @@ class Attached:
         del self._works[work.id]
         self._put(Kind.GONE, 0, 0, work.id, 0, 0, 0, 0, 0, 0)
 
+    def _leave(self, work: Work, error: Exception | None) -> None:
+        """Answer what is over with its error, if any, as soon as no batch reads its block."""
+        if work.is_read:
+            self._leaving.append((work, error))
+        elif error is None:
+            self._gone(work)
+        else:
+            self._failed(work, error)
+
+    def _let_go_soon(self) -> None:
+        """Look, once what ended a batch is through, whose blocks are free."""
+        if self._leaving:
+            self._loop.call_soon(self._let_go)
+
+    def _let_go(self) -> None:
+        """Give back the blocks of those whose batches are over by now."""
+        if not self._leaving or self._is_closed:
+            return
+        leaving, self._leaving = self._leaving, []
+        for work, error in leaving:
+            self._leave(work, error)
+
     def _done(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
         work.future = None
         try:
@@ -210,7 +268,10 @@ class Attached:
         work = self._works.get(id_)
         if work is not None:
             self._large.pop(id_, None)
-            self._failed(work, why)
+            future, work.future = work.future, None
+            if future is not None:
+                future.cancel()
+            self._leave(work, why)
 
     def _end(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
         if self._is_closed:
@@ -218,11 +279,13 @@ class Attached:
                 future.exception()  # Looked at here, as nobody else does.
             return
         if future.cancelled():
-            self._gone(work)
+            self._leave(work, None)
             return
         error = future.exception()
         if isinstance(error, DeviceLostError):
             self._lose(error)
+        elif isinstance(error, Exception):
+            self._leave(work, error)
         elif error is not None:
             self._failed(work, error)
         elif not work.layout.has_outputs:
@@ -232,7 +295,8 @@ class Attached:
             self._answer(Kind.LARGE, work, result, placed.nbytes)
         else:
             result = future.result()
-            for name, array in work.layout.outputs(self._memory, work.block, work.rows).items():
+            block, rows, start, capacity, _ = work.where
+            for name, array in work.layout.outputs(self._memory, block, rows, start, capacity).items():
                 np.copyto(array, result[name])
             self._answer(Kind.ANSWER, work, result, 0)
 
@@ -266,9 +330,10 @@ class Attached:
                 "cause": "" if cause is None else "".join(traceback.format_exception(cause)),
             }
         ).encode()
-        offset, room = work.layout.room_for_text(work.rows)
+        block, rows, start, capacity, _ = work.where
+        offset, room = work.layout.room_for_text(rows, start, capacity)
         if len(text) <= room:
-            start = work.block + offset
+            start = block + offset
             self._memory.buffer[start : start + len(text)] = text
             del self._works[work.id]
             self._put(Kind.ERROR, 0, 0, work.id, 0, 0, 0, 0, len(text), 0)
@@ -310,7 +375,7 @@ class Worker:
         self._loop = loop
         self._engine = engine
         self._end = end
-        self._attached: list[Attached] = []
+        self._attached: list[Served] = []
         self._told: Statistics | None = None
         self.closing: asyncio.Event = asyncio.Event()
         for lane in engine._lanes:
@@ -320,17 +385,28 @@ class Worker:
     def hear(self, message: Any, fds: list[int]) -> None:
         """Do what a front says."""
         if isinstance(message, Attach):
-            try:
-                attached = Attached(self._loop, self._engine, message, fds, self.lose)
-            except (OSError, ValueError) as error:  # ValueError: not all descriptors fitted.
-                self.lose(DeviceLostError(f"it could not have the memory of its front: {describe(error)}"))
-            self._attached.append(attached)
+            why = self._attach(message, fds)
+            with suppress(OSError):  # The front is gone, which is seen next.
+                send(self._end, Attached(message.number, why))
         elif isinstance(message, Detach):
             for attached in [one for one in self._attached if one.number == message.number]:
                 self._attached.remove(attached)
                 attached.close()
         elif isinstance(message, Close):
             self.closing.set()
+
+    def _attach(self, message: Attach, fds: list[int]) -> str:
+        """Serve a front; return why that cannot be."""
+        try:
+            self._attached.append(Served(self._loop, self._engine, message, fds, self.lose))
+        except ValueError:
+            return "has no descriptors left for the memory of its front (ulimit -n)"
+        except OSError as error:
+            return (
+                f"cannot have the {message.heap_nbytes} bytes of address space for the memory that it shares "
+                f"with its front: {error.strerror}. Raise the limit (ulimit -v)"
+            )
+        return ""
 
     def tell(self) -> None:
         """Tell the front what the engine has done, if that has changed and the front listens."""
@@ -439,6 +515,7 @@ async def _run(end: socket.socket, start: Start) -> None:
                     engine.max_rows,
                     statistics.contexts,
                     statistics.parallel_batches,
+                    engine._device.unified,
                 ),
                 statistics,
             ),
@@ -488,8 +565,9 @@ def main() -> None:
     """Run a worker; the argument is the descriptor of its socket."""
     # Ctrl-C goes to every process of a terminal, and a service's SIGTERM to all of its processes: the front
     # answers what was taken, with this one's help, and then closes it.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
     faulthandler.enable()
     if sys.argv[2] != __version__:
         # The package was exchanged under a running front, which would not understand this one.

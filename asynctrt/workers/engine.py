@@ -27,6 +27,7 @@ from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
 from asynctrt.workers.spawn import SPAWNER, OwnWorkers
+from asynctrt.workers.suspension import WorkerSuspension
 
 SHARE_OF_MEMORY: Final = 0.5
 """Of the machine's memory, what a front's shared memory may grow to. Only what is used is taken."""
@@ -46,8 +47,8 @@ class _Limits:
 class IsolatedEngine(Engine):
     """A model behind ``await``, in worker processes that may die. It is used as every :class:`Engine`.
 
-    Of the methods that need the device in this process there are none: ``slot``, ``tracing``, ``suspend`` and
-    ``resume`` raise ``UsageError``, and ``outputs="device"`` raises ``InputError``.
+    Of the methods that need the device in this process there are none: ``slot`` and ``tracing`` raise
+    ``UsageError``, and ``outputs="device"`` raises ``InputError``.
     """
 
     def __init__(
@@ -75,6 +76,9 @@ class IsolatedEngine(Engine):
         self._front.links = links
         for link in links:
             link.owner = self._front
+        self._workers_suspension = WorkerSuspension(
+            loop, description.name, self._front, options.close_timeout, self._check_open
+        )
         # What the methods of an engine ask these for, a front can tell as well.
         self._driver = self._front  # type: ignore[assignment]
         self._scheduler = _Limits(description.max_rows)  # type: ignore[assignment]
@@ -94,6 +98,8 @@ class IsolatedEngine(Engine):
             return self._state
         if self._front.lost is not None:
             return "lost"
+        if self._workers_suspension.phase != "open":
+            return self._workers_suspension.phase
         return "open" if any(link.state == "open" for link in self._front.links) else "restarting"
 
     @property
@@ -125,7 +131,7 @@ class IsolatedEngine(Engine):
     def workers(self) -> tuple[WorkerState, ...]:
         """The worker of each device, as it is now."""
         return tuple(
-            WorkerState(link.device, link.state, link.pid, link.deaths, len(link.groups))
+            WorkerState(link.device, link.state, link.pid, link.deaths, len(link.groups), link.spare)
             for link in self._front.links
         )
 
@@ -146,18 +152,29 @@ class IsolatedEngine(Engine):
         raise self._not_here("tracing")
 
     async def suspend(self) -> None:
-        """Refuse: close the engine to take the weights off the device.
+        """End the workers, spares as well, so that nothing of the engine is on its devices. Idempotent.
 
-        :raises UsageError: always.
+        Requests that were taken are answered, and new ones refused with ``SuspendedError``. Any model can do
+        that. What is left is this process's part, without CUDA.
+
+        A caller who is cancelled while requests are still answered leaves the engine open; later, suspended.
+
+        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
+        :raises DeviceLostError: when it is lost.
         """
-        raise self._not_here("suspend")
+        self._check_loop()
+        await self._workers_suspension.suspend()
 
     async def resume(self) -> None:
-        """Refuse, as :meth:`suspend` does.
+        """Start the workers again after :meth:`suspend`, which takes as long as opening did. Idempotent.
 
-        :raises UsageError: always.
+        A caller who is cancelled waits all the same.
+
+        :raises AsynctrtError: whatever opening the model would raise; the engine stays suspended.
+        :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
         """
-        raise self._not_here("resume")
+        self._check_loop()
+        await self._workers_suspension.resume()
 
     def _not_here(self, name: str) -> UsageError:
         return UsageError(
@@ -199,6 +216,7 @@ class IsolatedEngine(Engine):
         front = self._front
         front.fail_queued(EngineClosedError(why))
         await wait_shielded(front.next_idle(), self._options.close_timeout)
+        await self._workers_suspension.give_up()
         closing = [self._loop.create_task(link.aclose(self._options.close_timeout)) for link in front.links]
         for task in closing:
             await wait_shielded(task)

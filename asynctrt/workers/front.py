@@ -32,15 +32,17 @@ from asynctrt.errors import (
 )
 from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
+from asynctrt.runtime.spans import copy_out, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
 from asynctrt.tensors import Array, BatchRecord, InferResult
-from asynctrt.workers.groups import Group, copied, formed
-from asynctrt.workers.layout import LAUNCHED, Layouts, Placed
+from asynctrt.workers.groups import PIECES, Group, copied, formed
+from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description, Kind
 from asynctrt.workers.pace import Pace
+from asynctrt.workers.slabs import Slabs
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Groups with more bytes than this are copied in another thread, in or out, as batches in process are."""
@@ -111,6 +113,7 @@ class Front:
         self._layouts = Layouts(description.inputs, description.outputs)
         self._memory = memory
         self._heap = heap
+        self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=options.max_batch_bytes)
         self.links: list[Link] = []
         self._refusing: AsynctrtError | None = None
         self._closed: EngineClosedError | None = None
@@ -212,6 +215,11 @@ class Front:
         """Take no new request; answer those that were taken."""
         self._refusing = why
 
+    def accept(self, why: AsynctrtError) -> None:
+        """Take requests again, if they are refused for this reason."""
+        if self._refusing is why:
+            self._refusing = None
+
     def fail_queued(self, why: EngineClosedError) -> None:
         """Take no new request, and fail those that were not launched. What was launched goes on."""
         self._refusing = self._closed = why
@@ -221,7 +229,7 @@ class Front:
         self._held.clear()
         for link in self.links:
             for group in list(link.groups.values()):
-                if not self._memory.words[group.block // 8 + LAUNCHED]:
+                if not self._memory.words[group.launched]:
                     self._fail_all(group.waiting(), why)
                     group.left = 0
                     link.cancel(group)
@@ -278,24 +286,31 @@ class Front:
         self._flushes = False
         pending, self._pending = self._pending, []
         kinds: dict[tuple[BatchKey, int, int], list[Request]] = {}
+        last: tuple[BatchKey | None, int, int] = None, 0, 0
         for request in pending:
-            if request.state is QUEUED:
-                timeout_ns = request.deadline_ns - request.arrival_ns
-                if request.deadline_ns == NO_DEADLINE_NS:
-                    timeout_ns = -1
-                kinds.setdefault((request.key, request.priority, timeout_ns), []).append(request)
+            if request.state is not QUEUED:
+                continue
+            deadline_ns = request.deadline_ns
+            timeout_ns = -1 if deadline_ns == NO_DEADLINE_NS else deadline_ns - request.arrival_ns
+            # Most are of the kind of the one before: to look that up takes longer than to see it.
+            if request.key is not last[0] or request.priority != last[1] or timeout_ns != last[2]:
+                kind = last = request.key, request.priority, timeout_ns
+                requests = kinds.setdefault(kind, [])
+            requests.append(request)
         alone = self._options.deterministic
         for (key, _, _), requests in kinds.items():
             layout = self._layouts.of_sizes(tuple([size for _, size in key.shape]))  # type: ignore[attr-defined]
             parts = self._pace.parts(sum([request.rows for request in requests]))
-            for part in formed(requests, self._rows_max, alone=alone, parts=parts):
+            rows_max = self._slabs.capacity(layout) if layout.is_large else self._rows_max
+            pieces = 1 if layout.is_large and self._description.is_unified else PIECES
+            for part in formed(requests, rows_max, alone=alone, parts=parts, pieces=pieces):
                 self._begin(Group(part, layout))
         self.send_held()
 
     def _begin(self, group: Group) -> None:
         """Put a group's rows into shared memory, here or in a thread, and then send it."""
         try:
-            group.allocate(self._heap, self._memory)
+            group.allocate(self._heap, self._memory, self._slabs)
         except MemoryError as error:
             self._fail_all(group.requests, QueueFullError(f"{error}. Retry later, or send less"))
             self.tell_if_idle()
@@ -325,10 +340,11 @@ class Front:
         for request, error in refused:
             self._fail_all([request], error)
             self.tell_if_idle()
+        group.left = 0
         for request in group.requests:
             if request.state is QUEUED:
-                request.payload = group  # Its arrays are the caller's again.
-        group.left = len(group.waiting())
+                request.payload = group
+                group.left += 1
         why = self.lost or self._closed
         if why is not None:
             self._fail_groups([group], why)
@@ -405,7 +421,7 @@ class Front:
             assert group.large is not None
             views = Placed.read(self._memory, group.large[0], self._description.outputs)
         else:
-            views = group.layout.outputs(self._memory, group.block, group.rows)
+            views = group.outputs(self._memory)
         size = sum([view.nbytes for view in views.values()])
         if size > COPY_ON_LOOP_NBYTES_MAX and (copier := self._executor()) is not None:
             self._copying.add(group)
@@ -419,16 +435,8 @@ class Front:
         requests = group.requests
         if len(requests) == 1:
             return [copied(views)]
-        found, start = [], 0
-        shared = copied(views) if nbytes <= SHARED_NBYTES_MAX else None
-        for request in requests:
-            stop = start + request.rows
-            if shared is not None:
-                found.append({name: array[start:stop] for name, array in shared.items()})
-            else:
-                found.append({name: view[start:stop].copy() for name, view in views.items()})
-            start = stop
-        return found
+        spans = None if len(requests) == group.rows else spans_of(requests)
+        return copy_out(views, spans, group.rows, shared=nbytes <= SHARED_NBYTES_MAX)
 
     def _copied_off_loop(
         self,
@@ -451,18 +459,23 @@ class Front:
         now_ns = self._now_ns()
         counters = self.counters
         record = records[0]
-        answered = 0
-        for request, arrays in zip(group.requests, outputs, strict=True):
+        answered = rows = arrived_ns = 0
+        # For each request once, so what can be done once a group is done below. No callback runs meanwhile.
+        for number, request in enumerate(group.requests):
             if request.state is not QUEUED:
                 continue
-            self._over(request)
             request.state = DONE
-            future, request.future, request.payload = request.future, None, None
+            future = request.future
+            request.future = request.payload = None
             answered += 1
-            counters.queue_ns += record.launched_ns - request.arrival_ns
-            counters.total_ns += now_ns - request.arrival_ns
+            rows += request.rows
+            arrived_ns += request.arrival_ns
             if not future.done():
-                future.set_result(InferResult(arrays, records, request.arrival_ns))
+                future.set_result(InferResult(outputs[number], records, request.arrival_ns))
+        self.requests -= answered
+        self.rows -= rows
+        counters.queue_ns += answered * record.launched_ns - arrived_ns
+        counters.total_ns += answered * now_ns - arrived_ns
         counters.succeeded += answered
         counters.copy_in_ns += answered * record.copy_in_ns
         counters.compute_ns += answered * record.compute_ns
@@ -475,7 +488,8 @@ class Front:
             assert group.large is not None
             start = group.large[0]
         else:
-            start = group.block + group.layout.room_for_text(group.rows)[0]
+            room = group.layout.room_for_text(group.rows, group.start, group.capacity)
+            start = group.block + room[0]
         told = json.loads(self._memory.buffer[start : start + nbytes])
         kind = getattr(errors, told["kind"], None)
         if not (isinstance(kind, type) and issubclass(kind, AsynctrtError)):
@@ -498,6 +512,8 @@ class Front:
         may_halve = type(error) is ExecutionError and group.left > 1 and self._options.isolate_failures
         if may_halve and self._in_vain < IN_VAIN_MAX:
             self._in_vain += 1
+            if not self._restored(group):
+                return
             try:
                 parts = group.parts(self._heap, self._memory)
             except MemoryError:
@@ -526,13 +542,15 @@ class Front:
             if group.large is not None:
                 self._heap.free(*group.large)
                 group.large = None
-            word = group.block // 8 + LAUNCHED
+            word = group.launched
             was_launched, self._memory.words[word] = self._memory.words[word], 0
             if not group.left:
                 group.free(self._heap)
                 continue
             if was_launched and not self._options.idempotent:
                 self._fail_groups([group], self._not_again(how))
+                continue
+            if was_launched and not self._restored(group):
                 continue
             if was_launched:
                 group.deaths += 1
@@ -544,6 +562,16 @@ class Front:
         self._held.extendleft(reversed(again))
         self.tell_if_idle()
         return suspects
+
+    def _restored(self, group: Group) -> bool:
+        """Let the rows of a group be what they were; return False if nobody waits for them any more."""
+        for request, error in group.restore(self._memory):
+            self._fail_all([request], error)
+            group.left = len(group.waiting())
+        if not group.left:
+            group.free(self._heap)
+            self.tell_if_idle()
+        return bool(group.left)
 
     def room_for(self, group: Group, nbytes: int) -> int | None:
         """Return a block for an answer that does not fit into the group's own; ``None``: it was failed."""

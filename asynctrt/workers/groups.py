@@ -1,21 +1,25 @@
 """Requests that travel to a worker together, in one block of shared memory."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-import numpy as np
+from typing import Any, Final
 
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
-from asynctrt.tensors import Array, copy_rows
-from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layout
+from asynctrt.tensors import Array, copy_rows, gather
+from asynctrt.workers.layout import SYMBOLS, Layout
 from asynctrt.workers.memory import Heap, SharedMemory
+from asynctrt.workers.slabs import Slab, Slabs
+
+PIECES: Final = 4
+"""Groups that are not a batch by themselves have at most this part of one."""
 
 
 class Group:
     """Requests of one tick that may share a batch, one after the other in the arrays of one block.
+
+    Large rows share a block, a slab, with those of other groups.
 
     The worker's engine has it as a single request: what a request costs there is paid once for all of them.
     The inputs stay in the block until it is answered, so that another worker can be given it.
@@ -23,8 +27,10 @@ class Group:
 
     __slots__ = (
         "block",
+        "capacity",
         "deadline_ns",
         "deaths",
+        "generation",
         "key",
         "large",
         "layout",
@@ -34,6 +40,9 @@ class Group:
         "priority",
         "requests",
         "rows",
+        "slab",
+        "sources",
+        "start",
     )
 
     def __init__(self, requests: list[Request], layout: Layout) -> None:
@@ -46,6 +55,16 @@ class Group:
         self.layout = layout
         self.nbytes = layout.nbytes(self.rows)
         self.block = -1
+        self.slab: Slab | None = None
+        """The slab that its block is, if it shares it."""
+        self.start = 0
+        """Its first row in the block."""
+        self.capacity: int | None = None
+        """The rows of the block, if it shares it."""
+        self.generation = 0
+        """Of the pages of its block, as :meth:`Heap.generation` says."""
+        self.sources: Sequence[Any] | None = None
+        """What large rows were copied from: models may write to their inputs, and have these in place."""
         self.large: tuple[int, int] | None = None
         """Offset and bytes of the block for an answer that does not fit into its own."""
         self.left = len(requests)
@@ -57,25 +76,48 @@ class Group:
     def __repr__(self) -> str:
         return f"<Group {self.number} requests={len(self.requests)} rows={self.rows} deaths={self.deaths}>"
 
-    def allocate(self, heap: Heap, memory: SharedMemory) -> None:
-        """Get a block.
+    def allocate(self, heap: Heap, memory: SharedMemory, slabs: Slabs | None = None) -> None:
+        """Get a block, or rows of one.
 
+        :param slabs: where large rows get them.
         :raises MemoryError: if there is no room.
         """
+        if slabs is not None and self.layout.is_large:
+            self.slab, self.start = slabs.take(self.layout, self.rows)
+            self.block, self.capacity = self.slab.block, self.slab.capacity
+            self.generation = self.slab.generation
+            return
         self.block = heap.allocate(self.nbytes)
+        self.generation = heap.generation(self.block)
         word = self.block // 8
-        memory.words[word + LAUNCHED] = 0
+        memory.words[word + self.layout.launched()] = 0
         for at, size in enumerate(self.layout.symbols, start=word + SYMBOLS):
             memory.words[at] = size
 
     def free(self, heap: Heap) -> None:
         """Give its blocks back. Idempotent."""
-        if self.block >= 0:
+        if self.slab is not None:
+            self.slab.give_back()
+        elif self.block >= 0:
             heap.free(self.block, self.nbytes)
-            self.block = -1
+        self.slab, self.block, self.start, self.capacity = None, -1, 0, None
+        self.sources = None
         if self.large is not None:
             heap.free(*self.large)
             self.large = None
+
+    @property
+    def launched(self) -> int:
+        """Which word of the shared memory says whether it was launched."""
+        return self.block // 8 + self.layout.launched(self.start)
+
+    def inputs(self, memory: SharedMemory) -> dict[str, Array]:
+        """Return its inputs by name."""
+        return self.layout.inputs(memory, self.block, self.rows, self.start, self.capacity)
+
+    def outputs(self, memory: SharedMemory) -> dict[str, Array]:
+        """Return its outputs by name."""
+        return self.layout.outputs(memory, self.block, self.rows, self.start, self.capacity)
 
     def write(self, memory: SharedMemory, payloads: Sequence[Any]) -> list[tuple[Request, InputError]]:
         """Copy rows into the block.
@@ -83,14 +125,17 @@ class Group:
         :param payloads: the arrays of each request. A cancelled request has its own no more.
         :returns: the requests whose rows could not be copied, with what to tell their callers.
         """
-        views = list(self.layout.inputs(memory, self.block, self.rows).values())
+        if self.layout.is_large:
+            self.sources = payloads
+        views = list(self.inputs(memory).values())
         try:
             if len(payloads) == 1:
                 for view, array in zip(views, payloads[0], strict=True):
                     copy_rows(array, view)
             else:
+                counts = [request.rows for request in self.requests]
                 for number, view in enumerate(views):
-                    np.concatenate([payload[number] for payload in payloads], out=view)
+                    gather([payload[number] for payload in payloads], view, counts)
         except Exception:
             return self._write_one_by_one(views, payloads)
         return []
@@ -115,6 +160,22 @@ class Group:
                 view[span] = view[good]
         return refused
 
+    def restore(self, memory: SharedMemory) -> list[tuple[Request, InputError]]:
+        """Copy large rows once more, since a model that had them in place may have written there.
+
+        :returns: as :meth:`write`; requests that nobody waits for may be among them.
+        """
+        if self.sources is None:
+            return []
+        # Who was answered or cancelled may do with the arrays as they like.
+        payloads = [
+            source if request.state is QUEUED else ()
+            for request, source in zip(self.requests, self.sources, strict=True)
+        ]
+        refused = self.write(memory, payloads)
+        self.left = len(self.waiting())
+        return refused
+
     def waiting(self) -> list[Request]:
         """Return the requests whose callers still wait."""
         return [request for request in self.requests if request.state is QUEUED]
@@ -137,10 +198,14 @@ class Group:
                 part.free(heap)
             raise
         starts = dict(zip(map(id, self.requests), starts_of(self.requests), strict=True))
-        whole = self.layout.inputs(memory, self.block, self.rows)
+        whole = self.inputs(memory)
+        sources = self.sources
         for part in made:
             part.deaths = self.deaths
-            views = part.layout.inputs(memory, part.block, part.rows)
+            views = part.inputs(memory)
+            if sources is not None:
+                known = dict(zip(map(id, self.requests), sources, strict=True))
+                part.sources = [known[id(request)] for request in part.requests]
             at = 0
             for request in part.requests:
                 request.payload = part
@@ -161,7 +226,9 @@ def starts_of(requests: Iterable[Request]) -> list[int]:
     return starts
 
 
-def formed(requests: Sequence[Request], rows_max: int, *, alone: bool, parts: int = 1) -> list[list[Request]]:
+def formed(
+    requests: Sequence[Request], rows_max: int, *, alone: bool, parts: int = 1, pieces: int = PIECES
+) -> list[list[Request]]:
     """Cut requests of one kind into groups.
 
     As long as there are enough for a whole batch, each has the rows of one. What is left over is cut finer,
@@ -171,6 +238,7 @@ def formed(requests: Sequence[Request], rows_max: int, *, alone: bool, parts: in
     :param alone: whether each request is a group of its own.
     :param parts: how many groups there are at least, if the requests can be divided so: batches that compute
         side by side.
+    :param pieces: groups that are not a batch by themselves have at most this part of one.
     """
     if alone or len(requests) == 1:
         return [[request] for request in requests]
@@ -179,21 +247,17 @@ def formed(requests: Sequence[Request], rows_max: int, *, alone: bool, parts: in
     groups: list[list[Request]] = []
     group: list[Request] = []
     rows = 0
-    limit = min(rows_max if left >= rows_max else max(rows_max // PIECES, 1), share)
+    limit = min(rows_max if left >= rows_max else max(rows_max // pieces, 1), share)
     for request in requests:
         if group and rows + request.rows > limit:
             groups.append(group)
             left -= rows
             group, rows = [], 0
-            limit = min(rows_max if left >= rows_max else max(rows_max // PIECES, 1), share)
+            limit = min(rows_max if left >= rows_max else max(rows_max // pieces, 1), share)
         group.append(request)
         rows += request.rows
     groups.append(group)
     return groups
-
-
-PIECES = 4
-"""Groups that are not a batch by themselves have at most this part of one."""
 
 
 def copied(views: dict[str, Any]) -> dict[str, Array]:

@@ -1,4 +1,8 @@
-"""Where the arrays of a request lie in its block of shared memory: front and worker work it out alike."""
+"""Where the arrays of a group lie in its block of shared memory: front and worker work it out alike.
+
+A block has one group in it, but for large rows: then groups of one shape lie in it one after the other, and a
+group has so many of its rows, from its ``start`` on.
+"""
 
 import json
 import struct
@@ -8,12 +12,18 @@ from typing import Final
 import numpy as np
 
 from asynctrt.tensors import Array, Dims, TensorSpec
-from asynctrt.workers.memory import SharedMemory, align
+from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
 LAUNCHED: Final = 0
 """Word at the beginning of a block: set by the worker when the batch with these rows is launched."""
 SYMBOLS: Final = 1
 """Words from here on: the sizes of the dimensions that vary, in the order of :func:`symbols_of`."""
+
+LARGE_ROW_NBYTES_MIN: Final = 64 << 10
+"""From this size on a row takes longer to copy than to be found where it lies."""
+
+LARGE_ALIGNMENT: Final = 256
+"""Of the arrays of large rows, to which models may be bound: what devices demand."""
 
 LENGTH: Final = struct.Struct("<Q")
 
@@ -34,7 +44,6 @@ class Layout:
         self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], symbols: Mapping[str, int]
     ) -> None:
         self.symbols = tuple(symbols[name] for name in symbols_of(inputs))
-        self._first = align(8 * (SYMBOLS + len(self.symbols)))
         self._inputs = [(spec.name, spec.dtype, _dims(spec, symbols)) for spec in inputs]
         known = [(spec.name, spec.dtype, spec.resolve(symbols)) for spec in outputs]
         self._outputs = [(name, dtype, dims) for name, dtype, dims in known if dims is not None]
@@ -47,42 +56,73 @@ class Layout:
             dtype.itemsize * int(np.prod(dims, dtype=np.int64))
             for _, dtype, dims in self._inputs + self._outputs
         ]
+        self.row_nbytes = sum(self._row_nbytes)
+        """Bytes of one row over all inputs and outputs."""
+        self.is_large = sum(self._row_nbytes[: len(self._inputs)]) >= LARGE_ROW_NBYTES_MIN
+        """Whether groups share blocks, from which batches may be run as they lie there."""
         # By number of rows: where each array begins, and where the block ends.
         self._offsets: dict[int, tuple[tuple[int, ...], int]] = {}
 
-    def nbytes(self, rows: int) -> int:
+    def nbytes(self, capacity: int) -> int:
         """Return the bytes of a block of so many rows."""
-        return self._at(rows)[1]
+        return self._at(capacity)[1]
 
-    def room_for_text(self, rows: int) -> tuple[int, int]:
-        """Return where the outputs lie in the block, as (offset, bytes), for an error instead of them."""
+    def launched(self, start: int = 0) -> int:
+        """Return which word of the block says whether the group that starts at this row was launched."""
+        return LAUNCHED if not start else len(self.symbols) + start
+
+    def room_for_text(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, int]:
+        """Return where outputs lie in the block, as (offset, bytes), for an error instead of them.
+
+        :param capacity: the rows of the whole block, if that is not the group's alone.
+        """
+        count = len(self._inputs)
+        if capacity is not None:
+            nbytes = self._row_nbytes[count] if self._outputs else 0
+            return self.offsets(rows, start, capacity)[count] if nbytes else 0, rows * nbytes
         offsets, end = self._at(rows)
-        start = offsets[len(self._inputs)] if self._outputs else end
-        return start, end - start
+        first = offsets[count] if self._outputs else end
+        return first, end - first
 
-    def inputs(self, memory: SharedMemory, block: int, rows: int) -> dict[str, Array]:
+    def inputs(
+        self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
+    ) -> dict[str, Array]:
         """Return the inputs that lie in a block, by name, each ``(rows, *dims)``."""
-        offsets = self._at(rows)[0]
+        offsets = self.offsets(rows, start, capacity)
         return {
             name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
             for (name, dtype, dims), offset in zip(self._inputs, offsets, strict=False)
         }
 
-    def outputs(self, memory: SharedMemory, block: int, rows: int) -> dict[str, Array]:
+    def outputs(
+        self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
+    ) -> dict[str, Array]:
         """Return the outputs, likewise."""
-        offsets = self._at(rows)[0][len(self._inputs) :]
+        offsets = self.offsets(rows, start, capacity)[len(self._inputs) :]
         return {
             name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
             for (name, dtype, dims), offset in zip(self._outputs, offsets, strict=True)
         }
 
+    def offsets(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, ...]:
+        """Return where in the block the rows of a group begin: those of each input, then of each output."""
+        if capacity is None:
+            return self._at(rows)[0]
+        offsets = self._at(capacity)[0]
+        return tuple(
+            [offset + start * nbytes for offset, nbytes in zip(offsets, self._row_nbytes, strict=True)]
+        )
+
     def _at(self, rows: int) -> tuple[tuple[int, ...], int]:
         known = self._offsets.get(rows)
         if known is None:
-            offsets, end = [], self._first
+            # Models are bound to large rows as they lie here, and each group has a word of its own.
+            to = LARGE_ALIGNMENT if self.is_large else ALIGNMENT
+            words = SYMBOLS + len(self.symbols) + (rows - 1 if self.is_large else 0)
+            offsets, end = [], align(8 * words, to)
             for nbytes in self._row_nbytes:
                 offsets.append(end)
-                end = align(end + rows * nbytes)
+                end = align(end + rows * nbytes, to)
             known = self._offsets[rows] = tuple(offsets), end
         return known
 

@@ -18,8 +18,9 @@ from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
 from asynctrt.workers.groups import Group
 from asynctrt.workers.memory import SharedMemory
-from asynctrt.workers.messages import Attach, Close, Counts, Description, Failed, Kind, Lost, Ready
+from asynctrt.workers.messages import Attach, Attached, Close, Counts, Description, Failed, Kind, Lost, Ready
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
+from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import Spawner, Worker
 
 GROUPS_MAX: Final = 8192
@@ -93,6 +94,9 @@ class Candidate:
         """Whether no other front has it, for the suspects of this one."""
         self.description: Description | None = None
         self.counts: Statistics | None = None
+        self.ready_ns: int | None = None
+        self.is_refused = False
+        """Whether it has opened the engine in vain, because it and its front cannot share memory."""
         self.error: Exception | None = None
         """Why it could not open the engine, or lost its device."""
 
@@ -122,10 +126,11 @@ class Link:
         self._spawner = spawner
         self.owner: Owner | None = None
         self.state = "starting"
-        """``starting``, ``open``, ``restarting``, ``lost``, ``closed``."""
+        """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
         self.lost: DeviceLostError | None = None
         self._worker: Candidate | None = None
         self._spare: Candidate | None = None
+        self._spares = Spares(loop, device, self._have_spare)
         self._tasks: set[asyncio.Task[None]] = set()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
@@ -171,6 +176,16 @@ class Link:
         return self._rows * self.pace, self.pace
 
     @property
+    def spare(self) -> str:
+        """Its spare: ``""``: it has none of its own; ``starting``, ``ready``, ``failed``."""
+        if not self._options.warm_spare or self._spawner.is_shared:
+            return ""
+        if self._spares.is_given_up:
+            return "failed"
+        spare = self._spare
+        return "starting" if spare is None or spare.description is None else "ready"
+
+    @property
     def pid(self) -> int | None:
         """The process id of its worker."""
         worker = self._worker
@@ -184,9 +199,8 @@ class Link:
         self.groups[group.number] = group
         self._rows += group.rows
         deadline_ns = group.deadline_ns
-        self._sender.put(
-            Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, group.block, group.rows, 0, 0, 0
-        )
+        where = group.block, group.rows, group.start, group.capacity or 0, group.generation
+        self._sender.put(Kind.SUBMIT, 0, group.priority, group.number, deadline_ns, *where)
         self._unpublished = True
 
     def cancel(self, group: Group) -> None:
@@ -223,6 +237,7 @@ class Link:
     async def aclose(self, timeout_s: float) -> None:
         """Close the worker's engine and end its process, by force if that takes longer than ``timeout_s``."""
         was_closed, self.state = self.state == "closed", "closed"
+        self._spares.cancel()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -246,6 +261,25 @@ class Link:
             if not process.how_it_ended:
                 logger.error("%r does not end, although it was killed", process)
         self._detach()
+
+    async def suspend(self, timeout_s: float) -> None:
+        """End the worker and its spare, as :meth:`aclose` does, so that another can be started."""
+        await self.aclose(timeout_s)
+        if self._worker is not None:
+            self._keep_counts(self._worker)
+        self._worker = self._spare = None
+        # Nobody waits for what is left: who is suspended waits until everybody has an answer.
+        groups, self.groups, self._rows, self._tried = list(self.groups.values()), {}, 0, []
+        if self.owner is not None:
+            self.owner.hold([*groups, *self.take_suspects()])
+        self.state = "suspended"
+
+    def resume(self) -> None:
+        """Start a worker after :meth:`suspend`; ``first`` is done when it is ready or has failed."""
+        self.state = "restarting"
+        self.first = self._loop.create_future()
+        self._failed_starts = self._vain_deaths = 0
+        self.start()
 
     async def _all_ended(self, processes: list[Worker], timeout_s: float) -> None:
         end_s = self._loop.time() + timeout_s
@@ -297,8 +331,13 @@ class Link:
         if isinstance(message, Ready):
             candidate.description = message.description
             candidate.counts = message.statistics
+            candidate.ready_ns = clock.now_ns()
             if candidate is self._worker and self.state != "closed":
                 self._attach(candidate)
+            elif self.state == "lost":
+                self._give_up(candidate)
+        elif isinstance(message, Attached):
+            self._told_of_memory(candidate, message.error)
         elif isinstance(message, Failed):
             candidate.error = message.error
         elif isinstance(message, Lost):
@@ -318,8 +357,7 @@ class Link:
             self._eventfds.append(os.eventfd(0, flags))
             rings = SharedMemory.create(2 * nbytes)
         except (OSError, AsynctrtError) as error:
-            candidate.error = DeviceUnavailableError(f"no rings could be made for it: {error}")
-            self._give_up(candidate)
+            self._refuse(candidate, f"no rings could be made for it: {error}")
             return
         theirs, own = self._eventfds
         self._sender = Sender(rings, 0, CAPACITY, theirs)
@@ -329,18 +367,38 @@ class Link:
         candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
         rings.close()
         self._receiver.sleep()
-        self._failed_starts = 0
         self._looked_ns, self._beat, self._silent_ns = clock.now_ns(), 0, 0
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
         self.state = "open"
-        if not self.first.done():
-            self.first.set_result(candidate.description)
-        if self._options.warm_spare and self._spare is None and not self._spawner.is_shared:
-            self._spare = self._new_candidate()
+        self._spares.cancel()
+        self._spares = Spares(self._loop, self.device, self._have_spare)
+        self._have_spare()
         self._next_part()
         if self.owner is not None:
             self.owner.send_held()
+
+    def _told_of_memory(self, candidate: Candidate, error: str) -> None:
+        """Go on with a worker that has the front's memory, or without it."""
+        assert candidate.description is not None
+        if error:
+            self._refuse(candidate, f"the worker {error}")
+            return
+        self._failed_starts = 0
+        if not self.first.done():
+            self.first.set_result(candidate.description)
+
+    def _refuse(self, candidate: Candidate, why: str) -> None:
+        """End a worker that can have nothing from this front."""
+        candidate.is_refused = True
+        candidate.error = DeviceUnavailableError(why)
+        self._give_up(candidate)
+
+    def _have_spare(self) -> None:
+        """Start a spare, unless there is one, or they are somebody else's business."""
+        wanted = self._options.warm_spare and not self._spawner.is_shared
+        if wanted and self._spare is None and self.state == "open":
+            self._spare = self._new_candidate()
 
     def _detach(self) -> None:
         """Let go of the rings."""
@@ -364,14 +422,14 @@ class Link:
         how += _because(candidate)
         if candidate is self._spare:
             self._spare = None
-            if self.state == "open":
-                logger.warning("the spare worker on %s %s", self.device, how)
+            if self.state in ("open", "restarting"):
+                self._spares.died(candidate.ready_ns, how)
         elif candidate is self._worker and self.state != "closed":
             self._worker_died(candidate, how)
 
     def _worker_died(self, candidate: Candidate, how: str) -> None:
         """Take back what it had, and put another one in its place, if there is hope."""
-        if candidate.description is None:
+        if candidate.description is None or candidate.is_refused:
             self._failed_starts += 1
         else:
             self.deaths += 1
@@ -456,6 +514,7 @@ class Link:
         )
         logger.error("%s", self.lost)
         self.state = "lost"
+        self._spares.cancel()
         if self._spare is not None and self._spare.process is not None:
             self._spare.process.kill()
         if self.owner is not None:

@@ -91,6 +91,9 @@ class Heap:
         # Large free blocks that have pages, with their sizes, those that have been free for longest first.
         self._kept: dict[int, int] = {}
         self._kept_nbytes = 0
+        # By offset: how many blocks had given pages back when that one last did; and when any last could.
+        self._returned: dict[int, int] = {}
+        self._returns = self._returns_before = 0
         self._end = 0
         self.blocks = 0
         """Blocks that are given out."""
@@ -119,6 +122,9 @@ class Heap:
             self._free.clear()
             while self._kept:
                 self._return_oldest()
+            # Blocks that begin elsewhere have these pages next.
+            self._returned.clear()
+            self._returns_before = self._returns
             self._end = 0
         start = align(self._end, PAGE) if size >= PAGE else self._end
         if start + size > self._memory.nbytes:
@@ -138,10 +144,19 @@ class Heap:
             while self._kept_nbytes > KEPT_NBYTES:
                 self._return_oldest()
 
+    def generation(self, offset: int) -> int:
+        """Return a number that changes when a block gets other pages, because its own were given back.
+
+        Whoever had the old pages pinned must have the new ones pinned.
+        """
+        return self._returned.get(offset, self._returns_before)
+
     def _return_oldest(self) -> None:
         offset = next(iter(self._kept))
         size = self._kept.pop(offset)
         self._kept_nbytes -= size
+        self._returns += 1
+        self._returned[offset] = self._returns
         self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
 
 

@@ -69,6 +69,8 @@ class Description:
     contexts: int
     parallel_batches: int
     """Batches that may compute side by side."""
+    is_unified: bool = True
+    """Whether its device works in the host's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,16 @@ class Attach:
     """By which it is detached; 0 for a front that has the worker to itself."""
     capacity: int
     """Entries of each of the two rings: first the worker's, then the front's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """From a worker: whether it has the memory of a front."""
+
+    number: int
+    """That of its :class:`Attach`."""
+    error: str
+    """Why not; empty if it has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ from collections import deque
 from functools import partial
 from typing import Any, Final
 
+from asynctrt import clock
 from asynctrt.errors import describe
 from asynctrt.workers.messages import (
     ATTACH_FDS,
     Attach,
+    Attached,
     Close,
     Counts,
     Detach,
@@ -31,6 +33,7 @@ from asynctrt.workers.messages import (
     send,
 )
 from asynctrt.workers.process import WorkerProcess
+from asynctrt.workers.spares import Spares
 
 CLOSED: Final = "was closed"
 logger = logging.getLogger("asynctrt")
@@ -110,6 +113,9 @@ class Pooled:
         self.why = ""
         """Why it is about to end, if somebody said so."""
         self.is_closing = False
+        self.ready_ns: int | None = None
+        self.spares: Spares | None = None
+        """Those that have died; ``None`` as long as none has."""
 
 
 class WorkerPool:
@@ -209,7 +215,11 @@ class WorkerPool:
     def _have_spare(self, worker: Pooled) -> None:
         """Start a spare for a worker that is ready and used, unless there is one, or none is asked for."""
         wanted = worker.want.options.warm_spare and worker.uses and not worker.is_alone
-        if wanted and worker.key not in self._spares:
+        if wanted and worker.spares is None and not self._is_closed:
+            self._start_spare(worker)
+
+    def _start_spare(self, worker: Pooled) -> None:
+        if worker.key not in self._spares:
             self._spares[worker.key] = self._start(worker.key, worker.want, is_alone=False)
 
     def _start(self, key: bytes, want: Want, *, is_alone: bool) -> Pooled:
@@ -238,11 +248,15 @@ class WorkerPool:
     def _heard(self, worker: Pooled, message: Any) -> None:
         assert worker.process is not None
         if isinstance(message, Ready):
-            worker.ready = message
+            worker.ready, worker.ready_ns = message, clock.now_ns()
             self._opened.add(worker.key)
             for use in worker.uses.values():
                 _tell_ready(use, message)
             self._have_spare(worker)
+        elif isinstance(message, Attached):
+            asked = worker.uses.get(message.number)
+            if asked is not None:
+                asked.tell(message)
         elif isinstance(message, Counts):
             # One front tells of batches, so that the sum over all fronts is right.
             for use in list(worker.uses.values())[:1]:
@@ -269,6 +283,8 @@ class WorkerPool:
     def _close(self, worker: Pooled) -> None:
         """Close a worker that nobody has."""
         worker.is_closing = True
+        if worker.spares is not None:
+            worker.spares.cancel()
         if self._shared.get(worker.key) is worker:
             del self._shared[worker.key]
             spare = self._spares.pop(worker.key, None)
@@ -283,16 +299,20 @@ class WorkerPool:
 
     def _died(self, worker: Pooled, how: str) -> None:
         self._all.discard(worker)
+        if worker.spares is not None:
+            worker.spares.cancel()
+        is_spare = self._spares.get(worker.key) is worker
+        if is_spare:
+            del self._spares[worker.key]
         if worker.key in self._opened and not (worker.is_closing or self._is_closed):
-            is_spare = self._spares.get(worker.key) is worker
-            level = logging.WARNING if is_spare else logging.ERROR
             how += f": {worker.why}" * bool(worker.why)
-            logger.log(level, "the %sworker on %s %s", "spare " * is_spare, worker.want.device, how)
+            if is_spare:
+                self._spare_died(worker, how)
+            else:
+                logger.error("the worker on %s %s", worker.want.device, how)
         if self._shared.get(worker.key) is worker:
             # The next front that wants one gets the spare, if there is one.
             del self._shared[worker.key]
-        if self._spares.get(worker.key) is worker:
-            del self._spares[worker.key]
         for use in worker.uses.values():
             del use.member.uses[use.ticket]
             use.member.tell(Gone(use.ticket, how))
@@ -301,6 +321,15 @@ class WorkerPool:
             if not change.done():
                 change.set_result(None)
         self._changed.clear()
+
+    def _spare_died(self, spare: Pooled, how: str) -> None:
+        """Start another one, after a pause, if there is hope."""
+        worker = self._shared.get(spare.key)
+        if worker is None:
+            return  # It has died as well, and the next one has a spare again.
+        if worker.spares is None:
+            worker.spares = Spares(self._loop, worker.want.device, partial(self._start_spare, worker))
+        worker.spares.died(spare.ready_ns, how)
 
 
 def _tell_ready(use: Use, ready: Ready) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.errors import DeviceUnavailableError
 from asynctrt.loading import gpu_memory_limit
@@ -127,15 +127,25 @@ class WorkerProcess:
         self._died(self.how_it_ended)
 
 
+UNHEARD: Final = (signal.SIGINT, signal.SIGTERM)
+"""Signals that go to every process of a terminal or a service: what a front does then, its workers follow."""
+
+
 def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
     number = its.fileno()
     command = [sys.executable, "-m", "asynctrt.workers.child", str(number), __version__]
     # A child without these would take the next descriptors that it opens for them.
     stdout = None if sys.__stdout__ is not None else subprocess.DEVNULL
     stderr = None if sys.__stderr__ is not None else subprocess.DEVNULL
-    return subprocess.Popen(  # noqa: S603  (itself)
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, pass_fds=[number]
-    )
+    # A child begins with the mask of the thread that makes it. It ignores these signals once it runs, and
+    # would end by them before, with the traceback of an import.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+    try:
+        return subprocess.Popen(  # noqa: S603  (itself)
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, pass_fds=[number]
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:

@@ -228,7 +228,7 @@ def test_no_telemetry_is_written_into_the_home_directory(tmp_path):
 
 
 def test_a_model_without_threads(tmp_path):
-    with pytest.raises(OptionsError, match="intra_op_threads must be a whole number ≥ 1, not 0"):
+    with pytest.raises(OptionsError, match="intra_op_threads must be a whole number from 1 to 1024, not 0"):
         OnnxModel(double_onnx(tmp_path / "m.onnx"), intra_op_threads=0)
 
 

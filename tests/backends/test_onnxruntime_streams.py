@@ -167,6 +167,9 @@ async def test_sizes_that_are_kept_apart_have_sessions_of_their_own(tmp_path):
 def test_batch_sizes_that_are_none(tmp_path):
     with pytest.raises(OptionsError, match="batch_sizes must be a whole number ≥ 1"):
         HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=(0, 4))
+    for no_sizes in (8, "", "8", b""):
+        with pytest.raises(OptionsError, match="batch_sizes must be several whole numbers"):
+            HostSessions(double_onnx(tmp_path / "double.onnx"), batch_sizes=no_sizes)
 
 
 def test_a_closed_model_loads_no_session(model):

@@ -13,7 +13,8 @@ import uvloop
 import asynctrt
 from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
-from asynctrt.runtime import driver, staging
+from asynctrt.runtime import driver
+from asynctrt.runtime.spans import copy_out
 from asynctrt.tensors import TensorSpec
 from tests.benchmarks.common import arguments, save, show
 
@@ -43,10 +44,8 @@ def gathering():
         figures[floats * 4] = {
             "gathered late": us(late),
             "on arrival": us(on_arrival),
-            "out as a block": us(lambda outputs=outputs: staging.copy_out(outputs, None, BATCH, shared=True)),
-            "out one by one": us(
-                lambda outputs=outputs: staging.copy_out(outputs, None, BATCH, shared=False)
-            ),
+            "out as a block": us(lambda outputs=outputs: copy_out(outputs, None, BATCH, shared=True)),
+            "out one by one": us(lambda outputs=outputs: copy_out(outputs, None, BATCH, shared=False)),
         }
     return figures
 

@@ -218,6 +218,28 @@ def gpu_kills():
         )
 
 
+def front_kills():
+    """Yield what became of requests to a server whose fronts and workers were killed."""
+    yield (
+        "",
+        "requests",
+        "fronts and workers killed",
+        "lost, wrong, answered twice",
+        "asked again",
+        "until 256 more were answered, ms",
+    )
+    for case, found in figures("front_faults").items():
+        kills, pauses = found["kills"], found["pauses_ms"]
+        yield (
+            {"fronts": "fronts", "all": "fronts and workers, with a spare"}[case],
+            f"{found['answered']:,}",
+            f"{kills.get('front', 0)}, {kills.get('worker', 0)}",
+            f"{found['lost']}, {found['wrong']}, {found['twice']}",
+            f"{found['asked_again']:,}",
+            f"{statistics.median(pauses):.0f} (at most {max(pauses):.0f})",
+        )
+
+
 def gpu_faults():
     """Yield how long callers wait after faults on a GPU."""
     yield "", "others are answered again after, ms", "it is answered or refused after, ms", "workers that end"
@@ -463,16 +485,18 @@ def six():
 
 
 def extras():
-    """Yield what each extra takes on disk."""
-    yield "extra", "for", "MB installed, with the core"
+    """Yield what each extra takes on disk, and how long it takes to install."""
+    yield "extra", "for", "MB installed, with the core", "seconds"
     found = figures("extras")
     for name, said in EXTRAS.items():
-        yield (f"`{name}`" if name != "core" else "none", said, str(found[name]["installed_mb"]))
+        shown = f"`{name}`" if name != "core" else "none"
+        yield shown, said, f"{found[name]['installed_mb']:,}", str(found[name]["seconds"])
 
 
 EXTRAS = {
     "core": "`@asynctrt.batch`, Python functions as models, CUDA",
     "cpu": "ONNX models on the CPU",
+    "gpu": "ONNX models on a GPU, in place of `cpu`; with CUDA's libraries",
     "cli": "the command `asynctrt`",
     "inspect": "`asynctrt inspect` of ONNX models",
     "demo": "`asynctrt demo`",
@@ -521,9 +545,9 @@ def typed_errors():
 def other_words():
     """Yield what other programs call our options and flags."""
     yield "theirs", "ours"
-    both = {**SYNONYMS, **COMMAND_SYNONYMS}
-    for theirs, ours in sorted(both.items()):
-        yield f"`{theirs}`", f"`{ours}`"
+    for theirs in sorted(SYNONYMS | COMMAND_SYNONYMS):
+        ours = [words[theirs] for words in (COMMAND_SYNONYMS, SYNONYMS) if theirs in words]
+        yield f"`{theirs}`", " or ".join(f"`{name}`" for name in ours)
 
 
 def gpu_poisson():
@@ -576,6 +600,7 @@ TABLES = {
     "ray": ray,
     "workers": workers,
     "kills": kills,
+    "front-kills": front_kills,
     "fronts": fronts,
     "lateness": lateness,
     "lengths": lengths,

@@ -15,6 +15,7 @@ from asynctrt.bench import OVERHEAD_DIM, closed_loop, echo_model
 from asynctrt.devices.host import HostDevice
 from asynctrt.runtime import staging
 from asynctrt.runtime.inflight import InFlight
+from asynctrt.runtime.spans import copy_out
 from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.scheduling.request import NO_DEADLINE_NS, QUEUED, Request
 from asynctrt.tensors import BatchRecord
@@ -60,7 +61,7 @@ async def steps(seconds):
         batch = schedule()
         source = pool.source(batch)
         flight = InFlight(batch, pool.contexts[batch.context], source)
-        outputs = staging.copy_out(source.slab.outputs, None, BATCH, shared=True)
+        outputs = copy_out(source.slab.outputs, None, BATCH, shared=True)
         gather_ns = ns(source.stage, 2000, BATCH)
         futures_ns = ns(futures, 500, BATCH)
         parts = {
@@ -74,7 +75,7 @@ async def steps(seconds):
                 partial(flight.context.enqueue, flight.source, flight.events), 5000, BATCH
             ),
             "copy its row out": ns(
-                lambda: staging.copy_out(source.slab.outputs, None, BATCH, shared=True), 2000, BATCH
+                lambda: copy_out(source.slab.outputs, None, BATCH, shared=True), 2000, BATCH
             ),
             "make the result, resolve the future": ns(deliver, 500, BATCH) - futures_ns,
         }

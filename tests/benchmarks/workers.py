@@ -3,6 +3,7 @@
 Four parts (``--only``): `cost`, the same callers in process and with a worker, in turn; `kills`, requests
 whose every answer is checked while workers are killed by SIGKILL, with and without a spare; `restarts`, what
 is left behind after many; `fronts`, a server with one and with several. CPU time is that of all processes.
+`--only cost --loads large --device cuda:0` is about large rows on a GPU.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ from tests.helpers import free_port
 NOOP = "tests.benchmarks.serving:noop"
 LOADS = (("no-op", 16), ("MLP", 512), ("large", 150_528))
 CALLERS = (1, 8, 64, 256)
-WARM_UP_S = 0.3
+WARM_UP_S = 1.5
+"""Until the memory of large rows was all used once: to get a new page takes longer than to copy one."""
 
 
 def large():
@@ -83,13 +85,21 @@ async def loaded(model, dim, callers, seconds, **options):
 def cost(options, mlp):
     """Measure each load with both, in turn, and show the ratios of the pairs."""
     models = {"no-op": NOOP, "MLP": mlp, "large": "tests.benchmarks.workers:large"}
+    if options.device != "host":
+        models["large"] = "tests.gpu.fallible:large"
     results = {}
     for name, dim in LOADS:
+        if options.loads and name not in options.loads.split(","):
+            continue
         for callers in CALLERS[: options.callers]:
             pair = in_turn(
                 {
                     kind: lambda name=name, dim=dim, callers=callers, kind=kind: uvloop.run(
-                        loaded(models[name], dim, callers, options.seconds, isolation=kind)
+                        loaded(
+                            *(models[name], dim, callers, options.seconds),
+                            isolation=kind,
+                            device=options.device,
+                        )
                     )
                     for kind in ("none", "process")
                 },
@@ -341,6 +351,8 @@ def main():
         restarts=1000,
         fronts=2,
         only="",
+        loads="",
+        device="host",
     )
     logging.getLogger("asynctrt").setLevel(logging.CRITICAL)  # Each death is an error there.
     with ExitStack() as stack:

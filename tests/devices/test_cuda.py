@@ -355,6 +355,7 @@ class TestStatuses:
             ("cuMemsetD8Async", lambda device: device.allocate(1)),
             ("cuStreamSynchronize", lambda device: device.allocate(1)),
             ("cuMemHostAlloc", lambda device: device.allocate_staging(1)),
+            ("cuMemHostRegister", lambda device: device.pin(4096, 1)),
             (
                 "cuMemAllocAsync",
                 lambda device: device.allocate_ordered(1, stream=device.create_stream().handle),

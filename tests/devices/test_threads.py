@@ -1,6 +1,7 @@
 """Threads that streams share, which come and go with them, and the hand-over of the GIL."""
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -402,3 +403,28 @@ def test_handing_back_what_was_not_lent_does_no_harm():
     for _ in range(3):
         shared.hand_back()
     assert shared.leave(WAIT_S)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_thread_in_the_middle_of_something_comes_back_before_the_interpreter_goes(hangs):
+    """From a C++ library it would be ended by force, with the process. What hangs is not waited for."""
+    program = f"""
+import os, threading, time
+from asynctrt.devices.host.threads import StreamThreads
+
+class Job:
+    def serve(self):
+        begun.set()
+        threading.Event().wait({WAIT_S * 10 if hangs else 0.1})
+        os.write(1, b"back")
+
+begun = threading.Event()
+threads = StreamThreads(1, "test", time.monotonic_ns)
+threads.join()
+threads.schedule(Job())
+assert begun.wait({WAIT_S})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WAIT_S
+    )
+    assert done.stdout == ("" if hangs else "back")

@@ -50,6 +50,9 @@ class Sink:
     def admit(self, request):
         assert request.headers is not None
 
+    def reserve(self, request, nbytes):
+        assert nbytes <= NBYTES_MAX
+
     def take(self, request):
         assert self.end is None, "nothing is read after the end"
         body = bytes(request.body)

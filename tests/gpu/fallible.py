@@ -29,15 +29,15 @@ __device__ unsigned long long now_ns() {
 }
 
 // One block for each row.
-extern "C" __global__ void behave(const float* in, float* out, unsigned int dim, unsigned long long work_ns,
-                                  unsigned int is_bad) {
+extern "C" __global__ void behave(const float* in, float* out, unsigned int dim, unsigned int kept,
+                                  unsigned long long work_ns, unsigned int is_bad) {
     unsigned long long begun_ns = now_ns();
     const float* row = in + (unsigned long long)blockIdx.x * dim;
     float what = row[0];
     if (what == -1.0f || is_bad) *(volatile float*)16 = what;
     if (what == -2.0f) work_ns = 60000000000ull;
-    for (unsigned int i = threadIdx.x; i < dim; i += blockDim.x)
-        out[(unsigned long long)blockIdx.x * dim + i] = 2.0f * row[i];
+    for (unsigned int i = threadIdx.x; i < kept; i += blockDim.x)
+        out[(unsigned long long)blockIdx.x * kept + i] = 2.0f * row[i];
     while (now_ns() - begun_ns < work_ns) { }
 }
 """
@@ -47,16 +47,17 @@ class FallibleModel(ModelBase):
     """``y = 2 * x``, but for rows that ask for something else.
 
     :param work_ns: how long a batch keeps its blocks busy.
+    :param kept: how many values of a row are doubled, from the first on; all by default.
     """
 
     platform = "test"
     rows_max = ROW_MAX
 
-    def __init__(self, dim, work_ns):
+    def __init__(self, dim, work_ns, kept=None):
         self.name = "fallible"
+        self.dim, self.work_ns, self.kept = dim, work_ns, kept or dim
         self.inputs = (TensorSpec("x", "float32", (dim,)),)
-        self.outputs = (TensorSpec("y", "float32", (dim,)),)
-        self.dim, self.work_ns = dim, work_ns
+        self.outputs = (TensorSpec("y", "float32", (self.kept,)),)
 
     def create_context(self, device):
         return FallibleContext(self, device)
@@ -101,6 +102,7 @@ class FallibleBinding:
                 ("p", source),
                 ("p", target),
                 ("I", context.model.dim),
+                ("I", context.model.kept),
                 ("Q", context.model.work_ns),
                 ("I", is_bad),
             )
@@ -128,3 +130,8 @@ def kind():
 def steady():
     """A model whose batches take 2 ms each, whatever their rows: 32,000 rows a second."""
     return FallibleModel(16, WORK_NS)
+
+
+def large():
+    """A model of rows of 588 KiB, of which it doubles 16 values."""
+    return FallibleModel(150_528, 0, kept=16)

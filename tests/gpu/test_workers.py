@@ -95,6 +95,23 @@ async def test_what_killed_workers_held_of_the_gpu_is_free_again():
         await until(lambda: used_nbytes() < before + FREED_NBYTES)
 
 
+async def test_large_rows_are_copied_to_the_gpu_from_where_they_lie():
+    """Many slabs, which are pinned and used again, and a worker that dies meanwhile."""
+    async with opened("tests.gpu.fallible:large", device="cuda:0", max_rows=16) as engine:
+        dim = engine.inputs[0].dims[0]
+        for turn in range(6):
+            arrays = [
+                np.full((1 + number % 3, dim), 100 * turn + number, np.float32) for number in range(1, 90)
+            ]
+            calls = [engine.submit(array) for array in arrays]
+            if turn == 3:
+                os.kill(engine.workers[0].pid, signal.SIGKILL)
+            answers = await asyncio.gather(*calls)
+            for array, answer in zip(arrays, answers, strict=True):
+                assert np.array_equal(answer["y"], 2 * array[:, :16])
+        assert engine.workers[0].deaths == 1
+
+
 async def test_what_does_not_fit_the_gpu_is_said_as_in_process():
     asynctrt.limit_gpu_memory(1)
     try:

@@ -1,6 +1,7 @@
 """Requests and answers as bytes. What a fuzzer finds is in test_fuzz.py; here is what is meant."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -216,6 +217,31 @@ def test_a_shape_is_checked_before_values_are_read(dims, shape, error, says, dat
     tensor |= {"parameters": {"binary_data_size": len(raw)}} if data is None else {"data": data}
     with pytest.raises(error, match=says):
         codec.decode(*build([tensor], raw if data is None else b""))
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ([1, 1, 100], "inputs of these shapes are padded to 12800 bytes; at most 10000 are accepted"),
+        ([4, 33, 10], "padded to 10240 bytes"),
+        ([1, 1, 40], "give outputs of 10240 bytes"),
+        ([1, 1, 30], None),
+        ([4, 33, 1], None),
+        ([1, 65, 1], None),
+    ],
+)
+def test_what_is_padded_is_counted_as_it_is_then(shape, says):
+    """The trap: of two open dimensions one is padded, and one element a row becomes very many."""
+    wide, out = TensorSpec("x", "float32", ("s", "d")), TensorSpec("y", "float64", ("s", "d"))
+    codec = JsonCodec("m", "1", [wide], [out], answer_max=10_000, pad={"s": (32, 64), "t": (8,)})
+    tensor = {"name": "x", "datatype": "FP32", "shape": shape}
+    raw = bytes(4 * math.prod(shape))
+    call = build([tensor | {"parameters": {"binary_data_size": len(raw)}}], raw)
+    if says is None:
+        assert codec.decode(*call).inputs["x"].shape == tuple(shape)
+    else:
+        with pytest.raises(TooLargeError, match=says):
+            codec.decode(*call)
 
 
 class TestRaw:

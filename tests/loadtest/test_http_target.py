@@ -292,7 +292,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("page", "says"),
         [
-            ((404, "<html>"), r"does not list its models \(status 404\): name one in the address"),
+            (
+                (404, "<html>"),
+                r"does not list its models \(status 404\): name one in the address.*--method GET",
+            ),
             ((400, {"error": "no"}), "status 400"),
             ("<html>", "status 200"),
             ([1], "status 200"),

@@ -1,11 +1,13 @@
 """Load tests of what does not speak KServe: any address, any websocket, any coroutine function."""
 
 import asyncio
+import gc
 import json
 import sys
 
 import numpy as np
 import pytest
+from aiohttp.connector import Connection
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route, WebSocketRoute
@@ -109,6 +111,14 @@ async def test_any_websocket():
             await loadtest.run(f"ws://{address}/talk", **QUICK)
         with pytest.raises(TargetError, match="refuses websockets with status"):
             await loadtest.run(f"ws://{address}/double", body="1", **QUICK)
+
+
+@pytest.mark.parametrize(("scheme", "path", "body"), [("http", "double", None), ("ws", "talk", "[1]")])
+async def test_no_connection_is_left_open(scheme, path, body):
+    async with running(Application().app) as address:
+        await loadtest.run(f"{scheme}://{address}/{path}", body=body, users=3, seconds=0.05, warmup=0)
+        left = [one for one in gc.get_objects() if isinstance(one, Connection) and not one.closed]
+        assert left == []
 
 
 async def test_a_websocket_whose_answer_was_given_up_is_not_used_again():

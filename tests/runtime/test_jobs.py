@@ -70,6 +70,28 @@ async def test_the_end_of_parts_is_told_once_when_all_of_them_have_ended(fails):
     assert made.close()
 
 
+async def test_parts_are_done_by_one_thread_where_the_system_refuses_others(monkeypatch):
+    """Who asked must not take it for a failure while that thread works."""
+    made, done, scheduled = Told(threads_max=3), [], []
+    schedule = made.copiers._threads.schedule
+
+    def refuse_all_but_the_first(job):
+        scheduled.append(job)
+        if len(scheduled) > 1:
+            raise RuntimeError("can't start new thread")
+        schedule(job)
+
+    monkeypatch.setattr(made.copiers._threads, "schedule", refuse_all_but_the_first)
+    made.copiers.copy_in_parts(
+        [partial(done.append, number) for number in range(3)], 3000, partial(made._note, "all")
+    )
+    await made.until(1)
+    assert len(scheduled) == 3
+    assert done == [0, 1, 2]
+    assert made.told[0][1] is None
+    assert made.close()
+
+
 @pytest.mark.parametrize(
     "kind", [ValueError, MemoryError, KeyboardInterrupt, SystemExit, asyncio.CancelledError]
 )

@@ -1,6 +1,8 @@
 """Staging: layouts, where the rows of a batch come from, and how outputs are copied out."""
 
 import asyncio
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -9,18 +11,9 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, QueueFullError, UsageError
-from asynctrt.runtime import staging
-from asynctrt.runtime.staging import (
-    RowSource,
-    Slab,
-    StagingBuffers,
-    copy_out,
-    deliver,
-    fill,
-    lay_out,
-    reserve,
-    spans_of,
-)
+from asynctrt.runtime import driver, staging
+from asynctrt.runtime.spans import copy_out, spans_of
+from asynctrt.runtime.staging import RowSource, Slab, StagingBuffers, deliver, fill, lay_out, reserve
 from asynctrt.tensors import BatchRecord, TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -169,6 +162,79 @@ class TestArraysThatChanged:
         requests[0].payload[0].resize((1, 2), refcheck=False)
         source = stage(slab_of(dims=(2,)), *requests)
         assert [request for request, _ in source.refused] == requests[:1]
+
+    @pytest.mark.parametrize("counts", [(1, 1, 1), (2, 1, 2), (2, 3, 1)])
+    @pytest.mark.parametrize("parts", [None, 2, 6])
+    def test_one_that_grew_and_one_that_shrank_push_no_other_along(self, monkeypatch, counts, parts):
+        """Together they have as many rows as before, and so nothing else tells."""
+        monkeypatch.setattr(staging, "PART_NBYTES_MIN", 1)
+        arrays = [np.full((count, 2), 10 + number, np.float32) for number, count in enumerate(counts)]
+        requests = [make_request(array) for array in arrays]
+        slab = slab_of(dims=(2,))
+        source = RowSource(make_batch(*requests), slab)
+        work = [source.stage] if parts is None else source.parts(parts)
+        source._pins = []  # As for what is staged at once.
+        arrays[0].resize((counts[0] + 1, 2), refcheck=False)
+        arrays[0][-1] = 99
+        arrays[2].resize((counts[2] - 1, 2), refcheck=False)
+        try:
+            for part in work:
+                part()
+        except ValueError:
+            source.stage()
+        assert {requests[2]} <= {request for request, _ in source.refused} <= {requests[0], requests[2]}
+        assert (slab.inputs[0][spans_of(requests)[1]] == 11).all()
+        assert not (slab.inputs[0] == 99).any()
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("parts", [1, 3])
+    async def test_what_threads_read_cannot_be_freed(self, monkeypatch, parts):
+        monkeypatch.setattr(driver, "COPY_ON_LOOP_NBYTES_MAX", 0)
+        monkeypatch.setattr(staging, "PART_NBYTES_MIN", 1)
+        begun, go = threading.Event(), threading.Event()
+        stage = RowSource.stage if parts == 1 else RowSource._stage_part
+
+        def held(self, *between):
+            begun.set()
+            assert go.wait(WAIT_S)
+            stage(self, *between)
+
+        monkeypatch.setattr(RowSource, stage.__name__, held)
+        monkeypatch.setattr("asynctrt.runtime.jobs.cores", lambda: parts)
+        array = rows(1, 2, 3)
+        async with asynctrt.open(double_model(), max_rows=4) as engine:
+            task = asyncio.create_task(engine.infer(array))
+            await until(begun.is_set)
+            with pytest.raises(ValueError, match="cannot resize an array"):
+                array.resize((1, 4), refcheck=False)
+            go.set()
+            async with asyncio.timeout(WAIT_S):
+                np.testing.assert_array_equal((await task)["output"], rows(2, 4, 6))
+            del task
+            await until(lambda: weakref.getweakrefcount(array) == 0)
+            array.resize((1, 4), refcheck=False)
+
+    @pytest.mark.anyio
+    @pytest.mark.parametrize("kind", [np.ndarray, np.recarray, np.ma.MaskedArray])
+    async def test_views_that_its_caller_knows_nothing_of_keep_an_array_where_it_is(self, kind):
+        """Of an array that is split, and of one of a subclass."""
+        device = LatchDevice(concurrency=1)
+        rows_max = 2 if kind is np.ndarray else 4
+        given = np.array(rows(1, 2, 3)).view(kind).copy()
+        if kind is np.ma.MaskedArray:
+            given = np.ma.MaskedArray(rows(1, 2, 3))
+            given = given.copy()
+        async with asynctrt.open(double_model(), device=device, max_rows=rows_max, contexts=1) as engine:
+            first = asyncio.create_task(engine.infer(rows(0)))
+            await until(lambda: device.held)
+            task = asyncio.create_task(engine.infer(given))
+            await until(lambda: engine.statistics().queued_requests)
+            with pytest.raises(ValueError, match="cannot resize|does not own"):
+                np.ndarray.resize(given, (1, 4), refcheck=False)
+            device.open()
+            async with asyncio.timeout(WAIT_S):
+                await first
+                np.testing.assert_array_equal((await task)["output"], rows(2, 4, 6))
 
     @pytest.mark.anyio
     @pytest.mark.parametrize("unified", [True, False])

@@ -315,3 +315,20 @@ def test_whatever_happens_nothing_is_expected_to_have_ended(arenas, events):
     for arena in range(arenas):
         number += 1
         assert estimator.started(make_batch(number, key=BatchKey("new"), arena=arena), now_ns) == 777
+
+
+def test_what_a_batch_takes_is_by_what_was_seen_last():
+    """The trap: it is asked for each request, so it is remembered; each batch may change it."""
+    compute = LatencyHistory()
+    estimator = CompletionEstimator(lines=0, compute=compute)
+    key, other = BatchKey(), BatchKey((("n", 2),))
+    assert estimator.service_ns(key, 4) is None
+    for _ in range(QUANTILE):
+        compute.observe(key.cost_key, 4, 1000)
+    assert (estimator.service_ns(key, 4), estimator.service_ns(other, 4)) == (1000, None)
+    assert estimator.service_ns(key, 4) == 1000
+    estimator.observe_copies(make_batch(key=key, rows=4), copy_in_ns=30, copy_out_ns=5)
+    assert estimator.service_ns(key, 4) == 1035
+    for _ in range(WINDOW):
+        compute.observe(key.cost_key, 4, 500)
+    assert estimator.service_ns(key, 4) == 535

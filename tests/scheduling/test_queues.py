@@ -699,4 +699,30 @@ class TestDeadlines:
             each = request(deadline_ns=10**9 - ns)
             heap.push(each, queued_max=1)
             change(each, Change.LAUNCH)
-            assert len(heap.entries) <= 2 * 1 + TOMBSTONES_MIN + 1
+            assert len(heap) <= 2 * 1 + TOMBSTONES_MIN + 1
+
+    @given(
+        some.lists(some.tuples(some.sampled_from(["push", "go", "due"]), some.integers(0, 30)), max_size=80)
+    )
+    def test_it_is_what_a_sorted_list_is(self, steps):
+        heap, queued, now_ns = DeadlineHeap(), [], 0
+        for step, number in steps:
+            if step == "push":
+                queued.append(request(arrival_ns=now_ns, deadline_ns=now_ns + number))
+                heap.push(queued[-1], queued_max=len(queued))
+            elif step == "go" and queued:
+                change(queued.pop(number % len(queued)), Change.LAUNCH)
+            elif step == "due":
+                now_ns += number // 3
+                arrived_by_ns = now_ns - number % 3
+                due = [one for one in queued if one.deadline_ns <= now_ns]
+                found = heap.pop_due(now_ns, arrived_by_ns)
+                assert [one.deadline_ns for one in found] == sorted(one.deadline_ns for one in found)
+                assert {id(one) for one in found} == {
+                    id(one) for one in due if one.arrival_ns <= arrived_by_ns
+                }
+                for one in found:
+                    change(one, Change.EXPIRE)
+                    queued.remove(one)
+            assert heap.earliest_ns() == min((one.deadline_ns for one in queued), default=None)
+            assert bool(heap.line) or not queued

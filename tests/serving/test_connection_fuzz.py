@@ -29,6 +29,15 @@ GONE = {
         request("/v2/models/double/infer", b"x" * 1000)[:-10],
         b"",
     ],
+    "a request in the middle of a large body": [
+        request("/v2/models/double/infer", bytes(700_000))[:-10],
+        b"",
+    ],
+    "a websocket in the middle of a large message": [
+        request("/v2/ws", **SHAKE),
+        bytes((0x82, 0xFF)) + (700_000).to_bytes(8, "big") + bytes(600_000),
+        b"",
+    ],
     "a request whose answer is being made": [request("/v2/repository/index", b"{}")],
     "no HTTP": [b"\0" * 100],
 }
@@ -59,6 +68,7 @@ async def test_nothing_of_a_connection_outlives_it(pieces):
                 await until(lambda: taken)
             await until(lambda: not hub.connections)
             await until(lambda: not held)
+            await until(lambda: not server.api.memory.nbytes)
         finally:
             gc.enable()
 

@@ -5,6 +5,7 @@ The families of cases are those of the Autobahn test suite. They need an echo, w
 
 import asyncio
 import struct
+from importlib.metadata import version
 
 import pytest
 from websockets.client import ClientProtocol
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.anyio
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
 LIMIT = 100_000
 OK, PROTOCOL, INVALID, TOO_BIG = 1000, 1002, 1007, 1009
+UNFINISHED = PROTOCOL if version("websockets").startswith("15.") else OK
+"""What a client is answered that closes within a message."""
 WORD = "κόσμε".encode()
 
 
@@ -31,7 +34,7 @@ class Echo:
     in_flight = 0
 
     def __init__(self, api, send, **kw):
-        self.receive = send
+        self.receive = lambda message, _: send(message)
 
     def cancel_all(self):
         self.receive = None
@@ -114,7 +117,7 @@ CASES = {
     "closed twice": ([GOOD, GOOD], [], OK),
     "a ping after the close": ([GOOD, frame(PING)], [], OK),
     "a message after the close": ([GOOD, frame(TEXT, b"x")], [], OK),
-    "closed between parts": ([frame(TEXT, b"a", fin=0), GOOD, frame(0, b"b")], [], OK),
+    "closed between parts": ([frame(TEXT, b"a", fin=0), GOOD, frame(0, b"b")], [], UNFINISHED),
     "a reason": ([close(OK, b"x" * 123)], [], OK),
     "a reason too long": ([close(OK, b"x" * 124)], [], PROTOCOL),
     "a reason without letters": ([close(OK, b"\xff")], [], INVALID),

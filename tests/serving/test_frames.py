@@ -6,6 +6,7 @@ import json
 import os
 import socket as sockets
 import ssl
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
@@ -199,6 +200,29 @@ async def test_backpressure_holds_a_connection_and_no_other():
         assert [content["id"] for content, _ in answers] == [str(number) for number in range(40)]
 
 
+async def test_a_connection_that_rested_when_it_became_a_websocket_reads_as_that_says():
+    """The trap: after its rest it read on, although the websocket had all that it may have by then."""
+    device = LatchDevice(concurrency=1)
+    shake = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec_WebSocket_Version": "13"}
+    shake["Sec_WebSocket_Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    frames = Frame(Opcode.BINARY, binary(1)).serialize(mask=True)
+    frames += Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True) * 8000
+    options = {"engine": {"device": device}, "max_requests_per_connection": 1}
+    async with serving(**options) as server, connected(server), AsyncExitStack() as stack:
+        stack.callback(device.open)
+        await until(lambda: server._hub.connections)
+        (connection,) = server._hub.connections
+        connection.data_received(request("/v2/ws", **shake) + frames)
+        (socket,) = server._hub.connections
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not socket._is_reading
+        assert not socket._transport.is_reading()
+        device.open()
+        await until(lambda: socket._is_reading)
+        assert socket._transport.is_reading()
+
+
 async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
     """Someone else's request waits for a turn of the flood to be read, and for others to be answered."""
     ping = Frame(Opcode.TEXT, b'{"ping": 1}').serialize(mask=True)
@@ -210,7 +234,7 @@ async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
         peer = flood.local_address
         (connection,) = [one for one in server._hub.connections if one._session._peer == peer]
         taken = []
-        monkeypatch.setattr(connection._session, "receive", taken.append)
+        monkeypatch.setattr(connection._session, "receive", lambda message, _: taken.append(message))
         monkeypatch.setattr(server._hub, "now_ns", itertools.count(0, 20_000).__next__)
 
         async def turn():

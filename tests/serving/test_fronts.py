@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import grpc
@@ -17,11 +18,14 @@ import pytest
 from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 
 from asynctrt.errors import OptionsError, UsageError
+from asynctrt.serving import command
 from asynctrt.serving.command import configure
+from asynctrt.serving.fronts import SOON_NS, Front
 from asynctrt.serving.metrics import merged_answer
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
 from asynctrt.serving.settings import ServerSettings
+from tests.benchmarks import front_faults
 from tests.helpers import WAIT_S, free_port, until
 from tests.workers.models import SEGFAULT
 from tests.workers.test_served import body
@@ -184,6 +188,56 @@ async def test_a_front_dies_and_another_takes_its_place():
                 await asyncio.sleep(0.05)
         await check(server.url, range(1, 41))
         assert len(server.workers) == 1
+
+
+@pytest.mark.tier2
+def test_nothing_is_lost_wrong_or_left_behind_while_fronts_are_killed():
+    given = SimpleNamespace(fronts=2, requests=8000, every=0.4)
+    found = asyncio.run(asyncio.wait_for(front_faults.killed(given, "serving.front"), WAIT_S))
+    assert (found["answered"], found["lost"], found["wrong"], found["twice"]) == (8000, 0, 0, 0)
+    assert not found["refused"]
+    assert found["kills"]["front"] >= 1
+    assert found["stopped"] == {"status": 0, "left": 0}
+    assert found["last"]["worker_mappings"] == 4  # Two of each front: its heap, and rings.
+    assert found["last"]["worker_descriptors"] == found["first"]["worker_descriptors"]
+    assert found["last"]["parent_descriptors"] == found["first"]["parent_descriptors"]
+
+
+async def test_a_front_that_takes_anothers_place_has_its_models_before_it_listens(monkeypatch):
+    """Connections that it accepted before would be told to come again, and others are there to take them."""
+    order = []
+
+    async def load(server, _say):
+        order.append("loaded")
+
+    async def serving(_server):
+        order.append("serves")
+
+    monkeypatch.setattr(command, "_load_models", load)
+    monkeypatch.setattr(Server, "serve", serving)
+    config = configure({"models": ["none.onnx"], "http_port": 0, "grpc": False}, {})
+
+    def opened(_server):
+        order.append("listens")
+
+    for is_last in (True, False):
+        order.clear()
+        await command.serve(config, order.append, opened=opened, listens_last=is_last)
+        assert (order.index("loaded") < order.index("listens")) is is_last, order
+        assert order.count("loaded") == 1
+
+
+def test_only_a_front_that_dies_of_how_it_starts_is_waited_for():
+    front = Front(0)
+    for pause_s in (0.4, 0.8, 1.6, 3.2, 5.0, 5.0):
+        front.died(0)
+        assert front.pause_s == pause_s
+    front.ready_ns = 1
+    front.died(SOON_NS + 2)
+    assert front.pause_s == 0.2
+    front.ready_ns = 1
+    front.died(SOON_NS)
+    assert front.pause_s == 0.4
 
 
 @pytest.mark.tier2

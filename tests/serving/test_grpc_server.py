@@ -5,6 +5,7 @@ import gc
 import logging
 import threading
 import tracemalloc
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import grpc
@@ -22,7 +23,7 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.kserve.protobuf import message_classes
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate
-from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, GrpcServer, _Stream
+from asynctrt.serving.grpc_server import SERVICE, UNSUPPORTED, WOKEN_MAX, GrpcServer, _Stream
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.tensors import TensorSpec
@@ -433,6 +434,30 @@ class TestErrors:
             assert code == "RESOURCE_EXHAUSTED"
             assert len(values(await served.ask("ModelInfer", request(shape=(1, 900))))) == 900
 
+    @pytest.mark.parametrize("is_told", [True, False], ids=["told by shapes", "not told"])
+    async def test_an_answer_that_is_too_large(self, is_told):
+        """The trap: gRPC copies answers as it copies requests, and everybody waits."""
+        calls = []
+
+        def widened(inputs):
+            calls.append(len(inputs["input"]))
+            return {"output": np.ones((calls[-1], 1100), np.float32)}
+
+        x = TensorSpec("input", "float32", (4,))
+        wide = TensorSpec("output", "float32", (1100 if is_told else "n",))
+        async with (
+            asynctrt.Pipeline(widened, inputs=x, outputs=wide, max_in_flight=4) as pipeline,
+            serving(max_grpc_message=4500) as served,
+        ):
+            served.api.repository.add("wide", pipeline)
+            assert len(values(await served.ask("ModelInfer", request(name="wide")))) == 1100
+            before = len(calls)
+            code, details = await fails(served.ask("ModelInfer", request(name="wide", shape=(2, 4))))
+            assert code == "RESOURCE_EXHAUSTED"
+            assert "the outputs have 8800 bytes; at most 4500 are sent over gRPC" in details
+            assert (len(calls) == before) == is_told
+            assert len(values(await served.ask("ModelInfer", request(name="wide")))) == 1100
+
     async def test_too_many_tensors(self):
         message = request()
         message.outputs.add(name="output")
@@ -674,6 +699,30 @@ class TestHealth:
             for one in watches:
                 one.cancel()
             await until(lambda: served.server._looking is None)
+
+    async def test_many_who_watch_are_told_a_few_at_a_time(self, monkeypatch):
+        async with serving() as served:
+            watch = served.channel.unary_stream("/grpc.health.v1.Health/Watch")
+            body = message_classes()["HealthCheckRequest"]().SerializeToString()
+            watches = [watch(body) for _ in range(3 * WOKEN_MAX + 1)]
+            for one in watches:
+                assert status_of(await one.read()) == "SERVING"
+            turn, asked, health = 0, [], served.server._health
+            monkeypatch.setattr(served.server, "_health", lambda name: asked.append(turn) or health(name))
+            loop = asyncio.get_running_loop()
+
+            def take_turn():
+                nonlocal turn
+                turn += 1
+                if len(asked) < len(watches):
+                    loop.call_soon(take_turn)
+
+            take_turn()
+            await served.server.drain()
+            for one in watches:
+                assert status_of(await one.read()) == "NOT_SERVING"
+            assert max(Counter(asked).values()) <= WOKEN_MAX
+            await served.server.stop(WAIT_S)
 
     async def test_a_model_that_goes_elsewhere_is_seen(self, monkeypatch):
         monkeypatch.setattr("asynctrt.serving.grpc_server.HEALTH_S", 0.01)

@@ -141,7 +141,11 @@ class TestSlowClients:
     def writing(self, monkeypatch, *, unsent=0):
         monkeypatch.setattr(http, "unsent_nbytes", lambda transport: state.unsent)
         state = SimpleNamespace(left=1000, unsent=unsent, get_write_buffer_size=lambda: state.left)
-        return state, SimpleNamespace(write_ticks=4, write_nbytes_min=100), Writing()
+        return (
+            state,
+            SimpleNamespace(write_ticks=4, write_nbytes_min=100, is_short_of_memory=False),
+            Writing(),
+        )
 
     async def test_a_client_that_reads_slowly_but_steadily_is_served(self, monkeypatch):
         state, hub, writing = self.writing(monkeypatch)

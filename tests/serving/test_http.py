@@ -185,6 +185,86 @@ class TestFraming:
             raw.send(whole[stop:])
             assert outputs(await raw.answer()) == [8]
 
+    async def test_expect_100_continue_behind_a_request_in_flight(self):
+        """Its client waits, and is told to go on once it knows that it is not told of the request before."""
+        device = LatchDevice()
+        async with serving(engine={"device": device}) as server, connected(server) as raw:
+            whole = infer(4, Expect="100-continue")
+            stop = whole.index(b"\r\n\r\n") + 4
+            raw.send(infer(1) + infer(2) + whole[:stop])
+            (connection,) = server._hub.connections
+            await until(lambda: device.held == 1 and connection._reader.began is not None)
+            # However long the answers before it take, it is not its client that is late.
+            for _ in range(3):
+                connection.check_times(server._hub.tick + server._hub.request_ticks + 1)
+            device.open()
+            assert [outputs(await raw.answer()) for _ in range(2)] == [[2], [4]]
+            assert (await raw.answer())[0] == 100
+            connection.check_times(connection._reader.began + server._hub.request_ticks)
+            raw.send(whole[stop:])
+            assert outputs(await raw.answer()) == [8]
+            raw.send(infer(5))
+            assert outputs(await raw.answer()) == [10]
+
+    @pytest.mark.parametrize("sent", [1, 10, None])
+    async def test_a_client_that_does_not_wait_for_its_100_is_not_sent_one_for_a_whole_body(self, sent):
+        device = LatchDevice()
+        async with serving(engine={"device": device}) as server, connected(server) as raw:
+            whole = infer(4, Expect="100-continue")
+            stop = len(whole) if sent is None else whole.index(b"\r\n\r\n") + 4 + sent
+            raw.send(infer(1) + whole[:stop])
+            (connection,) = server._hub.connections
+            await until(lambda: device.held == 1)
+            await until(lambda: connection._waiting if sent is None else connection._reader._body_nbytes)
+            device.open()
+            assert outputs(await raw.answer()) == [2]
+            if sent is not None:
+                assert (await raw.answer())[0] == 100
+                raw.send(whole[stop:])
+            assert outputs(await raw.answer()) == [8]
+
+    @pytest.mark.parametrize(
+        ("headers", "status"),
+        [
+            ({"Expect": "200-ok"}, 417),
+            ({"Expect": "100-continue", "Content_Length": 10 << 30}, 413),
+            ({"Expect": "100-continue", "Authorization": "Bearer wrong"}, 401),
+        ],
+    )
+    async def test_who_waits_for_a_100_behind_a_request_in_flight_is_told_of_a_refusal(self, headers, status):
+        device = LatchDevice()
+        token = {"Authorization": "Bearer right"}
+        async with (
+            serving(engine={"device": device}, tokens=["right"]) as server,
+            connected(server) as raw,
+        ):
+            given = {"Content_Length": 8} | token | headers
+            raw.send(infer(1, **token) + infer(2, **token))
+            raw.send(request(INFER, method="POST", **given) + infer(3, **token))
+            (connection,) = server._hub.connections
+            await until(lambda: device.held == 1 and connection._reader is None)
+            device.open()
+            assert [outputs(await raw.answer()) for _ in range(2)] == [[2], [4]]
+            answer = await raw.answer()
+            assert (answer[0], answer[1]["connection"]) == (status, "close")
+            assert await raw.ended() == b"", "where the next request begins is unknown"
+
+    async def test_http_1_0_knows_no_100_continue(self):
+        async with serving() as server, connected(server) as raw:
+            head = (
+                "POST /v2/models/double/infer HTTP/1.0",
+                "Expect: 100-continue",
+                "Content-Length: 2",
+                "",
+                "",
+            )
+            raw.send("\r\n".join(head).encode())
+            await until(lambda: server._hub.connections)
+            (connection,) = server._hub.connections
+            await until(lambda: connection._reader.began is not None)
+            raw.send(b"{}")
+            assert (await raw.answer())[0] == 400
+
     async def test_http_1_0_and_connection_close(self):
         async with serving() as server:
             async with connected(server) as raw:

@@ -88,9 +88,13 @@ class Sink:
         self.refused = []
         self.switched = []
         self.admitted = []
+        self.reserved = []
 
     def admit(self, request):
         self.admitted.append(request.path)
+
+    def reserve(self, request, nbytes):
+        self.reserved.append(nbytes)
 
     def take(self, request):
         self.taken.append(request)

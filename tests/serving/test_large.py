@@ -274,6 +274,43 @@ class TestWebsocket:
             assert session._answer_nbytes == 0
             assert not session._encoding
 
+    @pytest.mark.parametrize("has_begun", [False, True], ids=["before", "during"])
+    async def test_a_client_that_goes_away_when_its_answer_is_encoded_leaves_nothing(
+        self, monkeypatch, has_begun
+    ):
+        reached, opened_again = threading.Event(), threading.Event()
+        encode, is_slow_answer = JsonCodec.encode, JsonCodec.is_slow_answer
+
+        def gated(codec, *arguments):
+            reached.set()
+            assert opened_again.wait(WAIT_S)
+            return encode(codec, *arguments)
+
+        def leaving(*arguments):
+            # The task that encodes is made next, and is cancelled before it has run at all.
+            asyncio.get_running_loop().call_soon(session.cancel_all)
+            return is_slow_answer(*arguments)
+
+        monkeypatch.setattr(JsonCodec, "encode", gated)
+        if not has_begun:
+            monkeypatch.setattr(JsonCodec, "is_slow_answer", staticmethod(leaving))
+        try:
+            async with serving({"double": model()}) as server:
+                async with opened(server) as socket:
+                    await socket.send(json_body(request_id="large"))
+                    await until(lambda: server._hub.connections)
+                    session = session_of(server)
+                    served = server.repository.find("double")
+                    await until(lambda: reached.is_set() or served.engine.statistics().succeeded)
+                    await until(lambda: reached.is_set() or not has_begun)
+                    socket.transport.abort()
+                    await until(lambda: not server._hub.connections)
+                await until(lambda: not session._encoding)
+                await until(lambda: session.in_flight == 0)
+                assert session._answer_nbytes == 0
+        finally:
+            opened_again.set()
+
     async def test_what_is_wrong_is_said(self):
         async with serving({"double": model()}) as server, opened(server) as socket:
             await socket.send(json_body(request_id="7").replace("0.25]", '"x"]'))

@@ -159,7 +159,7 @@ async def test_sighup_opens_the_access_log_anew(tmp_path, caplog):
         path.rename(tmp_path / "access.log.1")
         with caplog.at_level(logging.INFO):
             os.kill(os.getpid(), signal.SIGHUP)
-            await until(lambda: any("reloaded" in record.getMessage() for record in caplog.records))
+            await until(lambda: any("to reload" in record.getMessage() for record in caplog.records))
         assert (await ask(server, "/v2/health/live"))[0] == 200
         await until(lambda: server._log._lines)
         # A folder that is gone: the file that is open is written on.
@@ -176,7 +176,7 @@ async def test_names_do_not_control_the_terminal(monkeypatch):
     """What the command says goes through one place, whatever is in it."""
     from asynctrt.serving import command
 
-    async def load(server, say):
+    async def load(server, say, *, is_loaded):
         say("a model named \x1b[2Jred\x9b")
         server._asked.set()
 

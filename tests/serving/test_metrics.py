@@ -20,6 +20,7 @@ from asynctrt.errors import MissingExtraError
 from asynctrt.serving.api import Api
 from asynctrt.serving.gpus import Gpu
 from asynctrt.serving.latency import BOUNDS_S, Latencies
+from asynctrt.serving.memory import Memory
 from asynctrt.serving.metrics import Metrics
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
@@ -67,7 +68,15 @@ def served(*models, **settings):
     repository = Repository()
     for name, engine in models:
         repository.add(name, engine)
-    metrics = Metrics(repository, connections=lambda: 3, in_flight=lambda: 2, loop_lag_ns=lambda: 1_500_000)
+    memory = Memory(1000)
+    memory.nbytes, memory.refused = 600, 7
+    metrics = Metrics(
+        repository,
+        connections=lambda: 3,
+        in_flight=lambda: 2,
+        loop_lag_ns=lambda: 1_500_000,
+        memory=memory,
+    )
     return Api(repository, ServerSettings(**settings), pages={"/metrics": metrics.page()})
 
 
@@ -213,6 +222,9 @@ class TestValues:
         samples = (await scrape(api))[1]
         assert samples["asynctrt_server_connections",] == 3
         assert samples["asynctrt_server_requests_in_flight",] == 2
+        assert samples["asynctrt_server_memory_bytes",] == 600
+        assert samples["asynctrt_server_memory_limit_bytes",] == 1000
+        assert samples["asynctrt_server_memory_refused_total",] == 7
         assert samples["asynctrt_loop_lag_seconds",] == 0.0015
         assert samples["asynctrt_process_cpu_seconds_total",] > 0
         assert samples["asynctrt_build_info", ("version", asynctrt.__version__)] == 1

@@ -12,8 +12,8 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import RequestError, TooLargeError
 from asynctrt.serving import assembly as assembly_module
 from asynctrt.serving import paced
-from asynctrt.serving.api import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
 from asynctrt.serving.assembly import ASSEMBLED_NBYTES_MIN, FREED_NBYTES, Assembly
+from asynctrt.serving.coding import DEFLATED_NBYTES, INFLATED_NBYTES, decompress
 from asynctrt.serving.http import CLOSED_MAX, LARGE_READ_NBYTES, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
@@ -275,6 +275,9 @@ class Taken:
 
     def admit(self, request):
         pass
+
+    def reserve(self, request, nbytes):
+        assert nbytes <= 64 * MIB
 
     def take(self, request):
         self.bodies.append(request.body)

@@ -172,7 +172,12 @@ class TestRefusals:
         device = LatchDevice(concurrency=1)
         engine = {"device": device, "contexts": 1, "max_rows": 1, "max_queue_rows": 1}
         async with serving(engine=engine, max_connections=3) as server:
-            refusals = server_log.Refusals(server.repository, server._refused, now_ns=lambda: now_ns)
+            refusals = server_log.Refusals(
+                server.repository,
+                server._refused,
+                memory=lambda: server.api.memory.refused,
+                now_ns=lambda: now_ns,
+            )
             async with connected(server) as first, connected(server) as second, connected(server) as third:
                 first.send(infer(1))
                 await until(lambda: device.held == 1)
@@ -196,6 +201,10 @@ class TestRefusals:
             assert "refused 3 requests within 11 s" in second.getMessage()
             (entry,) = said(caplog, "refused 1 connections")
             assert "within 11 s" in entry.getMessage()
+            server.api.memory.refuse()
+            now_ns += server_log.PERIOD_NS
+            refusals.tick()
+            assert said(caplog, "refused 1 requests within 10 s, as max_memory is held")
             now_ns += server_log.PERIOD_NS
             caplog.clear()
             refusals.tick()

@@ -68,6 +68,24 @@ async def test_what_holds_the_loop_is_logged_and_counted(caplog):
     assert line.startswith("the event loop was held for ")
 
 
+async def test_the_pause_in_which_the_heap_is_frozen_is_not_reported(caplog, monkeypatch):
+    async with serving(max_pause=0.02) as server:
+        stalls = server._stalls
+        await until(lambda: sum(stalls.delays[:-1]))  # It has begun to watch.
+        count, due_ns = stalls.count, stalls._due_ns
+        frozen = []
+
+        def freeze():
+            frozen.append(hold(lambda: stalls._seen is not None))
+
+        monkeypatch.setattr("asynctrt.serving.server.freeze_gc", freeze)
+        server.freeze()
+        assert frozen
+        assert stalls._seen is None
+        assert stalls._due_ns > clock.now_ns() > due_ns + 20_000_000
+        assert (stalls.count, lines(caplog, "")) == (count, [])
+
+
 async def test_the_request_and_the_model_are_named(caplog, monkeypatch):
     """Here an inference is decoded so slowly that the watchdog sees it."""
     async with serving(max_pause=0.02) as server:

@@ -3,24 +3,25 @@
 import pytest
 
 from asynctrt.errors import DeadlineUnreachableError, InternalError, QueueFullError
-from asynctrt.scheduling.batch import Reason
+from asynctrt.scheduling.batch import Reason, RejectedBatch
 from asynctrt.scheduling.estimates import QUANTILE
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.policy import AGED_EVERY, Policy
+from asynctrt.scheduling.queues import BucketQueue, Buckets
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.simulation.device import Flight
-from asynctrt.simulation.rules import Limits, Rules
+from asynctrt.simulation.rules import Limits, ModelDefectError, Rules
 
 
-def made(**more):
-    policy = Policy(rows_max=4)
+def made(policy=None, priorities=1, **more):
+    policy = policy or Policy(rows_max=4)
     scheduler = Scheduler(
         policy=policy,
         shapes=Shapes(rows_max=4, profiles=None),
         queue_rows_max=8,
-        priorities=1,
+        priorities=priorities,
         contexts=2,
         arenas=0,
         in_flight_max=2,
@@ -28,8 +29,8 @@ def made(**more):
     return scheduler, Rules(scheduler, Limits(policy, 8, 2, 0, 2, **more))
 
 
-def submit(scheduler, rules, rows=2, **how):
-    request = Request(rows, BatchKey(), 0, 5, **how)
+def submit(scheduler, rules, rows=2, *, key=None, priority=0, arrival_ns=5, **how):
+    request = Request(rows, key or BatchKey(), priority, arrival_ns, **how)
     scheduler.submit(request)
     rules.submitted(request)
     return request
@@ -186,3 +187,204 @@ def test_what_never_ends_is_found():
     rules.launched(scheduler.next_batch(6), 6)
     with pytest.raises(InternalError, match="a batch never ended"):
         rules.end(1)
+
+
+def from_model():
+    """What a scheduler raises after its model did."""
+    error = InternalError("the model raised")
+    error.__cause__ = ModelDefectError("planted")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("told", "broken"),
+    [
+        (lambda rules, one: rules.expired([one], 9, 9), "an expired request goes on"),
+        (lambda rules, one: rules.rejected(RejectedBatch((one,), from_model())), "a rejected request goes"),
+        (
+            lambda rules, one: rules.rejected(RejectedBatch((one,), ValueError("no"))),
+            "a batch was rejected: ValueError: no",
+        ),
+        (lambda rules, one: rules.row_refused(one), "a request that failed alone goes on"),
+        (lambda rules, one: rules.closed([one], InternalError("over")), "queued at the end goes on"),
+        (lambda rules, one: rules.refused(one, ValueError("no")), "a request was refused: ValueError: no"),
+        (lambda rules, one: rules._end(one, State.DONE), "ended otherwise than its batch"),
+        (
+            lambda rules, one: rules.displaced([one], Request(8, BatchKey(), 1, 5)),
+            "a displaced request goes on",
+        ),
+        (
+            lambda rules, one: rules.displaced([one], Request(1, BatchKey(), 1, 5)),
+            "more requests were displaced than had to be",
+        ),
+    ],
+)
+def test_a_request_that_goes_on_or_has_to_go_for_nothing_is_found(told, broken):
+    scheduler, rules = made()
+    request = submit(scheduler, rules, deadline_ns=8)
+    with pytest.raises(InternalError, match=broken):
+        told(rules, request)
+
+
+@pytest.mark.parametrize(
+    ("changed", "broken"),
+    [
+        ({"state": State.DONE}, "is not queued"),
+        ({"reserve_ns": 1}, "time is set aside that nobody asked for"),
+    ],
+)
+def test_a_request_that_is_taken_wrongly_is_found(changed, broken):
+    _, rules = made()
+    request = Request(1, BatchKey(), 0, 5)
+    for name, value in changed.items():
+        setattr(request, name, value)
+    with pytest.raises(InternalError, match=broken):
+        rules.submitted(request)
+
+
+def test_a_request_that_leaves_twice_is_found():
+    scheduler, rules = made()
+    request = submit(scheduler, rules, deadline_ns=8)
+    assert scheduler.expire(9) == [request]
+    rules.expired([request], 9, 9)
+    with pytest.raises(InternalError, match="request 1 left the queue twice"):
+        rules.expired([request], 9, 9)
+
+
+def test_parts_of_a_failed_batch_that_are_wrong_are_found():
+    rules, requests, batch = launched(1, 2)
+    rules.launched(batch, 6)
+    with pytest.raises(InternalError, match="a batch of one request was bisected"):
+        rules.bisected(batch._replace(requests=requests[:1]))
+    rules._again.append(tuple(requests))
+    with pytest.raises(InternalError, match="came back as something else"):
+        rules._take_again((requests[1], requests[0]))
+    rules._again.append(tuple(requests))
+    with pytest.raises(InternalError, match="a part of a batch that failed is never tried again"):
+        rules.end(2)
+
+
+def test_a_scheduler_that_is_not_idle_in_the_end_is_found():
+    scheduler, rules = made()
+    scheduler.submit(Request(1, BatchKey(), 0, 5))
+    with pytest.raises(InternalError, match="the scheduler is not idle"):
+        rules.end(0)
+
+
+def test_contexts_out_of_use_that_are_miscounted_are_found():
+    _, rules = made()
+    rules.quarantined.add(1)
+    with pytest.raises(InternalError, match="0 contexts are counted out of use"):
+        rules._check_statistics()
+
+
+def test_a_queue_over_its_bound_is_found(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_make_room", lambda self, requests, rows: None)
+    scheduler, rules = made()
+    for _ in range(2):
+        submit(scheduler, rules, 4)
+    with pytest.raises(InternalError, match="the queue is over its bound"):
+        submit(scheduler, rules, 1)
+
+
+def test_one_that_failed_alone_and_is_answered_with_its_batch_is_found():
+    scheduler, rules = made()
+    alone, other = submit(scheduler, rules), submit(scheduler, rules)
+    batch = scheduler.next_batch(6)
+    rules.launched(batch, 6)
+    scheduler.fail_one(alone)
+    rules.row_refused(alone)
+    scheduler.failed(batch)
+    assert (alone.state, other.state) == (State.CANCELLED, State.FAILED)
+    alone.state = State.FAILED
+    with pytest.raises(InternalError, match="a request that failed alone was answered again"):
+        rules.failed(batch, quarantine=False)
+
+
+def test_company_for_a_request_that_is_to_be_alone_is_found(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_choose", lambda self, bucket, *_, by_age: bucket.choose(4))
+    monkeypatch.setattr(Scheduler, "_rows_to_run", lambda self, key, rows: (4, None))
+    scheduler, rules = made(Policy(rows_max=4, is_alone=True))
+    scheduler._runs_as_it_is = False
+    for _ in range(2):
+        submit(scheduler, rules, 1)
+    with pytest.raises(InternalError, match="to be alone has company"):
+        rules.launched(scheduler.next_batch(6), 6)
+
+
+def test_a_prediction_of_a_closed_engine_is_found():
+    scheduler, rules = made()
+    why = InternalError("over")
+    rules.closed(scheduler.close(why), why)
+    with pytest.raises(InternalError, match="a closed engine tells how late"):
+        rules.refused(Request(1, BatchKey(), 0, 5, deadline_ns=1000), DeadlineUnreachableError("late"))
+
+
+def test_a_less_urgent_bucket_that_goes_first_is_found(monkeypatch):
+    def pick(self, now_ns, in_flight):
+        return min(self, key=lambda bucket: bucket.priority), Reason.IDLE
+
+    monkeypatch.setattr(Buckets, "pick", pick)
+    scheduler, rules = made(priorities=2)
+    submit(scheduler, rules, key=BatchKey("urgent"), priority=1)
+    submit(scheduler, rules, key=BatchKey("other"))
+    with pytest.raises(InternalError, match="a less urgent bucket went first"):
+        rules.launched(scheduler.next_batch(6), 6)
+
+
+def test_what_is_less_overdue_than_another_and_goes_first_is_found(monkeypatch):
+    def overdue(self, now_ns):
+        return max(self, key=lambda bucket: bucket.oldest_arrival_ns())
+
+    monkeypatch.setattr(Buckets, "overdue", overdue)
+    scheduler, rules = made(Policy(rows_max=4, patience_ns=10), priorities=2)
+    scheduler._number = AGED_EVERY
+    submit(scheduler, rules, key=BatchKey("first"), arrival_ns=5)
+    submit(scheduler, rules, key=BatchKey("second"), arrival_ns=6, priority=1)
+    batch = scheduler.next_batch(20)
+    assert batch.reason is Reason.AGED
+    with pytest.raises(InternalError, match="another is more overdue"):
+        rules.launched(batch, 20)
+
+
+@pytest.mark.parametrize(
+    ("late_ns", "broken"),
+    [
+        (None, "nobody watches when the device wants the next batch"),
+        (201, "the next batch would be late"),
+        (200, None),
+    ],
+)
+def test_a_next_batch_that_comes_late_is_found(monkeypatch, late_ns, broken):
+    """On a device that copies while it computes; the batch there ends at 106."""
+    policy = Policy(rows_max=4, is_pipelined=True, concurrency=2)
+    scheduler, rules = made(policy, is_calm=True, batch_ns=100)
+    submit(scheduler, rules)
+    batch = scheduler.next_batch(6)
+    rules.launched(batch, 6)
+    rules._timed[batch.key.shape, batch.rows_run] = 1
+    rules.expected(batch, 100)
+    submit(scheduler, rules, 1)
+    monkeypatch.setattr(Scheduler, "next_wakeup", lambda self: None if late_ns is None else 106 + late_ns)
+    if broken is None:
+        rules.pumped(7)
+        return
+    with pytest.raises(InternalError, match=broken):
+        rules.pumped(7)
+
+
+def test_rows_of_a_bucket_that_are_miscounted_are_found(monkeypatch):
+    """Those of all buckets together are right."""
+
+    def pushed(self, request):
+        needs_place = push(self, request)
+        self.rows += (request.key.shape == "more") - (request.key.shape == "fewer")
+        return needs_place
+
+    push = BucketQueue.push
+    monkeypatch.setattr(BucketQueue, "push", pushed)
+    scheduler, rules = made()
+    for name in ("more", "fewer"):
+        submit(scheduler, rules, key=BatchKey(name))
+    with pytest.raises(InternalError, match="the rows of a bucket are miscounted"):
+        rules._check_statistics()

@@ -8,9 +8,9 @@ import numpy as np
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.workers.layout import LAUNCHED, SYMBOLS, Layouts
+from asynctrt.workers.layout import SYMBOLS, Layouts
 from asynctrt.workers.memory import SharedMemory
-from asynctrt.workers.messages import Attach, Close, Description, Kind, Ready
+from asynctrt.workers.messages import Attach, Attached, Close, Description, Kind, Ready
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.spawn import SPAWNER
 from tests.helpers import WAIT_S
@@ -32,7 +32,9 @@ class Worker:
             self.hear(self.workers.ready)
 
     def send(self, message, fds=()):
-        if isinstance(message, Attach):
+        if isinstance(message, Attach) and self.workers.why_not:
+            self.hear(Attached(message.number, self.workers.why_not))
+        elif isinstance(message, Attach):
             heap, rings, own, front = (os.dup(fd) for fd in fds)
             self.memory, ring = (
                 SharedMemory(heap, message.heap_nbytes),
@@ -47,6 +49,7 @@ class Worker:
             self.layouts = Layouts(described.inputs, described.outputs)
             self.loop.add_reader(own, self.look)
             self.loop.call_soon(self.look)
+            self.hear(Attached(message.number, ""))
         elif isinstance(message, Close):
             self.loop.call_soon(self.end, "ended with status 0")
 
@@ -70,14 +73,15 @@ class Worker:
             return
         self.receiver.wake()
         done = []
-        for kind, _, _, number, _, block, rows, *_ in self.receiver.take():
+        for kind, _, _, number, _, block, rows, start, capacity, _ in self.receiver.take():
             if kind != Kind.SUBMIT:
                 continue
-            self.memory.words[block // 8 + LAUNCHED] = 1
             first = block // 8 + SYMBOLS
             layout = self.layouts.of_sizes(tuple(self.memory.words[first : first + self.layouts.symbols]))
-            (given,) = layout.inputs(self.memory, block, rows).values()
-            (asked,) = layout.outputs(self.memory, block, rows).values()
+            self.memory.words[block // 8 + layout.launched(start)] = 1
+            where = self.memory, block, rows, start, capacity or None
+            (given,) = layout.inputs(*where).values()
+            (asked,) = layout.outputs(*where).values()
             np.multiply(given, 2, out=asked)
             done.append((number, rows, SEGFAULT in given))
         if any(deadly for *_, deadly in done):
@@ -98,6 +102,8 @@ class Workers:
         self.ready = ready
         self.all = []
         self.starts, self.says_ready_when_killed = True, False
+        self.why_not = ""
+        """Why they cannot have the memory of the front."""
 
     async def start(self, _model, _device, _options, hear, died, *, alone):
         assert not alone

@@ -187,3 +187,51 @@ def prints_and_fails():
     threading.Thread(target=threading.Event().wait).start()
     sys.stdout.write("x")
     raise ValueError("it fails")
+
+
+def without_memory():
+    """Leave this process hardly more address space than it has."""
+    import resource
+
+    import psutil
+
+    nbytes = psutil.Process().memory_info().vms + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (nbytes, nbytes))
+    return kind()
+
+
+def in_place():
+    """Take rows of 128 KiB, add 1 where they lie, and then do what their first values asked for."""
+
+    def add(inputs):
+        given = inputs["x"]
+        asked = given[:, :1].copy()
+        given += 1
+        behave({"x": asked})
+        return given
+
+    return FunctionModel(
+        add,
+        inputs=TensorSpec("x", "float32", (1 << 15,)),
+        outputs=TensorSpec("y", "float32", (1 << 15,)),
+        name="in_place",
+    )
+
+
+def whereabouts():
+    """Take rows of 128 KiB, and say of each whether it lies in shared memory."""
+
+    def look(inputs):
+        at = inputs["x"].ctypes.data
+        lines = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:asynctrt" in line
+        ]
+        spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        return np.full((len(inputs["x"]), 1), any(start <= at < end for start, end in spans))
+
+    return FunctionModel(
+        look,
+        inputs=TensorSpec("x", "float32", (1 << 15,)),
+        outputs=TensorSpec("y", "bool", (1,)),
+        name="whereabouts",
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import InputError
-from asynctrt.workers.child import Attached
+from asynctrt.workers.child import Served
 from asynctrt.workers.layout import Layouts
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Kind
@@ -45,7 +45,7 @@ async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
     fds = [os.dup(fd) for fd in (heap.fd, rings.fd, theirs, own)]
     sender, receiver = Sender(rings, 0, 64, theirs), Receiver(rings, ring_nbytes(64), 64, own)
     attach = Attach(heap.nbytes, rings.nbytes, 0, 64)
-    attached = Attached(loop, Broken(), attach, fds, lambda error: pytest.fail(str(error)))
+    served = Served(loop, Broken(), attach, fds, lambda error: pytest.fail(str(error)))
     layout = Layouts((ROW,), (ROW,)).of_sizes(())
     for number, told in ((1, "a rule of ours is broken"), (2, "in its own words"), (3, "string indices")):
         np.copyto(layout.inputs(heap, number * 4096, 1)["x"], number)
@@ -63,8 +63,8 @@ async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
         assert told in text["text"]
         assert text["kind"] == ("InputError" if number == 2 else "InternalError")
     assert "could not take or answer a request" in caplog.text
-    assert not attached._works
-    attached.close()
+    assert not served._works
+    served.close()
     heap.close()
     rings.close()
     os.close(theirs)

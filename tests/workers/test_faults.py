@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 import asynctrt
-from asynctrt.errors import DeadlineError, DeviceLostError, ModelError, PoisonError
+from asynctrt.errors import DeadlineError, DeviceLostError, DeviceUnavailableError, ModelError, PoisonError
 from tests.helpers import WAIT_S, until
+from tests.workers import models
 from tests.workers.models import HANG, ONCE, SEGFAULT, STOP, WAIT, rows
 from tests.workers.test_isolated_engine import KIND, gate, opened  # noqa: F401  (a fixture)
 
@@ -292,3 +293,65 @@ async def test_whoever_read_what_a_worker_prints_is_gone(monkeypatch):
         os.dup2(stdout, 1)
         os.close(stdout)
         os.close(full)
+
+
+async def test_signals_to_all_processes_of_a_terminal_do_not_end_a_worker_that_starts(monkeypatch):
+    start = subprocess.Popen
+
+    def signalled(*args, **settings):
+        child = start(*args, **settings)
+        child.send_signal(signal.SIGINT)
+        child.send_signal(signal.SIGTERM)
+        return child
+
+    monkeypatch.setattr(subprocess, "Popen", signalled)
+    async with opened() as engine:
+        check([1], await answered(engine, [1]))
+        assert engine.workers[0].deaths == 0
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}
+
+
+async def test_a_worker_without_address_space_says_so_at_once():
+    with pytest.raises(DeviceUnavailableError, match=r"address space.*ulimit -v"):
+        await asynctrt.open("tests.workers.models:without_memory", isolation="process")
+    assert not models.workers_left()
+
+
+async def test_a_worker_without_descriptors_for_its_model():
+    with pytest.raises((ModelError, DeviceUnavailableError), match="Too many open files"):
+        await asynctrt.open("tests.workers.models_without_descriptors:kind", isolation="process")
+
+
+FEW_DESCRIPTORS = f"""
+import asyncio, asynctrt, os, resource, sys
+async def main():
+    async with asyncio.timeout({WAIT_S}):
+        async with asynctrt.open({KIND!r}, isolation="process"):
+            pass
+for limit in map(int, sys.argv[1:]):
+    if not os.fork():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        try:
+            asyncio.run(main())
+        except asynctrt.DeviceUnavailableError:
+            os._exit(7)
+        except OSError as error:
+            os._exit(8 if error.filename is None else 9)  # The loop itself had none.
+        os._exit(0)
+for _ in sys.argv[1:]:
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_few_descriptors_are_a_typed_error():
+    limits = ("6", "8", "11", "14", "40")
+    command = [sys.executable, "-c", FEW_DESCRIPTORS, *limits]
+    found = subprocess.run(
+        command,
+        cwd=ROOT,
+        timeout=WAIT_S,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert sorted(found.stdout.split()) == ["0", "7", "7", "7", "7"], found.stderr

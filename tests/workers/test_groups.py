@@ -11,6 +11,7 @@ from asynctrt.tensors import TensorSpec
 from asynctrt.workers.groups import PIECES, Group, formed, starts_of
 from asynctrt.workers.layout import LAUNCHED, Layouts
 from asynctrt.workers.memory import Heap, SharedMemory
+from asynctrt.workers.slabs import Slabs
 
 SPEC = (TensorSpec("x", "float32", (2,)),)
 LAYOUT = Layouts(SPEC, SPEC).of_sizes(())
@@ -125,3 +126,26 @@ def test_rows_that_cannot_be_copied_are_told_apart(memory):
             assert (view[starts_of(requests)[wrong[0]]] == left).all()
     assert group.write(memory, [request.payload for request in requests]) == []
     assert view[:, 0].tolist() == [2, 2, 1, 3, 3, 3]
+    # As many rows as before, of which one would be taken for another caller's.
+    payloads = [(np.full((count, *view.shape[1:]), count, np.float32),) for count in (3, 1, 2)]
+    refused = group.write(memory, payloads)
+    assert [one for one, _ in refused] == [requests[0], requests[2]]
+    assert (view[2] == 1).all()
+
+
+def test_a_group_with_a_block_of_its_own_says_which_pages_that_has(monkeypatch):
+    """A worker that knows the block would copy from the pages that it had before."""
+    monkeypatch.setattr("asynctrt.workers.memory.KEPT_NBYTES", 0)
+    spec = (TensorSpec("x", "uint8", (1 << 20,)),)
+    memory = SharedMemory.create(8 << 20)
+    heap = Heap(memory)
+    slabs = Slabs(heap, memory, rows_max=1, nbytes_max=1 << 30)
+    group = Group([request()], Layouts(spec, spec).of_sizes(()))
+    seen = []
+    for where in (slabs, None):
+        group.allocate(heap, memory, where)
+        seen.append((group.block, group.generation))
+        group.free(heap)
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] != seen[1][1]
+    memory.close()

@@ -160,10 +160,19 @@ async def test_what_is_wrong_with_a_call_is_said_at_once():
         for refused in (engine.slot, engine.tracing):
             with pytest.raises(UsageError, match="isolation='none'"):
                 refused()
-        for refused in (engine.suspend, engine.resume):
-            with pytest.raises(UsageError, match="isolation='none'"):
-                await refused()
         assert engine.statistics().submitted == 0
+
+
+async def test_an_engine_that_is_suspended_leaves_nothing_on_its_device():
+    async with opened(warm_spare=True) as engine:
+        await engine.infer(rows(1))
+        await engine.suspend()
+        assert not workers_left()
+        assert engine.state == "suspended"
+        assert engine.statistics().batches == 1
+        await engine.resume()
+        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
+        await until(lambda: engine.statistics().batches == 2)
 
 
 async def test_a_row_that_makes_the_model_fail_fails_alone():
@@ -280,6 +289,7 @@ async def test_who_goes_away_takes_its_rows_along(gate):
             one.cancel()
         assert engine.statistics().cancelled == 4
         held.cancel()
+        await until(lambda: not engine.workers[0].groups)  # The worker knows it, too.
         gate.touch()
         assert np.array_equal((await engine.infer(rows(5)))["y"], 2 * rows(5))
         await until(lambda: not engine.workers[0].groups)

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.errors import DeadlineError, DeviceLostError, InputError, PoisonError
+from asynctrt.errors import (
+    DeadlineError,
+    DeviceLostError,
+    DeviceUnavailableError,
+    EngineClosedError,
+    InputError,
+    PoisonError,
+    SuspendedError,
+)
+from asynctrt.workers import spares
 from asynctrt.workers.link import LOOK_S
 from tests.helpers import until
 from tests.workers.double import workers
@@ -186,3 +195,150 @@ async def test_no_descriptors_for_rings(monkeypatch):
 
 def _too_many():
     raise OSError(24, os.strerror(24))
+
+
+async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, caplog):
+    monkeypatch.setattr(spares, "PAUSE_S", 0.001)
+    async with workers(KIND) as made, opened(warm_spare=True) as engine:
+        for number in range(1, spares.SPARES_MAX + 1):
+            await until(lambda: engine.workers[0].spare == "ready")
+            assert len(made.all) == 1 + number
+            made.all[-1].end("ended by SIGKILL")
+        assert engine.workers[0].spare == "failed"
+        assert (engine.state, engine.workers[0].deaths) == ("open", 0)
+        told = [record for record in caplog.records if "spare" in record.message]
+        assert len(told) == spares.SPARES_MAX
+        assert "as did the 5 before it" in told[-1].message
+        assert not engine._front.links[0]._spares.is_due, "another one would be started"
+        made.all[0].end("ended by SIGKILL")
+        assert np.array_equal((await engine.infer(rows(1)))["y"], 2 * rows(1))
+        await until(lambda: engine.workers[0].spare == "ready")  # The next worker may have one.
+
+
+async def test_a_spare_that_lived_says_nothing_of_the_next(monkeypatch):
+    monkeypatch.setattr(spares, "PAUSE_S", 0.0)
+    monkeypatch.setattr(spares, "LIVED_NS", 0)
+    async with workers(KIND) as made, opened(warm_spare=True) as engine:
+        for _ in range(3 * spares.SPARES_MAX):
+            await until(lambda: engine.workers[0].spare == "ready")
+            made.all[-1].end("ended by SIGKILL")
+
+
+async def test_a_spare_that_is_due_is_not_started_for_an_engine_that_is_closed():
+    async with workers(KIND) as made:
+        async with opened(warm_spare=True) as engine:
+            await until(lambda: engine.workers[0].spare == "ready")
+            made.all[-1].end("ended by SIGKILL")
+            assert engine._front.links[0]._spares.is_due
+        assert not engine._front.links[0]._spares.is_due
+
+
+async def test_a_worker_that_cannot_have_the_memory_of_its_front_is_not_tried_again():
+    async with workers(KIND) as made:
+        made.why_not = "cannot have it"
+        with pytest.raises(DeviceUnavailableError, match="the worker cannot have it"):
+            await opened().__aenter__()
+        assert len(made.all) == 1
+
+
+async def test_later_it_is_tried_a_few_times():
+    async with workers(KIND) as made, opened() as engine:
+        made.why_not = "cannot have it"
+        made.all[0].end("ended by SIGKILL")
+        with pytest.raises(DeviceLostError, match="cannot have it, as did the 4 before it"):
+            await engine.infer(rows(1))
+        assert len(made.all) == 1 + 5
+
+
+async def test_an_engine_that_is_suspended_has_no_workers():
+    async with workers(KIND) as made, opened(warm_spare=True, device="host,host") as engine:
+        await until(lambda: len(made.all) == 4)
+        made.all[0].holds = made.all[1].holds = True
+        call = engine.submit(rows(1))
+        await asyncio.sleep(0)
+        suspending = asyncio.create_task(engine.suspend())
+        await until(lambda: engine.state == "suspending")
+        with pytest.raises(SuspendedError, match=r"resume\(\)"):
+            await engine.infer(rows(2))
+        for worker in made.all[:2]:
+            worker.holds = False
+            worker.look()
+        assert np.array_equal((await call)["y"], 2 * rows(1))
+        await suspending
+        assert engine.state == "suspended"
+        assert all(worker.how_it_ended for worker in made.all), "workers are left"
+        assert [worker.state for worker in engine.workers] == ["suspended", "suspended"]
+        assert engine.statistics().contexts == 0
+        await engine.suspend()
+        with pytest.raises(SuspendedError):
+            await engine.infer(rows(2))
+        await engine.resume()
+        assert engine.state == "open"
+        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
+        assert [worker.deaths for worker in engine.workers] == [0, 0]
+    assert engine._front._heap.blocks == 0
+
+
+async def test_a_worker_that_cannot_be_started_again_leaves_the_engine_suspended():
+    async with workers(KIND) as made, opened() as engine:
+        await engine.suspend()
+        made.why_not = "cannot have it"
+        with pytest.raises(DeviceUnavailableError, match="cannot have it"):
+            await engine.resume()
+        assert engine.state == "suspended"
+        made.why_not = ""
+        await engine.resume()
+        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
+
+
+async def test_who_left_before_it_was_suspended_leaves_nothing_behind():
+    async with workers(KIND) as made, opened() as engine:
+        made.all[0].holds = True
+        call = engine.submit(rows(1))
+        await until(lambda: engine.workers[0].groups)
+        call.cancel()
+        await asyncio.sleep(0)
+        await engine.suspend()
+        assert engine._front._heap.blocks == 0
+        await engine.resume()
+        assert np.array_equal((await engine.infer(rows(2)))["y"], 2 * rows(2))
+
+
+@pytest.mark.parametrize("when", ["suspending", "suspended", "resuming"])
+async def test_an_engine_that_is_closed_while_it_is_suspended(when):
+    async with workers(KIND) as made, opened() as engine:
+        made.all[0].holds = when == "suspending"
+        call = engine.submit(rows(1))
+        await asyncio.sleep(0)
+        changing = asyncio.create_task(engine.suspend())
+        if when == "suspending":
+            await until(lambda: engine.state == "suspending")
+            made.all[0].end("ended by SIGKILL")
+            made.starts = False
+        else:
+            await changing
+        if when == "resuming":
+            made.starts = False
+            changing = asyncio.create_task(engine.resume())
+            await until(lambda: len(made.all) == 2)
+        await engine.aclose()
+        (error,) = await asyncio.gather(changing, return_exceptions=True)
+        assert isinstance(error, EngineClosedError) == (when != "suspended")
+        assert engine.state == "closed"
+        assert all(worker.how_it_ended for worker in made.all), "workers are left"
+        await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_who_is_cancelled_while_requests_are_answered_leaves_it_open():
+    async with workers(KIND) as made, opened() as engine:
+        made.all[0].holds = True
+        call = engine.submit(rows(1))
+        suspending = asyncio.create_task(engine.suspend())
+        await until(lambda: engine.state == "suspending")
+        suspending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await suspending
+        assert engine.state == "open"
+        made.all[0].holds = False
+        made.all[0].look()
+        await call

@@ -6,6 +6,7 @@ import os
 import pytest
 
 import asynctrt
+from asynctrt.workers import spares
 from asynctrt.workers.messages import (
     ATTACH_FDS,
     Attach,
@@ -22,7 +23,7 @@ from asynctrt.workers.messages import (
 )
 from asynctrt.workers.pool import Member, WorkerPool
 from asynctrt.workers.process import WorkerProcess
-from tests.helpers import WAIT_S
+from tests.helpers import WAIT_S, until
 from tests.models import double_model
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
@@ -56,6 +57,9 @@ class Process:
 
     def send(self, message, fds=()):
         self.told.append((message, len(fds)))
+
+    def kill(self, why=""):
+        self.told.append((why, 0))
 
 
 async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_of_others(monkeypatch):
@@ -94,3 +98,43 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
         own.close()
         its.close()
     assert isinstance(process.told[-1][0], Close), "nobody has it any more"
+
+
+async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, caplog):
+    monkeypatch.setattr(spares, "PAUSE_S", 0.001)
+    started, hears, ends = [], [], []
+
+    async def start(_model, _device, _options, hear, died):
+        started.append(Process())
+        hears.append(hear)
+        ends.append(died)
+        return started[-1]
+
+    monkeypatch.setattr(WorkerProcess, "start", start)
+    pool = WorkerPool(asyncio.get_running_loop())
+    async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
+        one = engine.statistics()
+        described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
+    own, its = channel()
+    pool.add(0, own)
+    want = Want("kind", "host", asynctrt.Options(warm_spare=True), alone=False)
+    pool.hear(0, To(1, want), [])
+    await until(lambda: len(started) == 1)
+    hears[0](Ready(described, one))
+    for number in range(1, spares.SPARES_MAX + 1):
+        await until(lambda number=number: len(started) == 1 + number)
+        hears[-1](Ready(described, one))
+        ends[-1]("ended by SIGKILL")
+    assert "as did the 5 before it. No further one" in caplog.text
+    pool.hear(0, To(2, want), [])  # Whoever comes to the worker next is not the one to try it again.
+    (worker,) = pool._all
+    assert worker.spares.is_given_up
+    assert not worker.spares.is_due
+    ends[0]("ended by SIGSEGV")
+    pool.hear(0, To(3, want), [])
+    await until(lambda: len(started) == 2 + spares.SPARES_MAX)
+    hears[-1](Ready(described, one))
+    await until(lambda: len(started) == 3 + spares.SPARES_MAX)
+    pool.remove(0)
+    own.close()
+    its.close()

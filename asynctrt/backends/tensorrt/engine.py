@@ -153,6 +153,25 @@ class Signature:
             raise self._has_no_profile("rows", dims)
         return tuple(sorted(ranges))
 
+    def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest size of a dimension of the inputs in each profile.
+
+        Where several inputs have it, it is what all of them take.
+        """
+        places = [
+            (number, axis)
+            for number, spec in enumerate(self.inputs)
+            for axis, name in enumerate(spec.dims, start=1)
+            if name == dim
+        ]
+        return tuple(
+            (
+                max(profile.shapes[number][0][axis] for number, axis in places),
+                min(profile.shapes[number][2][axis] for number, axis in places),
+            )
+            for profile in self.profiles
+        )
+
     def profiles_text(self) -> str:
         """Return the shapes that the profiles accept, for messages."""
         return "; ".join(

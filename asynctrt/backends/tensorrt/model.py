@@ -183,6 +183,13 @@ class TensorRTModel:
         """
         return self.signature.rows_of(dims)
 
+    def ranges_of(self, dim: str) -> tuple[tuple[int, int], ...]:
+        """Return the smallest and the largest size of a dimension in each profile, in their order.
+
+        :param dim: its name, as the inputs have it.
+        """
+        return self.signature.ranges_of(dim)
+
     def details(self) -> EngineDetails:
         """Return what TensorRT tells of the engine besides its tensors and profiles.
 

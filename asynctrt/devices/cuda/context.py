@@ -320,6 +320,18 @@ class CudaContext:
         driver.cuMemFreeHost(address)
         driver.cuCtxPopCurrent()
 
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        """Pin memory of the process, and return what unpins it, as :meth:`give_back` frees."""
+        self.activate()
+        code = driver.cuMemHostRegister(address, nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE)[0]
+        self.check(code, f"pinning {nbytes} bytes that are shared with another process")
+        return partial(self._gpu.free, partial(self._unpin, address))
+
+    def _unpin(self, address: int) -> None:
+        driver.cuCtxPushCurrent(self._context)
+        driver.cuMemHostUnregister(address)
+        driver.cuCtxPopCurrent()
+
     def free_in_order(self, address: int, nbytes: int, stream: int) -> None:
         """Free stream-ordered memory once a stream has done the work it has been given until now."""
         if self._gpu.lost is not None:

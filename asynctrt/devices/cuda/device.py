@@ -14,6 +14,10 @@ from asynctrt.devices.cuda.memory import CudaBuffer, OrderedBuffer, PinnedBuffer
 from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
 from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError, UsageError
 
+QUEUES: Final = "32"
+"""Hardware queues that the streams of a process share on a GPU: the most that CUDA knows
+(``CUDA_DEVICE_MAX_CONNECTIONS``, CUDA C++ Programming Guide, environment variables)."""
+
 DRIVER_MIN: Final = 12_000
 """The oldest supported driver, as ``cuDriverGetVersion`` counts: graph upload needs it."""
 
@@ -291,6 +295,9 @@ def _initialise(ordinal: int) -> Any:
 
     :raises DeviceUnavailableError: with what is missing and the fix.
     """
+    # By default the streams of a process share 8 hardware queues of the GPU, and a batch in one stream may
+    # wait for a batch in another although both would fit. CUDA reads the variable when it starts.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", QUEUES)
     try:
         code = driver.cuInit(0)[0]
     except RuntimeError as error:  # cuda-python loads the driver at its first call.

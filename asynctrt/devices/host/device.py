@@ -167,6 +167,9 @@ class HostDevice:
     def allocate_staging(self, nbytes: int) -> HostBuffer:
         return self.allocate(nbytes)
 
+    def pin(self, address: int, nbytes: int) -> Callable[[], None]:
+        return _nothing
+
     def allocate(self, nbytes: int) -> HostBuffer:
         with self._lock:
             if self._memory_nbytes is not None and self._held_nbytes + nbytes > self._memory_nbytes:
@@ -242,6 +245,10 @@ class HostPart(HostDevice):
 
     def ended(self, stream: Stream) -> None:
         self._whole.ended(stream)
+
+
+def _nothing() -> None:
+    """Do nothing: the CPU copies from wherever it is told."""
 
 
 def cores() -> int:

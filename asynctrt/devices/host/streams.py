@@ -169,6 +169,8 @@ class HostStream:
         # Guards the step from served to idle against an operation that arrives meanwhile.
         self._lock = threading.Lock()
         self._is_served = False
+        # One for each time that a thread is to serve it.
+        self._turns: list[None] = []
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
         self._error: BaseException | None = None
@@ -295,7 +297,14 @@ class HostStream:
         return self.threads.leave(timeout_s)
 
     def serve(self) -> None:
-        """From a thread: do the work until none is left, or until an event has to be waited for."""
+        """From a thread, in its turn: do the work until none is left, or an event has to be waited for."""
+        try:
+            self._turns.pop()
+        except IndexError:
+            return  # It was taken back.
+        self._go_through()
+
+    def _go_through(self) -> None:
         while True:
             while self._operations:
                 if not self._operations[0]():
@@ -311,12 +320,31 @@ class HostStream:
         if self._closed:
             raise DeviceError(f"{self!r} is closed")
         self.threads.check()
-        with self._lock:
-            self._operations.append(operation)
-            if self._is_served:
+        is_first = False
+        try:
+            with self._lock:
+                self._operations.append(operation)
+                if self._is_served:
+                    return
+                is_first = self._is_served = True
+            self._schedule()
+        except BaseException:
+            if is_first:
+                self._is_served = False  # No thread will serve it: the next operation is to ask for one.
+            raise
+
+    def _schedule(self) -> None:
+        """Let a thread serve it, or raise and let none; an interrupt after one has begun is raised later."""
+        self._turns.append(None)
+        try:
+            self.threads.schedule(self)
+        except BaseException as error:
+            try:
+                self._turns.pop()
+            except IndexError:
+                raise_on_loop(error)
                 return
-            self._is_served = True
-        self.threads.schedule(self)
+            raise
 
     def _run(self, work: Work, label: Hashable, *, in_place: bool) -> bool:
         start_ns = self._now_ns()
@@ -370,9 +398,9 @@ class HostStream:
     def _go_on(self) -> None:
         """Do what follows after something unfinished. That is little, so it may be done right here."""
         if self._in_place == "never":
-            self.threads.schedule(self)
+            self._schedule()
         else:
-            self.serve()
+            self._go_through()
 
     def _cancel(self) -> None:
         unfinished = self._unfinished
@@ -390,7 +418,7 @@ class HostStream:
             self._awaited = None
             return True
         self._awaited = event
-        event.call_when_reached(recording, partial(self.threads.schedule, self))
+        event.call_when_reached(recording, self._schedule)
         return False
 
 

@@ -1,5 +1,6 @@
 """The threads of the host device, and how a loop that is never idle lets them have the GIL."""
 
+import atexit
 import os
 import sys
 import threading
@@ -17,6 +18,12 @@ LEND_S: Final = 200e-6
 LEND_PAUSE_NS_MIN: Final = 100_000
 LEND_PAUSE_NS_MAX: Final = 10_000_000
 """The pause after a hand-over that turned out to be in vain; it doubles each time."""
+
+EXIT_NS: Final = 500_000_000
+EXIT_LOOK_S: Final = 0.001
+"""How long an interpreter that exits waits for threads that are in the middle of something, and how often it
+looks. One that comes back into an interpreter which has gone is ended by the system from within the library
+that it ran, which C++ takes for an error that ends the process (``std::terminate``)."""
 
 GIL: Final[bool] = getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -59,14 +66,24 @@ class _Worker:
 
     def _serve(self) -> None:
         self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
-        while (served := self._ready.get()) is not None:
-            self._seen = None
-            self.serves = served
-            served.serve()
-            del served
-            if not self._threads.has_served(self):
-                return
-        self._ready.put(None)  # The next one ends too.
+        atexit.register(self._let_end)
+        try:
+            while (served := self._ready.get()) is not None:
+                self._seen = None
+                self.serves = served
+                served.serve()
+                del served
+                if not self._threads.has_served(self):
+                    return
+            self._ready.put(None)  # The next one ends too.
+        finally:
+            atexit.unregister(self._let_end)
+
+    def _let_end(self) -> None:
+        """Let it come back, if it is in the middle of something, before the interpreter goes."""
+        end_ns = self._threads.exit_end_ns()
+        while self.serves is not None and clock.now_ns() < end_ns:
+            threading.Event().wait(EXIT_LOOK_S)
 
 
 class StreamThreads:
@@ -76,7 +93,9 @@ class StreamThreads:
         self._threads_max = threads_max
         self._name = name
         self._now_ns = now_ns
-        self._pid = os.getpid()
+        self.pid = os.getpid()
+        """The process whose threads they are."""
+        self._exit_end_ns = 0
         # Guards what engines on several threads may change at once: streams, workers, tickets.
         self._lock = threading.Lock()
         self._streams = 0
@@ -90,12 +109,19 @@ class StreamThreads:
         self._lend_pause_ns = LEND_PAUSE_NS_MIN
         self._lend_next_ns = 0
 
+    def exit_end_ns(self) -> int:
+        """Return until when an interpreter that exits waits for threads in the middle of something."""
+        if self.pid != os.getpid():
+            return 0  # Threads are not forked.
+        self._exit_end_ns = self._exit_end_ns or clock.now_ns() + EXIT_NS
+        return self._exit_end_ns
+
     def check(self) -> None:
         """Check that the threads are this process's.
 
         :raises UsageError: in a process that was forked from the one that made this object.
         """
-        check_process(self._pid)
+        check_process(self.pid)
 
     def join(self) -> None:
         """Count one more stream.
@@ -111,7 +137,7 @@ class StreamThreads:
 
         Return False if one of them does not end within ``timeout_s``, which is for all together.
         """
-        if self._pid != os.getpid():
+        if self.pid != os.getpid():
             return True  # Its threads are the parent's, and so may be the lock.
         with self._lock:
             self._streams -= 1
@@ -132,12 +158,14 @@ class StreamThreads:
             self._tickets += 1
             try:
                 self._start_worker()
-            except (
-                RuntimeError
-            ):  # The system refuses another thread (ulimit -u). Those that there are will do.
+            except RuntimeError:
+                # The system refuses another thread (ulimit -u). Those that there are will do.
                 if not self._workers:
                     self._tickets -= 1
                     raise
+            except BaseException:
+                self._tickets -= 1
+                raise
             self.ready.put(stream)
 
     def replace(self, stream: Served) -> None:

@@ -19,6 +19,8 @@ class Reaper:
 
     :param context: what the callbacks run in. Default: the context of whoever causes a look, which may be any
         caller of the engine.
+    :param on_interrupt: called with what is no :class:`Exception`, such as Ctrl-C, that came in the middle of
+        a look or a callback, before it is raised on: somebody may not have been called back.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class Reaper:
         *,
         waiting: Waiting,
         context: Context | None = None,
+        on_interrupt: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._loop = loop
+        self._on_interrupt = on_interrupt
         self._now_ns = now_ns
         self._waiting = waiting
         self._context = context
@@ -147,6 +151,12 @@ class Reaper:
                 self._replace_waiter()
             self._poller.postpone(self._watcher.watches, now_ns)
             self._call_back()
+        except Exception:
+            raise
+        except BaseException as error:
+            if self._on_interrupt is not None:
+                self._on_interrupt(error)
+            raise
         finally:
             self._plan(now_ns)
 
@@ -177,8 +187,8 @@ class Reaper:
         spins = self._waiting == "spin" and bool(watcher.watches)
         if self._callbacks or spins or self._poller.is_due(watcher.watches, now_ns):
             if not self._tick_is_scheduled:
-                self._tick_is_scheduled = True
                 self._loop.call_soon(self._tick, context=self._context)
+                self._tick_is_scheduled = True
             return
         next_ns = watcher.next_ns()
         if watcher.watches:

@@ -1,12 +1,14 @@
 """A million batches: does the memory of the host or of the device grow?
 
-Short kernels, one row per batch, eight callers; every answer is checked. Memory is sampled ten times: the
-process's resident memory, and the device memory in use by all processes (cuMemGetInfo).
+Short kernels, one row per batch, eight callers; every answer is checked. With ``--runtime onnxruntime`` the
+batches are those of an ONNX model that doubles its input. Memory is sampled ten times: the process's resident
+memory, and the device memory in use by all processes (cuMemGetInfo).
 """
 
 import asyncio
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +62,10 @@ async def measure(device, model, options):
     limit_ns = clock.now_ns() + int(options.seconds * 1e9) if options.seconds else 2**63
     wanted = options.batches
 
-    async with asynctrt.open(
-        model, device=device, contexts=4, arenas=1, max_rows=1, waiting=options.waiting
-    ) as engine:
+    settings = {"contexts": 4, "max_rows": 1, "waiting": options.waiting}
+    if options.runtime == "kernels":
+        settings["arenas"] = 1
+    async with asynctrt.open(model, device=device, **settings) as engine:
         looks = Looks(device, engine)
         started = 0
 
@@ -88,14 +91,29 @@ async def measure(device, model, options):
     return looks.found
 
 
+def run(device, options):
+    """Return the samples of memory for the model that the options name."""
+    if options.runtime == "kernels":
+        return uvloop.run(measure(device, SpinModel(kernels_on(device), options.work_ns), options))
+    from tests.models import double_onnx
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = double_onnx(Path(folder) / "double.onnx", dims=(512,))
+        return uvloop.run(measure(device, path, options))
+
+
 def main():
     options = arguments(
-        __doc__, device="cuda:0", batches=1_000_000, work_ns=5000, seconds=0.0, waiting="adaptive"
+        __doc__,
+        device="cuda:0",
+        batches=1_000_000,
+        work_ns=5000,
+        seconds=0.0,
+        waiting="adaptive",
+        runtime="kernels",
     )
     device = open_device(options.device)
-    kernels = kernels_on(device)
-    model = SpinModel(kernels, options.work_ns)
-    looks = uvloop.run(measure(device, model, options))
+    looks = run(device, options)
     first, last = looks[0], looks[-1]
     half = looks[len(looks) // 2]
     figures = {

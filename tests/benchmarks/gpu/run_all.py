@@ -21,6 +21,7 @@ QUICK = {
     "urgent": ["--seconds", "1"],
     "resnet": ["--seconds", "0.4", "--load-seconds", "2.5"],
     "poisson": ["--seconds", "1.5", "--repeats", "2"],
+    "shapes": ["--seconds", "0.7", "--repeats", "1"],
     "million": ["--seconds", "170"],
 }
 FULL = {
@@ -31,6 +32,7 @@ FULL = {
     "urgent": ["--seconds", "5"],
     "resnet": ["--seconds", "1", "--repeats", "5", "--load-seconds", "10"],
     "poisson": [],
+    "shapes": [],
     "million": [],
 }
 QUICK_LIMIT_S = {
@@ -41,6 +43,7 @@ QUICK_LIMIT_S = {
     "urgent": 60,
     "resnet": 150,
     "poisson": 170,
+    "shapes": 60,
     "million": 190,
 }
 

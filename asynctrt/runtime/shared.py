@@ -1,0 +1,246 @@
+"""Rows that another process wrote into memory that it shares, and batches that are run from where they lie.
+
+The rows of a request lie side by side there, as a batch needs them. Where the device works in the host's
+memory, a batch of one such request runs on them directly, and the model may write to them. A device with
+memory of its own copies them from there if it can. Otherwise they are gathered into the context's slab, like
+the rows of any other batch. Whoever wrote them must leave them alone until the batch has ended.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+
+from asynctrt.devices.base import ALIGNMENT, Buffer, Stream
+from asynctrt.runtime.spans import spans_of
+from asynctrt.runtime.staging import Layout, RowSource, Slab, StagingBuffers
+from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.request import Request
+from asynctrt.tensors import Array, copy_rows
+
+
+class SharedBuffer:
+    """Shared memory that this process has mapped, as a buffer. Arrays over it keep it mapped."""
+
+    is_host_visible = True
+
+    def __init__(self, mapping: Any) -> None:
+        self._bytes = np.frombuffer(mapping, np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        self.nbytes = self._bytes.nbytes
+
+    def __repr__(self) -> str:
+        return f"<SharedBuffer nbytes={self.nbytes}>"
+
+    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> Array:
+        return np.ndarray(shape, dtype, self._bytes, offset)
+
+    def close(self) -> None:
+        self._bytes = self._bytes[:0].copy()
+
+
+class SharedBlock:
+    """A part of such memory with rows of one shape: an array of ``capacity`` rows for each input.
+
+    :param offsets: where in the buffer each of them begins.
+    """
+
+    def __init__(self, buffer: Buffer, offsets: tuple[int, ...], capacity: int) -> None:
+        self.buffer = buffer
+        self.offsets = offsets
+        self.capacity = capacity
+        self.batches = 0
+        """Batches under way that have rows of it."""
+        self.address: int | None = None
+        """The buffer's address, once the device can copy from this part of it."""
+        self.slabs: dict[int, Slab] = {}
+        """What batches were run from, by the first row in the block."""
+        self.is_forgotten = False
+        """Whether to let go of it when the last batch is over."""
+
+    def __repr__(self) -> str:
+        return f"<SharedBlock capacity={self.capacity} batches={self.batches}>"
+
+    def slab(self, layout: Layout, start: int) -> Slab | None:
+        """Return the rows from ``start`` on as a slab for inputs; ``None`` if models cannot have it there.
+
+        :param layout: the layout of the slab that it replaces.
+        """
+        slab = self.slabs.get(start)
+        if slab is not None:
+            return slab
+        if any(start * span.row_nbytes % ALIGNMENT for span in layout.inputs):
+            return None
+        spans = [
+            replace(span, offset=offset + start * span.row_nbytes)
+            for span, offset in zip(layout.inputs, self.offsets, strict=True)
+        ]
+        rows_max = self.capacity - start
+        own = replace(layout, inputs=tuple(spans), outputs=(), rows_max=rows_max, output_row_nbytes=0)
+        slab = self.slabs[start] = Slab(own, StagingBuffers.over(self.buffer), has_outputs=False)
+        return slab
+
+
+class SharedRows(tuple[Array, ...]):  # noqa: SLOT001  (a tuple's subclasses may have no slots of their own)
+    """The payload of a request whose rows lie in a block, which are its arrays."""
+
+    block: SharedBlock
+    start: int
+    """The first of its rows in the block."""
+    batches: int
+    """Batches under way with these rows."""
+    _on_ended: Callable[[SharedBlock], None]
+
+    @classmethod
+    def at(
+        cls,
+        block: SharedBlock,
+        start: int,
+        arrays: Iterable[Array],
+        on_ended: Callable[[SharedBlock], None],
+    ) -> Self:
+        """Return such a payload.
+
+        :param on_ended: called with the block when a batch with these rows is over.
+        """
+        made = cls(arrays)
+        made.block, made.start, made.batches, made._on_ended = block, start, 0, on_ended
+        return made
+
+    def launched(self) -> None:
+        """Note that a batch with them is under way."""
+        self.batches += 1
+        self.block.batches += 1
+
+    def ended(self) -> None:
+        """Note that it is over."""
+        self.batches -= 1
+        self.block.batches -= 1
+        self._on_ended(self.block)
+
+
+class Users:
+    """Tells all whose rows a batch has when it begins and ends."""
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: list[SharedRows]) -> None:
+        self._rows = rows
+
+    def launched(self) -> None:
+        """Tell them that the batch is under way."""
+        for rows in self._rows:
+            rows.launched()
+
+    def ended(self) -> None:
+        """Tell them that it is over."""
+        for rows in self._rows:
+            rows.ended()
+
+
+def are_shared(requests: Sequence[Request]) -> bool:
+    """Return whether the rows of all requests are known to lie in blocks.
+
+    The parts of a request that was split lie in one too, but are treated like any other arrays.
+    """
+    return all(type(request.payload) is SharedRows for request in requests)
+
+
+class SharedSource(RowSource):
+    """Rows of requests that lie in blocks.
+
+    :param is_captured: whether a graph of the batch is to be replayed, which reads the context's own slab.
+    """
+
+    __slots__ = ("_addresses", "_rows", "owner")
+
+    def __init__(self, batch: Batch, slab: Slab, *, is_captured: bool) -> None:
+        super().__init__(batch, slab)
+        self._rows: list[SharedRows] = [request.payload for request in batch.requests]
+        self.owner = Users(self._rows)
+        # Read once: a block that is pinned in the meantime is copied from by later batches only.
+        self._addresses = [rows.block.address if self.has_copies_in else None for rows in self._rows]
+        # A batch of several requests may be tried again in halves, and what the model wrote would be in them.
+        is_alone = len(self._rows) == 1 and batch.rows_run == batch.rows
+        if is_alone and not self.has_copies_in and not is_captured:
+            own = self._rows[0].block.slab(slab.layout, self._rows[0].start)
+            if own is not None:
+                self.inputs = own
+
+    @property
+    def _is_copied(self) -> bool:
+        """Whether the device copies some of the rows from where they lie."""
+        return any(address is not None for address in self._addresses)
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Return the bytes of what :meth:`stage` copies."""
+        if self.inputs is not self.slab:
+            return 0
+        if not self._is_copied:
+            return super().staged_nbytes
+        staged = [
+            request.rows
+            for request, address in zip(self.batch.requests, self._addresses, strict=True)
+            if address is None
+        ]
+        rows = sum(staged) + self.batch.rows_run - self.batch.rows
+        return self.slab.layout.input_row_nbytes * rows
+
+    def parts(self, parts_max: int) -> list[Callable[[], object]]:
+        """Return what stages the batch, in one part if not all of it is staged."""
+        if self.inputs is self.slab and not self._is_copied:
+            return super().parts(parts_max)
+        return [self.stage]
+
+    def stage(self) -> None:
+        """Gather the rows that are read from nowhere else, and stage the padding."""
+        if self.inputs is not self.slab:
+            return
+        if not self._is_copied:
+            super().stage()
+            return
+        batch = self.batch
+        spans = self.spans or spans_of(batch.requests)
+        for index, view in enumerate(self.slab.inputs):
+            for rows, span, address in zip(self._rows, spans, self._addresses, strict=True):
+                if address is None:
+                    copy_rows(rows[index], view[span])
+            if batch.rows_run != batch.rows:
+                view[batch.rows : batch.rows_run] = self._rows[0][index][0]
+
+    def arrays_of(self, index: int) -> list[Array]:
+        """Return the rows of each request for one input."""
+        return [rows[index] for rows in self._rows]
+
+    def put_in(self, stream: Stream) -> None:
+        """Put the copies on a stream: of rows from where they lie, of others from the context's slab."""
+        if not self._is_copied:
+            super().put_in(stream)
+            return
+        target, layout = self.slab.buffers.computed_on.address, self.slab.layout
+        for index, span in enumerate(layout.inputs):
+            at = target + span.offset
+            for source, nbytes in self._runs(index, span.offset, span.row_nbytes):
+                stream.copy_bytes(at, source, nbytes)
+                at += nbytes
+
+    def _runs(self, index: int, offset: int, row_nbytes: int) -> list[tuple[int, int]]:
+        """Return where the rows of the batch lie for one input, in order, as addresses and bytes."""
+        batch, staged = self.batch, self.slab.buffers.staging.address + offset
+        spans = self.spans or spans_of(batch.requests)
+        runs: list[tuple[int, int]] = []
+        for rows, span, address in zip(self._rows, spans, self._addresses, strict=True):
+            nbytes = (span.stop - span.start) * row_nbytes
+            if address is None:
+                start = staged + span.start * row_nbytes
+            else:
+                start = address + rows.block.offsets[index] + rows.start * row_nbytes
+            if runs and sum(runs[-1]) == start:
+                start, nbytes = runs[-1][0], runs[-1][1] + nbytes
+                runs.pop()
+            runs.append((start, nbytes))
+        if batch.rows_run != batch.rows:
+            runs.append((staged + batch.rows * row_nbytes, (batch.rows_run - batch.rows) * row_nbytes))
+        return runs

@@ -1,0 +1,298 @@
+"""Count what a server holds in memory for its clients: stop reading before it is too much, then refuse.
+
+Small things are not counted: what a connection may have read before it has to ask, and small requests, whose
+number is limited. All else is a :class:`Hold`, which ends with the last reference to it. So nothing can be
+forgotten to be given back.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Hashable
+from contextlib import suppress
+from threading import get_ident
+from typing import Final, Protocol
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+from asynctrt import clock
+
+UNCOUNTED_NBYTES: Final = 256 << 10
+"""Bytes of a message, and of unsent answers, that a connection has without asking: uvloop reads as many."""
+
+SMALL_NBYTES: Final = 16 << 10
+"""Requests that have at most as many bytes of inputs and outputs together are limited by ``max_requests``."""
+
+WAIT_NS: Final = 5_000_000_000
+"""How long a connection that has to go on reading waits for memory before it is refused."""
+
+SHORT_NS: Final = 1_000_000_000
+"""After so long a wait, clients that send or read slowly have to make room."""
+
+SHORT_AFTER_NS: Final = 5_000_000_000
+"""How long memory counts as short after somebody was refused."""
+
+PACE_TICKS: Final = 4
+"""Ticks over which a client's pace is measured."""
+
+NBYTES_MAX: Final = 1 << 30
+"""The least default limit."""
+
+
+class Pace:
+    """Tell a client that sends or takes bytes from one that stands still, while others wait for memory."""
+
+    __slots__ = ("_nbytes", "_tick")
+
+    def __init__(self, tick: int) -> None:
+        self._tick = tick
+        self._nbytes = 0
+
+    def is_low(self, tick: int, nbytes: int, whole_nbytes: int, ticks_max: int) -> bool:
+        """Return whether at the pace of late the whole would take longer than is allowed.
+
+        :param nbytes: what has come or gone so far.
+        :param ticks_max: the time that is allowed for the whole.
+        """
+        ticks = tick - self._tick
+        if ticks < PACE_TICKS:
+            return False
+        is_low = (nbytes - self._nbytes) * ticks_max < whole_nbytes * ticks
+        self._tick, self._nbytes = tick, nbytes
+        return is_low
+
+
+class Decided(Protocol):
+    """What is called when somebody has waited for memory."""
+
+    def __call__(self, *, is_granted: bool) -> None:
+        """Go on: it is held now, or it never will be."""
+
+
+class Account:
+    """What is held for one client.
+
+    :param memory: the server's, of which it is a part.
+    """
+
+    __slots__ = ("__weakref__", "memory", "nbytes")
+
+    def __init__(self, memory: "Memory") -> None:
+        self.memory = memory
+        self.nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Account nbytes={self.nbytes}>"
+
+    def add(self, nbytes: int) -> None:
+        """Count more bytes; fewer, if it is negative."""
+        self.nbytes += nbytes
+        memory = self.memory
+        memory.nbytes += nbytes
+        if nbytes <= 0 and memory.waiting:
+            memory.look_soon()
+
+
+class Hold:
+    """Bytes that are held for one purpose, until nothing refers to it any more."""
+
+    __slots__ = ("__weakref__", "_decided", "_since_ns", "_wanted_nbytes", "account", "nbytes")
+
+    def __init__(self, account: Account, nbytes: int = 0) -> None:
+        self.account = account
+        self.nbytes = 0
+        self._wanted_nbytes = 0
+        self._since_ns = 0
+        self._decided: Decided | None = None
+        self.set(nbytes)
+
+    def __repr__(self) -> str:
+        return f"<Hold nbytes={self.nbytes}{' waiting' if self.is_waiting else ''}>"
+
+    def __del__(self) -> None:
+        if self.nbytes or self._decided is not None:  # Others may wait behind one that holds nothing yet.
+            self.account.memory.give_back(self.account, self.nbytes)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is to become larger when there is room."""
+        return self._decided is not None
+
+    def set(self, nbytes: int) -> None:
+        """Hold so many bytes from now on, whether or not there is room: they are there already.
+
+        It waits no longer, and nobody is told.
+        """
+        is_waiting, self._decided = self._decided is not None, None
+        if nbytes != self.nbytes or is_waiting:
+            self.account.add(nbytes - self.nbytes)
+            self.nbytes = nbytes
+            if is_waiting:
+                self.account.memory.look_soon()  # Others may have waited behind it.
+
+    def grow(self, nbytes: int, decided: Decided) -> bool:
+        """Hold so many bytes in all, if there is room now. Return whether there is.
+
+        :param decided: called if there is not: with ``True`` as soon as they are held, or with ``False``
+            after :data:`WAIT_NS`.
+        """
+        memory = self.account.memory
+        if not memory.waiting and memory.has_room(self.account, nbytes - self.nbytes):
+            self.set(nbytes)
+            return True
+        self._wanted_nbytes, self._decided, self._since_ns = nbytes, decided, clock.now_ns()
+        memory.wait(self)
+        return False
+
+    async def reserve(self, nbytes: int) -> bool:
+        """Wait until so many bytes can be held, and hold them. Return whether there was room in time."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        def decided(*, is_granted: bool) -> None:
+            if not future.done():
+                future.set_result(is_granted)
+
+        return self.grow(nbytes, decided) or await future
+
+    def waited_ns(self, now_ns: int) -> int:
+        """Return how long it has waited to become larger."""
+        return now_ns - self._since_ns if self._decided is not None else 0
+
+    def try_again(self) -> bool:
+        """Become as large as was wanted, if there is room. Return whether there is."""
+        if not self.account.memory.has_room(self.account, self._wanted_nbytes - self.nbytes):
+            return False
+        decided = self._decided
+        self.set(self._wanted_nbytes)
+        if decided is not None:
+            decided(is_granted=True)
+        return True
+
+    def refuse(self) -> None:
+        """Tell whoever waits that there was no room in time."""
+        decided, self._decided = self._decided, None
+        if decided is not None:
+            decided(is_granted=False)
+
+
+class Memory:
+    """Limit what is held for all clients together. It belongs to one event loop.
+
+    Of the limit, a quarter is for clients that hold nothing yet: one that holds much cannot keep others out.
+
+    :param nbytes_max: the limit in bytes. One message alone may have more.
+    """
+
+    def __init__(self, nbytes_max: int) -> None:
+        self.nbytes_max = nbytes_max
+        self.nbytes = 0
+        """Bytes that are held now."""
+        self.refused = 0
+        """Messages that were refused for want of memory."""
+        self.waiting: dict[Account, deque[ReferenceType[Hold]]] = {}
+        """Those that are to become larger, by their clients, in the order of the clients' turns."""
+        self._accounts: WeakValueDictionary[Hashable, Account] = WeakValueDictionary()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._short_until_ns = 0
+
+    def __repr__(self) -> str:
+        waiting = sum(map(len, self.waiting.values()))
+        return f"<Memory {self.nbytes} of {self.nbytes_max} waiting={waiting}>"
+
+    def account(self, address: Hashable) -> Account:
+        """Return the account of a client's address; one of its own if there is none."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread = get_ident()
+        if address is None:
+            return Account(self)
+        account = self._accounts.get(address)
+        if account is None:
+            account = self._accounts[address] = Account(self)
+        return account
+
+    def has_room(self, account: Account, nbytes: int) -> bool:
+        """Return whether a client may hold so many bytes more."""
+        limit = self.nbytes_max - self.nbytes_max // 4 * (account.nbytes > 0)
+        return nbytes <= 0 or self.nbytes + nbytes <= limit or not self.nbytes
+
+    def refuse(self) -> str:
+        """Count that something was refused, and return why."""
+        self.refused += 1
+        self._short_until_ns = clock.now_ns() + SHORT_AFTER_NS
+        return (
+            f"the server holds {self.nbytes} bytes for its clients, of at most {self.nbytes_max}: send less "
+            "at once, or retry later"
+        )
+
+    def is_short(self, now_ns: int) -> bool:
+        """Return whether clients that take or give bytes slowly are to make room for others."""
+        if now_ns < self._short_until_ns:
+            return True
+        heads = [self._head(account) for account in list(self.waiting)]
+        return any(hold is not None and hold.waited_ns(now_ns) > SHORT_NS for hold in heads)
+
+    def wait(self, hold: Hold) -> None:
+        """Let a hold become larger when there is room."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(WAIT_NS / 1e9, self._expire)
+        self.waiting.setdefault(hold.account, deque()).append(ref(hold))
+        self.look_soon()  # It is there for those behind which it waits, and may go past them.
+
+    def look_soon(self) -> None:
+        """Look whether others have room now, after what is being done: it may take the place itself."""
+        if not self._is_due and self._loop is not None:
+            self._is_due = True
+            with suppress(RuntimeError):  # The loop is closed, and nobody waits.
+                self._loop.call_soon(self._look)
+
+    def give_back(self, account: Account, nbytes: int) -> None:
+        """Count fewer bytes, in any thread: Python may collect garbage in all of them."""
+        if self._loop is None or get_ident() == self._thread:
+            account.add(-nbytes)
+        else:
+            with suppress(RuntimeError):  # The loop is closed, and nobody counts any more.
+                self._loop.call_soon_threadsafe(account.add, -nbytes)
+
+    def _head(self, account: Account) -> Hold | None:
+        """Return the first of a client's that wait; ``None``, and forget the client, if none is left."""
+        queue = self.waiting[account]
+        while queue:
+            hold = queue[0]()
+            if hold is not None and hold.is_waiting:
+                return hold
+            queue.popleft()
+        del self.waiting[account]
+        return None
+
+    def _look(self) -> None:
+        """Let those that wait become larger, one of each client in turn, as far as there is room."""
+        self._is_due = False
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for account in list(self.waiting):
+                hold = self._head(account)
+                if hold is None:
+                    continue
+                if hold.try_again():
+                    is_changed = True
+                    self.waiting[account] = self.waiting.pop(account)
+                elif not account.nbytes:
+                    return  # One that is held up by its own client's bytes holds up nobody else.
+
+    def _expire(self) -> None:
+        """Refuse those that have waited for too long."""
+        self._timer = None
+        now_ns = clock.now_ns()
+        longest_ns = 0
+        for account in list(self.waiting):
+            while (hold := self._head(account)) is not None:
+                if hold.waited_ns(now_ns) < WAIT_NS:
+                    longest_ns = max(longest_ns, hold.waited_ns(now_ns))
+                    break
+                hold.refuse()
+        if self.waiting:
+            delay_s = (WAIT_NS - longest_ns) / 1e9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)

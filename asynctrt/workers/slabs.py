@@ -1,0 +1,118 @@
+"""Blocks that groups of large rows share: each has its rows after those of the one before."""
+
+from typing import Final
+
+from asynctrt.workers.layout import SYMBOLS, Layout
+from asynctrt.workers.memory import Heap, SharedMemory
+
+SLAB_NBYTES_MAX: Final = 64 << 20
+"""The largest slab. A few are free at any time, and the heap keeps the pages of that many of this size."""
+
+
+OPEN_SHARE: Final = 4
+"""Slabs that may still have room take up to one part in so many of the memory. Rows of many shapes at once
+would otherwise have all of it, most of it empty. A slab of any further shape is as large as its group."""
+
+
+class Slab:
+    """A block with room for the rows of one batch, in the order in which groups came."""
+
+    __slots__ = ("_slabs", "block", "capacity", "generation", "groups", "layout", "rows_given")
+
+    def __init__(self, slabs: "Slabs", layout: Layout, block: int, capacity: int, generation: int) -> None:
+        self._slabs = slabs
+        self.layout = layout
+        self.block = block
+        self.capacity = capacity
+        self.generation = generation
+        """As :meth:`Heap.generation` says."""
+        self.rows_given = 0
+        self.groups = 0
+        """Groups that have rows of it."""
+
+    def __repr__(self) -> str:
+        return f"<Slab {self.block} groups={self.groups} rows={self.rows_given} of {self.capacity}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.layout.nbytes(self.capacity)
+
+    def give_back(self) -> None:
+        """Take back the rows of a group; with those of the last one, the slab is free."""
+        self.groups -= 1
+        if not self.groups:
+            self._slabs.free(self)
+
+
+class Slabs:
+    """Gives out rows of slabs, all of one size for rows of one shape, whatever the sizes of groups are.
+
+    That way a few blocks are used again and again: they seldom need new pages from the system, and leave no
+    holes. A slab goes back to the heap with its last group.
+
+    :param rows_max: rows that a batch has at most.
+    :param nbytes_max: bytes that a batch has at most.
+    """
+
+    def __init__(self, heap: Heap, memory: SharedMemory, *, rows_max: int, nbytes_max: int) -> None:
+        self._heap = heap
+        self._memory = memory
+        self._rows_max = rows_max
+        self._nbytes_max = min(nbytes_max, SLAB_NBYTES_MAX)
+        # By layout: the one that has rows left.
+        self._open: dict[Layout, Slab] = {}
+        self._open_nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Slabs open={len(self._open)}>"
+
+    def capacity(self, layout: Layout) -> int:
+        """Return the rows of a slab."""
+        return max(min(self._rows_max, self._nbytes_max // layout.row_nbytes), 1)
+
+    def take(self, layout: Layout, rows: int) -> tuple[Slab, int]:
+        """Return rows for a group: a slab, and the first of them.
+
+        :raises MemoryError: if there is no room.
+        """
+        slab = self._open.get(layout)
+        if slab is None or slab.rows_given + rows > slab.capacity:
+            slab = self._make(layout, rows)
+            self._shut(layout)
+            self._open[layout] = slab
+            self._open_nbytes += slab.nbytes
+        start = slab.rows_given
+        slab.rows_given += rows
+        slab.groups += 1
+        self._memory.words[slab.block // 8 + layout.launched(start)] = 0
+        return slab, start
+
+    def free(self, slab: Slab) -> None:
+        """Give a slab without groups back to the heap."""
+        self._heap.free(slab.block, slab.nbytes)
+        if self._open.get(slab.layout) is slab:
+            self._shut(slab.layout)
+
+    def _shut(self, layout: Layout) -> None:
+        """Give out no more rows of the slab that is open for a layout, if there is one."""
+        slab = self._open.pop(layout, None)
+        if slab is not None:
+            self._open_nbytes -= slab.nbytes
+
+    def _make(self, layout: Layout, rows: int) -> Slab:
+        capacity = max(self.capacity(layout), rows)
+        before = self._open.get(layout)
+        others_nbytes = self._open_nbytes - (0 if before is None else before.nbytes)
+        if others_nbytes and others_nbytes + layout.nbytes(capacity) > self._memory.nbytes // OPEN_SHARE:
+            capacity = rows
+        try:
+            block = self._heap.allocate(layout.nbytes(capacity))
+        except MemoryError:
+            if capacity == rows:
+                raise
+            capacity = rows
+            block = self._heap.allocate(layout.nbytes(capacity))
+        for at, size in enumerate(layout.symbols, start=block // 8 + SYMBOLS):
+            self._memory.words[at] = size
+        return Slab(self, layout, block, capacity, self._heap.generation(block))

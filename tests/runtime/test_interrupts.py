@@ -1,0 +1,312 @@
+"""Ctrl-C at every point of the driver's own work: the engine ends whole or closed, and nothing is used twice.
+
+Python raises an interrupt where a function of its own begins and where one in C has returned, among others.
+A profile function is called at just these points, so that each of them is tried in turn.
+"""
+
+import asyncio
+import gc
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+
+import asynctrt
+from asynctrt.backends.function import FunctionModel
+from asynctrt.devices.host import HostDevice
+from asynctrt.devices.host.threads import StreamThreads
+from asynctrt.errors import AsynctrtError, DeviceLostError
+from asynctrt.runtime import driver, staging
+from asynctrt.runtime.completion import Reaper
+from asynctrt.runtime.jobs import Job
+from asynctrt.runtime.staging import RowSource, StagingBuffers
+from asynctrt.tensors import TensorSpec
+from tests.helpers import until
+from tests.models import rows
+from tests.runtime.support import WAIT_S
+
+ENTRIES = ("_pump", "_look", "submit")
+"""Where the loop, or a caller, enters the driver."""
+
+
+class SlowToEnqueue(FunctionModel):
+    """Doubles; its batches are put on the device by a thread."""
+
+    def __init__(self, *, blocks):
+        super().__init__(
+            lambda inputs: 2 * inputs["input"],
+            inputs=TensorSpec("input", "float32", (4,)),
+            outputs=TensorSpec("output", "float32", (4,)),
+        )
+        self.enqueue_may_block = blocks
+
+
+class Slabs:
+    """Tells when a slab is staged for a batch while it is still used for another."""
+
+    def __init__(self, monkeypatch):
+        self.users = Counter()
+        self.clashes = []
+        self._lock = threading.Lock()
+        for name in ("stage", "_stage_part"):
+            monkeypatch.setattr(RowSource, name, self._watched(getattr(RowSource, name)))
+
+    def _watched(self, stage):
+        def watched(source, *between):
+            with self._using(source):
+                stage(source, *between)
+
+        return watched
+
+    @contextmanager
+    def _using(self, source):
+        mine = id(source.slab), source.batch.number
+        with self._lock:
+            self.clashes += [other for other in self.users if other[0] == mine[0] and other != mine]
+            self.users[mine] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.users[mine] -= 1
+                if not self.users[mine]:
+                    del self.users[mine]
+
+
+class Interrupt:
+    """Raises ``KeyboardInterrupt`` at one point of the driver's work."""
+
+    def __init__(self, at):
+        self.left = at
+        self.where = None
+
+    def __call__(self, frame, event, arg):
+        if event not in ("call", "c_return") or not _is_ours(frame, event):
+            return
+        self.left -= 1
+        if self.left < 0:
+            sys.setprofile(None)
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname} {event}"
+            raise KeyboardInterrupt
+
+
+def _is_ours(frame, event):
+    """Return whether a frame is the driver's work, or called for it, and not yet before its first line."""
+    if "/asynctrt/" not in frame.f_code.co_filename:
+        return False
+    frame = frame.f_back if event == "call" else frame
+    while frame is not None:
+        if frame.f_code.co_name in ENTRIES and "/asynctrt/runtime/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Gate:
+    """Holds the first batch that a thread stages."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.staged = []
+        stage = RowSource.stage
+
+        def held(source, *between):
+            self.staged.append(source.batch.number)
+            if len(self.staged) == 1:
+                self.begun.set()
+                assert self.go.wait(WAIT_S)
+            stage(source, *between)
+
+        monkeypatch.setattr(RowSource, "stage", held)
+
+
+@pytest.mark.parametrize("how", ["_hand_over_unstaged", "copied"])
+def test_a_thread_that_has_begun_keeps_its_context(monkeypatch, how):
+    """The interrupt comes between the hand-over of a batch to a thread and the return from it."""
+    name = "STAGE_ON_LOOP_NBYTES_MAX" if how == "_hand_over_unstaged" else "COPY_ON_LOOP_NBYTES_MAX"
+    monkeypatch.setattr(driver, name, 0)
+    gate, slabs = Gate(monkeypatch), Slabs(monkeypatch)
+    schedule, interrupts = StreamThreads.schedule, [KeyboardInterrupt]
+
+    def schedule_and_raise(threads, served):
+        schedule(threads, served)
+        if isinstance(served, Job) and interrupts:
+            assert gate.begun.wait(WAIT_S)
+            raise interrupts.pop()
+
+    monkeypatch.setattr(StreamThreads, "schedule", schedule_and_raise)
+    loop = asyncio.new_event_loop()
+    model = SlowToEnqueue(blocks=how == "_hand_over_unstaged")
+    device = HostDevice(in_place="never", threads=2)
+    engine = loop.run_until_complete(asynctrt.open(model, device=device, contexts=1, max_rows=1)._open())
+    tasks = [loop.create_task(engine.infer(rows(value))) for value in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(asyncio.wait(tasks, timeout=WAIT_S))
+    for _ in range(20):
+        loop.run_until_complete(asyncio.sleep(0))
+    assert gate.staged == [1], "its slab was given to another batch"
+    gate.go.set()
+    loop.run_until_complete(asyncio.wait(tasks, timeout=WAIT_S))
+    for value, task in enumerate(tasks):
+        assert (task.result()["output"] == 2 * value).all()
+    assert not slabs.clashes
+    loop.run_until_complete(engine.aclose())
+    loop.close()
+
+
+@pytest.mark.anyio
+async def test_what_cannot_be_waited_for_is_not_begun(monkeypatch):
+    """It would be staged and put on the stream a second time, by the loop."""
+    monkeypatch.setattr(driver, "STAGE_ON_LOOP_NBYTES_MAX", 0)
+    gate = Gate(monkeypatch)
+    gate.go.set()
+    watch, refusals = Reaper.watch, [RuntimeError("can't start new thread")]
+
+    def refuse(reaper, event, *given, **named):
+        if isinstance(event, Job) and refusals:
+            raise refusals.pop()
+        watch(reaper, event, *given, **named)
+
+    monkeypatch.setattr(Reaper, "watch", refuse)
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(SlowToEnqueue(blocks=True), device=HostDevice(in_place="never")) as engine,
+    ):
+        for value in range(3):
+            assert ((await engine.infer(rows(value)))["output"] == 2 * value).all()
+        assert gate.staged == [1, 2, 3]
+        assert not refusals
+
+
+@pytest.mark.anyio
+async def test_a_slab_outlives_the_thread_that_writes_it(monkeypatch):
+    """Although its engine is closed meanwhile, and waits for it no longer."""
+    monkeypatch.setattr(driver, "COPY_ON_LOOP_NBYTES_MAX", 0)
+    gate = Gate(monkeypatch)
+    closed = []
+    close = StagingBuffers.close
+    monkeypatch.setattr(StagingBuffers, "close", lambda buffers: (closed.append(buffers), close(buffers)))
+    model = SlowToEnqueue(blocks=False)
+    engine = await asynctrt.open(model, device=HostDevice(), contexts=1, max_rows=1, close_timeout=0.01)
+    (context,) = engine._pool.contexts
+    buffers = context._buffers
+    task = asyncio.create_task(engine.infer(rows(1)))
+    await until(gate.begun.is_set)
+    async with asyncio.timeout(WAIT_S):
+        await engine.aclose()
+    with pytest.raises(DeviceLostError, match="did not end within the close_timeout"):
+        await task
+    assert buffers not in closed
+    gate.go.set()
+    await until(lambda: buffers in closed)
+
+
+HOW = {
+    "in place": {"in_place": "always"},
+    "on a thread of the device": {"in_place": "never"},
+    "enqueued by a thread": {"in_place": "never", "blocks": True},
+    "staged and enqueued by a thread": {
+        "in_place": "never",
+        "blocks": True,
+        "patched": {(driver, "STAGE_ON_LOOP_NBYTES_MAX"): 0, (staging, "PART_NBYTES_MIN"): 1},
+    },
+    "copied by threads": {
+        "in_place": "never",
+        "patched": {(driver, "COPY_ON_LOOP_NBYTES_MAX"): 0, (staging, "PART_NBYTES_MIN"): 1},
+    },
+}
+
+
+class Attempt:
+    """Some requests, interrupted once."""
+
+    def __init__(self, interrupt, *, in_place, blocks=False):
+        self.interrupt = interrupt
+        self.loop = asyncio.new_event_loop()
+        device = HostDevice(in_place=in_place, threads=2)
+        model = SlowToEnqueue(blocks=blocks)
+        opening = asynctrt.open(model, device=device, contexts=2, max_rows=2, close_timeout=2 * WAIT_S)
+        self.engine = self.finish(opening._open())
+        self.tasks = [self.loop.create_task(self.ask(value)) for value in range(6)]
+
+    async def ask(self, value):
+        result = await self.engine.infer(rows(value, value))
+        assert (result["output"] == 2 * value).all(), "rows of another caller"
+
+    def finish(self, awaitable):
+        """Wait for something, and go on after an interrupt that was put off."""
+
+        async def bounded():
+            async with asyncio.timeout(WAIT_S):
+                return await task
+
+        async def begun():
+            return await awaitable
+
+        task = self.loop.create_task(begun())
+        for _ in range(2):
+            try:
+                return self.loop.run_until_complete(bounded())
+            except KeyboardInterrupt:
+                pass
+        raise AssertionError("interrupted more than once")
+
+    def run(self):
+        gc.disable()  # Python ignores what is raised in __del__.
+        try:
+            sys.setprofile(self.interrupt)
+            self.loop.run_until_complete(asyncio.wait(self.tasks, timeout=WAIT_S))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        _, waiting = self.finish(asyncio.wait(self.tasks, timeout=WAIT_S))
+        assert not waiting, "nobody tells some callers anything"
+        errors = [task.exception() for task in self.tasks]
+        told = AsynctrtError, KeyboardInterrupt
+        assert all(error is None or isinstance(error, told) for error in errors), errors
+        if self.engine.state == "open":
+            self.finish(self.ask(9))
+        else:
+            assert self.engine.state == "lost"
+            with pytest.raises(AsynctrtError, match="came in the middle of"):
+                self.finish(self.ask(9))
+        self.finish(self.engine.aclose())
+        self.finish(asyncio.sleep(0))
+        self.loop.close()
+
+
+def run(monkeypatch, first, step, *, patched=None, **how):
+    """Interrupt at one point after the other until there is none left; return how the engine ended."""
+    for (module, name), value in (patched or {}).items():
+        monkeypatch.setattr(module, name, value)
+    slabs, ends = Slabs(monkeypatch), Counter()
+    while True:
+        interrupt = Interrupt(first)
+        attempt = Attempt(interrupt, **how)
+        try:
+            attempt.run()
+            assert not slabs.clashes, "a slab was given to a batch while another was written there"
+        except BaseException as error:
+            error.add_note(f"interrupted at point {first}, {interrupt.where}")
+            raise
+        if interrupt.where is None:
+            return ends
+        ends[interrupt.where.rpartition(" ")[2]] += 1
+        first += step
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_an_interrupt_leaves_the_engine_whole_or_closed(monkeypatch, how):
+    ends = run(monkeypatch, 3, 29, **how)
+    assert set(ends) == {"call", "c_return"}
+
+
+@pytest.mark.tier2
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_an_interrupt_at_every_point_leaves_the_engine_whole_or_closed(monkeypatch, how):
+    run(monkeypatch, 0, 1, **how)

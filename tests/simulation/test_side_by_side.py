@@ -1,0 +1,160 @@
+"""What is learned of batches side by side, in virtual time, beside the best possible and each fixed number.
+
+The device computes up to eight batches at once, which hinder one another by a given part of their time.
+"""
+
+import heapq
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.lanes import Lanes
+from asynctrt.scheduling.policy import Policy
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+from asynctrt.simulation.arrivals import Arrival
+from asynctrt.simulation.device import VirtualDevice
+from asynctrt.simulation.engine import VirtualEngine
+from asynctrt.simulation.latency import CostTable, Entry, LatencyModel
+from asynctrt.simulation.timeline import Timeline
+
+ROWS_MAX = 16
+COPY_MS = 0.02
+SECONDS = 3.0
+
+
+class Latencies:
+    """Notes when requests came and how long their answers took; what else happens is of no interest."""
+
+    def __init__(self):
+        self.arrived_ns, self.took_ns = [], []
+
+    def answered(self, flight, now_ns):
+        for request in flight.batch.requests:
+            self.arrived_ns.append(request.arrival_ns)
+            self.took_ns.append(now_ns - request.arrival_ns)
+
+    def refused(self, request, error):
+        raise AssertionError(f"{request} was refused: {error}")
+
+    def __getattr__(self, name):
+        return lambda *args, **kw: None
+
+    def p99_ms(self):
+        """The 99th percentile of those that came in the second half."""
+        half_ns = max(self.arrived_ns) / 2
+        came = np.array(self.arrived_ns) > half_ns
+        return float(np.percentile(np.array(self.took_ns)[came], 99)) / 1e6
+
+
+class World:
+    """Requests at random, for a device that computes so many batches at once.
+
+    :param load: how much of what it can compute comes.
+    :param hinder: by which part of its time a batch computes longer for each other one beside it.
+    """
+
+    def __init__(self, width, *, load, shapes=1, contexts=8, hinder=0.0, copy_ms=COPY_MS):
+        self.base_ms, self.row_ms = 0.5 * width, 0.03125 * width
+        self.contexts, self.hinder = contexts, hinder
+        at_once = max(1.0, width / (1 + hinder * (width - 1)))
+        self.rate = load * at_once * ROWS_MAX / self.batch_ms(ROWS_MAX) * 1e3
+        count = int(self.rate * SECONDS)
+        rng = np.random.default_rng(5)
+        self.due_ns = np.cumsum(rng.exponential(1e9 / self.rate, count)).astype(np.int64).tolist()
+        self.shape = rng.integers(0, shapes, count).tolist()
+        self.width = width
+        self.copy_ms = copy_ms
+
+    def batch_ms(self, rows):
+        return self.base_ms + self.row_ms * rows
+
+    def run(self):
+        """Return what an engine does, and its scheduler."""
+        entries = [Entry(rows, self.copy_ms, self.batch_ms(rows), self.copy_ms) for rows in (1, ROWS_MAX)]
+        latency = LatencyModel(CostTable(entries), {}, self.contexts, self.hinder, 0.02)
+        policy = Policy(
+            rows_max=ROWS_MAX, concurrency=1 + self.contexts, is_pipelined=True, lanes_max=self.contexts
+        )
+        scheduler = Scheduler(
+            policy=policy,
+            shapes=Shapes(rows_max=ROWS_MAX, profiles=None),
+            queue_rows_max=1 << 20,
+            priorities=3,
+            contexts=self.contexts,
+            arenas=self.contexts,
+            in_flight_max=self.contexts,
+        )
+        timeline, found = Timeline(), Latencies()
+        device = VirtualDevice(timeline, latency, self.contexts, random.Random(1))
+        engine = VirtualEngine(timeline, scheduler, device, found, has_arenas=True)
+        keys = [BatchKey((("length", 64 + number),)) for number in range(max(self.shape) + 1)]
+        for due_ns, shape in zip(self.due_ns, self.shape, strict=True):
+            if due_ns > timeline.now_ns:
+                timeline.run_until(due_ns)
+            engine.submit(Arrival(due_ns, 1, keys[shape], 0, None))
+        while timeline.entries:
+            timeline.run_until(timeline.entries[0][0] + 1_000_000)
+        assert len(found.took_ns) == len(self.due_ns)
+        return found, scheduler
+
+    def best(self):
+        """Return what as many lanes do that are never late and take whatever waits of the oldest's shape."""
+        free_ns, waiting, found = [0.0] * self.width, {}, Latencies()
+        arrived = answered = 0
+        while answered < len(self.due_ns):
+            now_ns = heapq.heappop(free_ns)
+            if not any(waiting.values()):
+                now_ns = max(now_ns, self.due_ns[arrived])
+            while arrived < len(self.due_ns) and self.due_ns[arrived] <= now_ns:
+                waiting.setdefault(self.shape[arrived], deque()).append(self.due_ns[arrived])
+                arrived += 1
+            queue = min((queue for queue in waiting.values() if queue), key=lambda queue: queue[0])
+            taken = [queue.popleft() for _ in range(min(ROWS_MAX, len(queue)))]
+            end_ns = now_ns + self.batch_ms(len(taken)) * 1e6
+            heapq.heappush(free_ns, end_ns)
+            found.arrived_ns += taken
+            found.took_ns += [end_ns - due_ns for due_ns in taken]
+            answered += len(taken)
+        return found
+
+
+@pytest.mark.parametrize("load", [0.2, 0.5])
+@pytest.mark.parametrize("shapes", [1, pytest.param(2, marks=pytest.mark.tier2), 16])
+@pytest.mark.parametrize(("width", "contexts"), [(8, 8), (1, 4)], ids=["eight fit", "one fills it"])
+def test_latency_comes_near_the_best_that_is_possible(width, contexts, shapes, load):
+    world = World(width, load=load, shapes=shapes, contexts=contexts, hinder=0.0 if width > 1 else 1.0)
+    found, scheduler = world.run()
+    assert max(scheduler.lanes_chosen().values(), default=1) == width
+    assert found.p99_ms() <= 1.2 * world.best().p99_ms()
+
+
+def test_rows_that_are_on_the_device_already_are_learned_from_as_well():
+    world = World(8, load=0.5, copy_ms=0.0)
+    found, scheduler = world.run()
+    assert max(scheduler.lanes_chosen().values(), default=1) == 8
+    assert found.p99_ms() <= 1.2 * world.best().p99_ms()
+
+
+@pytest.mark.tier2
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("hinder", [0.05, 0.1, 0.2, 0.3])
+def test_where_batches_hinder_one_another_no_fixed_number_is_much_better(monkeypatch, hinder, load):
+    world = World(8, load=load, shapes=2, hinder=hinder)
+    learned_ms = world.run()[0].p99_ms()
+    fixed_ms = []
+    for lanes in (1, 2, 4, 8):
+        monkeypatch.setattr(Lanes, "allowed", lambda self, shape, rows, lanes=lanes: lanes)
+        fixed_ms.append(world.run()[0].p99_ms())
+    assert learned_ms <= 1.6 * min(fixed_ms)
+
+
+@pytest.mark.parametrize(
+    "contexts", [1, *(pytest.param(count, marks=pytest.mark.tier2) for count in (2, 4, 8))]
+)
+def test_contexts_that_the_device_has_no_use_for_cost_nothing(contexts):
+    world = World(1, load=0.8, contexts=contexts, hinder=1.0)
+    assert world.run()[0].p99_ms() <= 1.25 * world.best().p99_ms()

@@ -1,0 +1,77 @@
+"""examples/deploy/asynctrt.service: systemd accepts it, its times agree, and what it says to run is run."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import double_onnx
+
+UNIT = Path(__file__).parent.parent / "examples" / "deploy" / "asynctrt.service"
+CLOSING_S = 5
+"""What stopping has to allow for after the server's own limits."""
+
+pytestmark = [pytest.mark.tier2, pytest.mark.timeout(90)]
+
+
+def values():
+    """Return the unit's settings by name; none is given twice."""
+    text = UNIT.read_text().replace("\\\n", " ")
+    found = re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def test_stopping_takes_longer_than_the_drain():
+    unit = values()
+    delay_s, drain_s = (
+        float(re.search(rf"--{name}=(\d+)", unit["ExecStart"])[1])
+        for name in ("drain-delay", "drain-timeout")
+    )
+    assert delay_s + drain_s + CLOSING_S <= float(unit["TimeoutStopSec"])
+    assert unit["KillMode"] == "mixed"  # The server ends its workers itself, once they have answered.
+
+
+def test_only_a_server_that_failed_is_started_again():
+    unit = values()
+    assert "--on-device-lost=exit" in unit["ExecStart"]  # With status 75.
+    assert unit["Restart"] == "on-failure"
+
+
+def test_systemd_accepts_it(tmp_path):
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is missing, a part of systemd")
+    program = Path(sys.executable).parent / "asynctrt"
+    text = UNIT.read_text().replace("/opt/asynctrt/bin/asynctrt", str(program))
+    copy = tmp_path / UNIT.name
+    for content, is_right in ((text, True), (text.replace("KillMode=mixed", "KillMode=gently"), False)):
+        copy.write_text(content)
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", str(copy)],
+            capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+        # What it only ignores is a line that names the file, and no failure.
+        assert (done.returncode == 0 and UNIT.name not in done.stderr) == is_right, done.stderr
+
+
+def test_what_it_says_to_run_is_run(tmp_path):
+    program, command, *arguments = values()["ExecStart"].split()
+    assert (program, command) == ("/opt/asynctrt/bin/asynctrt", "serve")
+    (tmp_path / "models" / "double" / "1").mkdir(parents=True)
+    double_onnx(tmp_path / "models" / "double" / "1" / "model.onnx")
+    (tmp_path / "tokens").write_text("secret\n")
+    places = {
+        "/srv/models": str(tmp_path / "models"),
+        "--tokens-file=/etc/asynctrt/tokens": f"--tokens-file={tmp_path / 'tokens'}",
+        "--device=cuda:0": "--device=host",
+    }
+    assert set(places) <= set(arguments)
+    done = subprocess.run(
+        [sys.executable, "-m", "asynctrt", "serve", *(places.get(one, one) for one in arguments), "--check"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "all is well: 1 model on host" in done.stderr
