@@ -256,6 +256,9 @@ class Coroutine(Unfinished):
         self._task.add_done_callback(self._ended)
 
     async def _complete(self) -> None:
+        if self._is_cancelled:  # Perhaps by an interrupt, before `_begin` had noted this task.
+            self._drop()
+            raise asyncio.CancelledError
         self._outputs.finish(await self._awaitable)
 
     def _cancel(self) -> None:
@@ -269,9 +272,12 @@ class Coroutine(Unfinished):
             error = task.exception()
             self._finish(None if error is None else own_error(error))
 
-    def _refuse(self, why: str) -> None:
+    def _drop(self) -> None:
         if inspect.iscoroutine(self._awaitable):
             self._awaitable.close()
+
+    def _refuse(self, why: str) -> None:
+        self._drop()
         self._finish(ExecutionError(f"the function returned an awaitable, and {why}"))
 
 

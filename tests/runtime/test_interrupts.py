@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -76,20 +77,25 @@ class Slabs:
 
 
 class Interrupt:
-    """Raises ``KeyboardInterrupt`` at one point of the driver's work."""
+    """Raises ``KeyboardInterrupt`` at one point of the driver's work, or of other work."""
 
-    def __init__(self, at):
+    def __init__(self, at, is_part=None):
         self.left = at
         self.where = None
+        self._is_part = is_part or _is_ours
 
     def __call__(self, frame, event, arg):
-        if event not in ("call", "c_return") or not _is_ours(frame, event):
+        if event not in ("call", "c_return") or not self._is_part(frame, event):
             return
         self.left -= 1
         if self.left < 0:
             sys.setprofile(None)
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname} {event}"
             raise KeyboardInterrupt
+
+
+def _is_of_stream(frame, event):
+    return "/asynctrt/devices/host/" in frame.f_code.co_filename
 
 
 def _is_ours(frame, event):
@@ -203,8 +209,66 @@ async def test_a_slab_outlives_the_thread_that_writes_it(monkeypatch):
     await until(lambda: buffers in closed)
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupted_stream_does_what_it_took_and_nothing_else(busy):
+    """An event is done or was never recorded, and no work that was refused is done after all."""
+    device = HostDevice(in_place="never", threads=1)
+    points = Counter()
+    for at in range(200):
+        stream, event, end = device.create_stream(), device.create_event(), device.create_event()
+        gate, done = threading.Event(), []
+        if busy:
+            stream.launch(partial(gate.wait, WAIT_S), label="gate")
+        interrupt = Interrupt(at, _is_of_stream)
+        taken, launched = [], []
+        sys.setprofile(interrupt)
+        try:
+            stream.launch(partial(done.append, 1), label="work")
+            launched.append(1)
+            stream.record(event)
+            taken.append(event)
+            stream.launch(partial(done.append, 2), label="work")
+            launched.append(2)
+        except KeyboardInterrupt:
+            points[len(taken) + len(launched)] += 1
+        finally:
+            sys.setprofile(None)
+        gate.set()
+        stream.record(end)
+        assert end.synchronize(WAIT_S)
+        assert event.query(), f"pending for ever after {interrupt.where}"
+        seen = list(done)
+        for again in (event, end):
+            stream.record(again)
+            assert again.synchronize(WAIT_S)
+        assert done == seen, f"done late after {interrupt.where}"
+        assert seen[: len(launched)] == launched
+        assert stream.close(WAIT_S)
+        if interrupt.where is None:
+            break
+    assert interrupt.where is None
+    assert all(points[part] > 1 for part in range(3)), points
+
+
+class Awaiting(FunctionModel):
+    """Doubles, in a coroutine."""
+
+    def __init__(self, *, blocks):
+        async def double(inputs):
+            await asyncio.sleep(0)
+            return 2 * inputs["input"]
+
+        super().__init__(
+            double,
+            inputs=TensorSpec("input", "float32", (4,)),
+            outputs=TensorSpec("output", "float32", (4,)),
+        )
+
+
 HOW = {
     "in place": {"in_place": "always"},
+    "a coroutine, begun in place": {"in_place": "always", "model": Awaiting},
+    "a coroutine, begun by a thread": {"in_place": "never", "model": Awaiting},
     "on a thread of the device": {"in_place": "never"},
     "enqueued by a thread": {"in_place": "never", "blocks": True},
     "staged and enqueued by a thread": {
@@ -222,12 +286,13 @@ HOW = {
 class Attempt:
     """Some requests, interrupted once."""
 
-    def __init__(self, interrupt, *, in_place, blocks=False):
+    def __init__(self, interrupt, *, in_place, blocks=False, model=SlowToEnqueue):
         self.interrupt = interrupt
         self.loop = asyncio.new_event_loop()
         device = HostDevice(in_place=in_place, threads=2)
-        model = SlowToEnqueue(blocks=blocks)
-        opening = asynctrt.open(model, device=device, contexts=2, max_rows=2, close_timeout=2 * WAIT_S)
+        opening = asynctrt.open(
+            model(blocks=blocks), device=device, contexts=2, max_rows=2, close_timeout=2 * WAIT_S
+        )
         self.engine = self.finish(opening._open())
         self.tasks = [self.loop.create_task(self.ask(value)) for value in range(6)]
 
@@ -299,6 +364,7 @@ def run(monkeypatch, first, step, *, patched=None, **how):
         first += step
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_an_interrupt_leaves_the_engine_whole_or_closed(monkeypatch, how):
     ends = run(monkeypatch, 3, 29, **how)
@@ -307,6 +373,7 @@ def test_an_interrupt_leaves_the_engine_whole_or_closed(monkeypatch, how):
 
 @pytest.mark.tier2
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_an_interrupt_at_every_point_leaves_the_engine_whole_or_closed(monkeypatch, how):
     run(monkeypatch, 0, 1, **how)

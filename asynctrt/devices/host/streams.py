@@ -120,6 +120,11 @@ class HostEvent:
         self._stream = stream
         self._recorded += 1
 
+    def withdraw(self) -> None:
+        """Take back what :meth:`begin` did, if the event is still pending."""
+        if self._reached != self._recorded:
+            self._recorded -= 1
+
     def reach(self, time_ns: int, error: BaseException | None) -> None:
         """Mark the event as done, and call whoever waits for it."""
         self.error = error
@@ -220,8 +225,16 @@ class HostStream:
             self._captured.add(partial(HostStream.record, event=event))
             return
         if self._is_served:
+            reach = partial(self._reach, event)
             event.begin(self)
-            self._put(partial(self._reach, event))
+            try:
+                self._put(reach)
+            except BaseException:
+                # A thread takes an operation from there only once it is done: what is not there is done, or
+                # never was there.
+                if reach not in tuple(self._operations):
+                    event.withdraw()
+                raise
         elif event._reached != event._recorded:
             raise _pending(event)
         else:
@@ -329,8 +342,11 @@ class HostStream:
                 is_first = self._is_served = True
             self._schedule()
         except BaseException:
-            if is_first:
-                self._is_served = False  # No thread will serve it: the next operation is to ask for one.
+            with self._lock:
+                if is_first:
+                    self._is_served = False
+                if not self._is_served and operation in self._operations:
+                    self._operations.remove(operation)  # No thread will do it: the caller is told so.
             raise
 
     def _schedule(self) -> None:
@@ -373,20 +389,23 @@ class HostStream:
         """Hold up what follows until ``unfinished`` is over; return False, as :meth:`_await` does."""
         over = HostEvent()
         over.begin(self)
+        over.call_when_reached(over.recording, self._go_on)
         resume = partial(self._resume, over)
-        if in_place:
-            with self._lock:
-                self._operations.append(resume)
-                self._is_served = True
-        else:
-            self._operations[0] = resume
         self._unfinished = unfinished
         self.is_computing = True
         try:
+            if in_place:
+                self._is_served = True
+                self._operations.append(resume)
+            else:
+                self._operations[0] = resume
             unfinished.start(lambda error: over.reach(self._now_ns(), error))
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                unfinished.cancel()  # It may have begun.
+                if in_place:
+                    raise_on_loop(error)
             over.reach(self._now_ns(), error)
-        over.call_when_reached(over.recording, self._go_on)
         return False
 
     def _resume(self, over: HostEvent) -> bool:
