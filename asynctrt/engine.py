@@ -101,6 +101,7 @@ class Engine:
             batch_timeout_ns=None if options.batch_timeout is None else timeout_ns_of(options.batch_timeout),
             bisects=options.isolate_failures,
         )
+        parts.divide_device(self._scheduler, options, loop, self._driver.pump_soon)
         self._slots = SlotBoard(
             loop=loop,
             pool=pool,
@@ -311,7 +312,7 @@ class Engine:
 
     def _own_statistics(self) -> Statistics:
         snapshot = self._scheduler.snapshot()
-        counters, padding = snapshot.counters, self._parts.padding
+        counters, padding, share = snapshot.counters, self._parts.padding, self._scheduler.share
         return Statistics(
             state=self.state,
             submitted=snapshot.submitted,
@@ -349,6 +350,8 @@ class Engine:
             batch_sizes=self._pool.prepared,
             memory_nbytes=self._pool.nbytes + self._slots.nbytes,
             module_loading=self._device.module_loading,
+            device_ns=0 if share is None else round(share.used_ns),
+            held_ns=0 if share is None else share.held_ns,
             by_batch_rows={
                 rows: BatchStatistics(size.count, size.copy_in_ns, size.compute_ns, size.copy_out_ns)
                 for rows, size in counters.by_rows.items()

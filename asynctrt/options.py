@@ -22,11 +22,15 @@ from asynctrt.validation import (
     count,
     documented,
     duration,
+    number,
     setting,
     validate,
 )
 
 MAX_ROWS_DEFAULT: Final = 64
+
+WEIGHT_MIN: Final = 0.001
+WEIGHT_MAX: Final = 1000.0
 
 Waiting = Literal["adaptive", "spin", "thread"]
 """The ways to find completions."""
@@ -59,6 +63,7 @@ class Settings(TypedDict, total=False):
     timeout_until: TimeoutUntil
     latency_target: str | None
     priorities: int
+    weight: float | None
     urgent_share: float | None
     contexts: int | None
     arenas: int | None
@@ -144,6 +149,7 @@ TARGET: Final = Check(
     "a percentile from p50 on and a time in us, ms or s, such as 'p99<20ms'", _latency_target
 )
 SHARE: Final = Check("a number above 0 and below 1", _share)
+WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
     _tensorrt_options,
@@ -229,6 +235,13 @@ class Options:
         doc="""Priority levels. A request's ``priority`` goes from 0, the default, to ``priorities - 1``, the
         most urgent. A more urgent request is launched first, and of equals the one with the earliest
         deadline; but one batch in 8 starts with what has waited longest, if that is over a second.""",
+    )
+    weight: float | None = setting(
+        default=None,
+        check=WEIGHT.or_none,
+        doc="""How much of the device's time the engine gets while others have work for it, too, in proportion
+        to their weights: with 3 beside one of 1, three quarters. What one leaves, the others take. It counts
+        among engines that have a weight, on one event loop and one device. Default: as the device has it.""",
     )
     urgent_share: float | None = setting(
         default=None,
@@ -378,6 +391,12 @@ class Options:
                 f"urgent_share gives the highest priority a share of its own, and priorities is "
                 f"{self.priorities}: there is no other. Open the engine with priorities=2 or more"
             )
+        for name, value in (("urgent_share", self.urgent_share), ("isolation", self.isolation == "process")):
+            if self.weight is not None and value:
+                raise OptionsError(
+                    f"weight divides a device among engines that launch in turn, and with {name} batches do "
+                    "not. Leave one of them out"
+                )
         if self.pad_with is not None and self.pad is None:
             raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
         self._check_deterministic()

@@ -1,5 +1,6 @@
 """What an engine stands on: the numbers it is built by, and its parts, made together and closed together."""
 
+import asyncio
 import dataclasses
 import logging
 import os
@@ -18,6 +19,7 @@ from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.padded_inputs import PaddedInputCheck
 from asynctrt.padding import Limits, Padding
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
+from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.staging import lay_out
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
@@ -180,6 +182,24 @@ class EngineParts:
             times_all=device.timing_is_free,
         )
 
+    def divide_device(
+        self,
+        scheduler: Scheduler,
+        options: Options,
+        loop: asyncio.AbstractEventLoop,
+        wake: Callable[[], object],
+    ) -> None:
+        """Have a scheduler launch no more than its part of the device, if the engine has a weight.
+
+        :param wake: asks the scheduler again, soon.
+        """
+        if options.weight is None:
+            return
+        # In an arena, batches wait for one another instead, and threads have cores of their own.
+        overlaps = self.device.is_pipelined and (self.arenas is None or self.arenas in self.owned)
+        share = join_device(loop, self.device, options.weight, overlaps=overlaps, wake=wake)
+        scheduler.divide(share)
+
     def create_check(self, options: Options, check_key: Callable[[BatchKey], object]) -> InputCheck:
         """Make the check of an engine's inputs.
 
@@ -321,6 +341,11 @@ def _make_divided(
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Make what batches of a model need on a device."""
     capacity = Capacity.of(model, device, options, shared)
+    if options.weight is not None and not model.occupies_device:
+        raise OptionsError(
+            f"weight divides the time of {device.name!r}, and {model.name!r} takes none: it awaits what is "
+            "computed elsewhere. Leave it out"
+        )
     limits = Limits(
         model.ranges_of if isinstance(model, RangedModel) else None,
         capacity.rows_max,

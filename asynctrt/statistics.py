@@ -234,6 +234,11 @@ class Statistics:
     row_ns_foreign: float
     """What one more row takes, by the answers that this front of a server has seen: for estimates where it is
     another front that tells of batches. 0 in an engine in process."""
+    device_ns: int = 0
+    """With a ``weight``: the time of the device that its batches took; of what computed at once, each has its
+    part."""
+    held_ns: int = 0
+    """With a ``weight``: the time in which a batch of it was held, for others on the device to go first."""
     objective: ObjectiveStatistics | None = None
     """What is done for the ``latency_target``; ``None`` without one."""
     padding: tuple[PaddingStatistics, ...] = ()

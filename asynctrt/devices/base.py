@@ -142,6 +142,10 @@ class Stream(Protocol):
     def is_capturing(self) -> bool:
         """Return whether work that is put on it is collected instead of done."""
 
+    @property
+    def ran_ns(self) -> int | None:
+        """Return how long its work has run so far, in ns, besides what it waited for; ``None`` if unknown."""
+
     def record(self, event: Event) -> None:
         """Mark ``event`` as done once everything before it on this stream is done."""
 

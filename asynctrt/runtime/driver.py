@@ -136,7 +136,7 @@ class Driver:
         future: asyncio.Future[InferResult] | None = None,
     ) -> Request:
         """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed."""
-        # The hottest lines there are: what `_request` and `_schedule_pump` do, without the two calls.
+        # The hottest lines there are: what `_request` and `pump_soon` do, without the two calls.
         now_ns = self._now_ns()
         deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
         if future is None:
@@ -170,7 +170,7 @@ class Driver:
         ]
         try:
             self._scheduler.submit_all(requests)
-            self._schedule_pump()
+            self.pump_soon()
         except Exception:
             raise
         except BaseException as error:
@@ -214,6 +214,8 @@ class Driver:
         for forget in self._forget_arenas:
             forget()
         self._forget_arenas.clear()
+        if self._scheduler.share is not None:
+            self._scheduler.share.leave()
         for batch, owner in tuple(self._growing.values()):
             del self._growing[batch.number]
             self._fail(batch, EngineClosedError(f"{self._name} is closed"))
@@ -254,7 +256,8 @@ class Driver:
         self._copiers.copy(copy, nbytes, copied)
         return future
 
-    def _schedule_pump(self) -> None:
+    def pump_soon(self) -> None:
+        """Look at the end of the tick whether there is something to launch."""
         if not self._pump_is_scheduled:
             self._loop.call_soon(self._pump, context=self._context)
             self._pump_is_scheduled = True
@@ -278,7 +281,7 @@ class Driver:
                     self._reject(decided)
                 now_ns = self._now_ns()
                 if now_ns - started_ns > PUMP_NS_MAX:
-                    self._schedule_pump()
+                    self.pump_soon()
                     return
             if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
@@ -571,7 +574,7 @@ class Driver:
                 order_group=batch.arena,
             )
         if not self._in_pump and self._scheduler.has_lanes and self._scheduler.queued_rows:
-            self._schedule_pump()  # It can be told now when the next one is to be launched.
+            self.pump_soon()  # It can be told now when the next one is to be launched.
 
     def _landed(self, flight: InFlight) -> None:
         """Copy the outputs of a batch out that the device is done with, off the loop if they are large."""
@@ -659,7 +662,7 @@ class Driver:
             del self._flights[flight.batch.number]
             self._leave_lane(flight)
             flight.ended()
-            self._schedule_pump()
+            self.pump_soon()
             self._tell_if_idle()
         else:
             self._fail(flight.batch, error)
@@ -694,6 +697,8 @@ class Driver:
         self._answering = batch.requests
         del self._flights[batch.number]
         flight.ended()
+        if self._scheduler.share is not None:
+            self._scheduler.ran(batch, now_ns, flight.ran_ns or record.compute_ns)
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )
@@ -745,7 +750,7 @@ class Driver:
         if lost is not None:
             self._lose(lost)
         elif not quarantine:
-            self._schedule_pump()
+            self.pump_soon()
         self._tell_if_idle()
 
     def _hung(self, flight: InFlight) -> None:
@@ -787,7 +792,7 @@ class Driver:
                 )
             )
         else:
-            self._schedule_pump()
+            self.pump_soon()
 
     def _lose(self, why: DeviceLostError) -> None:
         """Fail what is queued and in flight, and refuse what comes: nothing can run here any more."""

@@ -17,7 +17,18 @@ class InFlight:
     :param source: where its rows come from.
     """
 
-    __slots__ = ("batch", "context", "end", "error", "events", "job", "put_ns", "record", "source")
+    __slots__ = (
+        "batch",
+        "context",
+        "end",
+        "error",
+        "events",
+        "job",
+        "put_ns",
+        "ran_before_ns",
+        "record",
+        "source",
+    )
 
     def __init__(self, batch: Batch, context: PooledContext, source: RowSource) -> None:
         self.batch = batch
@@ -31,6 +42,7 @@ class InFlight:
         """What went wrong while the batch was put on its stream."""
         self.job: Job | None = None
         """What a thread does for it, or did last."""
+        self.ran_before_ns = context.stream.ran_ns
         self.put_ns: int | None = None
         """When the first of it was put on its stream, which may take long: the device computes meanwhile."""
         if source.owner is not None:
@@ -54,6 +66,12 @@ class InFlight:
         if error is None and source.has_copies_in and events.copied_in is not None:
             error = events.copied_in.error
         return error
+
+    @property
+    def ran_ns(self) -> int | None:
+        """Return how long it ran on the device, once it is done, if the device knows that."""
+        ran_ns = self.context.stream.ran_ns
+        return None if ran_ns is None or self.ran_before_ns is None else ran_ns - self.ran_before_ns
 
     def note_times(self) -> tuple[int, int] | None:
         """Add what the device measured to the batch's record, once the batch is done.

@@ -262,6 +262,11 @@ class Lanes:
             return len(self._inside)
         return sum(lane not in self._stuck for lane, _ in self._inside.values())
 
+    @property
+    def in_use(self) -> int:
+        """Return how many lanes have batches."""
+        return len(self._users) - self._users.count(0)
+
     def usable(self, count: int) -> Sequence[int]:
         """Return so many lanes at most that are not stuck."""
         if not self._stuck:

@@ -41,6 +41,7 @@ from asynctrt.scheduling.request import (
     complete,
 )
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.shares import Share
 
 BISECTIONS_MAX: Final = 16
 """Batches that may be bisected before another one has to end well. One bad request among 64 takes six, each
@@ -136,6 +137,9 @@ class Scheduler:
                 is_split=policy.is_parallel,
                 may_limit=not (policy.is_pipelined or arenas),
             )
+        self._share: Share | None = None
+        # Whether what is queued waits for the objective, not for the device.
+        self._bides = False
         # Since when a batch is held back for the objective.
         self._held_since_ns: int | None = None
         # From the first request with a deadline on.
@@ -172,6 +176,16 @@ class Scheduler:
     def objective(self) -> Objective | None:
         """What decides how batches are formed for the latency target; ``None`` without one."""
         return self._objective
+
+    @property
+    def share(self) -> Share | None:
+        """Its part of a device that it divides with others; ``None`` if it takes what it can get."""
+        return self._share
+
+    def divide(self, share: Share) -> None:
+        """Launch no more from now on than is left to it of the device that it shares."""
+        self._share = share
+        share.wants = self._wants_device
 
     @property
     def has_lanes(self) -> bool:
@@ -351,6 +365,8 @@ class Scheduler:
         self._due_ns = None
         if not self._contexts.free or in_flight >= self._in_flight_max:
             return None
+        if self._share is not None and self._is_left_to_others(self._share, now_ns):
+            return None
         if self._again and (decided := self._next_again(now_ns)) is not None:
             return decided
         while True:
@@ -361,6 +377,7 @@ class Scheduler:
                 return None
             bucket, reason = picked
             if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
+                self._bides = True
                 return None
             by_age = False
             if self._buckets.priority_max or (self._deadlines.line and self._buckets.waiting > 1):
@@ -463,7 +480,34 @@ class Scheduler:
             lanes.launched(batch)
             self._being_staged.add(number)
         self._counters.launched[reason] += 1
+        if self._share is not None:
+            self._share.launched(
+                number,
+                now_ns,
+                (key.cost_key, rows_run),
+                lanes=1 if lanes is None else lanes.allowed(key.cost_key, rows),
+                computing=self._computing(),
+            )
         return batch
+
+    def _is_left_to_others(self, share: Share, now_ns: int) -> bool:
+        """Return whether others on the device go before what is queued here; note until when."""
+        if not self._queued_rows and not self._again:
+            return False
+        until_ns = share.hold_until(now_ns)
+        self._bides = False
+        self._due_ns = until_ns
+        return until_ns is not None
+
+    def _wants_device(self) -> bool:
+        """Return whether there is something to launch now, or when what is in flight ends."""
+        if not self._queued_rows and not self._again:
+            return False
+        return bool(self._in_flight) or (not self._bides and self._contexts.free > 0)
+
+    def _computing(self) -> int:
+        """Return how many of its batches compute at once."""
+        return len(self._in_flight) if self._lanes is None else self._lanes.in_use
 
     def _reconsider(self, bucket: BucketQueue, reason: Reason, now_ns: int) -> tuple[BucketQueue, Reason]:
         """Return the bucket to launch from instead of the one whose turn it is: now and then that of what is
@@ -551,6 +595,8 @@ class Scheduler:
         wakeup_ns = self._deadlines.earliest_ns() if self._deadlines.line else None
         if self._due_ns is not None and (wakeup_ns is None or self._due_ns < wakeup_ns):
             wakeup_ns = self._due_ns
+        if self._share is not None and self._share.is_held:
+            return wakeup_ns  # The end of a delay changes nothing.
         if self._policy.delay_ns_max and self._contexts.free and len(self._in_flight) < self._in_flight_max:
             delay_ns = self._buckets.wakeup_ns(len(self._in_flight))
             if delay_ns is not None and (wakeup_ns is None or delay_ns < wakeup_ns):
@@ -594,7 +640,12 @@ class Scheduler:
         """Remember the copy times that the device measured of a timed batch."""
         self._estimator.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
 
-    def finished(
+    def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
+        """Note how long a batch ran on the device, which others share, just before it is finished."""
+        if self._share is not None:
+            self._share.ran(batch.number, now_ns, took_ns)
+
+    def finished(  # noqa: C901  (a call a batch less)
         self,
         batch: Batch,
         now_ns: int,
@@ -614,6 +665,8 @@ class Scheduler:
             self._bisections += 1
         if self._lanes is not None:
             self._left_lane(batch, now_ns)
+        if self._share is not None:
+            self._share.left(batch.number, computing=self._computing())
         if batch.is_timed:
             if self._curve is not None:
                 self._observe_late(self._curve, batch, now_ns, copy_in_ns, compute_ns, copy_out_ns)
@@ -700,7 +753,8 @@ class Scheduler:
         self._runs_as_it_is = self._shapes.runs_as_many_as_it_takes and not captured.sizes
 
     def close(self, why: AsynctrtError) -> list[Request]:
-        """Refuse every submission from now on, and take everything that is queued, or to be tried again."""
+        """Refuse every submission from now on, and take everything that is queued, or to be tried again, and
+        those that left the queue as too late and were not told yet."""
         self.refuse(why)
         self._is_over = True
         again = [request for part in self._again for request in awaited(part)]
@@ -709,7 +763,8 @@ class Scheduler:
         change_all(queued, Change.FAIL)
         self._queued_rows = 0
         self._counters.failed += len(queued)
-        return queued
+        late, self._late = self._late, []
+        return [*queued, *late]
 
     def _left_lane(self, batch: Batch, now_ns: int) -> None:
         if self._lanes is not None:
@@ -728,6 +783,8 @@ class Scheduler:
             self._lanes.forget(batch)
             self._being_staged.discard(batch.number)
             self._unknown.discard(batch.number)
+        if self._share is not None:
+            self._share.left(batch.number, computing=self._computing())
 
     def _foresee(self, request: Request, requests: int, rows_before: int = 0) -> None:
         """Refuse a request, or all of a call, that would be too late."""

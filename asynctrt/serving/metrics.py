@@ -500,6 +500,19 @@ def _of_requests() -> Iterator[_Family]:
         "How often batches were formed in another way for latency_target; absent without one.",
         lambda reading: None if reading.done.objective is None else reading.done.objective.changes,
     )
+    yield _value(
+        CounterMetricFamily,
+        "asynctrt_device_seconds",
+        "Time of the device that batches took, each its part of what computed at once; absent without "
+        "weight.",
+        lambda reading: reading.done.device_ns / 1e9 if reading.done.device_ns else None,
+    )
+    yield _value(
+        CounterMetricFamily,
+        "asynctrt_held_seconds",
+        "Time in which a batch was held for other models on the device, by weight; absent without.",
+        lambda reading: reading.done.held_ns / 1e9 if reading.done.device_ns else None,
+    )
     yield _values(
         CounterMetricFamily,
         "asynctrt_batches_launched",

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from asynctrt.errors import DeviceLostError, EngineClosedError, InternalError
@@ -14,6 +15,7 @@ from asynctrt.scheduling.replay import WORK_CONSERVING
 from asynctrt.scheduling.request import Request, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.shares import DeviceShares
 from asynctrt.simulation.arrivals import Arrival
 from asynctrt.simulation.device import VirtualDevice
 from asynctrt.simulation.engine import VirtualEngine
@@ -89,6 +91,7 @@ class World:
         self._submitted = [0] * scenario.engines
         self.engines: list[VirtualEngine] = []
         self.rules: list[Rules] = []
+        self._shares = DeviceShares()
         for number in range(scenario.engines):
             self._add_engine(number, device, rng)
 
@@ -135,6 +138,7 @@ class World:
                 keeps_promises=scenario.keeps_promises,
                 choice=scenario.choice or WORK_CONSERVING,
                 users=self._users,
+                others_have_work=partial(self._others_have_work, number),
             ),
         )
         engine = VirtualEngine(
@@ -147,7 +151,16 @@ class World:
             faults={
                 fault.batch: (fault.kind, fault.much) for fault in scenario.faults if fault.engine == number
             },
+            group=number,
         )
+        if scenario.weights:
+            share = self._shares.join(
+                scenario.weights[number],
+                width=scenario.concurrency,
+                overlaps=scenario.is_pipelined,
+                wake=engine.pump_soon,
+            )
+            scheduler.divide(share)
         engine.on_lost = self._lose
         engine.on_arena_lost = self._avoid
         self.engines.append(engine)
@@ -196,6 +209,11 @@ class World:
         for engine in self.engines:
             engine.avoid(arena)
 
+    def _others_have_work(self, number: int) -> bool:
+        return any(
+            not engine.scheduler.is_idle for engine in self.engines if engine is not self.engines[number]
+        )
+
     def _check_users(self) -> None:
         """Check that the batches in each arena are counted over all engines."""
         if self._users:
@@ -209,6 +227,8 @@ class World:
     def _end(self) -> Outcome:
         outcome = Outcome(ended_ns=self.timeline.now_ns)
         self._check_users()
+        if self._shares.in_flight:
+            raise InternalError(f"{self._shares.in_flight} batches are charged as if they were in flight")
         for engine, rules, submitted in zip(self.engines, self.rules, self._submitted, strict=True):
             rules.end(submitted)
             outcome.events += engine.events
@@ -336,6 +356,7 @@ def _is_possible(scenario: Scenario) -> bool:
         and all(engine < scenario.engines for engine, _ in scenario.requests)
         and all(fault.engine < scenario.engines for fault in scenario.faults)
         and not (scenario.is_alone and slabs)
+        and len(scenario.weights) in (0, scenario.engines)
     )
 
 

@@ -20,6 +20,7 @@ class Flight:
         "copy_in_ns",
         "copy_out_ns",
         "error",
+        "group",
         "hangs",
         "is_copied_in",
         "landed",
@@ -28,8 +29,10 @@ class Flight:
         "waits",
     )
 
-    def __init__(self, batch: Batch, landed: Callable[["Flight"], None]) -> None:
+    def __init__(self, batch: Batch, landed: Callable[["Flight"], None], group: int = 0) -> None:
         self.batch = batch
+        self.group = group
+        """Whose it is, of several engines on the device."""
         self.landed = landed
         """Called when the device is done with it."""
         self.copy_in_ns = self.compute_ns = self.copy_out_ns = 0
@@ -62,14 +65,24 @@ class VirtualDevice:
     """Takes the time that a model of the latency says.
 
     :param arenas: batches in one arena compute one after the other; 0: ``latency.lanes`` threads compute.
+    :param groups: engines that have as many arenas each; 1: all share the same.
     """
 
-    def __init__(self, timeline: Timeline, latency: LatencyModel, arenas: int, rng: random.Random) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        latency: LatencyModel,
+        arenas: int,
+        rng: random.Random,
+        *,
+        groups: int = 1,
+    ) -> None:
         self._timeline = timeline
         self._latency = latency
         self._random = rng
-        self._lanes = [_Lane(1) for _ in range(arenas)] or [_Lane(latency.lanes)]
-        self._last_in_lane: dict[int, Flight] = {}
+        self._groups, self._arenas = groups, arenas
+        self._lanes = [_Lane(1) for _ in range(arenas * groups)] or [_Lane(latency.lanes)]
+        self._last_in_lane: dict[tuple[int, int], Flight] = {}
         self._copied_in_ns = self._copied_out_ns = 0
         self.width = arenas or latency.lanes
         """Batches that can compute at once."""
@@ -96,9 +109,10 @@ class VirtualDevice:
         flight.compute_ns = compute_ns if slow == 1.0 else max(1, round(compute_ns * slow))
         now_ns = self._timeline.now_ns
         if batch.lane is not None:
-            if (before := self._last_in_lane.get(batch.lane)) is not None:
+            where = flight.group, batch.lane
+            if (before := self._last_in_lane.get(where)) is not None:
                 flight.waits, before.behind = True, flight
-            self._last_in_lane[batch.lane] = flight
+            self._last_in_lane[where] = flight
         if flight.copy_in_ns:
             # One engine copies in, one batch after the other.
             self._copied_in_ns = max(self._copied_in_ns, now_ns) + flight.copy_in_ns
@@ -110,8 +124,11 @@ class VirtualDevice:
 
     def abandon(self, flight: Flight) -> None:
         """Let no batch that comes wait for one that hangs. Those that wait for it already do so for ever."""
-        if (number := flight.batch.lane) is not None and self._last_in_lane.get(number) is flight:
-            del self._last_in_lane[number]
+        if flight.batch.lane is None:
+            return
+        where = flight.group, flight.batch.lane
+        if self._last_in_lane.get(where) is flight:
+            del self._last_in_lane[where]
 
     def _copied_in(self, flight: Flight) -> None:
         flight.is_copied_in = True
@@ -125,7 +142,7 @@ class VirtualDevice:
             lane.waiting.append(flight)
 
     def _lane(self, flight: Flight) -> _Lane:
-        return self._lanes[flight.batch.arena or 0]
+        return self._lanes[flight.group % self._groups * self._arenas + (flight.batch.arena or 0)]
 
     def _compute(self, flight: Flight) -> None:
         now_ns = flight.started_ns = self._timeline.now_ns

@@ -76,6 +76,7 @@ class VirtualEngine:
     :param observer: sees everything that happens.
     :param batch_timeout_ns: after how long a batch counts as hung; ``None``: never.
     :param faults: what happens to batches, by their numbers, each with how much.
+    :param group: which of several engines on the device it is.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class VirtualEngine:
         has_arenas: bool,
         batch_timeout_ns: int | None = None,
         faults: dict[int, tuple[str, float]] | None = None,
+        group: int = 0,
     ) -> None:
         self._timeline = timeline
         self.scheduler = scheduler
@@ -98,6 +100,7 @@ class VirtualEngine:
         self._has_arenas = has_arenas
         self._batch_timeout_ns = batch_timeout_ns
         self._faults = faults or {}
+        self._group = group
         self.offset_ns = 0
         """How far its clock is ahead of the device's."""
         self.lost: DeviceLostError | None = None
@@ -207,7 +210,7 @@ class VirtualEngine:
     def _start(self, batch: Batch, now_ns: int) -> None:
         self.events += 1
         self.observer.launched(batch, now_ns)
-        flight = Flight(batch, self._landed)
+        flight = Flight(batch, self._landed, self._group)
         self.flights[batch.number] = flight
         kind, much = self._faults.get(batch.number, ("", 1.0)) if self._faults else ("", 1.0)
         if kind == "memory":
@@ -250,6 +253,7 @@ class VirtualEngine:
         if self._has_arenas or batch.lane is not None:
             scheduler.landed(batch, now_ns)
         del self.flights[batch.number]
+        scheduler.ran(batch, now_ns, flight.compute_ns)
         scheduler.finished(batch, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
         self.events += 1 + len(batch.requests)
         self.observer.answered(flight, now_ns)

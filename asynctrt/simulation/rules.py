@@ -59,6 +59,8 @@ class Limits:
     """How batches are to be formed for an objective."""
     users: Sequence[int] = ()
     """The batches in each arena, over all engines that share them."""
+    others_have_work: Callable[[], bool] = bool
+    """Whether others on the device have something queued or in flight."""
 
     def rows_max(self, key: BatchKey) -> int:
         """Return the rows that a batch of a key holds."""
@@ -307,7 +309,9 @@ class Rules:
         again = {request for part in self._again for request in part}
         self._again.clear()
         for request in requests:
-            _hold(request.state is State.FAILED, "a request that was queued at the end goes on")
+            # Who was found to be too late a moment ago is told now.
+            is_over = request.state in (State.FAILED, State.EXPIRED)
+            _hold(is_over, "a request that was queued at the end goes on")
             if request not in again:
                 self._leave(request)
         _hold(not self._queued, "closing left requests in the queue")
@@ -563,6 +567,7 @@ class Rules:
             _hold(policy.is_pipelined and bool(in_flight), "a batch is called ahead of none")
         elif batch.reason in (Reason.DELAY, Reason.DEADLINE):
             has_left = self.ends[State.CANCELLED] or self.ends[State.EXPIRED] or self.displacements
+            has_left |= any(request.state is State.EXPIRED for request in self._queued)  # Not told yet.
             mates = [request for request in self._queued if request.key == batch.key]
             oldest_ns = min(request.arrival_ns for request in mates)
             due_ns = min(request.deadline_ns for request in mates) - DEADLINE_MARGIN_NS
@@ -576,6 +581,8 @@ class Rules:
         busy = {batch.context for batch in self.in_flight.values()}
         free = limits.contexts - len(busy | self.quarantined)
         has_room = free > 0 and in_flight < limits.in_flight_max
+        if has_room and self._is_left_to_others(now_ns):
+            return
         _hold(not (self._again and has_room), "a part of a failed batch waits although a context is free")
         if not self._queued:
             return
@@ -585,10 +592,8 @@ class Rules:
         wakeup_ns = scheduler.next_wakeup()
         if deadline_ns != NO_DEADLINE_NS:
             _hold(wakeup_ns is not None and wakeup_ns <= deadline_ns, "nobody watches a deadline")
-        if not has_room:
-            return
         choice = limits.choice
-        if choice.concurrency and in_flight >= choice.concurrency:
+        if not has_room or (choice.concurrency and in_flight >= choice.concurrency):
             return
         held_ns = self._held_until_ns(oldest)
         if held_ns > now_ns and (not in_flight or not policy.is_pipelined):
@@ -610,6 +615,16 @@ class Rules:
         if deadline_ns != NO_DEADLINE_NS:
             end_ns = min(end_ns, deadline_ns - DEADLINE_MARGIN_NS)
         _hold(wakeup_ns is not None and wakeup_ns <= max(end_ns, now_ns), "nobody watches the end of a delay")
+
+    def _is_left_to_others(self, now_ns: int) -> bool:
+        """Return whether others on the device go first, by weight, for a time that somebody watches."""
+        scheduler = self._scheduler
+        if scheduler.share is None or not scheduler.share.is_held or not (self._queued or self._again):
+            return False
+        wakeup_ns = scheduler.next_wakeup()
+        _hold(wakeup_ns is not None and now_ns < wakeup_ns, "nobody watches what is left to others")
+        _hold(self._limits.others_have_work(), "the device is left to others that have no work for it")
+        return True
 
     def _held_until_ns(self, oldest: Request) -> int:
         """Return until when an objective may hold back what waits; 0 if it may not."""

@@ -49,6 +49,8 @@ class Scenario:
     disturbances: tuple[Disturbance, ...] = ()
     engines: int = 1
     """Engines that share the device and its arenas."""
+    weights: tuple[float, ...] = ()
+    """The weight of each by which they divide the device, if they do."""
     rows_max: int = 8
     contexts: int = 2
     arenas: int = 0
@@ -255,6 +257,8 @@ def scenario_of(seed: int) -> Scenario:
         # As above: nothing is drawn for it.
         base = dataclasses.replace(base, batch_nbytes_max=2 * rows_max)
     requests = _requests(rng, base)
+    if engines > 1 and seed % 2:
+        base = dataclasses.replace(base, weights=((1.0, 1.0), (3.0, 1.0), (0.01, 20.0))[seed % 3])
     if is_promised := seed % 12 == 7:
         base, requests = _promised(rng, base, is_pipelined=seed % 24 == 7)
     if seed % 12 == 11 and not base.is_alone:

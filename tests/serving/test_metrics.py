@@ -161,6 +161,22 @@ class TestValues:
             assert absent not in samples
             assert "asynctrt_latency_target_met_share" not in {name for name, *_ in samples}, "none so far"
 
+    async def test_of_a_device_that_is_divided(self):
+        async with (
+            asynctrt.open(double_model(), weight=2) as engine,
+            asynctrt.open(double_model()) as plain,
+        ):
+            api = served(("double", engine), ("plain", plain))
+            assert await infer(api, 1) == 200
+            samples, done = (await scrape(api))[1], engine.statistics()
+            assert of(samples, "asynctrt_device_seconds_total") == done.device_ns / 1e9 > 0
+            assert of(samples, "asynctrt_held_seconds_total") == 0
+            absent = {
+                (f"asynctrt_{name}_seconds_total", ("model", "plain"), ("version", "1"))
+                for name in ("device", "held")
+            }
+            assert not absent & samples.keys()
+
     @pytest.mark.parametrize(("rows_max", "bounds"), [(1, [1]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
     async def test_batches_are_counted_by_their_rows(self, rows_max, bounds):
         async with asynctrt.open(double_model(), max_rows=rows_max) as engine:

@@ -19,6 +19,7 @@ from asynctrt.scheduling.queues import BucketQueue, Buckets, DeadlineHeap
 from asynctrt.scheduling.request import NO_DEADLINE_NS, State
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.shares import DeviceShares, Share
 
 
 def last_come_first_served(original, self, rows_max, *more):
@@ -421,6 +422,18 @@ def one_limit_for_all_shapes(original, self, shape):
     return self._rows_max
 
 
+def the_device_is_left_to_the_idle(original, self, share):
+    return float(sum(other is not share for other in self.members))
+
+
+def batches_stay_in_flight(original, self, share, computing, in_flight):
+    original(self, share, computing, max(in_flight, 0))
+
+
+def who_is_held_is_forgotten(original, self, now_ns):
+    return None if original(self, now_ns) is None else now_ns
+
+
 PLANTED = [
     (BucketQueue, "choose", last_come_first_served),
     (BucketQueue, "choose", leave_the_head_behind),
@@ -500,6 +513,9 @@ PLANTED = [
     (Scheduler, "_is_held", nobody_looks_for_what_is_held_back),
     (Lanes, "landed", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
+    (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),
+    (DeviceShares, "change", batches_stay_in_flight),
+    (Share, "hold_until", who_is_held_is_forgotten),
 ]
 
 

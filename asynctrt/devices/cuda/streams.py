@@ -134,6 +134,8 @@ class CudaStream:
         self.is_capturing = False
         self.is_abandoned = False
         """Whether its work was given up as hung."""
+        self.ran_ns: int | None = None
+        """A GPU does not tell."""
         self._after: _Recording | None = None
         self._closed = False
 

@@ -168,6 +168,8 @@ class HostStream:
         """Whether work of this stream runs at this moment: on a thread, in place, or as what it began."""
         self.is_abandoned = False
         """Whether its work was given up as hung."""
+        self.ran_ns: int | None = 0
+        """How long its work has run so far, here or on threads."""
         self._in_place = in_place
         self._now_ns = now_ns
         self._operations: deque[Callable[[], bool]] = deque()
@@ -376,13 +378,15 @@ class HostStream:
                 raise_on_loop(error)
         finally:
             self.is_computing = False
+        took_ns = self._now_ns() - start_ns
+        self.ran_ns = (self.ran_ns or 0) + took_ns
         if self._in_place == "auto":
             pace = self._paces.get(label)
             if pace is None:
                 if len(self._paces) >= LABELS_MAX:
                     self._paces.clear()
                 pace = self._paces[label] = Pace(HAND_OVER_NS)
-            pace.observe(self._now_ns() - start_ns, in_place=in_place)
+            pace.observe(took_ns, in_place=in_place)
         return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
 
     def _suspend(self, unfinished: Unfinished, *, in_place: bool) -> bool:

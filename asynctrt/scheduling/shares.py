@@ -1,0 +1,275 @@
+"""How several schedulers divide the time of a device for which all of them have work, by weight.
+
+Each batch is charged for the time that it computes, divided by the weight of its scheduler; while the device
+has enough to do, only who was charged least so far launches. Who had nothing queued for a while starts from
+where the others are, so that nobody saves time up. This is start-time fair queueing (Goyal, Vin and Cheng,
+SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chase and Kaur, SIGMETRICS 2004),
+but that what a batch costs is known only when it has ended: until then it is charged what is usual.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Final, NamedTuple
+
+LOG_MAX: Final = 256
+"""How many changes of what computes at once are remembered."""
+
+KINDS_MAX: Final = 1024
+"""Kinds of batches of which it is remembered what they take, until all of it is forgotten."""
+
+LEARNED: Final = 0.25
+"""How much of the difference to what is usual becomes usual."""
+
+SLACK_NS: Final = 10_000_000
+"""Somebody is held for twice the time that the others need to catch up, and this much, at the most: they may
+take longer than is usual, but may also never end."""
+
+
+class _Flight(NamedTuple):
+    """One batch on the device."""
+
+    kind: Hashable
+    cost_ns: float
+    """What was charged for it."""
+
+
+class Share:
+    """One scheduler's part of a device. Made by :meth:`DeviceShares.join`.
+
+    :param weight: how much of the device's time it gets, in proportion to the weights of others.
+    :param width: how many batches keep the device busy, if they compute one after the other.
+    :param overlaps: whether its batches take longer while others compute, rather than begin later.
+    :param wake: asks its scheduler again, soon, which may launch by now.
+    """
+
+    def __init__(
+        self,
+        shares: "DeviceShares",
+        weight: float,
+        *,
+        width: int,
+        overlaps: bool,
+        wake: Callable[[], object],
+    ) -> None:
+        self._shares = shares
+        self.weight = weight
+        self._width = self._width_least = width
+        self._overlaps = overlaps
+        self._wake = wake
+        self.wants: Callable[[], bool] = _nothing
+        """Says whether its scheduler has something that it would launch, or will when what it has on the
+        device ends."""
+        self.charged_ns = 0.0
+        """The time that its batches have computed, divided by its weight, from where it last began."""
+        self.used_ns = 0.0
+        """The time of the device that its batches took: of what computed at once, each has its part."""
+        self.held_ns = 0
+        """How long something of it was held for others, in sum."""
+        self._flights: dict[int, _Flight] = {}
+        self._usual_ns: dict[Hashable, float] = {}
+        self.computing = 0
+        """How many of its batches compute at once."""
+        self.is_stalled = False
+        """Whether others were held for it in vain. Nobody is until it launches, or something of it ends."""
+        self.moved_ns = 0
+        """When it last launched something, or something of it ended."""
+        self._is_backlogged = False
+        self._held_since_ns: int | None = None
+        # Whether it was held for long enough, and may launch once.
+        self._is_let_go = False
+        self._until_ns = 0
+
+    def __repr__(self) -> str:
+        return f"<Share weight={self.weight:g} in_flight={len(self._flights)} charged={self.charged_ns:.0f}>"
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether it was to launch nothing, when it was last asked."""
+        return self._held_since_ns is not None
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many of its batches are on the device."""
+        return len(self._flights)
+
+    def hold_until(self, now_ns: int) -> int | None:
+        """Return until when the next batch is to be left to others, at the latest; ``None``: it may go."""
+        shares = self._shares
+        if not self._is_backlogged:
+            self._is_backlogged = True
+            self.charged_ns = max(self.charged_ns, shares.reached_ns)
+        missing_ns = 0.0 if self._is_let_go else shares.missing_ns(self)
+        if not missing_ns:
+            self._let_go(now_ns)
+            return None
+        if self._held_since_ns is None:
+            self._held_since_ns = now_ns
+            self._until_ns = now_ns + SLACK_NS + 2 * round(missing_ns)
+        if now_ns < self._until_ns:
+            return self._until_ns
+        shares.pass_over(self, self._held_since_ns)
+        self._let_go(now_ns)
+        self._is_let_go = True
+        return None
+
+    def launched(self, number: int, now_ns: int, kind: Hashable, *, lanes: int, computing: int) -> None:
+        """Charge a batch that is launched what is usual.
+
+        :param kind: batches of one kind take about as long.
+        :param lanes: how many such batches may compute side by side.
+        :param computing: how many batches of this scheduler compute from now on.
+        """
+        shares, cost_ns = self._shares, self._usual_ns.get(kind, 0.0)
+        shares.advance(now_ns)
+        self._let_go(now_ns)
+        self._is_let_go = False
+        self._width = self._width_least + lanes - 1
+        shares.reached_ns = max(shares.reached_ns, self.charged_ns)
+        self.charged_ns += cost_ns / self.weight
+        self._flights[number] = _Flight(kind, cost_ns)
+        self._move()
+        for other in shares.members:
+            if other is not self and not other.wants():
+                other.rest(now_ns)
+        shares.change(self, computing, 1)
+
+    def ran(self, number: int, now_ns: int, took_ns: int) -> None:
+        """Charge a batch that has ended what it took, rather than what is usual."""
+        flight = self._flights.get(number)
+        if flight is None:
+            return
+        shares, cost_ns = self._shares, float(took_ns)
+        shares.advance(now_ns)
+        if self._overlaps and took_ns > 0:
+            # Of what computed at once, each has taken its part.
+            cost_ns /= max(1.0, shares.computing_ns(now_ns - took_ns) / took_ns)
+        self.charged_ns += (cost_ns - flight.cost_ns) / self.weight
+        self._flights[number] = flight._replace(cost_ns=cost_ns)
+        usual_ns = self._usual_ns.get(flight.kind)
+        if usual_ns is None:
+            if len(self._usual_ns) >= KINDS_MAX:
+                self._usual_ns.clear()
+            usual_ns = cost_ns
+        self._usual_ns[flight.kind] = usual_ns + LEARNED * (cost_ns - usual_ns)
+
+    def left(self, number: int, *, computing: int) -> None:
+        """Note that a batch has left the device. If no more is known of it, it stays charged as it is."""
+        flight = self._flights.pop(number, None)
+        if flight is not None:
+            self.used_ns += flight.cost_ns
+            self._move()
+            self._shares.change(self, computing, -1)
+
+    def claims(self, in_flight: int) -> bool:
+        """Return whether others who were charged more are to wait for it.
+
+        :param in_flight: the batches on the device.
+        """
+        return in_flight >= self._width and not self.is_stalled and self.wants()
+
+    def rest(self, now_ns: int) -> None:
+        """Note that a batch of another one was launched while it had nothing to launch."""
+        self._is_backlogged = self._is_let_go = False
+        self._let_go(now_ns)
+
+    def leave(self) -> None:
+        """Take no part any more. Idempotent."""
+        self._shares.remove(self)
+
+    def forget(self) -> None:
+        """Forget what it has on the device."""
+        self._flights.clear()
+
+    def wake(self) -> None:
+        """Have its scheduler asked again, if it was held."""
+        if self._held_since_ns is not None:
+            self._wake()
+
+    def _move(self) -> None:
+        self.is_stalled, self.moved_ns = False, self._shares.now_ns
+
+    def _let_go(self, now_ns: int) -> None:
+        if self._held_since_ns is not None:
+            self.held_ns += max(0, min(now_ns, self._until_ns) - self._held_since_ns)
+            self._held_since_ns = None
+
+
+class DeviceShares:
+    """Divides one device among schedulers on one event loop."""
+
+    def __init__(self) -> None:
+        self.members: list[Share] = []
+        """Those that divide it."""
+        self.in_flight = 0
+        """Batches on the device, of all."""
+        self.reached_ns = 0.0
+        """What the furthest had been charged that was launched from: where those begin who had nothing."""
+        # How many batches compute at once, and the time that they have computed, summed over them; the same,
+        # with their times, at earlier changes.
+        self._computing = 0
+        self._computing_ns = 0
+        self._log: deque[tuple[int, int, int]] = deque(maxlen=LOG_MAX)
+        self.now_ns = 0
+        """When something last changed."""
+
+    def __repr__(self) -> str:
+        return f"<DeviceShares {self.members!r}>"
+
+    def join(self, weight: float, *, width: int, overlaps: bool, wake: Callable[[], object]) -> Share:
+        """Add a scheduler. As :class:`Share`."""
+        share = Share(self, weight, width=width, overlaps=overlaps, wake=wake)
+        self.members.append(share)
+        return share
+
+    def remove(self, share: Share) -> None:
+        """Forget a scheduler and what it has on the device."""
+        if share in self.members:
+            self.members.remove(share)
+            in_flight = share.in_flight
+            share.forget()
+            self.change(share, 0, -in_flight)
+
+    def missing_ns(self, share: Share) -> float:
+        """Return how long the device has to compute for others until none of them is behind ``share``.
+
+        Those count for whose batches it has no room now; others need not wait for it.
+        """
+        missing_ns = 0.0
+        for other in self.members:
+            if other.charged_ns < share.charged_ns and other.claims(self.in_flight):
+                missing_ns += (share.charged_ns - other.charged_ns) * other.weight
+        return missing_ns
+
+    def pass_over(self, share: Share, since_ns: int) -> None:
+        """Wait no more for those for which ``share`` was held in vain: they may hang."""
+        for other in self.members:
+            if other is not share and other.moved_ns <= since_ns and other.wants():
+                other.is_stalled = True
+
+    def advance(self, now_ns: int) -> None:
+        """Note what has been computed until now."""
+        if now_ns > self.now_ns:
+            self._computing_ns += (now_ns - self.now_ns) * self._computing
+        self.now_ns = now_ns
+
+    def computing_ns(self, since_ns: int) -> int:
+        """Return how long batches have computed from then until what was noted last, summed over them."""
+        for at_ns, computing_ns, computing in reversed(self._log):
+            if at_ns <= since_ns:
+                return self._computing_ns - computing_ns - (since_ns - at_ns) * computing
+        return self._computing_ns - (self._log[0][1] if self._log else 0)
+
+    def change(self, share: Share, computing: int, in_flight: int) -> None:
+        """Note what a member has on the device from now on, and ask those again that were held."""
+        if computing != share.computing:
+            self._computing += computing - share.computing
+            self._log.append((self.now_ns, self._computing_ns, self._computing))
+        share.computing = computing
+        self.in_flight += in_flight
+        for member in tuple(self.members):
+            if member is not share:
+                member.wake()
+
+
+def _nothing() -> bool:
+    return False

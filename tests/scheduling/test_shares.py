@@ -1,0 +1,260 @@
+"""How a device is divided by weight: who is charged what, who is held, and for how long at the most."""
+
+import pytest
+
+from asynctrt.scheduling.policy import NOT_CAPTURED, Policy
+from asynctrt.scheduling.replay import Choice
+from asynctrt.scheduling.scheduler import Scheduler
+from asynctrt.scheduling.shapes import Shapes
+from asynctrt.scheduling.shares import SLACK_NS, DeviceShares
+from asynctrt.scheduling.target import Target
+from tests.scheduling.support import KEY, scheduler, submit
+
+MS = 1_000_000
+
+
+class Member:
+    """One that divides a device, with something to launch unless told otherwise."""
+
+    def __init__(self, shares, weight=1.0, *, width=1, overlaps=False):
+        self.woken = 0
+        self.share = shares.join(weight, width=width, overlaps=overlaps, wake=self._wake)
+        self.share.wants = lambda: self.has_work
+        self.has_work = True
+        self.number = 0
+
+    def _wake(self):
+        self.woken += 1
+
+    def launch(self, now_ms, usual_ms=None, *, lanes=1):
+        self.number += 1
+        if usual_ms is not None:
+            self.share._usual_ns[usual_ms] = usual_ms * MS
+        in_flight = self.share.in_flight + 1
+        self.share.launched(self.number, round(now_ms * MS), usual_ms, lanes=lanes, computing=in_flight)
+        return self.number
+
+    def end(self, number, now_ms, took_ms):
+        in_flight = self.share.in_flight - 1
+        self.share.ran(number, round(now_ms * MS), round(took_ms * MS))
+        self.share.left(number, computing=in_flight)
+
+    def fail(self, number):
+        self.share.left(number, computing=self.share.in_flight - 1)
+
+    def is_held(self, now_ms):
+        return self.share.hold_until(round(now_ms * MS)) is not None
+
+
+@pytest.fixture
+def shares():
+    return DeviceShares()
+
+
+def test_who_was_charged_most_is_held_while_the_device_is_busy(shares):
+    ours, theirs = Member(shares, 3.0), Member(shares)
+    assert not ours.is_held(0)
+    first = ours.launch(0, 6)  # 2 by its weight.
+    assert not theirs.is_held(0)
+    theirs.launch(0, 4)
+    assert theirs.is_held(0)
+    assert not ours.is_held(0)
+    ours.end(first, 6, 6)
+    assert theirs.woken == 1
+    assert theirs.is_held(6)
+    ours.launch(6, 6)
+    assert not theirs.is_held(6), "both were charged 4 by their weights"
+
+
+def test_what_a_batch_took_is_charged_in_the_end(shares):
+    ours, theirs = Member(shares), Member(shares)
+    number = ours.launch(0)  # Nothing is known of it.
+    theirs.launch(0, 5)
+    assert not ours.is_held(0)
+    ours.end(number, 9, 9)
+    assert ours.is_held(9)
+    assert ours.share.used_ns == 9 * MS
+
+
+def test_of_what_computes_at_once_each_is_charged_its_part(shares):
+    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
+    a, b = ours.launch(0), theirs.launch(0)
+    ours.end(a, 8, 8)  # 4 alone.
+    theirs.end(b, 10, 10)  # 4 and then 2 alone.
+    assert ours.share.used_ns == pytest.approx(4 * MS)
+    assert theirs.share.used_ns == pytest.approx(10 * MS / 1.8)
+
+
+def test_a_batch_that_fails_stays_charged_what_is_usual(shares):
+    ours, theirs = Member(shares), Member(shares)
+    ours.fail(ours.launch(0, 5))
+    assert shares.in_flight == 0
+    theirs.launch(0, 1)
+    assert ours.is_held(0)
+    assert ours.share.used_ns == 5 * MS
+
+
+def test_while_the_device_has_room_nobody_is_held(shares):
+    ours, theirs = Member(shares, width=2), Member(shares, width=2)
+    ours.launch(0, 50)
+    assert not ours.is_held(0)
+    ours.launch(0, 50)
+    assert ours.is_held(0)
+    theirs.launch(0, 1, lanes=4)  # Whose batches fit side by side.
+    assert not ours.is_held(0), "there is room for two more of them"
+
+
+def test_nobody_is_held_for_one_who_wants_nothing(shares):
+    ours, theirs = Member(shares), Member(shares)
+    ours.launch(0, 50)
+    theirs.has_work = False
+    assert not ours.is_held(0)
+
+
+def test_nothing_is_saved_up_while_there_is_nothing_to_do(shares):
+    ours, theirs = Member(shares), Member(shares)
+    theirs.has_work = False
+    for step in range(100):
+        ours.end(ours.launch(10 * step, 10), 10 * step + 10, 10)
+    theirs.has_work = True
+    assert not theirs.is_held(1000)
+    theirs.launch(1000, 10)
+    theirs.launch(1000, 10)
+    assert not ours.is_held(1000), "it would wait for a second that the other one did not ask for"
+
+
+def test_one_whose_queue_empties_saves_nothing_up_either(shares):
+    ours, theirs = Member(shares), Member(shares)
+    assert not theirs.is_held(0)
+    theirs.has_work = False  # Its callers have gone.
+    for step in range(100):
+        ours.end(ours.launch(10 * step, 10), 10 * step + 10, 10)
+    theirs.has_work = True
+    assert not theirs.is_held(1000)
+    theirs.launch(1000, 10)
+    theirs.launch(1000, 10)
+    assert not ours.is_held(1000)
+
+
+def test_to_be_held_ends_though_the_others_do_nothing(shares):
+    ours, theirs = Member(shares, 2.0), Member(shares)
+    theirs.launch(0, 1)
+    ours.launch(0, 60)
+    until_ns = ours.share.hold_until(0)
+    assert until_ns == SLACK_NS + 2 * 29 * MS
+    assert ours.share.hold_until(until_ns - 1) == until_ns
+    assert ours.share.hold_until(until_ns) is None
+    assert ours.share.held_ns == until_ns
+    ours.launch(until_ns / MS, 60)
+    # They may hang, so that nobody waits for them any more, until something of theirs happens.
+    assert not ours.is_held(until_ns / MS + 1)
+    theirs.launch(until_ns / MS + 2, 1)
+    assert ours.is_held(until_ns / MS + 2)
+
+
+def test_who_is_held_is_asked_again_when_anything_changes(shares):
+    ours, theirs, third = Member(shares), Member(shares), Member(shares)
+    ours.launch(0, 50)
+    assert ours.is_held(0)
+    number = theirs.launch(0, 10)
+    assert ours.woken == 1
+    theirs.end(number, 10, 10)
+    assert ours.woken == 2
+    third.share.leave()
+    assert ours.woken == 3
+    assert theirs.woken == 0, "it was not held"
+
+
+def test_who_leaves_takes_what_it_has_on_the_device_along(shares):
+    ours, theirs = Member(shares, overlaps=True), Member(shares, overlaps=True)
+    number = theirs.launch(0, 5)
+    ours.launch(0, 50)
+    assert ours.is_held(0)
+    theirs.share.leave()
+    theirs.share.leave()
+    assert shares.in_flight == 1
+    assert shares.members == [ours.share]
+    assert not ours.is_held(0)
+    theirs.end(number, 5, 5)  # What was left on the device ends after all.
+    assert shares.in_flight == 1
+
+
+def make(shares, **kw):
+    made = scheduler(contexts=2, concurrency=1, queue_rows_max=64, **kw)
+    made.divide(shares.join(1.0, width=1, overlaps=False, wake=lambda: None))
+    return made
+
+
+def end(plan, batch, now_ms, took_ms):
+    plan.ran(batch, now_ms * MS, took_ms * MS)
+    plan.finished(batch, now_ms * MS, 0, took_ms * MS, 0)
+
+
+def test_a_scheduler_launches_what_is_left_to_it(shares):
+    ours, theirs = make(shares), make(shares)
+    for _ in range(8):
+        submit(ours, rows=4)
+        submit(theirs, rows=4)
+    first = ours.next_batch(0)
+    second = theirs.next_batch(0)
+    end(ours, first, 9, 9)
+    assert ours.next_batch(9 * MS) is None
+    assert ours.next_wakeup() == 9 * MS + SLACK_NS + 2 * 9 * MS
+    end(theirs, second, 20, 11)
+    assert ours.next_batch(20 * MS) is not None
+    assert theirs.next_batch(20 * MS) is not None, "11 ms were charged, and 18 to the other one"
+    assert theirs.next_batch(20 * MS) is None
+
+
+def test_a_part_of_a_batch_that_failed_waits_for_its_turn_too(shares):
+    ours, theirs = make(shares), make(shares)
+    for _ in range(2):
+        submit(ours, rows=2)
+        submit(theirs, rows=4)
+    ours.share._usual_ns[KEY.cost_key, 4] = 9 * MS
+    batch = ours.next_batch(0)
+    theirs.next_batch(0)
+    assert ours.bisect(batch)
+    submit(theirs, rows=4)
+    assert ours.next_batch(0) is None
+    assert ours.next_wakeup() is not None
+
+
+def test_who_holds_a_batch_back_for_an_objective_keeps_nobody_else_waiting(shares):
+    ours = make(shares)
+    policy = Policy(4, 0, 1, is_parallel=False, captured=NOT_CAPTURED, target=Target(0.99, 20 * MS))
+    theirs = Scheduler(
+        policy=policy,
+        shapes=Shapes(rows_max=4, profiles=None),
+        contexts=2,
+        queue_rows_max=64,
+        priorities=1,
+        arenas=0,
+        in_flight_max=2,
+    )
+    theirs.divide(shares.join(1.0, width=1, overlaps=False, wake=lambda: None))
+    theirs.objective.impose(Choice(0, 0, 5 * MS))
+    for _ in range(8):
+        submit(ours, rows=4)
+    end(ours, ours.next_batch(0), 9, 9)
+    assert ours.next_batch(9 * MS) is not None
+    submit(theirs, now_ns=9 * MS)
+    assert theirs.next_batch(9 * MS) is None
+    assert ours.next_batch(9 * MS) is not None, "the other one would launch nothing"
+    assert theirs.next_batch(14 * MS) is not None
+    submit(theirs, now_ns=14 * MS)
+    assert ours.next_batch(14 * MS) is None
+
+
+def test_the_end_of_a_delay_wakes_nobody_who_is_held(shares):
+    """He would be woken again and again."""
+    ours, theirs = make(shares, delay_ns_max=MS), make(shares)
+    for _ in range(8):
+        submit(theirs, rows=4)
+    submit(ours, rows=1)
+    first = ours.next_batch(0)
+    theirs.next_batch(0)
+    end(ours, first, 9, 9)
+    submit(ours, rows=1, now_ns=9 * MS)
+    assert ours.next_batch(11 * MS) is None
+    assert ours.next_wakeup() > 11 * MS
