@@ -56,6 +56,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.tier2)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Look for no garbage while tests are imported and listed: there is next to none, in more and more."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish():
     """Keep what importing the tests has made out of garbage collections, which are many here."""
     gc.collect()
@@ -64,9 +74,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_engine_is_forgotten():
-    """Raise the warning about an engine that was never closed in the module that forgot it."""
+    """Raise the warning about an engine that was never closed in the module that forgot it.
+
+    What is left then is what tests have imported and what is cached: later collections need not look at it.
+    """
     yield
     gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

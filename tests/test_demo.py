@@ -13,8 +13,6 @@ from asynctrt import demo, demo_parts
 from asynctrt.comparison import Measured, by_hand, ways_to
 from asynctrt.errors import MissingExtraError
 
-FILES = demo.find_files(demo.default_folders(), 60)
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -25,7 +23,7 @@ def test_every_file_is_what_magika_says_it_is(model):
     """The same bytes, the same model, read and judged by the package that the model comes from."""
     expected, rows = {}, {}
     judge = Magika()
-    for path in FILES:
+    for path in demo.find_files(demo.default_folders(), 60):
         row = demo.read_row(model, path)
         if row is not None:
             rows[path] = row

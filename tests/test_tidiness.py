@@ -5,6 +5,7 @@ import asyncio
 import re
 import subprocess
 import warnings
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asynctrt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-TREES = {module: ast.parse(module.read_text()) for module in MODULES}
 
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 600
@@ -26,9 +26,15 @@ class SizeWarning(UserWarning):
     """Something is longer than its limit, or is needlessly listed in `LONG`."""
 
 
+@cache
+def trees():
+    """Return every module with its syntax tree. Not at import: each worker of xdist imports this."""
+    return {module: ast.parse(module.read_text()) for module in MODULES}
+
+
 def sizes():
     """Yield the name, the lines and the limit of each module and each function of the package."""
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         name = str(module.relative_to(PACKAGE))
         yield name, len(module.read_text().splitlines()), MODULE_LINES_MAX
         for item, qualified in functions(tree):
@@ -59,7 +65,9 @@ def test_functions_and_modules_are_short_or_listed_with_a_reason():
 
 
 def test_every_module_says_what_it_is():
-    silent = [str(module.relative_to(ROOT)) for module, tree in TREES.items() if not ast.get_docstring(tree)]
+    silent = [
+        str(module.relative_to(ROOT)) for module, tree in trees().items() if not ast.get_docstring(tree)
+    ]
     assert not silent
 
 
@@ -67,7 +75,7 @@ def test_every_public_name_is_documented():
     """Methods that implement a protocol are documented there; everything else where it is defined."""
     protocols = {
         member.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for item in ast.walk(tree)
         if isinstance(item, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in item.bases)
         for member in item.body
@@ -75,7 +83,7 @@ def test_every_public_name_is_documented():
     }
     protocols |= set(dir(asyncio.Protocol))
     silent = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         scopes = [tree, *(item for item in ast.walk(tree) if isinstance(item, ast.ClassDef))]
         for scope in scopes:
             if isinstance(scope, ast.ClassDef) and scope.name.startswith("_"):
@@ -99,7 +107,7 @@ def test_the_package_says_that_it_is_typed():
 def test_only_the_clock_reads_the_time():
     readers = [
         str(module.relative_to(ROOT))
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for item in ast.walk(tree)
         if (isinstance(item, ast.Import) and any(alias.name == "time" for alias in item.names))
         or (isinstance(item, ast.ImportFrom) and item.module == "time")
@@ -120,7 +128,7 @@ def test_no_state_at_module_level():
     """Names at module level are constants, types, functions or loggers: nothing that two engines share."""
     allowed = {"logger", "app", "keys_app", "out", "err"}
     mutable = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for item in tree.body:
             targets = item.targets if isinstance(item, ast.Assign) else [getattr(item, "target", None)]
             for target in targets:
@@ -200,6 +208,7 @@ def test_tests_mirror_the_package():
     assert set(missing) <= set(UNTESTED)
 
 
+@cache
 def imported(path):
     """Return the modules that a test may have imported: `from a import b` gives both a and a.b."""
     names = set()
