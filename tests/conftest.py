@@ -15,7 +15,7 @@ from tests.helpers import installed
 ROOT = Path(__file__).parent
 CHROMIUM = Path("/usr/bin/chromium")
 LOOPS = (
-    "contract",
+    "contract/test_engine.py",
     "runtime",
     "serving/test_http.py",
     "serving/test_server.py",

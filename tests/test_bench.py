@@ -53,6 +53,16 @@ def test_a_report_that_was_cut_short_has_what_there_is():
     ]
 
 
+def check_cases(report, *, max_rows):
+    """The report of a model has the model alone and an engine, and figures of each."""
+    assert {case.labels["kind"] for case in report.cases} == {"raw", "engine"}
+    for case in report.cases:
+        assert case.median("rows_per_s") > 0
+        if case.labels["kind"] == "engine":
+            assert 0 < case.median("p50_ms") <= case.median("p99_ms")
+            assert case.median("mean_batch_rows") <= max_rows
+
+
 def test_overhead():
     report = overhead_report(Options(), repeats=1)
     assert len(run(report)) == 7
@@ -64,16 +74,11 @@ def test_overhead():
     json.dumps(report.as_json())
 
 
+@pytest.mark.tier2
 def test_a_model(tmp_path):
     report = model_report(mixed_onnx(tmp_path / "m.onnx"), Options(max_rows=16), {}, 1, repeats=1)
     run(report)
-    kinds = {case.labels["kind"] for case in report.cases}
-    assert kinds == {"raw", "engine"}
-    for case in report.cases:
-        assert case.median("rows_per_s") > 0
-        if case.labels["kind"] == "engine":
-            assert 0 < case.median("p50_ms") <= case.median("p99_ms")
-            assert case.median("mean_batch_rows") <= 16
+    check_cases(report, max_rows=16)
 
 
 @pytest.mark.tier2
@@ -90,6 +95,7 @@ def test_a_model_with_a_fixed_batch(tmp_path):
     report = model_report(double_onnx(tmp_path / "m.onnx", rows=4), Options(max_rows=4), {}, 1, repeats=1)
     run(report)
     assert {case.labels.get("rows") for case in report.cases} == {4, None}
+    check_cases(report, max_rows=4)
 
 
 def test_the_machine_is_described():

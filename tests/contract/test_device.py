@@ -51,7 +51,7 @@ class Memory:
 
     def values(self, buffer):
         """Return the set of bytes that occur in a buffer."""
-        return set(self.read(buffer).tolist())
+        return set(np.unique(self.read(buffer)).tolist())
 
     def _seen(self, buffer):
         self._staging = buffer if buffer.is_host_visible else self._device.allocate_staging(buffer.nbytes)

@@ -14,22 +14,13 @@ import re
 import socket
 import struct
 import threading
-from functools import cache
 
 import numpy as np
 import orjson
 import pytest
 import requests
-import schemathesis
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 import asynctrt
 from asynctrt.backends.function import FunctionModel
@@ -1147,26 +1138,32 @@ def test_a_request_split_anywhere_is_the_same_request(served):
 # ---- what the description of the routes says
 
 
-@cache
-def schema():
-    return schemathesis.openapi.from_dict(DESCRIPTION)
+# schemathesis takes a second to import, which only those who run these have to spend.
 
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
-
-
-def operations(mode):
+def operations(*, good):
     """Every operation of the description, with good or with bad requests."""
-    found = [result.ok() for result in schema().get_all_operations()]
-    if mode is GenerationMode.NEGATIVE:
+    import schemathesis
+
+    found = [result.ok() for result in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()]
+    if not good:
         # Without a body or parameters there is nothing to be wrong.
         found = [operation for operation in found if operation.body or list(operation.iter_parameters())]
+    mode = schemathesis.GenerationMode.POSITIVE if good else schemathesis.GenerationMode.NEGATIVE
     return st.one_of([operation.as_strategy(generation_mode=mode) for operation in found])
+
+
+@pytest.fixture(scope="module")
+def checks():
+    from schemathesis import checks
+    from schemathesis.specs.openapi import checks as described
+
+    return [
+        checks.not_a_server_error,
+        described.status_code_conformance,
+        described.content_type_conformance,
+        described.response_schema_conformance,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -1183,18 +1180,18 @@ def is_one_path(case):
 
 
 @pytest.mark.tier2
-@fuzzed(150, case=st.deferred(lambda: operations(GenerationMode.POSITIVE)))
-def test_good_requests_are_answered_as_the_description_says(served, session, case):
+@fuzzed(150, case=st.deferred(lambda: operations(good=True)))
+def test_good_requests_are_answered_as_the_description_says(served, session, checks, case):
     assume(is_one_path(case))
     background, _ = served
-    case.call_and_validate(base_url=background.url, session=session, checks=CHECKS, timeout=WAIT_S)
+    case.call_and_validate(base_url=background.url, session=session, checks=checks, timeout=WAIT_S)
     assert not background.taken_faults()
 
 
 @pytest.mark.tier2
-@fuzzed(80, case=st.deferred(lambda: operations(GenerationMode.NEGATIVE)))
-def test_bad_requests_are_answered_as_the_description_says(served, session, case):
+@fuzzed(80, case=st.deferred(lambda: operations(good=False)))
+def test_bad_requests_are_answered_as_the_description_says(served, session, checks, case):
     assume(is_one_path(case))
     background, _ = served
-    case.call_and_validate(base_url=background.url, session=session, checks=CHECKS, timeout=WAIT_S)
+    case.call_and_validate(base_url=background.url, session=session, checks=checks, timeout=WAIT_S)
     assert not background.taken_faults()

@@ -122,7 +122,7 @@ class World:
         return found
 
 
-@pytest.mark.parametrize("load", [0.2, 0.5])
+@pytest.mark.parametrize("load", [pytest.param(0.2, marks=pytest.mark.tier2), 0.5])
 @pytest.mark.parametrize("shapes", [1, pytest.param(2, marks=pytest.mark.tier2), 16])
 @pytest.mark.parametrize(("width", "contexts"), [(8, 8), (1, 4)], ids=["eight fit", "one fills it"])
 def test_latency_comes_near_the_best_that_is_possible(width, contexts, shapes, load):
