@@ -68,6 +68,10 @@ def pytest_collection():
 
 def pytest_collection_finish():
     """Keep what importing the tests has made out of garbage collections, which are many here."""
+    # Its plugin imports it in the end anyway, and it asks then who refers to trio's random numbers, which the
+    # garbage collector does not say of what is frozen.
+    import hypothesis  # noqa: F401
+
     gc.collect()
     gc.freeze()
 
