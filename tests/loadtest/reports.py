@@ -1,6 +1,7 @@
 """Reports made by hand, for the tests of what draws them: their figures follow from a seed and a queue."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -374,7 +375,7 @@ def search_in_vain():
 
 
 EVERY = {
-    made.__name__: made
+    made.__name__: cache(made)
     for made in (
         single,
         repeats,

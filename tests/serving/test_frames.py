@@ -253,9 +253,9 @@ async def test_turns_are_shorter_while_others_are_held_up(monkeypatch):
         assert 8 < await turn() < 14
 
 
-async def test_a_client_that_takes_no_answers_is_cut():
+async def test_a_client_that_takes_no_answers_is_cut(often):
     """Answers that nobody takes hold the connection, and end it in the end."""
-    async with serving(write_timeout=0.25, engine={"max_rows": 500, "max_queue_rows": 1 << 20}) as server:
+    async with serving(write_timeout=0.05, engine={"max_rows": 500, "max_queue_rows": 1 << 20}) as server:
         host, port = address(server)
         loop = asyncio.get_running_loop()
         with sockets.socket() as slow:
@@ -281,9 +281,9 @@ async def test_a_client_that_takes_no_answers_is_cut():
         assert engine_of(server).statistics().submitted < 5000
 
 
-async def test_an_idle_connection_is_asked_and_then_closed():
+async def test_an_idle_connection_is_asked_and_then_closed(often):
     async with (
-        serving(idle_timeout=0.75) as server,
+        serving(idle_timeout=0.15) as server,
         opened(server, ping_interval=None) as alive,
         connected(server) as dead,
     ):

@@ -182,9 +182,9 @@ class TestSlowClients:
             assert http.unsent_nbytes(SimpleNamespace(get_extra_info=lambda name: None)) == 0
 
     @pytest.mark.parametrize("frame", [b"\x82\xfe\x10\x00mask", b"\x02\x81mask1"])
-    async def test_a_websocket_message_without_end(self, frame):
+    async def test_a_websocket_message_without_end(self, often, frame):
         """The first is a piece of a frame, the second a whole frame of a message that does not go on."""
-        async with serving(request_timeout=0.25) as server, opened(server) as socket:
+        async with serving(request_timeout=0.05) as server, opened(server) as socket:
             socket.transport.write(frame)
             async with asyncio.timeout(WAIT_S):
                 with pytest.raises(ConnectionClosed) as caught:
@@ -212,8 +212,8 @@ class TestSlowClients:
             assert not connection._frames
             assert not connection._unparsed
 
-    async def test_messages_that_come_whole_are_not_cut(self):
-        async with serving(request_timeout=0.25) as server, opened(server) as socket:
+    async def test_messages_that_come_whole_are_not_cut(self, often):
+        async with serving(request_timeout=0.05) as server, opened(server) as socket:
             (connection,) = [one for one in server._hub.connections if hasattr(one, "_began")]
             tick = server._hub.tick
             while server._hub.tick < tick + 4:
@@ -221,7 +221,8 @@ class TestSlowClients:
                 await socket.recv()
                 assert connection._began is None
 
-    async def test_connections_beyond_the_limit_do_not_linger(self):
+    async def test_connections_beyond_the_limit_do_not_linger(self, often, monkeypatch):
+        monkeypatch.setattr(http, "REFUSED_S", 0.4)
         async with serving(max_connections=1) as server, connected(server) as first:
             first.send(infer(1))
             await first.answer()

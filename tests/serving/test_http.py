@@ -469,15 +469,15 @@ class TestLimits:
             second.send(infer(2))
             assert outputs(await second.answer()) == [4]
 
-    async def test_a_request_that_never_ends(self):
-        async with serving(request_timeout=0.25) as server, connected(server) as raw:
+    async def test_a_request_that_never_ends(self, often):
+        async with serving(request_timeout=0.05) as server, connected(server) as raw:
             raw.send(infer(1)[:-1])
             status, headers, _ = await raw.answer()
             assert (status, headers["connection"]) == (408, "close")
 
-    async def test_a_request_that_is_sent_slowly_has_only_so_long(self):
+    async def test_a_request_that_is_sent_slowly_has_only_so_long(self, often):
         """The trap: a time that begins anew with every byte."""
-        async with serving(request_timeout=0.5) as server, connected(server) as raw:
+        async with serving(request_timeout=0.1) as server, connected(server) as raw:
             whole = infer(1)
             answer = asyncio.create_task(raw.answer())
             for byte in whole:
@@ -488,15 +488,15 @@ class TestLimits:
             assert answer.done(), "it was taken byte by byte"
             assert answer.result()[0] == 408
 
-    async def test_an_idle_connection_is_closed(self):
-        async with serving(idle_timeout=0.25) as server, connected(server) as raw:
+    async def test_an_idle_connection_is_closed(self, often):
+        async with serving(idle_timeout=0.05) as server, connected(server) as raw:
             raw.send(infer(1))
             assert outputs(await raw.answer()) == [2]
             assert await raw.ended() == b""
 
-    async def test_empty_lines_before_a_request_are_none(self):
+    async def test_empty_lines_before_a_request_are_none(self, often):
         """They are skipped, and a client that sends nothing else is idle all the same."""
-        async with serving(idle_timeout=0.25) as server, connected(server) as raw:
+        async with serving(idle_timeout=0.05) as server, connected(server) as raw:
             raw.send(b"\r\n\r\n" + infer(1))
             assert outputs(await raw.answer()) == [2]
             end = asyncio.create_task(raw.ended())
@@ -505,9 +505,9 @@ class TestLimits:
                 await asyncio.wait([end], timeout=0.02)
             assert end.result() == b""
 
-    async def test_a_request_in_flight_is_not_idle(self):
+    async def test_a_request_in_flight_is_not_idle(self, often):
         device = LatchDevice()
-        settings = {"idle_timeout": 0.25, "request_timeout": 0.25, "engine": {"device": device}}
+        settings = {"idle_timeout": 0.05, "request_timeout": 0.05, "engine": {"device": device}}
         async with serving(**settings) as server, connected(server) as raw:
             raw.send(infer(1))
             ticks = server._hub.tick
@@ -515,7 +515,7 @@ class TestLimits:
             device.open()
             assert outputs(await raw.answer()) == [2]
 
-    async def test_a_client_that_takes_no_answer(self):
+    async def test_a_client_that_takes_no_answer(self, often):
         """It is read no further, and cut when it has taken nothing for long enough."""
 
         def large(inputs, outputs):
@@ -526,7 +526,7 @@ class TestLimits:
             inputs=TensorSpec("input", "float32", (4,)),
             outputs=TensorSpec("output", "float32", (1 << 20,)),
         )
-        async with serving({"double": model}, write_timeout=0.25, engine={"max_rows": 1}) as server:
+        async with serving({"double": model}, write_timeout=0.05, engine={"max_rows": 1}) as server:
             host, port = address(server)
             with socket.socket() as slow:
                 slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

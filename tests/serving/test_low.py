@@ -87,8 +87,8 @@ async def test_a_client_sees_the_reason():
         await until(lambda: not server._hub.connections)
 
 
-async def test_an_upload_that_stands_still_does_not_hold_the_shutdown(monkeypatch):
-    monkeypatch.setattr(http_module, "REFUSED_S", 0.25)
+async def test_an_upload_that_stands_still_does_not_hold_the_shutdown(often, monkeypatch):
+    monkeypatch.setattr(http_module, "REFUSED_S", 0.05)
     async with serving(drain_timeout=WAIT_S) as server, connected(server) as raw:
         raw.send(request(INFER, BODY)[:-10])
         await until(lambda: any(c._reader.began is not None for c in server._hub.connections))

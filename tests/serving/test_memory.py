@@ -280,7 +280,7 @@ async def some_of(server, raw, sent, nbytes=UNCOUNTED_NBYTES + 1000):
 
 
 @pytest.fixture(name="impatient")
-def _impatient(monkeypatch):
+def _impatient(often, monkeypatch):
     monkeypatch.setattr(memory_module, "SHORT_NS", 0)
     monkeypatch.setattr(memory_module, "PACE_TICKS", 1)
 
