@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import gc
 import re
 import subprocess
 import warnings
@@ -24,6 +25,14 @@ LONG = {
 
 class SizeWarning(UserWarning):
     """Something is longer than its limit, or is needlessly listed in `LONG`."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trees_are_kept():
+    """Look for no garbage among the nodes of syntax trees: there is none, in millions."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @cache

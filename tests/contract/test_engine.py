@@ -118,7 +118,7 @@ async def test_slots_are_written_straight_into_the_slab(device, model, answer):
             np.testing.assert_array_equal(result["output"], answer(rows(number, number + 1)))
 
         async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*[caller(number) for number in range(200)])
+            await asyncio.gather(*[caller(number) for number in range(60)])
 
 
 async def test_large_rows_are_copied_off_the_loop(host_device, tmp_path):
@@ -207,6 +207,6 @@ async def test_each_way_of_waiting_and_of_launching(name, waiting, arenas):
                 np.testing.assert_array_equal(result["output"], spec.expected({"input": sent})["output"])
 
             async with asyncio.timeout(WAIT_S):
-                await asyncio.gather(*[caller(number) for number in range(100)])
+                await asyncio.gather(*[caller(number) for number in range(40)])
     model.close()
     device.close()

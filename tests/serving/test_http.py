@@ -166,8 +166,9 @@ class TestFraming:
         async with serving(engine={"device": device}) as server, connected(server) as raw:
             raw.send(infer(1))
             await until(lambda: device.held == 1)
+            large = infer(*range(10_000))  # 160 KB.
             for _ in range(40):
-                raw.send(infer(*range(10_000)))  # 160 KB each.
+                raw.send(large)
             (connection,) = server._hub.connections
             await until(lambda: connection._is_throttled)
             assert len(connection._waiting) < 20

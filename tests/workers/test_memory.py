@@ -70,10 +70,13 @@ def test_a_sandbox_may_refuse_shared_memory(monkeypatch):
         SharedMemory.create(1 << 20)
 
 
-def test_large_free_blocks_give_their_pages_back():
-    memory = SharedMemory.create(2 * KEPT_NBYTES)
+def test_large_free_blocks_give_their_pages_back(monkeypatch):
+    # A limit that is reached with few pages.
+    kept_nbytes = 16 << 20
+    monkeypatch.setattr("asynctrt.workers.memory.KEPT_NBYTES", kept_nbytes)
+    memory = SharedMemory.create(2 * kept_nbytes)
     heap = Heap(memory)
-    nbytes = KEPT_NBYTES // 4
+    nbytes = kept_nbytes // 4
     offsets = [heap.allocate(nbytes) for _ in range(6)]
     for offset in offsets:
         np.ndarray(nbytes, np.uint8, memory.buffer, offset)[::4096] = 7

@@ -114,10 +114,13 @@ def test_more_rows_than_a_slab_has_are_one_by_themselves(memory):
     assert (slab.capacity, start) == (20, 0)
 
 
-def test_a_block_with_other_pages_has_another_generation():
-    memory = SharedMemory.create(2 * KEPT_NBYTES)
+def test_a_block_with_other_pages_has_another_generation(monkeypatch):
+    # A limit that is reached with few pages.
+    kept_nbytes = 16 << 20
+    monkeypatch.setattr("asynctrt.workers.memory.KEPT_NBYTES", kept_nbytes)
+    memory = SharedMemory.create(2 * kept_nbytes)
     heap = Heap(memory)
-    nbytes = KEPT_NBYTES // 2
+    nbytes = kept_nbytes // 2
     offsets = [heap.allocate(nbytes) for _ in range(3)]
     before = [heap.generation(offset) for offset in offsets]
     for offset in offsets:
@@ -129,7 +132,7 @@ def test_a_block_with_other_pages_has_another_generation():
     after = [heap.generation(offset) for offset in offsets]
     assert [one != other for one, other in zip(before, after, strict=True)] == gone
     # All begins anew, with blocks that have pages of several others.
-    assert heap.allocate(2 * KEPT_NBYTES - KEPT_NBYTES // 8) == 0
+    assert heap.allocate(2 * kept_nbytes - kept_nbytes // 8) == 0
     assert heap.generation(0) not in {*before, *after}
     memory.close()
 
