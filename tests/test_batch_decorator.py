@@ -499,7 +499,7 @@ class TestLoops:
     def test_an_engine_that_is_lost_is_replaced(self):
         hangs = [True]
 
-        @asynctrt.batch(batch_timeout=0.05)
+        @asynctrt.batch(batch_timeout=0.3)
         async def sometimes(x):
             if hangs:
                 hangs.clear()

@@ -412,7 +412,7 @@ async def test_a_device_that_is_lost_meanwhile(subject, monkeypatch):
 async def test_a_batch_that_was_given_up_may_still_run():
     subject = Subject(LatchDevice())
     subject.device.open()
-    async with subject.open(batch_timeout=0.05) as engine:
+    async with subject.open(batch_timeout=0.3) as engine:
         subject.device.shut()
         with pytest.raises(DeviceLostError, match="did not end within the batch_timeout"):
             await engine.infer(rows(1))

@@ -464,7 +464,7 @@ class TestCoroutines:
             model = FunctionModel(function, inputs=X, outputs=[Y, Z])
             async with (
                 asyncio.timeout(WAIT_S),
-                asynctrt.open(model, device=device, contexts=2, batch_timeout=0.05) as engine,
+                asynctrt.open(model, device=device, contexts=2, batch_timeout=0.3) as engine,
             ):
                 with pytest.raises(DeviceLostError, match="batch_timeout"):
                     await engine.infer(one_row(1))

@@ -162,7 +162,7 @@ async def test_what_hangs_is_abandoned_and_given_back_later(device, model, prior
 
 
 async def test_an_engine_on_which_nothing_urgent_can_run_is_lost(device, model):
-    async with opened(model, device, batch_timeout=0.1) as engine:
+    async with opened(model, device, batch_timeout=0.3) as engine:
         model.flavour.module.fail_next("hang")
         with pytest.raises(DeviceLostError, match="did not end within"):
             await engine.infer(sent(1), priority=URGENT)
