@@ -298,7 +298,7 @@ def test_a_thread_that_computes_is_left_alone():
     device = HostDevice(in_place="never")
     stream, event = device.create_stream(), device.create_event()
     started = threading.Event()
-    matrix = np.random.default_rng(0).random((600, 600))
+    matrix = np.random.default_rng(0).random((300, 300))
 
     def compute():
         started.set()
