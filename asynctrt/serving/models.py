@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import asynctrt
 from asynctrt.engine import Engine
@@ -70,18 +70,26 @@ class ModelSource:
         device, warmup = own.pop("device", None), own.pop("warmup", None)
         if not isinstance(device, str | None):
             raise OptionsError(f"the device of {path!r} must be the name of a device, not {device!r}")
-        WARMUP.or_none("warmup", warmup)
         if is_folder(path):
             if "name" in own or "version" in own:
                 raise OptionsError(
                     f"{path!r} is a folder, whose models have names and versions of their own: leave them out"
                 )
-            return cls("", "", path, {**settings, **own}, device, warmup)
+            return cls._checked("", "", path, {**settings, **own}, device, warmup)
         name = own.pop("name", None) or name_of(path)
         version = own.pop("version", 1)
         if not isinstance(name, str) or isinstance(version, bool) or not isinstance(version, int | str):
             raise OptionsError(f"name must be a string and version a number, not {name!r} and {version!r}")
-        return cls(name, str(version), path, {**settings, **own}, device, warmup)
+        return cls._checked(name, str(version), path, {**settings, **own}, device, warmup)
+
+    @classmethod
+    def _checked(cls, name: str, version: str, path: str, settings: Any, device: Any, warmup: Any) -> Self:
+        """Return one that a table describes; an error says which of several it is."""
+        try:
+            WARMUP.or_none("warmup", warmup)
+            return cls(name, version, path, settings, device, warmup)
+        except OptionsError as error:
+            raise OptionsError(f"the model {name or path!r}: {error}") from None
 
     @property
     def is_folder(self) -> bool:

@@ -366,7 +366,9 @@ class TestAsAProcess:
         config = tmp_path / "serve.toml"
         for text, says in (
             ("http_prot = 1", "did you mean 'http_port'"),
-            ('[[models]]\npath = "x.onnx"\nmax_row = 1', "max_rows"),
+            ('[[models]]\npath = "x.onnx"\nmax_row = 1', "the model 'x': .*max_rows"),
+            ('[[models]]\npath = "x.onnx"\nname = "big"\nweight = "1"', "the model 'big': weight"),
+            ('[[models]]\npath = "x.onnx"\nwarmup = -1', "the model 'x': warmup"),
             ("[[models]]\nname = 'x'", "needs a path"),
             ("models = 3", r"\[\[models\]\]"),
         ):
