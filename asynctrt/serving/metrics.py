@@ -500,6 +500,21 @@ def _of_requests() -> Iterator[_Family]:
         "How often batches were formed in another way for latency_target; absent without one.",
         lambda reading: None if reading.done.objective is None else reading.done.objective.changes,
     )
+    yield _values(
+        GaugeMetricFamily,
+        "asynctrt_padding_sizes",
+        "Sizes that a dimension is padded to, as the engine has chosen them; 0: the next power of two; "
+        "absent without pad='auto'.",
+        "dimension",
+        lambda reading: {one.dimension: len(one.sizes) for one in reading.done.padding},
+    )
+    yield _values(
+        CounterMetricFamily,
+        "asynctrt_padding_changes",
+        "How often the sizes that a dimension is padded to have changed; absent without pad='auto'.",
+        "dimension",
+        lambda reading: {one.dimension: one.changes for one in reading.done.padding},
+    )
     yield _value(
         CounterMetricFamily,
         "asynctrt_device_seconds",
