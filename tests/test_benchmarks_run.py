@@ -21,6 +21,7 @@ LEAST = {
     "busy_loop": ["--requests", "3"],
     "memory": ["--requests", "2000", "--engines", "2"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
+    "weights": ["--repeats", "1", "--seconds", "0.1"],
     "serving": ["--repeats", "1", "--seconds", "0.1", "--only", "no-op, 64"],
     "frameworks": ["--repeats", "1", "--seconds", "0.2", "--only", "FastAPI"],
     "hangups": ["--repeats", "1", "--seconds", "0.2", "--rate", "100", "--hang-ups", "5"],
