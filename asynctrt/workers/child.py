@@ -97,13 +97,17 @@ class Work:
         self.layout = layout
         self.future: asyncio.Future[InferResult] | None = None
         self.requests: Sequence[Request] = ()
-        """Those of the engine: one of large rows, or the parts of more rows than a batch holds."""
+        """Those of the engine: one, or the parts of more rows than a batch holds."""
         self.shared: SharedRows | None = None
         """Large rows, which batches may use as they lie in the block."""
 
     @property
     def is_read(self) -> bool:
-        """Whether a batch may still read the block, though nobody waits for its answer any more."""
+        """Whether a batch may still read the block, though nobody waits for its answer any more.
+
+        A thread may be gathering even small rows. Were the block free, rows of others would come there, on
+        which this batch could fail, or end the process.
+        """
         if self.shared is not None and self.shared.batches:
             return True
         return any(request.state is State.MASKED for request in self.requests)
@@ -211,9 +215,9 @@ class Served:
             work.requests = future.requests  # type: ignore[attr-defined]
         else:
             future.on_launch = partial(words.__setitem__, launched, 1)  # type: ignore[attr-defined]
+            request = future.request  # type: ignore[attr-defined]
+            work.requests = (request,)
             if layout.is_large:
-                request = future.request  # type: ignore[attr-defined]
-                work.requests = (request,)
                 request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
         future.add_done_callback(partial(self._done, work))
 
@@ -362,9 +366,10 @@ class Served:
 
     def publish(self) -> None:
         """Show the front the answers that there are."""
-        self._publishes = False
         if self._is_closed:
             return
+        self._let_go()  # Of what was in the same batches.
+        self._publishes = False
         self._sender.publish()
 
 

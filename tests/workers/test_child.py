@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import InputError
+from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.request import Request
 from asynctrt.workers.child import Served
 from asynctrt.workers.layout import Layouts
 from asynctrt.workers.memory import SharedMemory
@@ -34,6 +36,7 @@ class Broken:
         if inputs["x"][0, 0] == 2:
             raise OwnError("in its own words")
         future = asyncio.get_running_loop().create_future()
+        future.request = Request(1, FIXED_SHAPE, 0, 0)
         future.set_result("no result")
         return future
 
