@@ -35,7 +35,8 @@ from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import how_it_ended
 
 PAUSE_S: Final = 0.2
-"""The pause before a front that died is started again; it doubles with each that dies soon after."""
+"""The pause before a front is started again that died soon; it doubles with each further one. There is none
+after one that has served for a while."""
 PAUSE_S_MAX: Final = 5.0
 SOON_NS: Final = 2_000_000_000
 """Who has served for longer did not die of how it starts."""
@@ -83,7 +84,7 @@ class Front:
         self.pidfd = -1
         self.ready_ns: int | None = None
         """Since when it serves."""
-        self.pause_s = PAUSE_S
+        self.pause_s = 0.0
         self.error: AsynctrtError | None = None
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.scraping: asyncio.Task[bytes] | None = None
@@ -94,7 +95,7 @@ class Front:
     def died(self, now_ns: int) -> None:
         """Choose the pause before its next process."""
         has_served = self.ready_ns is not None and now_ns - self.ready_ns > SOON_NS
-        self.pause_s = PAUSE_S if has_served else min(2 * self.pause_s, PAUSE_S_MAX)
+        self.pause_s = 0.0 if has_served else min(max(2 * self.pause_s, PAUSE_S), PAUSE_S_MAX)
         self.ready_ns = None
 
 

@@ -36,6 +36,10 @@ from asynctrt.workers.process import WorkerProcess
 from asynctrt.workers.spares import Spares
 
 CLOSED: Final = "was closed"
+KEPT_S: Final = 60.0
+"""How long there is a worker that no front has any more because they all died. Others take their places and
+want it again, and to open a model may take much longer than to start a front."""
+
 logger = logging.getLogger("asynctrt")
 
 
@@ -130,6 +134,8 @@ class WorkerPool:
         # Engines that were open once. What keeps one from being opened, the front that wants it says.
         self._opened: set[bytes] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        # By engine: when a worker or a spare that no front has is closed.
+        self._kept: dict[bytes, asyncio.TimerHandle] = {}
         self._changed: list[asyncio.Future[None]] = []
         self._last_use = 0
         self._is_closed = False
@@ -142,10 +148,10 @@ class WorkerPool:
         self._members[number] = Member(self._loop, number, end)
 
     def remove(self, number: int) -> None:
-        """Take back what a front had, which is gone."""
+        """Take back what a front had, which is gone. What it did not close is kept for the next one."""
         member = self._members.pop(number)
         for use in list(member.uses.values()):
-            self._leave(use)
+            self._leave(use, is_gone=True)
         member.forget()
 
     def hear(self, number: int, message: To, fds: list[int]) -> None:
@@ -176,6 +182,9 @@ class WorkerPool:
     async def aclose(self, timeout_s: float) -> None:
         """Close all workers, by force if that takes longer."""
         self._is_closed = True
+        for timer in self._kept.values():
+            timer.cancel()
+        self._kept.clear()
         for worker in self._all:
             self._close(worker)
         try:
@@ -196,6 +205,8 @@ class WorkerPool:
     def _want(self, member: Member, ticket: int, want: Want) -> None:
         key = pickle.dumps((want.model, want.device, want.options))
         worker = None if want.alone else self._shared.get(key)
+        if not want.alone:
+            self._keep_no_longer(key)
         if worker is None:
             worker = self._spares.pop(key, None)
             if worker is None:
@@ -270,14 +281,36 @@ class WorkerPool:
             for use in worker.uses.values():
                 use.tell(message)
 
-    def _leave(self, use: Use, how: str = CLOSED) -> None:
-        """Let a front go from a worker, which ends with the last one."""
+    def _leave(self, use: Use, how: str = CLOSED, *, is_gone: bool = False) -> None:
+        """Let a front go from a worker, which ends with the last one, unless that has died."""
         worker = use.worker
         del use.member.uses[use.ticket], worker.uses[use.number]
         if worker.process is not None and worker.ready is not None:
             worker.process.send(Detach(use.number))
         use.member.tell(Gone(use.ticket, how))
-        if not worker.uses:
+        if not worker.uses and is_gone and not worker.is_alone:
+            self._keep(worker.key)
+        elif not worker.uses:
+            self._close(worker)
+
+    def _keep(self, key: bytes) -> None:
+        """Close the worker and the spare of an engine in a while, unless a front wants them before."""
+        self._keep_no_longer(key)
+        if not self._is_closed:
+            self._kept[key] = self._loop.call_later(KEPT_S, self._let_go, key)
+
+    def _keep_no_longer(self, key: bytes) -> None:
+        timer = self._kept.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _let_go(self, key: bytes) -> None:
+        """Close the worker and the spare of an engine, if no front has them."""
+        del self._kept[key]
+        worker = self._shared.get(key)
+        if worker is None:
+            worker = self._spares.pop(key, None)
+        if worker is not None and not worker.uses:
             self._close(worker)
 
     def _close(self, worker: Pooled) -> None:
@@ -311,8 +344,10 @@ class WorkerPool:
             else:
                 logger.error("the worker on %s %s", worker.want.device, how)
         if self._shared.get(worker.key) is worker:
-            # The next front that wants one gets the spare, if there is one.
+            # The next front that wants one gets the spare, if there is one; they may all die before.
             del self._shared[worker.key]
+            if worker.key in self._spares:
+                self._keep(worker.key)
         for use in worker.uses.values():
             del use.member.uses[use.ticket]
             use.member.tell(Gone(use.ticket, how))

@@ -6,6 +6,7 @@ import os
 import pytest
 
 import asynctrt
+from asynctrt.workers import pool as pool_module
 from asynctrt.workers import spares
 from asynctrt.workers.messages import (
     ATTACH_FDS,
@@ -62,6 +63,13 @@ class Process:
         self.told.append((why, 0))
 
 
+@pytest.fixture
+def kept_briefly(monkeypatch):
+    """Workers are not kept for long when all fronts have died."""
+    monkeypatch.setattr(pool_module, "KEPT_S", 0.001)
+
+
+@pytest.mark.usefixtures("kept_briefly")
 async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_of_others(monkeypatch):
     """Where the parent has none left, the kernel drops those that it was sent."""
     process, hears = Process(), []
@@ -97,7 +105,107 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
         pool.remove(number)
         own.close()
         its.close()
-    assert isinstance(process.told[-1][0], Close), "nobody has it any more"
+    await until(lambda: isinstance(process.told[-1][0], Close))  # Nobody has it any more.
+
+
+class Started:
+    """A pool whose workers are no processes."""
+
+    def __init__(self, monkeypatch):
+        self.processes, self.hears, self.deaths = [], [], []
+        self.ends = {}
+        monkeypatch.setattr(WorkerProcess, "start", self._start)
+        self.pool = WorkerPool(asyncio.get_running_loop())
+
+    async def _start(self, _model, _device, _options, hear, died):
+        self.processes.append(Process())
+        self.hears.append(hear)
+        self.deaths.append(died)
+        return self.processes[-1]
+
+    def front(self, number):
+        own, its = self.ends[number] = channel()
+        its.settimeout(0)
+        self.pool.add(number, own)
+
+    def gone(self, number):
+        self.pool.remove(number)
+        for end in self.ends.pop(number):
+            end.close()
+
+    def want(self, number, ticket=1, **settings):
+        self.pool.hear(
+            number, To(ticket, Want("kind", "host", asynctrt.Options(**settings), alone=False)), []
+        )
+
+    async def say_ready(self, *numbers):
+        async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
+            one = engine.statistics()
+            described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
+        for number in numbers:
+            await until(lambda number=number: len(self.hears) > number)
+            self.hears[number](Ready(described, one))
+
+    def closed(self):
+        """Which workers were closed."""
+        return [
+            number
+            for number, process in enumerate(self.processes)
+            if any(isinstance(message, Close) for message, _ in process.told)
+        ]
+
+
+async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died(monkeypatch):
+    started = Started(monkeypatch)
+    for number in (0, 1):
+        started.front(number)
+        started.want(number, warm_spare=True)
+    await started.say_ready(0, 1)
+    for number in (0, 1):
+        started.gone(number)
+    assert len(started.pool._kept) == 1
+    for number in (0, 1):
+        started.front(number)
+        started.want(number, warm_spare=True)
+    assert not started.pool._kept
+    for _, its in started.ends.values():
+        heard, _ = receive(its)
+        assert isinstance(heard.message, Ready)
+    assert (len(started.processes), started.closed()) == (2, [])
+    for number in (0, 1):
+        started.pool.hear(number, To(1, Close()), [])
+    assert started.closed() == [0, 1], "who closes an engine does not want it again"
+    started.gone(0)
+    started.gone(1)
+    assert not started.pool._kept
+
+
+@pytest.mark.usefixtures("kept_briefly")
+@pytest.mark.parametrize("dies", [False, True], ids=["worker and spare", "spare alone"])
+async def test_what_no_front_wants_again_is_closed(monkeypatch, dies):
+    started = Started(monkeypatch)
+    started.front(0)
+    started.want(0, warm_spare=True)
+    await started.say_ready(0, 1)
+    if dies:
+        started.deaths[0]("ended by SIGKILL")
+    started.gone(0)
+    await until(lambda: started.closed() == ([1] if dies else [0, 1]))
+    assert not (started.pool._shared or started.pool._spares or started.pool._kept)
+
+
+async def test_nothing_is_kept_by_a_pool_that_is_closed(monkeypatch):
+    started = Started(monkeypatch)
+    started.front(0)
+    started.want(0)
+    await started.say_ready(0)
+    started.gone(0)
+    assert started.closed() == []
+    closing = asyncio.create_task(started.pool.aclose(WAIT_S))
+    await until(lambda: started.closed() == [0])
+    started.deaths[0]("ended with status 0")
+    await closing
+    assert not started.pool._kept
 
 
 async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, caplog):
