@@ -504,13 +504,14 @@ class Front:
         return error
 
     def _failed(self, group: Group, error: AsynctrtError) -> None:
-        """Answer the requests of a group that failed; halve it, if one of several may be at fault."""
+        """Answer the requests of a group that failed; halve what is left, if one of several may be at fault."""
         if type(error) is DeadlineError:
             self._expire(group.waiting())
             group.free(self._heap)
             return
-        may_halve = type(error) is ExecutionError and group.left > 1 and self._options.isolate_failures
-        if may_halve and self._in_vain < IN_VAIN_MAX:
+        # Of several requests in it, also if only one of them is waited for: another one's rows may be at fault.
+        may_halve = type(error) is ExecutionError and len(group.requests) > 1
+        if may_halve and self._options.isolate_failures and self._in_vain < IN_VAIN_MAX:
             self._in_vain += 1
             if not self._restored(group):
                 return

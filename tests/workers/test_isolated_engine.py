@@ -190,6 +190,14 @@ async def test_a_row_that_makes_the_model_fail_fails_alone():
         assert engine.statistics().failed == 2
 
 
+async def test_a_row_whose_caller_left_does_not_fail_its_last_neighbour():
+    async with opened(max_rows=32) as engine:
+        guilty, innocent = engine.submit(rows(RAISE)), engine.submit(rows(3))
+        await asyncio.sleep(0)
+        guilty.cancel()
+        assert np.array_equal((await innocent)["y"], 2 * rows(3))
+
+
 async def test_without_isolate_failures_a_batch_fails_whole():
     async with opened(isolate_failures=False) as engine:
         answers = await asyncio.gather(
