@@ -18,9 +18,10 @@ from asynctrt.backends.base import (
     SlowBinding,
     create_context_on,
 )
+from asynctrt.cancellation import current
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError, UsageError
 from asynctrt.padding import Padding
 from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
 from asynctrt.runtime.jobs import Job
@@ -499,7 +500,7 @@ class ContextPool:
             binding = context.slab(FIXED_SHAPE.shape, self.layout).binding
             assert binding is not None
             owner = cast("PreparedContext", context.context)
-            places.append(Place(owner, binding, context.stream, context.untimed.computed))
+            places.append(Place(owner, binding, context.stream, context.untimed.computed, current()))
         self.prepared = prepare(self._device, model, places, rows_max)
 
     def _capture(self, sizes: Sequence[int]) -> None:
@@ -519,6 +520,8 @@ class ContextPool:
         except DeviceLostError:
             raise
         except Exception as error:
+            if current().is_cancelled:
+                raise
             logger.warning(
                 "%r %s, so its batches are put on the device call by call (graphs='off' does so from the "
                 "start): %s",
@@ -553,10 +556,15 @@ class ContextPool:
         return False
 
     def _capture_all(self, sizes: Sequence[int], own: Buffer | None) -> list[CaptureCosts]:
-        """Capture one batch to see what that takes, and the others only if there is as much left for each."""
+        """Capture one batch to see what that takes, and the others only if there is as much left for each.
+
+        :raises UsageError: if nobody waits for the engine any more.
+        """
         batches = [(context, rows) for context in self.contexts for rows in reversed(sizes)]
         costs = []
         for index, (context, rows) in enumerate(batches):
+            if current().is_cancelled:
+                raise UsageError("batches are not captured any more, since the opening was cancelled")
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
             costs.append(self._capture_one(context, rows, own))
             if index == 0 and not self._device.unified:

@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 
 from asynctrt import clock
 from asynctrt.backends.base import Binding, PreparedContext, PreparedModel
+from asynctrt.cancellation import Cancellation
 from asynctrt.devices.base import Device, Event, Stream, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, UsageError
 
 PREPARE_S: Final = 120.0
 """How long a batch may take."""
@@ -44,6 +45,8 @@ class Place(NamedTuple):
     stream: Stream
     end: Event
     """An event of the stream to wait with."""
+    cancellation: Cancellation
+    """Tells when nobody waits for the engine any more."""
 
 
 def sizes_up_to(rows_max: int) -> tuple[int, ...]:
@@ -63,6 +66,7 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
     :param places: one for each context.
     :returns: the sizes that batches are padded to from now on, rising; none if they may be of any size.
     :raises DeviceLostError: if that happened meanwhile. What else goes wrong is logged.
+    :raises UsageError: if the work of this thread was cancelled.
     """
     sizes = model.batch_sizes
     try:
@@ -75,6 +79,8 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
     except DeviceLostError:
         raise
     except Exception as error:
+        if places[0].cancellation.is_cancelled:
+            raise
         for place in places:
             place.context.keep_apart(())
         logger.warning(
@@ -161,7 +167,12 @@ def _run_all(device: Device, place: Place, sizes: Sequence[int]) -> None:
 
 
 def _timed(place: Place, rows: int) -> int:
-    """Run a batch of zeros; return how long it took, in ns."""
+    """Run a batch of zeros; return how long it took, in ns.
+
+    :raises UsageError: instead, if nobody waits for the engine any more.
+    """
+    if place.cancellation.is_cancelled:
+        raise UsageError("batches of zeros are not run any more, since the opening was cancelled")
     start_ns = clock.now_ns()
     place.binding.enqueue(rows, profile=None, stream=place.stream, arena=None)
     place.stream.record(place.end)

@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 
 import asynctrt
+from asynctrt.cancellation import Cancellation, cancelled_by
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.streams import HostGraph
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError, OptionsError
+from asynctrt.errors import (
+    DeviceLostError,
+    DeviceMemoryError,
+    ExecutionError,
+    InputError,
+    OptionsError,
+    UsageError,
+)
 from asynctrt.runtime.contexts import SLABS_MAX, PooledContext
 from asynctrt.tensors import TensorSpec
 from tests.models import Gate, double_model, rows
@@ -289,6 +297,24 @@ class TestAnEngine:
             assert "3 more graphs of 'double', each with a context as large as that of the first" in said
             assert "Name fewer sizes in graphs" in said
         pool.close(WAIT_S)
+        assert device.memory().held_nbytes == 0
+
+    def test_nothing_more_is_captured_for_an_engine_that_nobody_waits_for(self, caplog):
+        device, model, cancellation = HostDevice(unified=False), double_model(), Cancellation()
+        model.is_capturable = True
+        create, made = model.create_context, []
+
+        def create_and_cancel(device):
+            made.append(create(device))
+            if len(made) > 2:  # Those of the pool come before.
+                cancellation.cancel()
+            return made[-1]
+
+        model.create_context = create_and_cancel
+        with cancelled_by(cancellation), pytest.raises(UsageError, match="opening was cancelled"):
+            make_pool(model, device, contexts=2, graphs=(1, 4))
+        assert len(made) == 3
+        assert not caplog.records
         assert device.memory().held_nbytes == 0
 
     @pytest.mark.parametrize("error", [InputError("no profile takes it"), ExecutionError("it cannot tell")])

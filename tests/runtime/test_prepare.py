@@ -10,10 +10,12 @@ import pytest
 
 import asynctrt
 from asynctrt.backends.base import ModelBase
+from asynctrt.cancellation import current
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError
 from asynctrt.runtime.prepare import CHANGE_NS_MIN, sizes_up_to
 from asynctrt.tensors import TensorSpec
+from tests.helpers import WAIT_S, until
 from tests.models import rows as rows_of
 
 pytestmark = pytest.mark.anyio
@@ -34,6 +36,9 @@ class Forgetful(ModelBase):
     def create_context(self, device):
         self.contexts.append(ForgetfulContext(self))
         return self.contexts[-1]
+
+    def hold(self):
+        """Let each batch go on."""
 
     def close(self):
         """Do nothing: it holds nothing."""
@@ -70,6 +75,7 @@ class ForgetfulBinding:
 
     def compute(self, rows):
         context = self.context
+        context.model.hold()
         where = rows if rows in context.apart else 0
         if context.last.get(where) != rows:
             context.last[where] = rows
@@ -193,6 +199,47 @@ async def test_as_many_sizes_are_kept_apart_as_there_is_room_for(room_mib, sizes
         assert engine.statistics().batch_sizes == sizes
         assert all(context.apart == frozenset(sizes[:-1]) for context in model.contexts)
     assert ("could not be run beforehand" in caplog.text) == (not sizes)
+
+
+class Held(Forgetful):
+    """Holds the batch after so many, until the latch is open."""
+
+    def __init__(self, after, **options):
+        super().__init__(change_s=0, **options)
+        self.after, self.begun, self.latch = after, threading.Event(), threading.Event()
+
+    def create_context(self, device):
+        self.cancellation = current()
+        return super().create_context(device)
+
+    @property
+    def ran(self):
+        return sum(len(context.ran) for context in self.contexts)
+
+    def hold(self):
+        if self.ran >= self.after:
+            self.begun.set()
+            self.latch.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.parametrize("batch_sizes", [None, (2, 4, 8)], ids=["chosen", "given"])
+async def test_who_stops_waiting_for_an_engine_has_no_further_batches_run(after, batch_sizes, caplog):
+    model, device = Held(after, batch_sizes=batch_sizes), HostDevice(in_place="never", threads=1)
+
+    async def opened():
+        await asynctrt.open(model, device=device, contexts=3, max_rows=16)
+
+    opening = asyncio.create_task(opened())
+    await until(model.begun.is_set)
+    opening.cancel()
+    await until(lambda: model.cancellation.is_cancelled)
+    model.latch.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    # The threads of other contexts may have had theirs on the device by then.
+    assert after < model.ran <= after + 3
+    assert not caplog.records
 
 
 async def test_rows_of_many_callers_are_padded_together():
