@@ -257,6 +257,8 @@ class Front:
         for link in self.links:
             self._fail_groups(link.groups.values(), why)
             link.groups.clear()
+            # Its worker may have died since nothing was queued any more.
+            self._fail_groups(link.take_suspects(), why)
         if self._expiry is not None:
             self._expiry.cancel()
 

@@ -113,6 +113,29 @@ async def test_suspects_that_nobody_waits_for_any_more_leave_nothing_behind():
         assert engine._front._heap.blocks == 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_suspect_of_an_engine_that_is_being_closed_is_answered_and_leaves_nothing_behind(waits):
+    async with workers(KIND) as made, opened(close_timeout=0.05) as engine:
+        call = engine.submit(rows(SEGFAULT))
+        await until(lambda: len(made.all) == 2)
+        made.starts, made.all[1].holds = False, True
+        await until(lambda: engine.workers[0].groups)
+        (group,) = engine._front.links[0].groups.values()
+        engine._memory.words[group.launched] = 1
+        closing = asyncio.create_task(engine.aclose())
+        await until(lambda: engine.state == "closing")
+        made.all[1].end("ended by SIGKILL")
+        assert engine._front.links[0]._suspects == [[group]]
+        if not waits:
+            call.cancel()
+        await closing
+        assert (call.done(), call.cancelled()) == (True, not waits)
+        if waits:
+            with pytest.raises(EngineClosedError):
+                await call
+        assert engine._front._heap.blocks == 0
+
+
 async def test_what_expires_while_there_is_no_worker_leaves_nothing_behind():
     async with workers(KIND) as made, opened() as engine:
         made.starts = False
