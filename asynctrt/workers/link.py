@@ -438,7 +438,8 @@ class Link:
         self._give_back(how)
         self._detach()
         self._keep_counts(candidate)
-        if not self.first.done():
+        # One that was ready has opened the engine; other fronts of a server may have had it end.
+        if not self.first.done() and (candidate.description is None or candidate.is_refused):
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
             return
@@ -513,6 +514,8 @@ class Link:
             "between. No further one is started: mend the model or the device, and open the engine again"
         )
         logger.error("%s", self.lost)
+        if not self.first.done():
+            self.first.set_exception(copy_for(self.lost))
         self.state = "lost"
         self._spares.cancel()
         if self._spare is not None and self._spare.process is not None:

@@ -49,7 +49,8 @@ class Worker:
             self.layouts = Layouts(described.inputs, described.outputs)
             self.loop.add_reader(own, self.look)
             self.loop.call_soon(self.look)
-            self.hear(Attached(message.number, ""))
+            if self.workers.attaches:
+                self.hear(Attached(message.number, ""))
         elif isinstance(message, Close):
             self.loop.call_soon(self.end, "ended with status 0")
 
@@ -94,14 +95,14 @@ class Worker:
 
 
 class Workers:
-    """Gives workers. They are ready at once while ``starts``."""
+    """Gives workers. They are ready at once while ``starts``, and have the front's memory if ``attaches``."""
 
     is_shared = False
 
     def __init__(self, ready):
         self.ready = ready
         self.all = []
-        self.starts, self.says_ready_when_killed = True, False
+        self.starts, self.says_ready_when_killed, self.attaches = True, False, True
         self.why_not = ""
         """Why they cannot have the memory of the front."""
 

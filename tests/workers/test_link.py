@@ -20,7 +20,7 @@ from asynctrt.errors import (
     SuspendedError,
 )
 from asynctrt.workers import spares
-from asynctrt.workers.link import LOOK_S
+from asynctrt.workers.link import LOOK_S, VAIN_DEATHS_MAX
 from tests.helpers import until
 from tests.workers.double import workers
 from tests.workers.models import SEGFAULT, rows
@@ -134,6 +134,40 @@ async def test_a_suspect_of_an_engine_that_is_being_closed_is_answered_and_leave
             with pytest.raises(EngineClosedError):
                 await call
         assert engine._front._heap.blocks == 0
+
+
+async def opening_with_workers_that_do_not_attach(made):
+    """Begin to open an engine; return when its worker is ready and has not got the memory yet."""
+    made.attaches = False
+
+    async def open_it():
+        return await opened()
+
+    opening = asyncio.create_task(open_it())
+    await until(lambda: made.all and made.all[0].receiver)
+    return opening
+
+
+async def test_a_worker_that_others_end_just_when_it_is_ready_is_replaced():
+    """The fronts of a server share it, and one of them may have sent it what ends it."""
+    async with workers(KIND) as made:
+        opening = await opening_with_workers_that_do_not_attach(made)
+        made.attaches = True
+        made.all[0].end("ended by SIGSEGV")
+        async with await opening as engine:
+            assert np.array_equal((await engine.infer(rows(1)))["y"], 2 * rows(1))
+            assert (len(made.all), engine.workers[0].deaths) == (2, 1)
+
+
+async def test_workers_that_end_as_soon_as_they_are_ready_are_given_up():
+    async with workers(KIND) as made:
+        opening = await opening_with_workers_that_do_not_attach(made)
+        for number in range(VAIN_DEATHS_MAX):
+            await until(lambda number=number: len(made.all) > number and made.all[number].receiver)
+            made.all[number].end("ended by SIGSEGV")
+        with pytest.raises(DeviceLostError, match="as did the 11 before it"):
+            await opening
+        assert len(made.all) == VAIN_DEATHS_MAX
 
 
 async def test_what_expires_while_there_is_no_worker_leaves_nothing_behind():
