@@ -261,6 +261,7 @@ class Front:
             self._fail_groups(link.take_suspects(), why)
         if self._expiry is not None:
             self._expiry.cancel()
+        self.tell_if_idle()
 
     @property
     def nbytes(self) -> int:
@@ -614,6 +615,7 @@ class Front:
             return [[part] for part in group.parts(self._heap, self._memory)]
         except MemoryError as error:
             self._fail_groups([group], DeviceLostError(f"{error}: it ended its worker, and was not halved"))
+            self.tell_if_idle()
             return []
 
     def poisoned(self, group: Group, how: str) -> None:

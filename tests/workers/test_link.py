@@ -136,6 +136,23 @@ async def test_a_suspect_of_an_engine_that_is_being_closed_is_answered_and_leave
         assert engine._front._heap.blocks == 0
 
 
+@pytest.mark.parametrize("waits", ["drain", "suspend"])
+async def test_who_waits_for_the_answers_of_an_engine_is_told_if_it_is_closed_without_them(waits):
+    async with workers(KIND) as made, opened(close_timeout=0.05) as engine:
+        made.all[0].holds = True
+        call = engine.submit(rows(1))
+        await until(lambda: engine.workers[0].groups)
+        (group,) = engine._front.links[0].groups.values()
+        engine._memory.words[group.launched] = 1
+        waiting = asyncio.create_task(getattr(engine, waits)())
+        await until(lambda: engine._front._idle_waiters)
+        await engine.aclose()
+        with pytest.raises(EngineClosedError):
+            await call
+        (told,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(told, EngineClosedError) == (waits == "suspend")
+
+
 async def opening_with_workers_that_do_not_attach(made):
     """Begin to open an engine; return when its worker is ready and has not got the memory yet."""
     made.attaches = False
