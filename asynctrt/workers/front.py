@@ -507,12 +507,12 @@ class Front:
         return error
 
     def _failed(self, group: Group, error: AsynctrtError) -> None:
-        """Answer the requests of a group that failed; halve what is left, if one of several may be at fault."""
+        """Answer the requests of a group that failed; halve what is left, if one of several is to blame."""
         if type(error) is DeadlineError:
             self._expire(group.waiting())
             group.free(self._heap)
             return
-        # Of several requests in it, also if only one of them is waited for: another one's rows may be at fault.
+        # Of several requests in it, also if only one is waited for: the rows of another may be to blame.
         may_halve = type(error) is ExecutionError and len(group.requests) > 1
         if may_halve and self._options.isolate_failures and self._in_vain < IN_VAIN_MAX:
             self._in_vain += 1

@@ -191,7 +191,8 @@ async def test_what_no_front_wants_again_is_closed(monkeypatch, dies):
         started.deaths[0]("ended by SIGKILL")
     started.gone(0)
     await until(lambda: started.closed() == ([1] if dies else [0, 1]))
-    assert not (started.pool._shared or started.pool._spares or started.pool._kept)
+    left = started.pool._shared, started.pool._spares, started.pool._kept
+    assert not any(left)
 
 
 async def test_nothing_is_kept_by_a_pool_that_is_closed(monkeypatch):
