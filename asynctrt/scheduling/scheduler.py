@@ -138,7 +138,7 @@ class Scheduler:
                 may_limit=not (policy.is_pipelined or arenas),
             )
         self._share: Share | None = None
-        # Whether what is queued waits for the objective, not for the device.
+        # Whether what is queued waits for company or for the objective, not for the device.
         self._bides = False
         # Since when a batch is held back for the objective.
         self._held_since_ns: int | None = None
@@ -186,6 +186,7 @@ class Scheduler:
         """Launch no more from now on than is left to it of the device that it shares."""
         self._share = share
         share.wants = self._wants_device
+        share.is_full = self._is_full
 
     @property
     def has_lanes(self) -> bool:
@@ -374,6 +375,7 @@ class Scheduler:
                 return None
             picked = self._buckets.pick(now_ns, in_flight)
             if picked is None:
+                self._bides = True
                 return None
             bucket, reason = picked
             if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
@@ -504,6 +506,10 @@ class Scheduler:
         if not self._queued_rows and not self._again:
             return False
         return bool(self._in_flight) or (not self._bides and self._contexts.free > 0)
+
+    def _is_full(self) -> bool:
+        """Return whether nothing would be launched now, however much room the device has."""
+        return self._bides or not self._contexts.free or len(self._in_flight) >= self._in_flight_max
 
     def _computing(self) -> int:
         """Return how many of its batches compute at once."""

@@ -7,12 +7,9 @@ SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chas
 but that what a batch costs is known only when it has ended: until then it is charged what is usual.
 """
 
-from collections import deque
+import math
 from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
-
-LOG_MAX: Final = 256
-"""How many changes of what computes at once are remembered."""
 
 KINDS_MAX: Final = 1024
 """Kinds of batches of which it is remembered what they take, until all of it is forgotten."""
@@ -31,6 +28,9 @@ class _Flight(NamedTuple):
     kind: Hashable
     cost_ns: float
     """What was charged for it."""
+    launched_ns: int
+    computing_ns: int
+    """The time that batches had computed when it was launched, summed over them."""
 
 
 class Share:
@@ -59,6 +59,8 @@ class Share:
         self.wants: Callable[[], bool] = _nothing
         """Says whether its scheduler has something that it would launch, or will when what it has on the
         device ends."""
+        self.is_full: Callable[[], bool] = _nothing
+        """Says whether its scheduler would launch nothing more now, however much room the device has."""
         self.charged_ns = 0.0
         """The time that its batches have computed, divided by its weight, from where it last began."""
         self.used_ns = 0.0
@@ -119,19 +121,25 @@ class Share:
         :param lanes: how many such batches may compute side by side.
         :param computing: how many batches of this scheduler compute from now on.
         """
-        shares, cost_ns = self._shares, self._usual_ns.get(kind, 0.0)
+        shares, cost_ns, start_ns = self._shares, self._usual_ns.get(kind, 0.0), self.charged_ns
         shares.advance(now_ns)
         self._let_go(now_ns)
         self._is_let_go = False
         self._width = self._width_least + lanes - 1
-        shares.reached_ns = max(shares.reached_ns, self.charged_ns)
-        self.charged_ns += cost_ns / self.weight
-        self._flights[number] = _Flight(kind, cost_ns)
-        self._move()
+        shares.reached_ns = max(shares.reached_ns, start_ns)
+        in_flight = shares.in_flight
         for other in shares.members:
-            if other is not self and not other.wants():
+            if other is self:
+                continue
+            if not other.wants():
                 other.rest(now_ns)
-        shares.change(self, computing, 1)
+            elif other.charged_ns < start_ns and other.leaves_room(in_flight):
+                # It would save up what it cannot use, and those that can would be held for it.
+                other.charged_ns = start_ns
+        self.charged_ns += cost_ns / self.weight
+        self._flights[number] = _Flight(kind, cost_ns, now_ns, shares.computing_ns)
+        self._move()
+        shares.change(self, computing)
 
     def ran(self, number: int, now_ns: int, took_ns: int) -> None:
         """Charge a batch that has ended what it took, rather than what is usual."""
@@ -142,7 +150,8 @@ class Share:
         shares.advance(now_ns)
         if self._overlaps and took_ns > 0:
             # Of what computed at once, each has taken its part.
-            cost_ns /= max(1.0, shares.computing_ns(now_ns - took_ns) / took_ns)
+            since_ns = max(1, shares.now_ns - flight.launched_ns)
+            cost_ns /= max(1.0, (shares.computing_ns - flight.computing_ns) / since_ns)
         self.charged_ns += (cost_ns - flight.cost_ns) / self.weight
         self._flights[number] = flight._replace(cost_ns=cost_ns)
         usual_ns = self._usual_ns.get(flight.kind)
@@ -158,7 +167,7 @@ class Share:
         if flight is not None:
             self.used_ns += flight.cost_ns
             self._move()
-            self._shares.change(self, computing, -1)
+            self._shares.change(self, computing)
 
     def claims(self, in_flight: int) -> bool:
         """Return whether others who were charged more are to wait for it.
@@ -166,6 +175,13 @@ class Share:
         :param in_flight: the batches on the device.
         """
         return in_flight >= self._width and not self.is_stalled and self.wants()
+
+    def leaves_room(self, in_flight: int) -> bool:
+        """Return whether it leaves room on the device that it cannot use, as it has too few contexts, say.
+
+        :param in_flight: the batches on the device.
+        """
+        return in_flight < self._width and self.is_full()
 
     def rest(self, now_ns: int) -> None:
         """Note that a batch of another one was launched while it had nothing to launch."""
@@ -181,9 +197,8 @@ class Share:
         self._flights.clear()
 
     def wake(self) -> None:
-        """Have its scheduler asked again, if it was held."""
-        if self._held_since_ns is not None:
-            self._wake()
+        """Have its scheduler asked again, soon."""
+        self._wake()
 
     def _move(self) -> None:
         self.is_stalled, self.moved_ns = False, self._shares.now_ns
@@ -200,20 +215,20 @@ class DeviceShares:
     def __init__(self) -> None:
         self.members: list[Share] = []
         """Those that divide it."""
-        self.in_flight = 0
-        """Batches on the device, of all."""
         self.reached_ns = 0.0
         """What the furthest had been charged that was launched from: where those begin who had nothing."""
-        # How many batches compute at once, and the time that they have computed, summed over them; the same,
-        # with their times, at earlier changes.
-        self._computing = 0
-        self._computing_ns = 0
-        self._log: deque[tuple[int, int, int]] = deque(maxlen=LOG_MAX)
+        self.computing_ns = 0
+        """The time that batches have computed, summed over them."""
         self.now_ns = 0
         """When something last changed."""
 
     def __repr__(self) -> str:
         return f"<DeviceShares {self.members!r}>"
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many batches are on the device, of all."""
+        return sum([member.in_flight for member in self.members])
 
     def join(self, weight: float, *, width: int, overlaps: bool, wake: Callable[[], object]) -> Share:
         """Add a scheduler. As :class:`Share`."""
@@ -225,18 +240,17 @@ class DeviceShares:
         """Forget a scheduler and what it has on the device."""
         if share in self.members:
             self.members.remove(share)
-            in_flight = share.in_flight
             share.forget()
-            self.change(share, 0, -in_flight)
+            self.change(share, 0)
 
     def missing_ns(self, share: Share) -> float:
         """Return how long the device has to compute for others until none of them is behind ``share``.
 
         Those count for whose batches it has no room now; others need not wait for it.
         """
-        missing_ns = 0.0
+        missing_ns, in_flight = 0.0, self.in_flight
         for other in self.members:
-            if other.charged_ns < share.charged_ns and other.claims(self.in_flight):
+            if other.charged_ns < share.charged_ns and other.claims(in_flight):
                 missing_ns += (share.charged_ns - other.charged_ns) * other.weight
         return missing_ns
 
@@ -249,25 +263,17 @@ class DeviceShares:
     def advance(self, now_ns: int) -> None:
         """Note what has been computed until now."""
         if now_ns > self.now_ns:
-            self._computing_ns += (now_ns - self.now_ns) * self._computing
-        self.now_ns = now_ns
+            computing = sum([member.computing for member in self.members])
+            self.computing_ns += (now_ns - self.now_ns) * computing
+            self.now_ns = now_ns
 
-    def computing_ns(self, since_ns: int) -> int:
-        """Return how long batches have computed from then until what was noted last, summed over them."""
-        for at_ns, computing_ns, computing in reversed(self._log):
-            if at_ns <= since_ns:
-                return self._computing_ns - computing_ns - (since_ns - at_ns) * computing
-        return self._computing_ns - (self._log[0][1] if self._log else 0)
-
-    def change(self, share: Share, computing: int, in_flight: int) -> None:
-        """Note what a member has on the device from now on, and ask those again that were held."""
-        if computing != share.computing:
-            self._computing += computing - share.computing
-            self._log.append((self.now_ns, self._computing_ns, self._computing))
+    def change(self, share: Share, computing: int) -> None:
+        """Note what a member computes from now on, and ask those again that were held and may go."""
         share.computing = computing
-        self.in_flight += in_flight
+        in_flight = self.in_flight
+        claimed_ns = min([one.charged_ns for one in self.members if one.claims(in_flight)], default=math.inf)
         for member in tuple(self.members):
-            if member is not share:
+            if member is not share and member.is_held and member.charged_ns <= claimed_ns:
                 member.wake()
 
 

@@ -426,8 +426,8 @@ def the_device_is_left_to_the_idle(original, self, share):
     return float(sum(other is not share for other in self.members))
 
 
-def batches_stay_in_flight(original, self, share, computing, in_flight):
-    original(self, share, computing, max(in_flight, 0))
+def batches_stay_in_flight(original, self, number, *, computing):
+    self._shares.change(self, computing)
 
 
 def who_is_held_is_forgotten(original, self, now_ns):
@@ -514,7 +514,7 @@ PLANTED = [
     (Lanes, "landed", a_lane_is_never_left),
     (BatchKey, "cost_key", each_slab_is_learned_anew),
     (DeviceShares, "missing_ns", the_device_is_left_to_the_idle),
-    (DeviceShares, "change", batches_stay_in_flight),
+    (Share, "left", batches_stay_in_flight),
     (Share, "hold_until", who_is_held_is_forgotten),
 ]
 

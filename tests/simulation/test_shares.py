@@ -1,6 +1,7 @@
 """Engines that divide one device by weight, in virtual time."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -69,6 +70,8 @@ class World:
         self.shares = DeviceShares()
         self.engines = []
         self.late_s = {}
+        self.contexts = {}
+        self.wakes = 0
 
     def run(self, *loads):
         """Run engines with such loads, each ``(weight, batch_ms, requests/s)``; return what they did."""
@@ -96,7 +99,7 @@ class World:
                     weight,
                     width=kind["width"],
                     overlaps=not kind["lanes"] and not is_shared,
-                    wake=engine.pump_soon,
+                    wake=partial(self._wake, engine),
                 )
                 engine.scheduler.divide(share)
             self.engines.append(engine)
@@ -116,9 +119,14 @@ class World:
         assert all(engine.scheduler.is_idle for engine in self.engines)
         assert self.shares.in_flight == 0
 
+    def _wake(self, engine):
+        self.wakes += 1
+        engine.pump_soon()
+
     def _engine(self, device, seen, number, *, is_shared):
         kind = self.kind
-        contexts, arenas, is_pipelined = kind["contexts"], kind["arenas"], not kind["lanes"]
+        contexts = self.contexts.get(number, kind["contexts"])
+        arenas, is_pipelined = kind["arenas"], not kind["lanes"]
         lanes_max = arenas if is_pipelined else 1
         scheduler = Scheduler(
             policy=Policy(
@@ -228,3 +236,23 @@ def test_one_whose_batch_hangs_does_not_hold_the_other_up(kind):
     # The first time that it is held in vain, it is for twice what the other would need to catch up. Where
     # there is another thread, the other one goes on with that.
     assert ours.computed_ms >= (0.4 if width == 1 else 0.05) * alone.computed_ms
+
+
+@pytest.mark.parametrize("kind", ["a GPU that one batch fills", "two threads"])
+def test_one_that_has_too_few_contexts_leaves_the_rest_in_equal_parts(kind):
+    """Whoever ended a batch looks first, and would take all that is left."""
+    world = World(kind)
+    world.contexts = {0: 1}
+    rate = flood(4.0, 2) / 3
+    _, ours, theirs = world.run((10.0, 4.0, rate), (1.0, 4.0, rate), (1.0, 4.0, rate))
+    assert ours.computed_ms == pytest.approx(theirs.computed_ms, rel=0.1)
+    charged_ms = [member.charged_ns / 1e6 for member in world.shares.members]
+    assert max(charged_ms) - min(charged_ms) < 50, "time is saved up"
+
+
+@pytest.mark.parametrize("kind", ["a GPU that one batch fills", "two threads"])
+def test_many_that_are_flooded_wake_one_another_as_often_as_few(kind):
+    world = World(kind)
+    found = world.run(*[(1.0, 4.0, flood(4.0, KINDS[kind]["width"]) / 16)] * 16)
+    batches = sum(one.computed_ms for one in found) / 4.0
+    assert world.wakes <= 2 * batches
