@@ -635,8 +635,10 @@ class Driver:
         )
 
     def _computed(self, flight: InFlight, landed_ns: int) -> None:
-        """Tell where batches compute one after the other that this one has."""
+        """Tell those that it concerns that a batch has computed."""
         batch = flight.batch
+        if self._scheduler.share is not None:
+            self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
         if batch.lane is not None or batch.arena is not None:
             self._leave_lane(flight)
             self._scheduler.landed(batch, landed_ns)
@@ -649,6 +651,9 @@ class Driver:
 
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
         """Let the halves of a batch that the model failed be tried again, or fail it."""
+        if self._scheduler.share is not None:
+            now_ns = self._now_ns()
+            self._scheduler.ran(flight.batch, now_ns, flight.ran_ns(now_ns))
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
         # types say that trying is no use: the device is lost, or the engine closed.
         may_help = not isinstance(error, AsynctrtError) or type(error) in (ExecutionError, DeviceMemoryError)
@@ -697,8 +702,6 @@ class Driver:
         self._answering = batch.requests
         del self._flights[batch.number]
         flight.ended()
-        if self._scheduler.share is not None:
-            self._scheduler.ran(batch, now_ns, flight.ran_ns or record.compute_ns)
         self._scheduler.finished(
             batch, now_ns, record.copy_in_ns, record.compute_ns, record.copy_out_ns, record.arena_wait_ns
         )

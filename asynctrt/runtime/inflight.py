@@ -67,11 +67,14 @@ class InFlight:
             error = events.copied_in.error
         return error
 
-    @property
-    def ran_ns(self) -> int | None:
-        """Return how long it ran on the device, once it is done, if the device knows that."""
+    def ran_ns(self, ended_ns: int) -> int:
+        """Return how long it ran on the device, as far as is known, once it has ended."""
         ran_ns = self.context.stream.ran_ns
-        return None if ran_ns is None or self.ran_before_ns is None else ran_ns - self.ran_before_ns
+        if ran_ns is not None and self.ran_before_ns is not None:
+            return ran_ns - self.ran_before_ns
+        if self.record.compute_ns or self.put_ns is None:
+            return self.record.compute_ns
+        return ended_ns - self.put_ns  # With what it waited for, as one that has failed is not timed.
 
     def note_times(self) -> tuple[int, int] | None:
         """Add what the device measured to the batch's record, once the batch is done.

@@ -647,7 +647,7 @@ class Scheduler:
         self._estimator.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
-        """Note how long a batch ran on the device, which others share, just before it is finished."""
+        """Note how long a batch ran on the device, which others share, once it is done there."""
         if self._share is not None:
             self._share.ran(batch.number, now_ns, took_ns)
 

@@ -238,6 +238,8 @@ class VirtualEngine:
             return  # It was given up before, and has ended after all.
         if self._timeline.is_late(self._landed, flight):
             return
+        now_ns = self._timeline.now_ns + self.offset_ns
+        scheduler.ran(batch, now_ns, flight.compute_ns)
         if flight.error is not None:
             if scheduler.bisect(batch):
                 del self.flights[batch.number]
@@ -247,13 +249,11 @@ class VirtualEngine:
             else:
                 self._fail(flight)
             return
-        now_ns = self._timeline.now_ns + self.offset_ns
         if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):
             scheduler.observe_copies(batch, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
         if self._has_arenas or batch.lane is not None:
             scheduler.landed(batch, now_ns)
         del self.flights[batch.number]
-        scheduler.ran(batch, now_ns, flight.compute_ns)
         scheduler.finished(batch, now_ns, flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns)
         self.events += 1 + len(batch.requests)
         self.observer.answered(flight, now_ns)

@@ -144,3 +144,31 @@ async def test_what_takes_none_of_the_device_has_no_weight_there():
 def test_weights_that_cannot_be_are_refused(settings, said):
     with pytest.raises(OptionsError, match=said):
         asynctrt.Options(**settings)
+
+
+@pytest.mark.anyio
+async def test_one_whose_batches_fail_gets_no_more_than_its_part():
+    device, log = HostDevice(threads=1, in_place="never"), []
+
+    def fail(inputs):
+        time.sleep(0.002)
+        log.append(("theirs", 0.002))
+        raise ValueError("no")
+
+    settings = {"device": device, "max_rows": 1, "contexts": 2, "max_queue_rows": 2000}
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(sleeper("ours", 0.002, log), weight=1, **settings) as first,
+        asynctrt.open(FunctionModel(fail, **SPECS), weight=1, **settings) as second,
+    ):
+        tasks = [
+            asyncio.create_task(engine.infer(rows(1))) for engine in (first, second) for _ in range(1000)
+        ]
+        while len(log) < 200:
+            await asyncio.sleep(0.01)
+        ours = sum(name == "ours" for name, _ in log)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert second.statistics().device_ns > 0
+    assert ours / len(log) == pytest.approx(0.5, rel=0.25)

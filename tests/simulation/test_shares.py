@@ -256,3 +256,12 @@ def test_many_that_are_flooded_wake_one_another_as_often_as_few(kind):
     found = world.run(*[(1.0, 4.0, flood(4.0, KINDS[kind]["width"]) / 16)] * 16)
     batches = sum(one.computed_ms for one in found) / 4.0
     assert world.wakes <= 2 * batches
+
+
+@pytest.mark.parametrize("kind", ["a GPU that one batch fills", "two threads"])
+def test_batches_that_fail_cost_their_time_as_well(kind):
+    world = World(kind, faults={0: dict.fromkeys(range(1, 5000), ("refused", 1.0))})
+    width = KINDS[kind]["width"]
+    _, ours = world.run((1.0, 4.0, flood(4.0, width)), (1.0, 4.0, flood(4.0, width)))
+    (alone,) = World(kind).run((None, 4.0, flood(4.0, width)))
+    assert ours.computed_ms == pytest.approx(alone.computed_ms / 2, rel=0.15)
