@@ -802,6 +802,8 @@ class Driver:
         if self.lost is not None:
             return
         self.lost = why
+        if self._scheduler.share is not None:
+            self._scheduler.share.leave()
         for request in self._scheduler.close(why):
             answer_error(request, copy_for(why))
         for flight in tuple(self._flights.values()):

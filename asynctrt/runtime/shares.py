@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from asynctrt.devices.base import Device
 from asynctrt.scheduling.shares import DeviceShares, Share
@@ -14,13 +14,15 @@ class _Devices:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, DeviceShares]] = (
-            WeakKeyDictionary()
-        )
+        # Members keep what they divide, as they lead back to their loop, which nothing may keep.
+        self._by_loop: WeakKeyDictionary[
+            asyncio.AbstractEventLoop, WeakValueDictionary[str, DeviceShares]
+        ] = WeakKeyDictionary()
 
     def find(self, loop: asyncio.AbstractEventLoop, name: str) -> DeviceShares:
         with self._lock:
-            return self._by_loop.setdefault(loop, {}).setdefault(name, DeviceShares())
+            by_name = self._by_loop.setdefault(loop, WeakValueDictionary())
+            return by_name.setdefault(name, DeviceShares())
 
 
 _devices = _Devices()

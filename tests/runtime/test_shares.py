@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import time
+import weakref
+from functools import partial
 
 import pytest
 
@@ -57,6 +59,18 @@ def test_a_loop_that_is_gone_leaves_nothing_behind():
     del loop
     gc.collect()
     assert len(shares._devices._by_loop) == before
+
+
+def test_an_engine_that_is_never_closed_keeps_no_loop():
+    """What it has joined with leads back to its loop."""
+    loop = asyncio.new_event_loop()
+    kept = join_device(loop, HostDevice(), 1.0, overlaps=False, wake=partial(loop.call_soon, print))
+    assert kept._shares.members
+    gone = weakref.ref(loop)
+    loop.close()
+    del loop, kept
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_part_of_a_device_counts_as_the_whole():
@@ -172,3 +186,24 @@ async def test_one_whose_batches_fail_gets_no_more_than_its_part():
         await asyncio.gather(*tasks, return_exceptions=True)
         assert second.statistics().device_ns > 0
     assert ours / len(log) == pytest.approx(0.5, rel=0.25)
+
+
+@pytest.mark.anyio
+async def test_one_that_is_lost_holds_nobody_up_though_it_is_not_closed():
+    device, log = HostDevice(threads=1, in_place="never"), []
+    settings = {"device": device, "max_rows": 1, "contexts": 2}
+    async with (
+        asyncio.timeout(WAIT_S),
+        asynctrt.open(sleeper("ours", 0.001, log), weight=1, **settings) as first,
+        asynctrt.open(sleeper("theirs", 0.001, log), weight=100, **settings) as second,
+    ):
+        task = asyncio.create_task(second.infer(rows(1)))
+        while not second.statistics().in_flight_batches:
+            await asyncio.sleep(0)
+        shares = first._scheduler.share._shares
+        # What an interrupt leaves in flight is never told to have ended.
+        second._driver._interrupted(KeyboardInterrupt())
+        assert shares.members == [first._scheduler.share]
+        with pytest.raises(asynctrt.DeviceLostError):
+            await task
+        await first.infer(rows(1))
