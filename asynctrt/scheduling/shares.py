@@ -163,11 +163,13 @@ class Share:
 
     def left(self, number: int, *, computing: int) -> None:
         """Note that a batch has left the device. If no more is known of it, it stays charged as it is."""
-        flight = self._flights.pop(number, None)
+        flight, shares = self._flights.pop(number, None), self._shares
         if flight is not None:
             self.used_ns += flight.cost_ns
             self._move()
-            self._shares.change(self, computing)
+            if not shares.in_flight and not any(member.wants() for member in shares.members):
+                shares.rest()
+            shares.change(self, computing)
 
     def claims(self, in_flight: int) -> bool:
         """Return whether others who were charged more are to wait for it.
@@ -184,7 +186,7 @@ class Share:
         return in_flight < self._width and self.is_full()
 
     def rest(self, now_ns: int) -> None:
-        """Note that a batch of another one was launched while it had nothing to launch."""
+        """Note that it had nothing to launch while another one had, or nobody."""
         self._is_backlogged = self._is_let_go = False
         self._let_go(now_ns)
 
@@ -242,6 +244,12 @@ class DeviceShares:
             self.members.remove(share)
             share.forget()
             self.change(share, 0)
+
+    def rest(self) -> None:
+        """Note that nobody has anything to do: nobody waited for what others computed before."""
+        self.reached_ns = max([member.charged_ns for member in self.members])
+        for member in self.members:
+            member.rest(self.now_ns)
 
     def missing_ns(self, share: Share) -> float:
         """Return how long the device has to compute for others until none of them is behind ``share``.

@@ -137,6 +137,18 @@ def test_one_whose_queue_empties_saves_nothing_up_either(shares):
     assert not ours.is_held(1000)
 
 
+def test_what_was_computed_before_the_device_was_idle_is_forgotten(shares):
+    ours, theirs = Member(shares), Member(shares, 10.0)
+    theirs.has_work = False
+    number = ours.launch(0, 1000)
+    ours.has_work = False
+    ours.end(number, 1000, 1000)
+    ours.has_work = theirs.has_work = True
+    assert not theirs.is_held(9000)
+    theirs.launch(9000, 10)
+    assert not ours.is_held(9000), "nobody waited for what it had computed"
+
+
 def test_to_be_held_ends_though_the_others_do_nothing(shares):
     ours, theirs = Member(shares, 2.0), Member(shares)
     theirs.launch(0, 1)
