@@ -147,6 +147,7 @@ class Punctuality:
     def _is_hopeless(self, request: Request, begins_ns: int) -> bool:
         """Return whether a request would be late in a batch of its own, as far as that is sure."""
         least_ns = self.least_ns(request.key, request.rows)
+        least_ns += self._estimator.copy_out_ns(request.key, request.rows)
         return begins_ns + least_ns > self._due_ns(request)
 
     def _largest_in_time(self, key: BatchKey, chosen: Sequence[Request], begins_ns: int) -> int:

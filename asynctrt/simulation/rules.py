@@ -85,6 +85,8 @@ class Rules:
         self._told: set[int] = set()
         # How many batches of a shape and a size were timed, and the profile that each context had last.
         self._timed: Counter[tuple[Hashable, int]] = Counter()
+        # By what it takes to copy them, and their size, the batches of which that was measured.
+        self._copied: set[tuple[Hashable, int]] = set()
         self._profile_of: dict[int, int | None] = {}
         self._longest_ns = self._longest_seen_ns = 0
         # When a request with a deadline was taken last, and the last batch that was aged.
@@ -209,6 +211,7 @@ class Rules:
         limits = self._limits
         if limits.keeps_promises and limits.policy.answers_in_time:
             is_known = self._timed[batch.key.shape, batch.rows_run] >= SAMPLES_MIN
+            is_known &= (batch.key.copy_key, batch.rows_run) in self._copied
             if is_known and self._told.issuperset(set(self.in_flight) - {batch.number}):
                 self._told.add(batch.number)
         rows = [(self._number[request], row) for request in batch.requests for row in range(request.rows)]
@@ -263,6 +266,8 @@ class Rules:
         self._rows_run += batch.rows
         self._rows_padded += batch.rows_run - batch.rows
         self._timed[batch.key.shape, batch.rows_run] += batch.is_timed
+        if batch.is_timed:
+            self._copied.add((batch.key.copy_key, batch.rows_run))
         took_ns = flight.copy_in_ns + flight.compute_ns + flight.copy_out_ns
         self._longest_ns = max(self._longest_ns, took_ns)
         # A clock that leaps is taken for a batch that took as long.

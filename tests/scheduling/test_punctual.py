@@ -171,6 +171,15 @@ def test_the_way_back_of_the_outputs_is_counted():
     assert launch(plan).rows == 3
 
 
+def test_one_whose_outputs_would_come_too_late_is_not_computed_for_nothing():
+    """Though nobody else wants the device, and it would have computed in time."""
+    plan = measured()
+    plan.observe_copies(make_batch(rows=1), copy_in_ns=0, copy_out_ns=MS)
+    (late,) = take(plan, 10)
+    assert launch(plan, 5.5) is None  # 4 ms, and 1 ms to be copied out.
+    assert plan.expire(int(5.5 * MS)) == [late]
+
+
 def test_what_waits_for_the_device_for_too_long_is_given_up_before_it_costs_anything():
     plan = measured(pipelined=True)
     submit(plan, 4)
