@@ -278,10 +278,15 @@ class DeviceShares:
     def change(self, share: Share, computing: int) -> None:
         """Note what a member computes from now on, and ask those again that were held and may go."""
         share.computing = computing
+        held = [one for one in self.members if one.is_held and one is not share]
+        if not held:
+            return
         in_flight = self.in_flight
         claimed_ns = min([one.charged_ns for one in self.members if one.claims(in_flight)], default=math.inf)
-        for member in tuple(self.members):
-            if member is not share and member.is_held and member.charged_ns <= claimed_ns:
+        # If several may go, who was charged least looks first.
+        held.sort(key=lambda one: one.charged_ns)
+        for member in held:
+            if member.charged_ns <= claimed_ns:
                 member.wake()
 
 

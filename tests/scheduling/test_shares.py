@@ -185,6 +185,23 @@ def test_who_is_held_is_asked_again_once_it_may_go(shares):
     assert theirs.woken == 0, "it was not held"
 
 
+def test_of_several_who_may_go_the_one_that_was_charged_least_is_asked_first(shares):
+    woken = []
+    ours, theirs, third = (Member(shares, width=2) for _ in range(3))
+    ours.share._wake = lambda: woken.append("ours")
+    theirs.share._wake = lambda: woken.append("theirs")
+    ours.launch(0, 50)
+    second = theirs.launch(0, 40)
+    assert theirs.is_held(0)
+    assert ours.is_held(0)
+    third.has_work = False
+    third.launch(0, 1)
+    theirs.end(second, 40, 40)
+    woken.clear()
+    third.share.leave()
+    assert woken == ["theirs", "ours"]
+
+
 def test_one_who_cannot_use_what_is_due_to_it_saves_nothing_up(shares):
     """It has as few contexts, say, and the others take what it leaves, in equal parts."""
     narrow, ours, theirs = Member(shares, 10.0, width=2), Member(shares, width=2), Member(shares, width=2)
