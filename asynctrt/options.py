@@ -391,12 +391,16 @@ class Options:
                 f"urgent_share gives the highest priority a share of its own, and priorities is "
                 f"{self.priorities}: there is no other. Open the engine with priorities=2 or more"
             )
-        for name, value in (("urgent_share", self.urgent_share), ("isolation", self.isolation == "process")):
-            if self.weight is not None and value:
-                raise OptionsError(
-                    f"weight divides a device among engines that launch in turn, and with {name} batches do "
-                    "not. Leave one of them out"
-                )
+        if self.weight is not None and self.urgent_share is not None:
+            raise OptionsError(
+                "weight divides a device among engines that take turns on all of it, and with urgent_share "
+                "this one runs on two parts of it. Leave one of them out"
+            )
+        if self.weight is not None and self.isolation == "process":
+            raise OptionsError(
+                "weight divides a device among engines of one process, and with isolation='process' this one "
+                "has a process of its own. Leave one of them out"
+            )
         if self.pad_with is not None and self.pad is None:
             raise OptionsError("pad_with says what pad pads with, and there is no pad: which sizes?")
         self._check_deterministic()

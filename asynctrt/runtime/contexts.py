@@ -558,7 +558,7 @@ class ContextPool:
     def _capture_all(self, sizes: Sequence[int], own: Buffer | None) -> list[CaptureCosts]:
         """Capture one batch to see what that takes, and the others only if there is as much left for each.
 
-        :raises UsageError: if nobody waits for the engine any more.
+        :raises UsageError: if the opening of the engine was cancelled.
         """
         batches = [(context, rows) for context in self.contexts for rows in reversed(sizes)]
         costs = []

@@ -350,7 +350,7 @@ class Driver:
             self._fail(batch, error)
         except BaseException as error:
             if flight is None or flight.is_out_of_hand or batch.number not in self._flights:
-                raise  # What it uses may be used for a while, and nobody may be told when that is over.
+                raise  # What it uses may stay in use for a while, without word of when that ends.
             # Ctrl-C while it was staged here, where most of the time goes, fails this batch alone.
             self._fail(batch, error)
             raise_on_loop(error)
@@ -813,8 +813,8 @@ class Driver:
     def _interrupted(self, error: BaseException) -> None:
         """Close after Ctrl-C in the middle of this object's own work, of which a part may be done.
 
-        What batches in flight use is never given to others, as nobody knows how far they are. Everybody who
-        waits is told.
+        What batches in flight use is never given to others, since how far they are is unknown. All callers
+        who wait are told.
         """
         if self.lost is not None:
             return

@@ -219,7 +219,8 @@ class Job:
         self._threads.hand_back()
 
     def revoke(self) -> bool:
-        """Let no thread do it, and nobody be told; return False, and change nothing, if one has begun."""
+        """Take it back: no thread does it, and no one is told of it. False, with nothing changed, if one has
+        begun."""
         try:
             self._work.pop()
         except IndexError:

@@ -46,7 +46,7 @@ class Place(NamedTuple):
     end: Event
     """An event of the stream to wait with."""
     cancellation: Cancellation
-    """Tells when nobody waits for the engine any more."""
+    """Tells whether the opening of the engine was cancelled."""
 
 
 def sizes_up_to(rows_max: int) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def _run_all(device: Device, place: Place, sizes: Sequence[int]) -> None:
 def _timed(place: Place, rows: int) -> int:
     """Run a batch of zeros; return how long it took, in ns.
 
-    :raises UsageError: instead, if nobody waits for the engine any more.
+    :raises UsageError: if the opening of the engine was cancelled; nothing is run then.
     """
     if place.cancellation.is_cancelled:
         raise UsageError("batches of zeros are not run any more, since the opening was cancelled")

@@ -18,8 +18,8 @@ LEARNED: Final = 0.25
 """How much of the difference to what is usual becomes usual."""
 
 SLACK_NS: Final = 10_000_000
-"""Somebody is held for twice the time that the others need to catch up, and this much, at the most: they may
-take longer than is usual, but may also never end."""
+"""An engine is held for twice the time that the others need to catch up, and this much more, at the most:
+they may take longer than is usual, but may also never end."""
 
 
 class _Flight(NamedTuple):
@@ -55,7 +55,8 @@ class Share:
         self.weight = weight
         self._width = self._width_least = width
         self._overlaps = overlaps
-        self._wake = wake
+        self.wake = wake
+        """Has its scheduler asked again, soon."""
         self.wants: Callable[[], bool] = _nothing
         """Says whether its scheduler has something that it would launch, or will when what it has on the
         device ends."""
@@ -72,7 +73,7 @@ class Share:
         self.computing = 0
         """How many of its batches compute at once."""
         self.is_stalled = False
-        """Whether others were held for it in vain. Nobody is until it launches, or something of it ends."""
+        """Whether others were held for it in vain: none is, until it launches or something of it ends."""
         self.moved_ns = 0
         """When it last launched something, or something of it ended."""
         self._is_backlogged = False
@@ -186,7 +187,7 @@ class Share:
         return in_flight < self._width and self.is_full()
 
     def rest(self, now_ns: int) -> None:
-        """Note that it had nothing to launch while another one had, or nobody."""
+        """Note that it had nothing to launch: when it has, it begins from where the others are."""
         self._is_backlogged = self._is_let_go = False
         self._let_go(now_ns)
 
@@ -197,10 +198,6 @@ class Share:
     def forget(self) -> None:
         """Forget what it has on the device."""
         self._flights.clear()
-
-    def wake(self) -> None:
-        """Have its scheduler asked again, soon."""
-        self._wake()
 
     def _move(self) -> None:
         self.is_stalled, self.moved_ns = False, self._shares.now_ns
@@ -218,7 +215,7 @@ class DeviceShares:
         self.members: list[Share] = []
         """Those that divide it."""
         self.reached_ns = 0.0
-        """What the furthest had been charged that was launched from: where those begin who had nothing."""
+        """The most that any had been charged when it launched; one that had nothing queued begins there."""
         self.computing_ns = 0
         """The time that batches have computed, summed over them."""
         self.now_ns = 0
@@ -246,7 +243,7 @@ class DeviceShares:
             self.change(share, 0)
 
     def rest(self) -> None:
-        """Note that nobody has anything to do: nobody waited for what others computed before."""
+        """Note that there is nothing to launch and nothing in flight: what was charged before is settled."""
         self.reached_ns = max([member.charged_ns for member in self.members])
         for member in self.members:
             member.rest(self.now_ns)
@@ -263,7 +260,7 @@ class DeviceShares:
         return missing_ns
 
     def pass_over(self, share: Share, since_ns: int) -> None:
-        """Wait no more for those for which ``share`` was held in vain: they may hang."""
+        """Hold nothing any more for those that ``share`` was held for in vain: they may hang."""
         for other in self.members:
             if other is not share and other.moved_ns <= since_ns and other.wants():
                 other.is_stalled = True

@@ -108,7 +108,8 @@ class Costs(NamedTuple):
 
 
 PARTS: Final = ((0, 1), (0, 1, 2), (1, 2), (0, 2), (1,), (0,), (2,))
-"""What may explain the times together, since none of it takes less than nothing: what costs something."""
+"""The sets of parts that may explain the times. Any part may be missing: one that would have to take less
+than nothing costs nothing."""
 
 TELLABLE: Final = 1e-4
 """Parts whose matrix of products, scaled to ones on its diagonal, has a smaller determinant cannot be told

@@ -188,8 +188,8 @@ def test_who_is_held_is_asked_again_once_it_may_go(shares):
 def test_of_several_who_may_go_the_one_that_was_charged_least_is_asked_first(shares):
     woken = []
     ours, theirs, third = (Member(shares, width=2) for _ in range(3))
-    ours.share._wake = lambda: woken.append("ours")
-    theirs.share._wake = lambda: woken.append("theirs")
+    ours.share.wake = lambda: woken.append("ours")
+    theirs.share.wake = lambda: woken.append("theirs")
     ours.launch(0, 50)
     second = theirs.launch(0, 40)
     assert theirs.is_held(0)

@@ -168,7 +168,7 @@ class HostStream:
         """Whether work of this stream runs at this moment: on a thread, in place, or as what it began."""
         self.is_abandoned = False
         """Whether its work was given up as hung."""
-        self.ran_ns: int | None = 0
+        self.ran_ns = 0
         """How long its work has run so far, here or on threads."""
         self._in_place = in_place
         self._now_ns = now_ns
@@ -379,7 +379,7 @@ class HostStream:
         finally:
             self.is_computing = False
         took_ns = self._now_ns() - start_ns
-        self.ran_ns = (self.ran_ns or 0) + took_ns
+        self.ran_ns += took_ns
         if self._in_place == "auto":
             pace = self._paces.get(label)
             if pace is None:

@@ -20,7 +20,7 @@ class Reaper:
     :param context: what the callbacks run in. Default: the context of whoever causes a look, which may be any
         caller of the engine.
     :param on_interrupt: called with what is no :class:`Exception`, such as Ctrl-C, that came in the middle of
-        a look or a callback, before it is raised on: somebody may not have been called back.
+        a look or a callback, before it is raised on: a callback may have been lost.
     """
 
     def __init__(
