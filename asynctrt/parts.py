@@ -195,8 +195,9 @@ class EngineParts:
         """
         if options.weight is None:
             return
-        # In an arena, batches wait for one another instead, and threads have cores of their own.
-        overlaps = self.device.is_pipelined and (self.arenas is None or self.arenas in self.owned)
+        # In an arena batches wait for one another instead, and some streams know how long theirs waited.
+        is_exact = self.pool.contexts[0].stream.ran_ns is not None
+        overlaps = not is_exact and (self.arenas is None or self.arenas in self.owned)
         share = join_device(loop, self.device, options.weight, overlaps=overlaps, wake=wake)
         scheduler.divide(share)
 

@@ -68,6 +68,7 @@ LEAST_ON_GPU = {
     "resnet": ["--seconds", "0.05", "--repeats", "1", "--load-seconds", "0.2", "--batches", "8"],
     "poisson": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--contexts", "2"],
     "shapes": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--shapes", "1,2"],
+    "weights": ["--seconds", "0.02", "--repeats", "1"],
     "million": ["--batches", "2000"],
 }
 """Without a GPU they run on the host device."""

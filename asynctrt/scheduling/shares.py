@@ -175,9 +175,14 @@ class Share:
     def claims(self, in_flight: int) -> bool:
         """Return whether others who were charged more are to wait for it.
 
+        They are also if all that it has is on the device: whom that answers may ask for more at once, but could
+        not overtake what others had put there meanwhile.
+
         :param in_flight: the batches on the device.
         """
-        return in_flight >= self._width and not self.is_stalled and self.wants()
+        if in_flight < self._width or self.is_stalled:
+            return False
+        return bool(self._flights) or self.wants()
 
     def leaves_room(self, in_flight: int) -> bool:
         """Return whether it leaves room on the device that it cannot use, as it has too few contexts, say.
@@ -262,7 +267,7 @@ class DeviceShares:
     def pass_over(self, share: Share, since_ns: int) -> None:
         """Hold nothing any more for those that ``share`` was held for in vain: they may hang."""
         for other in self.members:
-            if other is not share and other.moved_ns <= since_ns and other.wants():
+            if other is not share and other.moved_ns <= since_ns and (other.in_flight or other.wants()):
                 other.is_stalled = True
 
     def advance(self, now_ns: int) -> None:

@@ -83,10 +83,10 @@ def test_a_part_of_a_device_counts_as_the_whole():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("ours", "theirs"), [(3.0, 1.0), (1.0, 1.0)])
-async def test_two_that_are_flooded_get_time_by_weight(ours, theirs):
+@pytest.mark.parametrize(("ours", "theirs", "unified"), [(3.0, 1.0, True), (1.0, 1.0, True), (1.0, 1.0, False)])
+async def test_two_that_are_flooded_get_time_by_weight(ours, theirs, unified):
     """Not by batches: those of one take longer."""
-    device, log = HostDevice(threads=1, in_place="never"), []
+    device, log = HostDevice(threads=1, in_place="never", unified=unified), []
     settings = {"device": device, "max_rows": 1, "contexts": 2, "max_queue_rows": 2000}
     async with (
         asyncio.timeout(WAIT_S),
@@ -106,6 +106,7 @@ async def test_two_that_are_flooded_get_time_by_weight(ours, theirs):
         await asyncio.wait(tasks)
     assert used[0] / used[1] == pytest.approx(ours / theirs, rel=0.25)
     assert took_s[0] / took_s[1] == pytest.approx(ours / theirs, rel=0.25)
+    assert [ns / 1e9 for ns in used] == pytest.approx(took_s, rel=0.25)
     assert sum(held) > 0
 
 

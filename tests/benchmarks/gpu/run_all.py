@@ -22,6 +22,7 @@ QUICK = {
     "resnet": ["--seconds", "0.4", "--load-seconds", "2.5"],
     "poisson": ["--seconds", "1.5", "--repeats", "2"],
     "shapes": ["--seconds", "0.7", "--repeats", "1"],
+    "weights": ["--seconds", "0.5", "--repeats", "1"],
     "million": ["--seconds", "170"],
 }
 FULL = {
@@ -33,6 +34,7 @@ FULL = {
     "resnet": ["--seconds", "1", "--repeats", "5", "--load-seconds", "10"],
     "poisson": [],
     "shapes": [],
+    "weights": [],
     "million": [],
 }
 QUICK_LIMIT_S = {
@@ -44,6 +46,7 @@ QUICK_LIMIT_S = {
     "resnet": 150,
     "poisson": 170,
     "shapes": 60,
+    "weights": 40,
     "million": 190,
 }
 
