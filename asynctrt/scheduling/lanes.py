@@ -215,10 +215,8 @@ class Lanes:
         self._trial: _Trial | None = None
         # What a trial has just shown that was a success, for the next one.
         self._proved: _Trial | None = None
-        # Of the batches on the device, by lane: since when, and how long such are copied in and out. Where
-        # that is not known yet: when they began and ended, and since when the lane was free.
+        # Of the batches on the device, by lane: since when, and how long such are copied in and out, if known.
         self._running: list[dict[int, tuple[int, tuple[int, int] | None]]] = [{} for _ in range(lanes_max)]
-        self._unmeasured: dict[int, tuple[int, int, int]] = {}
         # When each lane computed last; when the number of lanes that compute changed, and to what.
         self._computed_ns = [0] * lanes_max
         self._computing = 0
@@ -347,7 +345,6 @@ class Lanes:
             return
         started_ns, copies_ns = running
         if copies_ns is None:
-            self._unmeasured[batch.number] = started_ns, now_ns, self._computed_ns[lane]
             self._computed_ns[lane] = now_ns
             self._pass_by(batch)
             return
@@ -355,8 +352,6 @@ class Lanes:
         # batches from beginning, which that time does not include.
         begin_ns, end_ns = max(started_ns + copies_ns[0], self._computed_ns[lane]), now_ns - copies_ns[1]
         self._computed_ns[lane] = end_ns
-        if batch.number in self._alone:
-            self._times(batch.key.cost_key).observe(batch.rows_run, max(end_ns - begin_ns, 1))
         if self._landed <= WARM_UP:
             return
         if self._trial is not None:
@@ -370,13 +365,11 @@ class Lanes:
             return True
         return self._lanes[self._class_of(batch.key.cost_key, batch.rows)] > 1
 
-    def ended(self, batch: Batch, copies_ns: tuple[int, int] | None = None) -> None:
-        """Note that nothing more will be asked about a batch, and how long such are copied in and out."""
-        unmeasured = self._unmeasured.pop(batch.number, None)
-        if unmeasured is not None and copies_ns is not None and batch.number in self._alone:
-            started_ns, landed_ns, free_ns = unmeasured
-            took_ns = landed_ns - copies_ns[1] - max(started_ns + copies_ns[0], free_ns)
-            self._times(batch.key.cost_key).observe(batch.rows_run, max(took_ns, 1))
+    def ended(self, batch: Batch, compute_ns: int = 0) -> None:
+        """Note that nothing more will be asked about a batch, and how long it computed, if that was measured."""
+        # Only what the device measured: ends that are seen late, several at once, would make batches look short.
+        if compute_ns > 0 and batch.number in self._alone:
+            self._times(batch.key.cost_key).observe(batch.rows_run, compute_ns)
         self._alone.discard(batch.number)
 
     def forget(self, batch: Batch) -> None:

@@ -684,7 +684,7 @@ class Scheduler:
             if batch.is_timed and self._estimator.copies_ns(batch) is None:
                 # Nobody has told of any: its rows and its outputs are on the device, say.
                 self._estimator.observe_copies(batch, copy_in_ns=0, copy_out_ns=0)
-            self._lanes.ended(batch, self._estimator.copies_ns(batch))
+            self._lanes.ended(batch, compute_ns if batch.is_timed else 0)
         if self._objective is not None:
             took_ns = compute_ns if batch.lane is not None else now_ns - batch.launched_ns
             self._objective.finished(batch, now_ns, took_ns, self._queued_rows)

@@ -250,7 +250,7 @@ class World:
     def run(self, rows, batches):
         """Let batches compute; ``slower(lanes, rows)`` says by how much they are slower."""
         waiting = {}  # By lane; the first of each computes.
-        left_ns = {}
+        left_ns, took_ns = {}, {}
         for _ in range(batches):
             count = self.lanes.allowed("b", rows)
             self.seen.append(count)
@@ -262,17 +262,18 @@ class World:
                 self.lanes.launched(batch)
                 self.lanes.started(batch, self.now_ns, (0, 0))
                 waiting.setdefault(lane, []).append(batch)
-                left_ns[self._number] = COMPUTE_NS
+                left_ns[self._number], took_ns[self._number] = COMPUTE_NS, 0
             computing = [queue[0] for queue in waiting.values() if queue]
             slower = self._slower(len(computing), rows)
             done = min(computing, key=lambda batch: left_ns[batch.number])
             least_ns = left_ns[done.number]
             for batch in computing:
                 left_ns[batch.number] -= least_ns
+                took_ns[batch.number] += round(slower * least_ns)
             self.now_ns += round(slower * least_ns)
             waiting[done.lane].remove(done)
             self.lanes.landed(done, self.now_ns)
-            self.lanes.ended(done)
+            self.lanes.ended(done, took_ns[done.number])
         for batch in itertools.chain(*waiting.values()):
             self.lanes.forget(batch)
         return self.lanes.allowed("b", rows)
