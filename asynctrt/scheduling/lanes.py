@@ -487,8 +487,10 @@ class Lanes:
         elif proved is not None and proved.size >= chosen and proved.tried == lanes:
             base = proved.work()
         self._proved = None
-        self._trial = _Trial(chosen, lanes, tried, base)
-        self._trial.begins = max(self._inside, default=batch.number)
+        trial = self._trial = _Trial(chosen, lanes, tried, base)
+        trial.begins = max(self._inside, default=batch.number)
+        if is_down and base is not None and _is_beyond(base, tried):
+            self._end_trial(trial, is_better=False)
 
     def _gain_of_growth(self, batch: Batch) -> float:
         """Return how much more work batches of twice this size do in the same time, one after the other."""
@@ -504,6 +506,9 @@ class Lanes:
             return
         found = trial.work()
         if trial.base is None:
+            if _is_beyond(found, trial.tried):
+                self._end_trial(trial, is_better=False)
+                return
             trial.base, trial.samples = found, []
             trial.landed = trial.unknown = 0
             trial.begins = max(self._inside, default=0)
@@ -571,6 +576,12 @@ def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:
     # What twice as many would do, if these are not.
     gain = 1 + added * fewer.beside / max(least, 0.1)
     return added >= FREE_MIN or gain >= GAIN_MIN * fewer.growth, added
+
+
+def _is_beyond(found: _Work, fewer: int) -> bool:
+    """Return whether what is done is surely worth more lanes than ``fewer``, even if those batches were not to
+    notice one another at all: to try would cost latency, much of it under load."""
+    return _pays(_Work(fewer, fewer, found.growth), found, DOUBT)[0]
 
 
 def _volume(shape: Hashable) -> int:

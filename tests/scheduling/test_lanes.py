@@ -393,6 +393,15 @@ def test_a_trial_is_short_and_each_one_in_vain_is_followed_by_a_longer_pause():
     assert len(tried) < 0.01 * 20_000
 
 
+def test_fewer_lanes_are_not_tried_where_batches_do_not_notice_one_another():
+    """Under load a trial costs latency, and no outcome of it could be better."""
+    world = World(8, 8, lambda lanes, rows: 1.0)
+    world.run(8, 4000)
+    world.seen.clear()
+    world.run(8, 40_000)
+    assert set(world.seen) == {8}
+
+
 def in_a_trial():
     """Lanes that a trial has just begun in, and the number of the next batch."""
     world = World(4, 8, lambda lanes, rows: float(lanes))
