@@ -215,7 +215,7 @@ class Lanes:
         self._trial: _Trial | None = None
         # What a trial has just shown that was a success, for the next one.
         self._proved: _Trial | None = None
-        # Of the batches on the device, by lane: since when, and how long such are copied in and out, if known.
+        # Of the batches on the device, by lane: since when, and how long such are copied, if known.
         self._running: list[dict[int, tuple[int, tuple[int, int] | None]]] = [{} for _ in range(lanes_max)]
         # When each lane computed last; when the number of lanes that compute changed, and to what.
         self._computed_ns = [0] * lanes_max
@@ -366,8 +366,8 @@ class Lanes:
         return self._lanes[self._class_of(batch.key.cost_key, batch.rows)] > 1
 
     def ended(self, batch: Batch, compute_ns: int = 0) -> None:
-        """Note that nothing more will be asked about a batch, and how long it computed, if that was measured."""
-        # Only what the device measured: ends that are seen late, several at once, would make batches look short.
+        """Note that nothing more will be asked about a batch, and how long it computed, if measured."""
+        # Only by the device: ends that are seen late, several at once, would make batches look short.
         if compute_ns > 0 and batch.number in self._alone:
             self._times(batch.key.cost_key).observe(batch.rows_run, compute_ns)
         self._alone.discard(batch.number)
@@ -579,8 +579,8 @@ def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:
 
 
 def _is_beyond(found: _Work, fewer: int) -> bool:
-    """Return whether what is done is surely worth more lanes than ``fewer``, even if those batches were not to
-    notice one another at all: to try would cost latency, much of it under load."""
+    """Return whether what is done is surely worth more lanes than ``fewer``, even if batches in those did not
+    notice one another at all. To try would cost latency, much of it under load."""
     return _pays(_Work(fewer, fewer, found.growth), found, DOUBT)[0]
 
 

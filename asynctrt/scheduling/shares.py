@@ -22,6 +22,14 @@ SLACK_NS: Final = 10_000_000
 they may take longer than is usual, but may also never end."""
 
 
+ALONE_AGAIN_MAX: Final = 512
+"""Where batches of several overlap, one of each is to compute alone now and then, to show what it takes:
+after so many at the most, and after few at first."""
+
+ALONE_MAX: Final = 0.05
+"""The share of its time for which a batch that counts as alone may have had others' beside it."""
+
+
 class _Flight(NamedTuple):
     """One batch on the device."""
 
@@ -31,6 +39,8 @@ class _Flight(NamedTuple):
     launched_ns: int
     computing_ns: int
     """The time that batches had computed when it was launched, summed over them."""
+    own_ns: int
+    """The same of its own scheduler's batches."""
 
 
 class Share:
@@ -70,8 +80,19 @@ class Share:
         """How long something of it was held for others, in sum."""
         self._flights: dict[int, _Flight] = {}
         self._usual_ns: dict[Hashable, float] = {}
+        # What batches took with no others' beside them; of those that had some, what they would have taken
+        # over an equal part of what they did.
+        self._alone_ns: dict[Hashable, float] = {}
+        self._unequal = 1.0
+        # How many batches may still overlap with others' before one is to compute alone.
+        self._until_alone = 0
+        self._alone_again = 4
+        self._alone_number: int | None = None
+        self._ended_ns = 0
         self.computing = 0
         """How many of its batches compute at once."""
+        self.computed_ns = 0
+        """How long they have, summed over them."""
         self.is_stalled = False
         """Whether others were held for it in vain: none is, until it launches or something of it ends."""
         self.moved_ns = 0
@@ -95,6 +116,16 @@ class Share:
         """Return how many of its batches are on the device."""
         return len(self._flights)
 
+    @property
+    def pending_ns(self) -> float:
+        """Return what its batches on the device were charged."""
+        return sum([flight.cost_ns for flight in self._flights.values()])
+
+    @property
+    def longest_ns(self) -> float:
+        """Return the most that batches of one kind are usually charged."""
+        return max(self._usual_ns.values(), default=0.0)
+
     def hold_until(self, now_ns: int) -> int | None:
         """Return until when the next batch is to be left to others, at the latest; ``None``: it may go."""
         shares = self._shares
@@ -102,6 +133,8 @@ class Share:
             self._is_backlogged = True
             self.charged_ns = max(self.charged_ns, shares.reached_ns)
         missing_ns = 0.0 if self._is_let_go else shares.missing_ns(self)
+        if not missing_ns and not self._is_let_go and self._waits_to_be_alone():
+            missing_ns = shares.pending_ns
         if not missing_ns:
             self._let_go(now_ns)
             return None
@@ -113,7 +146,23 @@ class Share:
         shares.pass_over(self, self._held_since_ns)
         self._let_go(now_ns)
         self._is_let_go = True
+        if self._until_alone <= 0:
+            self._is_not_alone_for_a_while()
         return None
+
+    def _is_not_alone_for_a_while(self) -> None:
+        self._until_alone = self._alone_again
+        self._alone_again = min(2 * self._alone_again, ALONE_AGAIN_MAX)
+
+    def _waits_to_be_alone(self) -> bool:
+        """Return whether the next batch is to compute with no others' beside it, and cannot yet."""
+        shares = self._shares
+        if not self._overlaps or self._until_alone > 0 or shares.alone not in (None, self):
+            return False
+        others = shares.in_flight - len(self._flights)
+        if others or any(one.wants() for one in shares.members if one is not self):
+            shares.alone = self
+        return others > 0
 
     def launched(self, number: int, now_ns: int, kind: Hashable, *, lanes: int, computing: int) -> None:
         """Charge a batch that is launched what is usual.
@@ -138,7 +187,13 @@ class Share:
                 # It would save up what it cannot use, and those that can would be held for it.
                 other.charged_ns = start_ns
         self.charged_ns += cost_ns / self.weight
-        self._flights[number] = _Flight(kind, cost_ns, now_ns, shares.computing_ns)
+        self._flights[number] = _Flight(kind, cost_ns, now_ns, shares.computing_ns, self.computed_ns)
+        if shares.alone is self and self._alone_number is None:
+            # Nobody else launches until it has ended.
+            self._alone_number = number
+            self._is_not_alone_for_a_while()
+        else:
+            self._until_alone -= 1
         self._move()
         shares.change(self, computing)
 
@@ -150,9 +205,7 @@ class Share:
         shares, cost_ns = self._shares, float(took_ns)
         shares.advance(now_ns)
         if self._overlaps and took_ns > 0:
-            # Of what computed at once, each has taken its part.
-            since_ns = max(1, shares.now_ns - flight.launched_ns)
-            cost_ns /= max(1.0, (shares.computing_ns - flight.computing_ns) / since_ns)
+            cost_ns = self._part_ns(flight, cost_ns)
         self.charged_ns += (cost_ns - flight.cost_ns) / self.weight
         self._flights[number] = flight._replace(cost_ns=cost_ns)
         usual_ns = self._usual_ns.get(flight.kind)
@@ -162,12 +215,43 @@ class Share:
             usual_ns = cost_ns
         self._usual_ns[flight.kind] = usual_ns + LEARNED * (cost_ns - usual_ns)
 
+    def _part_ns(self, flight: _Flight, took_ns: float) -> float:
+        """Return what a batch has taken of the device, of the time for which it computed.
+
+        Of what computed at once each may have taken an equal part, as kernels of several take turns, or one
+        may have waited for the other. So what it takes alone counts where that is known.
+        """
+        shares = self._shares
+        since_ns = max(1, shares.now_ns - flight.launched_ns)
+        own_ns = self.computed_ns - flight.own_ns
+        all_ns = shares.computing_ns - flight.computing_ns
+        before_ns, self._ended_ns = self._ended_ns, shares.now_ns
+        alone_ns = self._alone_ns.get(flight.kind)
+        if all_ns - own_ns > ALONE_MAX * since_ns:
+            equal_ns = took_ns / max(1.0, all_ns / since_ns)
+            if alone_ns is None:
+                return equal_ns * self._unequal
+            self._unequal += LEARNED * (alone_ns / max(equal_ns, 1.0) - self._unequal)
+            return alone_ns
+        learned = LEARNED
+        if all_ns > (1 + ALONE_MAX) * since_ns:
+            # Beside others of its own, what each takes shows in how soon they end after one another.
+            took_ns, learned = float(shares.now_ns - max(flight.launched_ns, before_ns)), LEARNED / 4
+        if alone_ns is None:
+            if len(self._alone_ns) >= KINDS_MAX:
+                self._alone_ns.clear()
+            alone_ns = took_ns
+        self._alone_ns[flight.kind] = alone_ns + learned * (took_ns - alone_ns)
+        return took_ns
+
     def left(self, number: int, *, computing: int) -> None:
         """Note that a batch has left the device. If no more is known of it, it stays charged as it is."""
         flight, shares = self._flights.pop(number, None), self._shares
         if flight is not None:
             self.used_ns += flight.cost_ns
             self._move()
+            if number == self._alone_number:
+                self.give_up_being_alone()
             if not shares.in_flight and not any(member.wants() for member in shares.members):
                 shares.rest()
             shares.change(self, computing)
@@ -175,8 +259,8 @@ class Share:
     def claims(self, in_flight: int) -> bool:
         """Return whether others who were charged more are to wait for it.
 
-        They are also if all that it has is on the device: whom that answers may ask for more at once, but could
-        not overtake what others had put there meanwhile.
+        They are also if all that it has is on the device: whom that answers may ask for more at once, but
+        could not overtake what others had put there meanwhile.
 
         :param in_flight: the batches on the device.
         """
@@ -194,6 +278,8 @@ class Share:
     def rest(self, now_ns: int) -> None:
         """Note that it had nothing to launch: when it has, it begins from where the others are."""
         self._is_backlogged = self._is_let_go = False
+        if self._alone_number is None:
+            self.give_up_being_alone()
         self._let_go(now_ns)
 
     def leave(self) -> None:
@@ -203,6 +289,18 @@ class Share:
     def forget(self) -> None:
         """Forget what it has on the device."""
         self._flights.clear()
+        self.give_up_being_alone()
+
+    @property
+    def is_busy_alone(self) -> bool:
+        """Return whether a batch of it computes alone, or is to and will."""
+        return not self.is_stalled and (self._alone_number is not None or self.wants())
+
+    def give_up_being_alone(self) -> None:
+        """Let others launch beside what it has on the device."""
+        self._alone_number = None
+        if self._shares.alone is self:
+            self._shares.alone = None
 
     def _move(self) -> None:
         self.is_stalled, self.moved_ns = False, self._shares.now_ns
@@ -225,9 +323,16 @@ class DeviceShares:
         """The time that batches have computed, summed over them."""
         self.now_ns = 0
         """When something last changed."""
+        self.alone: Share | None = None
+        """Whose batch is to compute alone, or does: the others launch nothing."""
 
     def __repr__(self) -> str:
         return f"<DeviceShares {self.members!r}>"
+
+    @property
+    def pending_ns(self) -> float:
+        """Return how long what is on the device takes, as far as is known, and a little more."""
+        return 1e6 + sum([member.pending_ns for member in self.members])
 
     @property
     def in_flight(self) -> int:
@@ -259,6 +364,12 @@ class DeviceShares:
         Those count for whose batches it has no room now; others need not wait for it.
         """
         missing_ns, in_flight = 0.0, self.in_flight
+        alone = self.alone
+        if alone is not None and alone is not share:
+            if alone.is_busy_alone:
+                missing_ns = SLACK_NS + self.pending_ns + alone.longest_ns
+            else:
+                alone.give_up_being_alone()
         for other in self.members:
             if other.charged_ns < share.charged_ns and other.claims(in_flight):
                 missing_ns += (share.charged_ns - other.charged_ns) * other.weight
@@ -269,12 +380,17 @@ class DeviceShares:
         for other in self.members:
             if other is not share and other.moved_ns <= since_ns and (other.in_flight or other.wants()):
                 other.is_stalled = True
+        if self.alone is not None:
+            self.alone.give_up_being_alone()
 
     def advance(self, now_ns: int) -> None:
         """Note what has been computed until now."""
         if now_ns > self.now_ns:
-            computing = sum([member.computing for member in self.members])
-            self.computing_ns += (now_ns - self.now_ns) * computing
+            for member in self.members:
+                if member.computing:
+                    member_ns = (now_ns - self.now_ns) * member.computing
+                    member.computed_ns += member_ns
+                    self.computing_ns += member_ns
             self.now_ns = now_ns
 
     def change(self, share: Share, computing: int) -> None:
@@ -288,7 +404,7 @@ class DeviceShares:
         # If several may go, who was charged least looks first.
         held.sort(key=lambda one: one.charged_ns)
         for member in held:
-            if member.charged_ns <= claimed_ns:
+            if member.charged_ns <= claimed_ns if self.alone is None else member is self.alone:
                 member.wake()
 
 

@@ -83,7 +83,9 @@ def test_a_part_of_a_device_counts_as_the_whole():
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("ours", "theirs", "unified"), [(3.0, 1.0, True), (1.0, 1.0, True), (1.0, 1.0, False)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "unified"), [(3.0, 1.0, True), (1.0, 1.0, True), (1.0, 1.0, False)]
+)
 async def test_two_that_are_flooded_get_time_by_weight(ours, theirs, unified):
     """Not by batches: those of one take longer."""
     device, log = HostDevice(threads=1, in_place="never", unified=unified), []

@@ -22,6 +22,14 @@ ROWS_MAX = 8
 ASKS_AGAIN_NS = 50_000
 
 KINDS = {
+    "a GPU that does one after the other": {
+        "contexts": 4,
+        "lanes": 0,
+        "arenas": 4,
+        "hinder": 1.0,
+        "width": 2,
+        "in_turn": True,
+    },
     "a GPU that one batch fills": {"contexts": 4, "lanes": 0, "arenas": 4, "hinder": 1.0, "width": 2},
     "one arena for all": {"contexts": 4, "lanes": 0, "arenas": 1, "hinder": 1.0, "width": 2, "shared": 1},
     "four arenas for all": {
@@ -38,7 +46,10 @@ KINDS = {
 }
 
 
-FIRST = ("a GPU that one batch fills", "two threads")
+FIRST = ("a GPU that one batch fills", "a GPU that does one after the other", "two threads")
+OVERLAP = FIRST[:2]
+"""Where it is not known what each batch has computed of what computes at once."""
+
 EACH = [pytest.param(kind, marks=() if kind in FIRST else pytest.mark.tier2) for kind in KINDS]
 
 
@@ -95,6 +106,8 @@ class World:
         device = VirtualDevice(
             timeline, latency, arenas, random.Random(1), groups=1 if is_shared or not arenas else len(loads)
         )
+        if "in_turn" in kind:
+            device._lane = lambda flight: device._lanes[0]
         rng = np.random.default_rng(3)
         arrivals = []
         for number, (weight, _, rate) in enumerate(loads):
@@ -134,6 +147,13 @@ class World:
         seen.again = lambda count: self.timeline.at(self.timeline.now_ns + ASKS_AGAIN_NS, ask, count)
         seen.again(callers)
 
+    @staticmethod
+    def _ran(ran, computed_ns, batch, now_ns, took_ns):
+        """Tell the time for which others computed first as well, as a GPU does."""
+        begun_ns = max(batch.launched_ns + 40_000, computed_ns.get(batch.lane, 0))
+        computed_ns[batch.lane] = now_ns
+        ran(batch, now_ns, max(took_ns, now_ns - begun_ns))
+
     def _wake(self, engine):
         self.wakes += 1
         engine.pump_soon()
@@ -159,6 +179,8 @@ class World:
             arena_users=self.__dict__.setdefault("users", [0] * arenas) if is_shared else None,
             times_all=True,
         )
+        if "in_turn" in kind:
+            scheduler.ran = partial(self._ran, scheduler.ran, {})
         return VirtualEngine(
             self.timeline,
             scheduler,
@@ -185,7 +207,9 @@ def test_two_that_are_flooded_get_time_by_weight(kind, ours_ms, theirs_ms, weigh
     ours, theirs = world.run(
         (weight, ours_ms, flood(ours_ms, width)), (1.0, theirs_ms, flood(theirs_ms, width))
     )
-    assert ours.computed_ms / theirs.computed_ms == pytest.approx(weight, rel=0.15)
+    assert ours.computed_ms / theirs.computed_ms == pytest.approx(
+        weight, rel=0.4 if kind in OVERLAP else 0.15
+    )
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EACH if kind.values != ("four arenas for all",)])
@@ -196,9 +220,9 @@ def test_callers_whose_requests_all_fit_on_the_device_get_time_by_weight(kind, o
     world = World(kind)
     world.callers = dict.fromkeys(range(2), KINDS[kind]["contexts"] * ROWS_MAX)
     ours, theirs = world.run((weight, ours_ms, 0.1), (1.0, theirs_ms, 0.1))
-    # On a GPU, what each of two has computed of what computes at once is not known.
-    off = 0.4 if kind == "a GPU that one batch fills" else 0.15
-    assert ours.computed_ms / theirs.computed_ms == pytest.approx(weight, rel=off)
+    assert ours.computed_ms / theirs.computed_ms == pytest.approx(
+        weight, rel=0.4 if kind in OVERLAP else 0.15
+    )
     assert ours.computed_ms + theirs.computed_ms >= 0.97 * 1e3 * SECONDS * KINDS[kind].get("lanes", 1)
 
 
@@ -243,7 +267,7 @@ def test_a_flooded_one_does_not_starve_one_that_asks_little(kind):
     p99_ms = [float(np.percentile(one.took_ms, 99)) for one in (alone, beside)]
     assert beside.answers == pytest.approx(alone.answers, rel=0.01)
     # It waits for what is on the device, and computes beside what comes next.
-    assert p99_ms[1] <= 2 * p99_ms[0] + 4 * 6.0
+    assert p99_ms[1] <= 2 * p99_ms[0] + (8 if "in_turn" in KINDS[kind] else 4) * 6.0
 
 
 @pytest.mark.parametrize("kind", EACH)
@@ -284,7 +308,8 @@ def test_many_that_are_flooded_wake_one_another_as_often_as_few(kind):
     world = World(kind)
     found = world.run(*[(1.0, 4.0, flood(4.0, KINDS[kind]["width"]) / 16)] * 16)
     batches = sum(one.computed_ms for one in found) / 4.0
-    assert world.wakes <= 2 * batches
+    # At first, batches are to show what they take alone, and after each of those all may go.
+    assert world.wakes <= (4 if kind == "a GPU that one batch fills" else 2) * batches
 
 
 @pytest.mark.parametrize("kind", ["a GPU that one batch fills", "two threads"])

@@ -1,7 +1,7 @@
-"""Two models on one device, both flooded: what share of its time does each get, without weights and with them?
+"""Two models on one device, both flooded: what share of it does each get, without weights and with them?
 
-Batches hold 16 rows. Those of "slow" and "quick" take all multiprocessors for 8 and for 1 ms; those of "small"
-take an eighth of them for 2 ms. The share of a model is what it answers beside the other, over what it answers
+Batches hold 16 rows. Those of "slow" and "quick" take all multiprocessors for 8 and for 1 ms, "small" an
+eighth of them for 2 ms. The share of a model is what it answers beside the other, over what it answers
 alone. Answers are checked. On the host device the kernels sleep.
 """
 
@@ -65,7 +65,9 @@ def main():
     def measure(load):
         return uvloop.run(flood(device, kernels, load, options.seconds))
 
-    runs = in_turn({case: partial(measure, load) for case, load in loads.items()}, options.repeats, "measuring")
+    runs = in_turn(
+        {case: partial(measure, load) for case, load in loads.items()}, options.repeats, "measuring"
+    )
     alone = {name: median(runs[f"{name} alone"], name) for name in MODELS}
     lines, found = [], {}
     for pair in PAIRS:
