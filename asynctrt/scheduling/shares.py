@@ -30,6 +30,10 @@ ALONE_MAX: Final = 0.05
 """The share of its time for which a batch that counts as alone may have had others' beside it."""
 
 
+UNEQUAL_MAX: Final = 8.0
+"""How many times more, or less, than an equal part a batch may be taken to have had of what it overlapped."""
+
+
 class _Flight(NamedTuple):
     """One batch on the device."""
 
@@ -87,7 +91,9 @@ class Share:
         # How many batches may still overlap with others' before one is to compute alone.
         self._until_alone = 0
         self._alone_again = 4
+        # The batch that does, until it has left the device.
         self._alone_number: int | None = None
+        # When one of its batches ended last.
         self._ended_ns = 0
         self.computing = 0
         """How many of its batches compute at once."""
@@ -231,7 +237,8 @@ class Share:
             equal_ns = took_ns / max(1.0, all_ns / since_ns)
             if alone_ns is None:
                 return equal_ns * self._unequal
-            self._unequal += LEARNED * (alone_ns / max(equal_ns, 1.0) - self._unequal)
+            unequal = alone_ns / max(equal_ns, 1.0)
+            self._unequal += LEARNED * (min(max(unequal, 1 / UNEQUAL_MAX), UNEQUAL_MAX) - self._unequal)
             return alone_ns
         learned = LEARNED
         if all_ns > (1 + ALONE_MAX) * since_ns:
