@@ -195,7 +195,7 @@ class EngineParts:
         """
         if options.weight is None:
             return
-        # In an arena batches wait for one another instead, and some streams know how long theirs waited.
+        # In a shared arena a batch does not begin while others compute; some streams do not count waiting.
         is_exact = self.pool.contexts[0].stream.ran_ns is not None
         overlaps = not is_exact and (self.arenas is None or self.arenas in self.owned)
         share = join_device(loop, self.device, options.weight, overlaps=overlaps, wake=wake)

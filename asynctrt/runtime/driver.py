@@ -637,11 +637,15 @@ class Driver:
     def _computed(self, flight: InFlight, landed_ns: int) -> None:
         """Tell those that it concerns that a batch has computed."""
         batch = flight.batch
-        if self._scheduler.share is not None:
-            self._scheduler.ran(batch, landed_ns, flight.ran_ns(landed_ns))
+        self._charge(flight, landed_ns)
         if batch.lane is not None or batch.arena is not None:
             self._leave_lane(flight)
             self._scheduler.landed(batch, landed_ns)
+
+    def _charge(self, flight: InFlight, ended_ns: int) -> None:
+        """Charge what a batch had of the device, if engines divide that."""
+        if self._scheduler.share is not None:
+            self._scheduler.ran(flight.batch, ended_ns, flight.ran_ns(ended_ns))
 
     def _leave_lane(self, flight: InFlight) -> None:
         """Let no batch wait for the event of one that is over, which may be recorded for another one next."""
@@ -651,9 +655,7 @@ class Driver:
 
     def _end_failed(self, flight: InFlight, error: BaseException) -> None:
         """Let the halves of a batch that the model failed be tried again, or fail it."""
-        if self._scheduler.share is not None:
-            now_ns = self._now_ns()
-            self._scheduler.ran(flight.batch, now_ns, flight.ran_ns(now_ns))
+        self._charge(flight, self._now_ns())
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
         # types say that trying is no use: the device is lost, or the engine closed.
         may_help = not isinstance(error, AsynctrtError) or type(error) in (ExecutionError, DeviceMemoryError)

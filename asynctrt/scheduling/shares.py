@@ -5,6 +5,10 @@ has enough to do, only who was charged least so far launches. Who had nothing qu
 where the others are, so that nobody saves time up. This is start-time fair queueing (Goyal, Vin and Cheng,
 SIGCOMM 1996) for a device that takes several batches at once (SFQ(D): Jin, Chase and Kaur, SIGMETRICS 2004),
 but that what a batch costs is known only when it has ended: until then it is charged what is usual.
+
+Where batches of several schedulers overlap, the device's times do not tell which of them had how much of it.
+So a batch is then charged what such batches take with no others beside them. To measure that, each scheduler
+now and then launches one while the others launch nothing.
 """
 
 import math
@@ -18,20 +22,20 @@ LEARNED: Final = 0.25
 """How much of the difference to what is usual becomes usual."""
 
 SLACK_NS: Final = 10_000_000
-"""An engine is held for twice the time that the others need to catch up, and this much more, at the most:
-they may take longer than is usual, but may also never end."""
+"""A scheduler is held at most for twice the time that the others need to catch up, plus this much: batches
+may take longer than usual, or never end."""
 
-
+ALONE_FIRST: Final = 4
 ALONE_AGAIN_MAX: Final = 512
-"""Where batches of several overlap, one of each is to compute alone now and then, to show what it takes:
-after so many at the most, and after few at first."""
+"""How many batches of a scheduler may overlap with others before one computes alone: first so many, then
+twice as many each time, up to the limit."""
 
 ALONE_MAX: Final = 0.05
-"""The share of its time for which a batch that counts as alone may have had others' beside it."""
-
+"""A batch still counts as alone if others computed for this share of its time."""
 
 UNEQUAL_MAX: Final = 8.0
-"""How many times more, or less, than an equal part a batch may be taken to have had of what it overlapped."""
+"""By how many times at most the charge of an overlapping batch is corrected, either way, while it is not
+known what such batches take alone."""
 
 
 class _Flight(NamedTuple):
@@ -52,7 +56,7 @@ class Share:
 
     :param weight: how much of the device's time it gets, in proportion to the weights of others.
     :param width: how many batches keep the device busy, if they compute one after the other.
-    :param overlaps: whether its batches take longer while others compute, rather than begin later.
+    :param overlaps: whether the times told of its batches include what others computed meanwhile.
     :param wake: asks its scheduler again, soon, which may launch by now.
     """
 
@@ -84,14 +88,14 @@ class Share:
         """How long something of it was held for others, in sum."""
         self._flights: dict[int, _Flight] = {}
         self._usual_ns: dict[Hashable, float] = {}
-        # What batches took with no others' beside them; of those that had some, what they would have taken
-        # over an equal part of what they did.
+        # What batches take with no others beside them, and how that compares with an equal part of the time
+        # in which they overlap.
         self._alone_ns: dict[Hashable, float] = {}
         self._unequal = 1.0
-        # How many batches may still overlap with others' before one is to compute alone.
+        # How many more batches may overlap with others before one computes alone, and how many the next time.
         self._until_alone = 0
-        self._alone_again = 4
-        # The batch that does, until it has left the device.
+        self._alone_again = ALONE_FIRST
+        # The batch that computes alone, until it has left the device.
         self._alone_number: int | None = None
         # When one of its batches ended last.
         self._ended_ns = 0
@@ -153,10 +157,10 @@ class Share:
         self._let_go(now_ns)
         self._is_let_go = True
         if self._until_alone <= 0:
-            self._is_not_alone_for_a_while()
+            self._put_off_being_alone()
         return None
 
-    def _is_not_alone_for_a_while(self) -> None:
+    def _put_off_being_alone(self) -> None:
         self._until_alone = self._alone_again
         self._alone_again = min(2 * self._alone_again, ALONE_AGAIN_MAX)
 
@@ -197,7 +201,7 @@ class Share:
         if shares.alone is self and self._alone_number is None:
             # Nobody else launches until it has ended.
             self._alone_number = number
-            self._is_not_alone_for_a_while()
+            self._put_off_being_alone()
         else:
             self._until_alone -= 1
         self._move()
@@ -214,27 +218,22 @@ class Share:
             cost_ns = self._part_ns(flight, cost_ns)
         self.charged_ns += (cost_ns - flight.cost_ns) / self.weight
         self._flights[number] = flight._replace(cost_ns=cost_ns)
-        usual_ns = self._usual_ns.get(flight.kind)
-        if usual_ns is None:
-            if len(self._usual_ns) >= KINDS_MAX:
-                self._usual_ns.clear()
-            usual_ns = cost_ns
-        self._usual_ns[flight.kind] = usual_ns + LEARNED * (cost_ns - usual_ns)
+        _learn(self._usual_ns, flight.kind, cost_ns, LEARNED)
 
     def _part_ns(self, flight: _Flight, took_ns: float) -> float:
         """Return what a batch has taken of the device, of the time for which it computed.
 
-        Of what computed at once each may have taken an equal part, as kernels of several take turns, or one
-        may have waited for the other. So what it takes alone counts where that is known.
+        Where batches overlap, their kernels may have taken turns, or one batch may have waited for the other.
+        So it counts what such batches take alone, if that is known.
         """
         shares = self._shares
         since_ns = max(1, shares.now_ns - flight.launched_ns)
         own_ns = self.computed_ns - flight.own_ns
         all_ns = shares.computing_ns - flight.computing_ns
         before_ns, self._ended_ns = self._ended_ns, shares.now_ns
-        alone_ns = self._alone_ns.get(flight.kind)
         if all_ns - own_ns > ALONE_MAX * since_ns:
             equal_ns = took_ns / max(1.0, all_ns / since_ns)
+            alone_ns = self._alone_ns.get(flight.kind)
             if alone_ns is None:
                 return equal_ns * self._unequal
             unequal = alone_ns / max(equal_ns, 1.0)
@@ -244,11 +243,7 @@ class Share:
         if all_ns > (1 + ALONE_MAX) * since_ns:
             # Beside others of its own, what each takes shows in how soon they end after one another.
             took_ns, learned = float(shares.now_ns - max(flight.launched_ns, before_ns)), LEARNED / 4
-        if alone_ns is None:
-            if len(self._alone_ns) >= KINDS_MAX:
-                self._alone_ns.clear()
-            alone_ns = took_ns
-        self._alone_ns[flight.kind] = alone_ns + learned * (took_ns - alone_ns)
+        _learn(self._alone_ns, flight.kind, took_ns, learned)
         return took_ns
 
     def left(self, number: int, *, computing: int) -> None:
@@ -266,8 +261,8 @@ class Share:
     def claims(self, in_flight: int) -> bool:
         """Return whether others who were charged more are to wait for it.
 
-        They are also if all that it has is on the device: whom that answers may ask for more at once, but
-        could not overtake what others had put there meanwhile.
+        They wait also while all that it has is on the device: callers may ask again as soon as that answers
+        them, and their requests could not overtake what others had launched meanwhile.
 
         :param in_flight: the batches on the device.
         """
@@ -331,14 +326,14 @@ class DeviceShares:
         self.now_ns = 0
         """When something last changed."""
         self.alone: Share | None = None
-        """Whose batch is to compute alone, or does: the others launch nothing."""
+        """The member that computes a batch alone, or is about to: the others launch nothing."""
 
     def __repr__(self) -> str:
         return f"<DeviceShares {self.members!r}>"
 
     @property
     def pending_ns(self) -> float:
-        """Return how long what is on the device takes, as far as is known, and a little more."""
+        """Return how long what is on the device usually takes, and a millisecond more."""
         return 1e6 + sum([member.pending_ns for member in self.members])
 
     @property
@@ -413,6 +408,16 @@ class DeviceShares:
         for member in held:
             if member.charged_ns <= claimed_ns if self.alone is None else member is self.alone:
                 member.wake()
+
+
+def _learn(known_ns: dict[Hashable, float], kind: Hashable, took_ns: float, part: float) -> None:
+    """Move what is known of a kind of batches by ``part`` of the way to what one took."""
+    before_ns = known_ns.get(kind)
+    if before_ns is None:
+        if len(known_ns) >= KINDS_MAX:
+            known_ns.clear()
+        before_ns = took_ns
+    known_ns[kind] = before_ns + part * (took_ns - before_ns)
 
 
 def _nothing() -> bool:

@@ -103,7 +103,7 @@ class Work:
 
     @property
     def is_read(self) -> bool:
-        """Whether a batch may still read the block, though nobody waits for its answer any more.
+        """Whether a batch may still read the block, although no caller waits for its answer any more.
 
         A thread may be gathering even small rows. Were the block free, rows of others would come there, on
         which this batch could fail, or end the process.

@@ -207,9 +207,9 @@ def test_two_that_are_flooded_get_time_by_weight(kind, ours_ms, theirs_ms, weigh
     ours, theirs = world.run(
         (weight, ours_ms, flood(ours_ms, width)), (1.0, theirs_ms, flood(theirs_ms, width))
     )
-    assert ours.computed_ms / theirs.computed_ms == pytest.approx(
-        weight, rel=0.4 if kind in OVERLAP else 0.15
-    )
+    # The one case that is further off, for a reason that is not known yet.
+    off = 0.4 if (kind, ours_ms, weight) == ("a GPU that one batch fills", 8.0, 3.0) else 0.15
+    assert ours.computed_ms / theirs.computed_ms == pytest.approx(weight, rel=off)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EACH if kind.values != ("four arenas for all",)])
@@ -220,9 +220,8 @@ def test_callers_whose_requests_all_fit_on_the_device_get_time_by_weight(kind, o
     world = World(kind)
     world.callers = dict.fromkeys(range(2), KINDS[kind]["contexts"] * ROWS_MAX)
     ours, theirs = world.run((weight, ours_ms, 0.1), (1.0, theirs_ms, 0.1))
-    assert ours.computed_ms / theirs.computed_ms == pytest.approx(
-        weight, rel=0.4 if kind in OVERLAP else 0.15
-    )
+    off = 0.3 if kind in OVERLAP else 0.15
+    assert ours.computed_ms / theirs.computed_ms == pytest.approx(weight, rel=off)
     assert ours.computed_ms + theirs.computed_ms >= 0.97 * 1e3 * SECONDS * KINDS[kind].get("lanes", 1)
 
 

@@ -16,6 +16,7 @@ import asynctrt
 from tests.benchmarks.common import arguments, in_turn, median, save
 from tests.benchmarks.gpu.kernels import SpinModel, kernels_on
 from tests.benchmarks.gpu.support import check, closed_loop, open_device, show, verdict, verdicts
+from tests.benchmarks.weights import CASES
 
 ROWS = 16
 CALLERS = 64
@@ -23,7 +24,6 @@ MODELS = {"slow": (8_000_000, 1.0), "quick": (1_000_000, 1.0), "small": (2_000_0
 """How long a batch takes, in ns, and which share of the multiprocessors."""
 
 PAIRS = [("slow", "quick"), ("quick", "small")]
-WEIGHTS = {"no weights": (None, None), "1 : 1": (1.0, 1.0), "3 : 1": (3.0, 1.0), "1 : 3": (1.0, 3.0)}
 
 
 async def flood(device, kernels, loads, seconds):
@@ -59,7 +59,7 @@ def main():
     loads |= {
         f"{first}, {second}, {case}": [(first, weights[0]), (second, weights[1])]
         for first, second in PAIRS
-        for case, weights in WEIGHTS.items()
+        for case, weights in CASES.items()
     }
 
     def measure(load):
@@ -71,7 +71,7 @@ def main():
     alone = {name: median(runs[f"{name} alone"], name) for name in MODELS}
     lines, found = [], {}
     for pair in PAIRS:
-        for case in WEIGHTS:
+        for case in CASES:
             of_pair = runs[f"{pair[0]}, {pair[1]}, {case}"]
             shares = [median(of_pair, name) / alone[name] for name in pair]
             found[", ".join((*pair, case))] = dict(zip(pair, shares, strict=True))
