@@ -132,6 +132,7 @@ def test_all_of_them_are_run_in_turn_and_one_that_fails_is_said(tmp_path):
 
 @pytest.mark.tier2
 @pytest.mark.parametrize("name", LEAST)
+@pytest.mark.timeout(120)  # To start Ray took a minute beside two busy processes.
 def test_benchmark(name, tmp_path):
     if name == "peers":
         needed(find_spec("async_batcher"), "there is no async-batcher: pip install '.[peers]'")
@@ -145,7 +146,7 @@ def test_benchmark(name, tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=55,
+        timeout=110,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
