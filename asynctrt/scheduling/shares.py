@@ -27,11 +27,11 @@ may take longer than usual, or never end."""
 
 ALONE_FIRST: Final = 4
 ALONE_AGAIN_MAX: Final = 512
-"""How many batches of a scheduler may overlap with others before one computes alone: first so many, then
-twice as many each time, up to the limit."""
+"""How many batches of a scheduler may overlap with others before one computes alone: at first
+``ALONE_FIRST``, and each time twice as many as the time before, up to ``ALONE_AGAIN_MAX``."""
 
 ALONE_MAX: Final = 0.05
-"""A batch still counts as alone if others computed for this share of its time."""
+"""A batch still counts as alone if others computed for at most this share of its time."""
 
 UNEQUAL_MAX: Final = 8.0
 """By how many times at most the charge of an overlapping batch is corrected, either way, while it is not

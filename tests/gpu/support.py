@@ -31,17 +31,22 @@ def torch_is_here():
     return torch.cuda.is_available()
 
 
-def memory_of_process(ordinal):
-    """Return the bytes of a GPU that this process has taken, or ``None`` where the driver does not tell.
+def processes_on(ordinal):
+    """Return, by the number of each process that has a context on a GPU, the bytes that it has taken there.
 
-    It numbers processes as the machine does, not as a container: only one that is alone there is told.
+    A driver in a container may tell of none, or number them as the machine does.
     """
-    try:
-        from cuda.bindings import nvml
+    from cuda.bindings import nvml
 
-        nvml.init_v2()
-        found = nvml.device_get_compute_running_processes_v3(nvml.device_get_handle_by_index_v2(ordinal))
-        own = [int(process.used_gpu_memory) for process in found if int(process.pid) == os.getpid()]
+    nvml.init_v2()
+    found = nvml.device_get_compute_running_processes_v3(nvml.device_get_handle_by_index_v2(ordinal))
+    return {int(process.pid): int(process.used_gpu_memory) for process in found}
+
+
+def memory_of_process(ordinal):
+    """Return the bytes of a GPU that this process has taken, or ``None`` where the driver does not tell."""
+    try:
+        own = processes_on(ordinal).get(os.getpid())
     except Exception:  # Bindings without it, a driver that refuses.
         return None
-    return own[0] if own and 0 < own[0] < 1 << 48 else None
+    return own if own and 0 < own < 1 << 48 else None

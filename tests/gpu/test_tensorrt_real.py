@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.support import gpu_is_here
+from tests.helpers import needed
 
 pytestmark = pytest.mark.skipif(not gpu_is_here(), reason="needs a GPU")
 
@@ -78,17 +79,16 @@ os._exit(0)
 """
 
 
-def installed(flavour):
-    """Skip the test where a package is not installed, and return its name."""
-    if find_spec(flavour) is None:
-        pytest.skip(f"{flavour} is not installed")
-    return flavour
+def run_with(flavour, program, *arguments):
+    """Run a program that uses a package, if that is installed, in a process of its own."""
+    needed(find_spec(flavour), f"{flavour} is not installed")
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=55, cwd=ROOT)
 
 
 def opened(path, flavour):
     """Open a plan with a real package, run it if it opens, and return the report."""
-    command = [sys.executable, "-c", PROGRAM, str(path), installed(flavour)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=55, cwd=ROOT)
+    done = run_with(flavour, PROGRAM, str(path), flavour)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}\n{done.stderr}"
     report = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(report, indent=2))  # Shown with -rP: what the libraries say differs between versions.
@@ -106,8 +106,7 @@ def forged(tmp_path, version):
 
 
 def version_of(flavour):
-    command = [sys.executable, "-c", f"import {installed(flavour)}; print({flavour}.__version__)"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=55)
+    done = run_with(flavour, f"import {flavour}; print({flavour}.__version__)")
     return tuple(int(part) for part in done.stdout.strip().split(".")[:4])
 
 

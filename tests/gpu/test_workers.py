@@ -10,7 +10,7 @@ import pytest
 import asynctrt
 from asynctrt.errors import DeviceMemoryError, PoisonError
 from tests.gpu.fallible import HANG, ILLEGAL
-from tests.gpu.support import gpu_count, gpu_is_here
+from tests.gpu.support import gpu_count, gpu_is_here, processes_on
 from tests.helpers import until
 from tests.models import double_onnx
 from tests.workers.test_isolated_engine import opened
@@ -31,15 +31,6 @@ def used_nbytes(ordinal=0):
 
     nvml.init_v2()
     return int(nvml.device_get_memory_info_v2(nvml.device_get_handle_by_index_v2(ordinal)).used)
-
-
-def processes_with_a_context(ordinal=0):
-    """Return the numbers of the processes that have a context on a GPU."""
-    from cuda.bindings import nvml
-
-    nvml.init_v2()
-    processes = nvml.device_get_compute_running_processes_v3(nvml.device_get_handle_by_index_v2(ordinal))
-    return {int(process.pid) for process in processes}
 
 
 async def answered(engine, firsts):
@@ -65,12 +56,11 @@ async def test_each_caller_gets_its_own_rows(graphs):
 
 async def test_the_front_has_no_context_on_the_gpu():
     before = used_nbytes()
-    if os.getpid() in processes_with_a_context():
+    if os.getpid() in processes_on(0):
         pytest.skip("tests before this one have used the GPU in this process")
     async with opened(KIND, device="cuda:0") as engine:
         await engine.infer(rows(1))
-        # A driver in a container may tell of none, or number them as the machine does.
-        assert os.getpid() not in processes_with_a_context()
+        assert os.getpid() not in processes_on(0)
     await until(lambda: used_nbytes() < before + FREED_NBYTES)
 
 

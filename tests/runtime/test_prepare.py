@@ -202,7 +202,7 @@ async def test_as_many_sizes_are_kept_apart_as_there_is_room_for(room_mib, sizes
 
 
 class Held(Forgetful):
-    """Lets so many batches through, and holds the next until the latch is open."""
+    """Lets the first ``after`` batches through, and holds the next until the latch is open."""
 
     def __init__(self, after, **options):
         super().__init__(change_s=0, **options)
