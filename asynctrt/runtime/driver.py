@@ -187,8 +187,13 @@ class Driver:
 
     async def wait_idle(self) -> None:
         """Return when nothing is queued and nothing is in flight."""
-        while not self._scheduler.is_idle:
+        while not self._is_idle:
             await self.next_idle()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing is queued, in flight, or being copied for who has got all of its batches."""
+        return self._scheduler.is_idle and not self._copiers.is_awaited
 
     def next_idle(self) -> asyncio.Future[None]:
         """Return a future that is done when nothing is queued and nothing is in flight."""
@@ -210,6 +215,7 @@ class Driver:
     def close(self) -> None:
         """Fail what is still in flight, and never run again. The pool is the engine's to close."""
         self._reaper.close()
+        self._copiers.end_waits(partial(EngineClosedError, f"{self._name} is closed"))
         self._alarm.close()
         for forget in self._forget_arenas:
             forget()
@@ -243,17 +249,8 @@ class Driver:
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> asyncio.Future[None]:
         """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
-        future: asyncio.Future[None] = self._loop.create_future()
-
-        def copied(error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        self._copiers.copy(copy, nbytes, copied)
+        future = self._copiers.copy_soon(copy, nbytes)
+        future.add_done_callback(lambda _: self._tell_if_idle())
         return future
 
     def pump_soon(self) -> None:
@@ -847,7 +844,7 @@ class Driver:
         self._tell_if_idle()
 
     def _tell_if_idle(self) -> None:
-        if self._idle_waiters and (self._scheduler.is_idle or self.lost is not None):
+        if self._idle_waiters and (self._is_idle or self.lost is not None):
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
                 if not waiter.done():

@@ -10,6 +10,7 @@ A thread starts when a job finds the others busy. The reaper finds the end of a 
 batch, so ``then`` is prompt on a loop that is never idle as well, and what hangs is given up.
 """
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -112,6 +113,8 @@ class Copiers(Jobs):
     def __init__(self, reaper: Reaper, now_ns: Callable[[], int], *, threads_max: int | None = None) -> None:
         self.threads_max = threads_max or min(cores(), COPIERS_MAX)
         super().__init__("asynctrt-copy", self.threads_max, reaper, now_ns)
+        self._awaited: set[asyncio.Future[None]] = set()
+        self._has_ended = False
 
     def copy(
         self,
@@ -122,6 +125,45 @@ class Copiers(Jobs):
     ) -> None:
         """Run ``copy``, which copies ``nbytes``, in a thread. The rest is as in :meth:`submit`."""
         self.submit(copy, then, expected_ns=nbytes // COPIED_NBYTES_PER_NS, hold=hold)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for what :meth:`copy_soon` has returned."""
+        return bool(self._awaited)
+
+    def copy_soon(self, copy: Callable[[], object], nbytes: int) -> asyncio.Future[None]:
+        """Run ``copy``, which copies ``nbytes``, in a thread, or here if there is none or will be none.
+
+        :returns: a future that is done when it is, or raises what it raised.
+        """
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def copied(error: BaseException | None) -> None:
+            if future.done():
+                pass
+            elif error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        try:
+            if not self._has_ended:
+                self.copy(copy, nbytes, copied)
+                self._awaited.add(future)
+                future.add_done_callback(self._awaited.discard)
+                return future
+        except RuntimeError:
+            pass  # The system refuses a thread (ulimit -u).
+        copy()
+        future.set_result(None)
+        return future
+
+    def end_waits(self, why: Callable[[], Exception]) -> None:
+        """After the reaper is closed: raise an error where somebody waits for :meth:`copy_soon`."""
+        self._has_ended = True
+        for future in tuple(self._awaited):
+            if not future.done():
+                future.set_exception(why())
 
     def copy_in_parts(
         self,

@@ -16,6 +16,22 @@ def spans_of(requests: Sequence[Request]) -> list[slice]:
     return spans
 
 
+def rows_between(arrays: Sequence[Array], spans: Sequence[slice], start: int, stop: int) -> list[Array]:
+    """Return the rows of a batch from ``start`` up to ``stop``, in as many pieces as they lie in.
+
+    No array gives more than its own rows, even if it has grown meanwhile: those of others would be pushed
+    along.
+
+    :param arrays: the rows of each request.
+    :param spans: which rows of the batch those are.
+    """
+    return [
+        array[max(start - span.start, 0) : min(stop, span.stop) - span.start]
+        for array, span in zip(arrays, spans, strict=True)
+        if span.start < stop and span.stop > start
+    ]
+
+
 def copy_out(
     outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int, *, shared: bool
 ) -> list[dict[str, Array]]:

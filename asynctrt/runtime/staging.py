@@ -22,7 +22,7 @@ from asynctrt.backends.base import Binding, TensorMemory
 from asynctrt.devices.base import Buffer, Device, DeviceArray, Stream, aligned
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
-from asynctrt.runtime.spans import spans_of
+from asynctrt.runtime.spans import rows_between, spans_of
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows, gather, pins
@@ -295,12 +295,7 @@ class RowSource:
         spans = self.spans or spans_of(batch.requests)
         for index, view in enumerate(self.slab.inputs):
             arrays = self.arrays_of(index)
-            # Up to the end of its own rows: one that has grown would push others' rows along.
-            inside = [
-                array[max(start - span.start, 0) : min(end, span.stop) - span.start]
-                for array, span in zip(arrays, spans, strict=True)
-                if span.start < end and span.stop > start
-            ]
+            inside = rows_between(arrays, spans, start, end)
             if inside:
                 np.concatenate(inside, out=view[start:end])
             if stop > batch.rows:

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import _GeneratorContextManager
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from threading import get_ident
 from typing import Final
 
 from asynctrt import clock
-from asynctrt.engine import Engine, _caller
+from asynctrt.engine import STREAM_END_S, Engine, _caller
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
 from asynctrt.loops import see_through_in_thread, wait_shielded
 from asynctrt.options import Options
@@ -221,7 +221,7 @@ class IsolatedEngine(Engine):
         for task in closing:
             await wait_shielded(task)
         front.close()
-        await see_through_in_thread(front.end_threads)
+        await see_through_in_thread(partial(front.end_threads, STREAM_END_S))
         self._memory.close()
         self._state = "closed"
         for task in closing:

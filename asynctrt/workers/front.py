@@ -11,7 +11,6 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -32,6 +31,8 @@ from asynctrt.errors import (
 )
 from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
+from asynctrt.runtime.completion import Reaper
+from asynctrt.runtime.jobs import Copiers
 from asynctrt.runtime.spans import copy_out, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
@@ -45,7 +46,7 @@ from asynctrt.workers.pace import Pace
 from asynctrt.workers.slabs import Slabs
 
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
-"""Groups with more bytes than this are copied in another thread, in or out, as batches in process are."""
+"""Groups with more bytes than this are copied in other threads, in or out, as batches in process are."""
 
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size the answers of a group are copied as one block, of which each caller gets a view."""
@@ -129,7 +130,8 @@ class Front:
         """Their rows."""
         self._in_vain = 0
         self._idle_waiters: list[asyncio.Future[None]] = []
-        self._copier: ThreadPoolExecutor | None = None
+        self._reaper: Reaper | None = None
+        self._copiers: Copiers | None = None
         self._copying: set[Group] = set()
         self.counters = Counters()
 
@@ -192,8 +194,13 @@ class Front:
 
     async def wait_idle(self) -> None:
         """Return when every request was answered."""
-        while self.requests:
+        while not self._is_idle:
             await self.next_idle()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether every request was answered, and nothing is copied for who has got all of its parts."""
+        return not self.requests and not (self._copiers is not None and self._copiers.is_awaited)
 
     def next_idle(self) -> "asyncio.Future[None]":
         """Return a future that is done when every request was answered."""
@@ -204,7 +211,7 @@ class Front:
 
     def tell_if_idle(self) -> None:
         """Tell those who wait for it."""
-        if self.requests or not self._idle_waiters:
+        if not self._idle_waiters or not self._is_idle:
             return
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
@@ -252,7 +259,7 @@ class Front:
         self._fail_all(self._pending, why)
         self._fail_groups(self._held, why)
         for group in self._copying:
-            self._fail_all(group.requests, why)  # The thread is still at its block.
+            self._fail_all(group.requests, why)  # A thread may still be at its block.
             group.left = 0
         for link in self.links:
             self._fail_groups(link.groups.values(), why)
@@ -261,6 +268,9 @@ class Front:
             self._fail_groups(link.take_suspects(), why)
         if self._expiry is not None:
             self._expiry.cancel()
+        if self._reaper is not None and self._copiers is not None:
+            self._reaper.close()
+            self._copiers.end_waits(partial(copy_for, why))
         self.tell_if_idle()
 
     @property
@@ -273,14 +283,16 @@ class Front:
         """What one more row takes all workers together, in ns; 0 as long as that is not known."""
         return self._pace.added_row_ns
 
-    def end_threads(self) -> None:
-        """After :meth:`close`: end the thread that copies. Blocks while it copies."""
-        if self._copier is not None:
-            self._copier.shutdown()
+    def end_threads(self, timeout_s: float) -> None:
+        """After :meth:`close`: end the threads that copy. Blocks while they copy, up to ``timeout_s``."""
+        if self._copiers is not None:
+            self._copiers.close(timeout_s)
 
-    async def copy_off_loop(self, copy: Callable[[], None], _nbytes: int) -> None:
-        """Run ``copy`` in another thread."""
-        await self._loop.run_in_executor(self._executor(), copy)
+    def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
+        """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
+        future = self._copy_threads().copy_soon(copy, nbytes)
+        future.add_done_callback(lambda _: self.tell_if_idle())
+        return future
 
     # Out: from requests to links.
 
@@ -311,7 +323,7 @@ class Front:
         self.send_held()
 
     def _begin(self, group: Group) -> None:
-        """Put a group's rows into shared memory, here or in a thread, and then send it."""
+        """Put a group's rows into shared memory, here or in threads, and then send it."""
         try:
             group.allocate(self._heap, self._memory, self._slabs)
         except MemoryError as error:
@@ -319,31 +331,74 @@ class Front:
             self.tell_if_idle()
             return
         payloads = [request.payload for request in group.requests]
-        if group.nbytes <= COPY_ON_LOOP_NBYTES_MAX or (copier := self._executor()) is None:
-            self._written(group, group.write(self._memory, payloads))
-            return
+        if group.nbytes > COPY_ON_LOOP_NBYTES_MAX:
+            parts = group.writes(self._memory, payloads, self._copy_threads().threads_max)
+            if self._copies(
+                group, parts, group.nbytes, partial(self._written_off_loop, group, payloads, None)
+            ):
+                return
+        self._written(group, group.write(self._memory, payloads))
+
+    def _copies(
+        self,
+        group: Group,
+        parts: Sequence[Callable[[], object]],
+        nbytes: int,
+        then: Callable[[BaseException | None], object],
+    ) -> bool:
+        """Copy something of a group in threads, and call ``then`` on the loop.
+
+        :returns: False if the system refuses threads: then the loop has to.
+        """
         self._copying.add(group)
-        write = self._loop.run_in_executor(copier, group.write, self._memory, payloads)
-        write.add_done_callback(partial(self._written_off_loop, group))
+        try:
+            self._copy_threads().copy_in_parts(parts, nbytes, then)
+        except BaseException as error:
+            self._copying.discard(group)
+            if not isinstance(error, RuntimeError):
+                raise
+            return False
+        return True
 
     def _written_off_loop(
-        self, group: Group, write: "asyncio.Future[list[tuple[Request, InputError]]]"
+        self,
+        group: Group,
+        payloads: Sequence[Any],
+        refused: list[tuple[Request, InputError]] | None,
+        error: BaseException | None,
     ) -> None:
+        """Go on with a group whose rows threads have copied, or could not.
+
+        :param refused: of those that were copied one by one; ``None`` if it was tried in parts.
+        """
         self._copying.discard(group)
-        error = None if write.cancelled() else write.exception()
-        if error is not None:
+        if error is None:
+            self._written(group, refused or ())
+            self.send_held()
+        elif refused is None:
+            self._write_one_by_one(group, payloads)
+        else:
             failed = ExecutionError(f"its rows could not be copied: {errors.describe(error)}")
             self._fail_groups([group], failed)
             self.tell_if_idle()
-        else:
-            self._written(group, [] if write.cancelled() else write.result())
-            self.send_held()
+
+    def _write_one_by_one(self, group: Group, payloads: Sequence[Any]) -> None:
+        """Find out whose rows cannot be copied, in a thread if there is one."""
+        refused: list[tuple[Request, InputError]] = []
+
+        def write() -> None:
+            refused.extend(group.write(self._memory, payloads))
+
+        then = partial(self._written_off_loop, group, payloads, refused)
+        if not self._copies(group, [write], group.nbytes, then):
+            write()
+            then(None)
 
     def _written(self, group: Group, refused: Iterable[tuple[Request, InputError]]) -> None:
         for request, error in refused:
             self._fail_all([request], error)
             self.tell_if_idle()
-        group.left = 0
+        group.left, group.pins = 0, ()
         for request in group.requests:
             if request.state is QUEUED:
                 request.payload = group
@@ -426,12 +481,15 @@ class Front:
         else:
             views = group.outputs(self._memory)
         size = sum([view.nbytes for view in views.values()])
-        if size > COPY_ON_LOOP_NBYTES_MAX and (copier := self._executor()) is not None:
-            self._copying.add(group)
-            copy = self._loop.run_in_executor(copier, self._copied, group, views, size)
-            copy.add_done_callback(partial(self._copied_off_loop, group, records))
-        else:
-            self._deliver(group, self._copied(group, views, size), records)
+        if size > COPY_ON_LOOP_NBYTES_MAX:
+            outputs: list[dict[str, Array]] = []
+
+            def copy() -> None:
+                outputs.extend(self._copied(group, views, size))
+
+            if self._copies(group, [copy], size, partial(self._copied_off_loop, group, records, outputs)):
+                return
+        self._deliver(group, self._copied(group, views, size), records)
 
     def _copied(self, group: Group, views: dict[str, Array], nbytes: int) -> list[dict[str, Array]]:
         """Return the outputs of each request, in arrays that are its caller's."""
@@ -445,14 +503,15 @@ class Front:
         self,
         group: Group,
         records: tuple[BatchRecord, ...],
-        copy: "asyncio.Future[list[dict[str, Array]]]",
+        outputs: list[dict[str, Array]],
+        error: BaseException | None,
     ) -> None:
         self._copying.discard(group)
-        error = None if copy.cancelled() else copy.exception()
-        if copy.cancelled() or error is not None:
-            self._fail_groups([group], ExecutionError(f"its outputs could not be copied: {error!r}"))
+        if error is not None:
+            why = ExecutionError(f"its outputs could not be copied: {errors.describe(error)}")
+            self._fail_groups([group], why)
         else:
-            self._deliver(group, copy.result(), records)
+            self._deliver(group, outputs, records)
         self.tell_if_idle()
 
     def _deliver(
@@ -669,17 +728,12 @@ class Front:
             group.left = 0
             group.free(self._heap)
 
-    def _executor(self) -> ThreadPoolExecutor | None:
-        """Return what copies in a thread; ``None`` if the system refuses one: then the loop has to."""
-        if self._copier is None:
-            copier = ThreadPoolExecutor(1, thread_name_prefix="asynctrt-copy")
-            try:
-                # Its thread starts with what it is given first, which stays in its queue if that is refused.
-                copier.submit(int)
-            except RuntimeError:
-                return None
-            self._copier = copier
-        return self._copier
+    def _copy_threads(self) -> Copiers:
+        """Return what copies in threads, which most engines never need."""
+        if self._copiers is None:
+            self._reaper = Reaper(self._loop, self._now_ns, waiting="adaptive", context=self._context)
+            self._copiers = Copiers(self._reaper, self._now_ns)
+        return self._copiers
 
 
 def _raise_in(request: Request, error: AsynctrtError) -> None:

@@ -1,13 +1,19 @@
 """Requests that travel to a worker together, in one block of shared memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any, Final
+
+import numpy as np
 
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
+from asynctrt.runtime.spans import rows_between, spans_of
+from asynctrt.runtime.staging import PART_NBYTES_MIN
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
-from asynctrt.tensors import Array, copy_rows, gather
+from asynctrt.tensors import Array, copy_rows, gather, pins
 from asynctrt.workers.layout import SYMBOLS, Layout
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.slabs import Slab, Slabs
@@ -37,6 +43,7 @@ class Group:
         "left",
         "nbytes",
         "number",
+        "pins",
         "priority",
         "requests",
         "rows",
@@ -67,6 +74,8 @@ class Group:
         """What large rows were copied from: models may write to their inputs, and have these in place."""
         self.large: tuple[int, int] | None = None
         """Offset and bytes of the block for an answer that does not fit into its own."""
+        self.pins: Sequence[object] = ()
+        """What keeps anybody from freeing what threads copy."""
         self.left = len(requests)
         """Requests whose callers still wait."""
         self.number = 0
@@ -139,6 +148,23 @@ class Group:
         except Exception:
             return self._write_one_by_one(views, payloads)
         return []
+
+    def writes(
+        self, memory: SharedMemory, payloads: Sequence[Any], parts_max: int
+    ) -> list[Callable[[], object]]:
+        """Return what copies rows into the block in parts, for several threads.
+
+        :meth:`write` is to follow if one of them raises: it finds out whose rows cannot be copied.
+        """
+        if self.layout.is_large:
+            self.sources = payloads
+        # Nobody can free what they read while they do.
+        self.pins = pins(array for payload in payloads for array in payload)
+        views = list(self.inputs(memory).values())
+        spans = spans_of(self.requests)
+        parts = max(min(parts_max, self.nbytes // PART_NBYTES_MIN, self.rows), 1)
+        ends = [self.rows * number // parts for number in range(parts + 1)]
+        return [partial(_write_part, views, payloads, spans, *between) for between in pairwise(ends)]
 
     def _write_one_by_one(
         self, views: Sequence[Array], payloads: Sequence[Any]
@@ -215,6 +241,15 @@ class Group:
                 at += request.rows
         self.free(heap)
         return made
+
+
+def _write_part(
+    views: Sequence[Array], payloads: Sequence[Any], spans: Sequence[slice], start: int, stop: int
+) -> None:
+    """Copy some rows of a group into its block."""
+    for number, view in enumerate(views):
+        arrays = [payload[number] for payload in payloads]
+        np.concatenate(rows_between(arrays, spans, start, stop), out=view[start:stop])
 
 
 def starts_of(requests: Iterable[Request]) -> list[int]:

@@ -53,7 +53,9 @@ async def test_a_worker_that_is_ready_just_when_it_is_closed_is_not_used():
 async def test_who_leaves_while_rows_wait_for_the_copying_thread_takes_nobody_along():
     async with workers(LARGE), opened(LARGE) as engine:
         latch = threading.Event()
-        engine._front._executor().submit(latch.wait)
+        copiers = engine._front._copy_threads()
+        for _ in range(copiers.threads_max):
+            copiers.assist(latch.wait)
         array = np.ones((1, 1 << 20), np.uint8)
         calls = [engine.submit(array * number) for number in range(8)]
         await asyncio.sleep(0)
