@@ -18,6 +18,7 @@ from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeadlineError,
     DeviceLostError,
+    EngineClosedError,
     ExecutionError,
     InputError,
     OverloadError,
@@ -315,6 +316,67 @@ class TestCalls:
             result = await engine.infer(rows(*range(16)))
         np.testing.assert_array_equal(result["output"], 2 * rows(*range(16)))
         assert threads == {"asynctrt-copy"}
+
+    @pytest.mark.parametrize("ends", ["drain", "aclose"])
+    async def test_who_has_got_all_parts_is_answered_though_the_engine_ends_meanwhile(
+        self, monkeypatch, ends
+    ):
+        monkeypatch.setattr("asynctrt.engine.COPY_ON_LOOP_NBYTES_MAX", 64)
+        begun, go = threading.Event(), threading.Event()
+        join = asynctrt.InferResult.join
+
+        def slow(parts):
+            begun.set()
+            assert go.wait(WAIT_S)
+            return join(parts)
+
+        monkeypatch.setattr(asynctrt.InferResult, "join", slow)
+        async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
+            call = asyncio.ensure_future(engine.infer(rows(*range(16))))
+            await until(begun.is_set)
+            ending = asyncio.ensure_future(getattr(engine, ends)())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not ending.done()
+            go.set()
+            np.testing.assert_array_equal((await call)["output"], 2 * rows(*range(16)))
+            await ending
+
+    async def test_who_has_got_all_parts_is_told_if_they_are_not_joined_in_time(self, monkeypatch):
+        monkeypatch.setattr("asynctrt.engine.COPY_ON_LOOP_NBYTES_MAX", 64)
+        begun, go = threading.Event(), threading.Event()
+        join = asynctrt.InferResult.join
+        monkeypatch.setattr(
+            asynctrt.InferResult, "join", lambda parts: (begun.set(), go.wait(WAIT_S), join(parts))[-1]
+        )
+        async with (
+            asyncio.timeout(WAIT_S),
+            asynctrt.open(double_model(), max_rows=2, close_timeout=0.01) as engine,
+        ):
+            call = asyncio.ensure_future(engine.infer(rows(*range(16))))
+            await until(begun.is_set)
+            await engine.aclose()
+            with pytest.raises(EngineClosedError, match="is closed"):
+                await call
+            go.set()
+
+    async def test_who_comes_to_join_parts_once_the_engine_is_closed_is_answered(self, monkeypatch):
+        monkeypatch.setattr("asynctrt.engine.COPY_ON_LOOP_NBYTES_MAX", 64)
+        async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
+            late = asyncio.Event()
+            gathered = asyncio.gather
+
+            async def gather(*futures):
+                answers = await gathered(*futures)
+                await late.wait()
+                return answers
+
+            monkeypatch.setattr(asyncio, "gather", gather)
+            call = asyncio.ensure_future(engine.infer(rows(*range(16))))
+            await until(lambda: engine.statistics().succeeded == 8)
+            await engine.aclose()
+            late.set()
+            np.testing.assert_array_equal((await call)["output"], 2 * rows(*range(16)))
 
     @pytest.mark.parametrize(
         "dims", [5, [1], {"x": 1}, {"typo": (3,)}, {"x": (3.5,)}, {"x": (-1,)}, {"x": (1, 2)}, {"x": ("n",)}]

@@ -13,6 +13,7 @@ from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import ExecutionError
 from asynctrt.tensors import TensorSpec
 from tests.helpers import WAIT_S
+from tests.models import double_model
 from tests.runtime.support import ScratchModel
 from tests.workers.double import workers
 from tests.workers.models import ROW, rows
@@ -67,6 +68,15 @@ async def test_no_thread_to_copy_in(refused, is_warm):
         refused.names = ()
         for _ in range(3):
             assert (await engine.infer(wide_rows()))["y"][0, -1] == 2
+    assert engine.state == "closed"
+
+
+async def test_no_thread_to_join_the_parts_of_a_call_in(refused, monkeypatch):
+    monkeypatch.setattr("asynctrt.engine.COPY_ON_LOOP_NBYTES_MAX", 64)
+    refused.names = ("asynctrt-copy",)
+    async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
+        answer = await engine.infer(rows(*range(16)))
+        np.testing.assert_array_equal(answer["output"], 2 * rows(*range(16)))
     assert engine.state == "closed"
 
 

@@ -15,7 +15,6 @@ from asynctrt.backends.base import (
     Model,
     PreparedContext,
     PreparedModel,
-    SlowBinding,
     create_context_on,
 )
 from asynctrt.cancellation import current
@@ -181,7 +180,9 @@ class PooledContext:
         if not self._model.enqueue_may_block or (source.inputs is source.slab and self.is_captured(rows)):
             return False
         binding = self.binding(source)
-        return not isinstance(binding, SlowBinding) or binding.may_block(rows, profile=source.batch.profile)
+        # A SlowBinding, but to ask isinstance() for a protocol takes as long as all else up to the launch.
+        may_block = getattr(binding, "may_block", None)
+        return may_block is None or bool(may_block(rows, profile=source.batch.profile))
 
     def enqueue(self, source: RowSource, events: BatchEvents, lane: Lane | None = None) -> None:
         """Put a whole batch on the stream and return at once. This is the one order of things.

@@ -229,7 +229,7 @@ class SharedWork:
 class Job:
     """One job: what a thread serves, and what the reaper watches."""
 
-    __slots__ = ("_begun", "_callback", "_done", "_is_revoked", "_threads", "_work", "error")
+    __slots__ = ("_begun", "_callback", "_is_revoked", "_running", "_threads", "_work", "error")
 
     def __init__(self, work: Callable[[], object], threads: StreamThreads) -> None:
         # Whoever takes it out, a thread or who revokes it, is the only one.
@@ -237,7 +237,9 @@ class Job:
         self._is_revoked = False
         self._threads = threads
         self._begun = False
-        self._done = threading.Event()
+        # Held until it is done. An event would do the same, and take ten times as long.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._callback: Callable[[], None] | None = None
         self.error: BaseException | None = None
 
@@ -254,7 +256,7 @@ class Job:
         except BaseException as error:
             self.error = error
         del work
-        self._done.set()
+        self._running.release()
         callback = self._callback
         if callback is not None:
             callback()
@@ -268,7 +270,7 @@ class Job:
         except IndexError:
             return self._is_revoked
         self._is_revoked = True
-        self._done.set()
+        self._running.release()
         return True
 
     def tell(self, then: Callable[[BaseException | None], object]) -> None:
@@ -277,18 +279,21 @@ class Job:
             then(self.error)
 
     def is_running(self) -> bool:
-        return self._begun and not self._done.is_set()
+        return self._begun and self._running.locked()
 
     def query(self) -> bool:
-        return self._done.is_set()
+        return not self._running.locked()
 
     def nudge(self) -> bool:
-        return not self._done.is_set() and self._threads.lend_gil()
+        return self._running.locked() and self._threads.lend_gil()
 
     def on_done(self, callback: Callable[[], None]) -> bool:
         # Ask first, look second, and the thread the other way round: one of the two sees the other.
         self._callback = callback
-        return not self._done.is_set()
+        return self._running.locked()
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
-        return self._done.wait(timeout_s)
+        if not self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            return False
+        self._running.release()
+        return True

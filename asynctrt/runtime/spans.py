@@ -1,9 +1,14 @@
 """Which rows of a batch are whose, and the outputs for each: in process, and in fronts of workers."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Final
 
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array
+
+PART_NBYTES_MIN: Final = 1 << 20
+"""Several threads copy the rows of a batch, each at least so much of them."""
 
 
 def spans_of(requests: Sequence[Request]) -> list[slice]:
@@ -14,6 +19,15 @@ def spans_of(requests: Sequence[Request]) -> list[slice]:
         start, stop = stop, stop + request.rows
         spans.append(slice(start, stop))
     return spans
+
+
+def parts_of(rows: int, nbytes: int, parts_max: int) -> list[tuple[int, int]]:
+    """Return the parts in which several threads copy rows: where each begins, and the next one does.
+
+    :param nbytes: of all rows.
+    """
+    parts = max(min(parts_max, nbytes // PART_NBYTES_MIN, rows), 1)
+    return list(pairwise([rows * number // parts for number in range(parts + 1)]))
 
 
 def rows_between(arrays: Sequence[Array], spans: Sequence[slice], start: int, stop: int) -> list[Array]:

@@ -13,7 +13,6 @@ that leaves no holes where a request was cancelled, and what only waits needs no
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -22,7 +21,7 @@ from asynctrt.backends.base import Binding, TensorMemory
 from asynctrt.devices.base import Buffer, Device, DeviceArray, Stream, aligned
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
-from asynctrt.runtime.spans import rows_between, spans_of
+from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows, gather, pins
@@ -30,9 +29,6 @@ from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, 
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size a batch's output is copied as one block, of which each result is a view. A result that
 is kept then keeps at most this much memory; larger outputs are copied request by request."""
-
-PART_NBYTES_MIN: Final = 1 << 20
-"""Several threads stage a batch, each at least so much of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +278,10 @@ class RowSource:
         # Nobody can free what they read while they do.
         self._pins = pins(array for index in range(len(self.slab.inputs)) for array in self.arrays_of(index))
         rows_run = self.batch.rows_run
-        parts = min(parts_max, self.staged_nbytes // PART_NBYTES_MIN, rows_run)
-        if parts < 2:
+        parts = parts_of(rows_run, self.staged_nbytes, parts_max)
+        if len(parts) < 2:
             return [self.stage]
-        ends = [rows_run * number // parts for number in range(parts + 1)]
-        return [partial(self._stage_part, *between) for between in pairwise(ends)]
+        return [partial(self._stage_part, *part) for part in parts]
 
     def _stage_part(self, start: int, stop: int) -> None:
         """Stage some rows of the batch, padding among them."""

@@ -194,13 +194,8 @@ class Front:
 
     async def wait_idle(self) -> None:
         """Return when every request was answered."""
-        while not self._is_idle:
+        while self.requests:
             await self.next_idle()
-
-    @property
-    def _is_idle(self) -> bool:
-        """Whether every request was answered, and nothing is copied for who has got all of its parts."""
-        return not self.requests and not (self._copiers is not None and self._copiers.is_awaited)
 
     def next_idle(self) -> "asyncio.Future[None]":
         """Return a future that is done when every request was answered."""
@@ -211,7 +206,7 @@ class Front:
 
     def tell_if_idle(self) -> None:
         """Tell those who wait for it."""
-        if not self._idle_waiters or not self._is_idle:
+        if self.requests or not self._idle_waiters:
             return
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
@@ -268,9 +263,8 @@ class Front:
             self._fail_groups(link.take_suspects(), why)
         if self._expiry is not None:
             self._expiry.cancel()
-        if self._reaper is not None and self._copiers is not None:
+        if self._reaper is not None:
             self._reaper.close()
-            self._copiers.end_waits(partial(copy_for, why))
         self.tell_if_idle()
 
     @property
@@ -289,10 +283,8 @@ class Front:
             self._copiers.close(timeout_s)
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
-        """Run ``copy`` in another thread; the future is done when it is, or raises what it raised."""
-        future = self._copy_threads().copy_soon(copy, nbytes)
-        future.add_done_callback(lambda _: self.tell_if_idle())
-        return future
+        """Copy the answers of parts into one; there are none, as in :meth:`submit_parts`."""
+        raise NotImplementedError
 
     # Out: from requests to links.
 

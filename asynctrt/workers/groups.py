@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
-from asynctrt.runtime.spans import rows_between, spans_of
-from asynctrt.runtime.staging import PART_NBYTES_MIN
+from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import QUEUED, Request
 from asynctrt.tensors import Array, copy_rows, gather, pins
@@ -162,9 +160,10 @@ class Group:
         self.pins = pins(array for payload in payloads for array in payload)
         views = list(self.inputs(memory).values())
         spans = spans_of(self.requests)
-        parts = max(min(parts_max, self.nbytes // PART_NBYTES_MIN, self.rows), 1)
-        ends = [self.rows * number // parts for number in range(parts + 1)]
-        return [partial(_write_part, views, payloads, spans, *between) for between in pairwise(ends)]
+        return [
+            partial(_write_part, views, payloads, spans, *part)
+            for part in parts_of(self.rows, self.nbytes, parts_max)
+        ]
 
     def _write_one_by_one(
         self, views: Sequence[Array], payloads: Sequence[Any]

@@ -112,6 +112,55 @@ def test_a_thread_that_is_free_is_used_again():
     assert shared.leave(WAIT_S)
 
 
+def test_of_threads_that_are_idle_the_last_one_that_worked_is_used():
+    shared, gate = shared_threads(threads_max=3), threading.Event()
+    work = [Job(gate) for _ in range(3)]
+    for job in work:
+        shared.schedule(job)
+        assert job.begun.wait(WAIT_S)
+    gate.set()
+    assert spin(lambda: len(shared.ready._asleep) == 3)
+    for count in (1, 2, 1):
+        threads = set()
+        for _ in range(20):
+            gate, jobs = threading.Event(), []
+            for _ in range(count):
+                jobs.append(Job(gate))
+                shared.schedule(jobs[-1])
+                assert jobs[-1].begun.wait(WAIT_S)
+            gate.set()
+            assert spin(lambda: len(shared.ready._asleep) == 3)
+            threads |= {job.thread for job in jobs}
+        assert len(threads) == count
+    assert shared.leave(WAIT_S)
+    assert not any(job.thread.is_alive() for job in work)
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_ctrl_c_while_a_thread_is_woken_leaves_none_asleep_for_good(wakes):
+    """Whether it comes before or after the thread was woken, which its place in the list does not tell."""
+    shared = shared_threads(threads_max=2)
+    for job in (Job(), Job()):
+        shared.schedule(job)
+        assert job.done.wait(WAIT_S)
+        assert spin(lambda: shared.ready._asleep)
+    sleep = shared.ready._asleep[-1]
+    if wakes:
+        sleep.release()
+        assert spin(lambda: len(shared.ready._asleep) > 1), "it sleeps again, and is in the list twice"
+    for _ in range(8):
+        gate, work = threading.Event(), [Job(), Job()]
+        for job in work:
+            job.gate = gate
+            shared.schedule(job)
+        for job in work:
+            assert job.begun.wait(WAIT_S)
+        gate.set()
+        assert all(job.done.wait(WAIT_S) for job in work)
+    assert shared.leave(WAIT_S)
+    assert not any(job.thread.is_alive() for job in work)
+
+
 def test_they_end_with_the_last_stream():
     shared = shared_threads()
     shared.join()

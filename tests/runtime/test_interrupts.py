@@ -19,7 +19,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import AsynctrtError, DeviceLostError
-from asynctrt.runtime import driver, staging
+from asynctrt.runtime import driver, spans
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.staging import RowSource, StagingBuffers
@@ -274,11 +274,11 @@ HOW = {
     "staged and enqueued by a thread": {
         "in_place": "never",
         "blocks": True,
-        "patched": {(driver, "STAGE_ON_LOOP_NBYTES_MAX"): 0, (staging, "PART_NBYTES_MIN"): 1},
+        "patched": {(driver, "STAGE_ON_LOOP_NBYTES_MAX"): 0, (spans, "PART_NBYTES_MIN"): 1},
     },
     "copied by threads": {
         "in_place": "never",
-        "patched": {(driver, "COPY_ON_LOOP_NBYTES_MAX"): 0, (staging, "PART_NBYTES_MIN"): 1},
+        "patched": {(driver, "COPY_ON_LOOP_NBYTES_MAX"): 0, (spans, "PART_NBYTES_MIN"): 1},
     },
 }
 

@@ -11,7 +11,7 @@ import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, QueueFullError, UsageError
-from asynctrt.runtime import driver, staging
+from asynctrt.runtime import driver, spans
 from asynctrt.runtime.spans import copy_out, spans_of
 from asynctrt.runtime.staging import RowSource, Slab, StagingBuffers, deliver, fill, lay_out, reserve
 from asynctrt.tensors import BatchRecord, TensorSpec
@@ -101,7 +101,7 @@ def test_padding_is_a_copy_of_the_first_row():
 @pytest.mark.parametrize("counts", [[8], [1] * 8, [1, 6, 1], [3, 2], [1]])
 @pytest.mark.parametrize("parts", [2, 3, 8])
 def test_parts_do_together_what_is_done_at_once(monkeypatch, counts, parts):
-    monkeypatch.setattr(staging, "PART_NBYTES_MIN", 1)
+    monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
     rng = np.random.default_rng(0)
     requests = [
         make_request(rng.random((count, 2)).astype(FLOAT), rng.integers(0, 99, count)) for count in counts
@@ -167,7 +167,7 @@ class TestArraysThatChanged:
     @pytest.mark.parametrize("parts", [None, 2, 6])
     def test_one_that_grew_and_one_that_shrank_push_no_other_along(self, monkeypatch, counts, parts):
         """Together they have as many rows as before, and so nothing else tells."""
-        monkeypatch.setattr(staging, "PART_NBYTES_MIN", 1)
+        monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
         arrays = [np.full((count, 2), 10 + number, np.float32) for number, count in enumerate(counts)]
         requests = [make_request(array) for array in arrays]
         slab = slab_of(dims=(2,))
@@ -190,7 +190,7 @@ class TestArraysThatChanged:
     @pytest.mark.parametrize("parts", [1, 3])
     async def test_what_threads_read_cannot_be_freed(self, monkeypatch, parts):
         monkeypatch.setattr(driver, "COPY_ON_LOOP_NBYTES_MAX", 0)
-        monkeypatch.setattr(staging, "PART_NBYTES_MIN", 1)
+        monkeypatch.setattr(spans, "PART_NBYTES_MIN", 1)
         begun, go = threading.Event(), threading.Event()
         stage = RowSource.stage if parts == 1 else RowSource._stage_part
 

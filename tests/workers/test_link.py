@@ -5,6 +5,8 @@ import gc
 import os
 import threading
 import time
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,9 +21,10 @@ from asynctrt.errors import (
     PoisonError,
     SuspendedError,
 )
-from asynctrt.workers import spares
+from asynctrt.runtime.jobs import Copiers
+from asynctrt.workers import front, groups, spares
 from asynctrt.workers.link import LOOK_S, VAIN_DEATHS_MAX
-from tests.helpers import until
+from tests.helpers import WAIT_S, until
 from tests.workers.double import workers
 from tests.workers.models import SEGFAULT, rows
 
@@ -66,6 +69,28 @@ async def test_who_leaves_while_rows_wait_for_the_copying_thread_takes_nobody_al
         for number, call in enumerate(calls):
             if number != 3:
                 assert np.array_equal((await call)["y"], array * number * 2)
+    assert engine._front._heap.blocks == 0
+
+
+@pytest.mark.parametrize("counts", [[8], [1] * 8, [3, 5], [1, 6, 1]])
+async def test_large_rows_are_copied_by_several_threads_at_once(monkeypatch, counts):
+    monkeypatch.setattr(front, "Copiers", partial(Copiers, threads_max=2))
+    both, threads = threading.Barrier(2), set()
+    write = groups._write_part
+
+    def write_with_the_other(*args):
+        both.wait(WAIT_S)
+        threads.add(threading.current_thread().name.rpartition("-")[0])
+        write(*args)
+
+    monkeypatch.setattr(groups, "_write_part", write_with_the_other)
+    array = np.arange(8, dtype=np.uint8)[:, None].repeat(1 << 20, 1)
+    ends = np.cumsum([0, *counts])
+    async with asyncio.timeout(WAIT_S), workers(LARGE), opened(LARGE) as engine:
+        answers = await asyncio.gather(*[engine.infer(array[slice(*part)]) for part in pairwise(ends)])
+        for part, answer in zip(pairwise(ends), answers, strict=True):
+            assert np.array_equal(answer["y"], array[slice(*part)] * 2)
+    assert threads == {"asynctrt-copy"}
     assert engine._front._heap.blocks == 0
 
 

@@ -4,9 +4,9 @@ import atexit
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Final, Protocol
 
 from asynctrt import clock
@@ -33,6 +33,47 @@ class Served(Protocol):
 
     def serve(self) -> None:
         """Do the work. Never raises."""
+
+
+class ReadyQueue:
+    """What is ready to be served by several threads. Of those that are idle, the last to become so is woken.
+
+    Its core is warm, and so is what libraries keep for each thread. With ``queue.SimpleQueue``, which
+    wakes the first, a lone caller of an ONNX model on a GPU had each call served by another thread, and got
+    0.93 of the calls a second that a single thread serves, eight callers 0.8.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ready: deque[Served | None] = deque()
+        # Of each thread that sleeps, what wakes it when it is released.
+        self._asleep: list[threading.Lock] = []
+
+    def put(self, served: Served | None) -> None:
+        """Add something, and wake a thread for it."""
+        with self._lock:
+            while self._asleep:
+                sleep = self._asleep[-1]
+                is_woken = sleep.locked()
+                if is_woken:
+                    sleep.release()
+                # Not before: one that Ctrl-C came in between would sleep for good.
+                self._asleep.pop()
+                if is_woken:
+                    break
+            self._ready.append(served)
+
+    def get(self, sleep: threading.Lock) -> Served | None:
+        """Wait for something, in a thread.
+
+        :param sleep: a lock of the thread's own, which it holds.
+        """
+        while True:
+            with self._lock:
+                if self._ready:
+                    return self._ready.popleft()
+                self._asleep.append(sleep)
+            sleep.acquire()
 
 
 class _Worker:
@@ -67,8 +108,10 @@ class _Worker:
     def _serve(self) -> None:
         self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
         atexit.register(self._let_end)
+        sleep = threading.Lock()
+        sleep.acquire()
         try:
-            while (served := self._ready.get()) is not None:
+            while (served := self._ready.get(sleep)) is not None:
                 self._seen = None
                 self.serves = served
                 served.serve()
@@ -102,7 +145,7 @@ class StreamThreads:
         self._workers: list[_Worker] = []
         # Streams that were scheduled and not served yet: each could keep a thread busy.
         self._tickets = 0
-        self.ready: SimpleQueue[Served | None] = SimpleQueue()
+        self.ready = ReadyQueue()
         # The hand-over of the GIL: a thread frees the baton whenever it gets anywhere.
         self._baton = threading.Lock()
         self._baton.acquire()
@@ -145,7 +188,7 @@ class StreamThreads:
                 return True
             # Streams that are made from now on have threads and a queue of their own.
             workers, self._workers = self._workers, []
-            ready, self.ready = self.ready, SimpleQueue()
+            ready, self.ready = self.ready, ReadyQueue()
         ready.put(None)
         until_ns = clock.now_ns() + int(timeout_s * 1e9)
         for worker in workers:
@@ -202,8 +245,7 @@ class StreamThreads:
         if now_ns < self._lend_next_ns or not GIL:
             return False
         stalled = [worker.is_stalled(now_ns) for worker in self._workers]
-        # A thread that has been given work and has not taken it up. The queue does not tell: from Python 3.13
-        # on it hands what is put straight to the thread that waits for it.
+        # A thread that has been given work and has not taken it up.
         idle = sum(worker.serves is None for worker in self._workers)
         is_wanted = idle > 0 and self._tickets > len(self._workers) - idle
         if not is_wanted and not any(stalled):
