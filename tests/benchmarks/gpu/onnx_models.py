@@ -1,11 +1,20 @@
 """The models of ``ort_cuda``: their rows, and three that torch exports where it is installed.
 
-magika, silero-vad and the detector and recogniser of PP-OCR come from packages of theirs
-(``tests/benchmarks/README.md``). ResNet-50, an encoder as large as BERT's base and a vision transformer are
-made here with random weights: what they compute takes as long as with trained ones.
+magika, silero-vad and the detector and recogniser of PP-OCR come from packages of theirs, with their axes as
+the engine needs them. This writes them to a folder; ``magika``, ``silero-vad``, ``rapidocr-onnxruntime`` and
+``onnx`` have to be installed:
+
+    python -m tests.benchmarks.gpu.onnx_models DIR
+
+ResNet-50, an encoder as large as BERT's base and a vision transformer are made with random weights where
+torch is installed: what they compute takes as long as with trained ones.
 """
 
+import argparse
+import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 
@@ -50,6 +59,54 @@ SUBJECTS = (
     Subject("encoder", 64, {"tokens": ("int64", ("length",))}, LENGTHS),
     Subject("vit", 64, {"image": ("float32", (3, 224, 224))}),
 )
+
+
+def collect(folder):
+    """Write the models that come from packages."""
+    import onnx
+
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(_packaged("magika", "models/standard_v3_3/model.onnx"), folder / "magika.onnx")
+    for name, kind in (("ppocr_det", "det"), ("ppocr_rec", "rec")):
+        model = onnx.load(_packaged("rapidocr_onnxruntime", f"models/ch_PP-OCRv4_{kind}_infer.onnx"))
+        for value in (*model.graph.input, *model.graph.output):
+            value.type.tensor_type.shape.dim[0].dim_param = "batch"
+        onnx.save(model, folder / f"{name}.onnx")
+    model = onnx.load(_packaged("silero_vad", "data/silero_vad_16k_op15.onnx"))
+    onnx.save(_rows_first(onnx, model), folder / "silero_vad.onnx")
+
+
+def _packaged(package, path):
+    found = find_spec(package)
+    if found is None:
+        raise SystemExit(f"{package} is not installed: see {__doc__}")
+    return Path(found.origin).parent / path
+
+
+def _rows_first(onnx, model):
+    """Return silero-vad with the first axis of its state that of rows, for sounds of 16 kHz."""
+    graph, make = model.graph, onnx.helper
+    kept = [value for value in graph.input if value.name == "input"]
+    rate = onnx.numpy_helper.from_array(np.array(16_000, np.int64), "sr")
+    shape = ["batch", 2, 128]
+    state = make.make_tensor_value_info("state", onnx.TensorProto.FLOAT, shape)
+    after = make.make_tensor_value_info("stateN", onnx.TensorProto.FLOAT, shape)
+    _rename(graph, {"state": "state_inside", "stateN": "stateN_inside"})
+    turn_in = make.make_node("Transpose", ["state"], ["state_inside"], perm=(1, 0, 2))
+    turn_out = make.make_node("Transpose", ["stateN_inside"], ["stateN"], perm=(1, 0, 2))
+    nodes = [turn_in, *graph.node, turn_out]
+    outputs = [graph.output[0], after]
+    made = make.make_graph(nodes, graph.name, [*kept, state], outputs, [*graph.initializer, rate])
+    return make.make_model(made, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def _rename(graph, names):
+    """Rename what nodes read and write, also in branches."""
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+        for branch in node.attribute:
+            _rename(branch.g, names)
 
 
 def export(folder):
@@ -120,3 +177,9 @@ def _encoder(torch, *, layers=12, width=768, heads=12):
             return self.layers(self.words(tokens)).mean(dim=1)
 
     return Encoder()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, metavar="DIR")
+    collect(parser.parse_args().folder)
