@@ -1,6 +1,8 @@
 """What can be told of ONNX Runtime's CUDA provider without a GPU; tests/gpu has the rest."""
 
 import inspect
+import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from asynctrt.backends import onnxruntime_cuda
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_cuda import (
     PROVIDER_OPTIONS,
+    CudaSession,
     OnnxCudaModel,
     check_provider,
     describe_fallback,
@@ -17,7 +20,13 @@ from asynctrt.backends.onnxruntime_cuda import (
 )
 from asynctrt.backends.onnxruntime_streams import StreamedOnnxModel
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError, MissingExtraError, OptionsError
+from asynctrt.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    ExecutionError,
+    MissingExtraError,
+    OptionsError,
+)
 from tests.backends.onnx_sessions import HostSessions
 from tests.models import double_onnx
 
@@ -61,6 +70,101 @@ def test_another_device_than_a_gpu_is_refused(tmp_path):
 def test_a_limit_of_memory_that_is_none_is_refused(tmp_path, limit):
     with pytest.raises(OptionsError, match="memory_limit must be a whole number ≥ 1"):
         OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), device=HostDevice(), memory_limit=limit)
+
+
+class DeferringSession:
+    """A session of ONNX Runtime's as it was seen on an H200: what a run leaves is freed by a function on the
+    stream, which comes with the next run or with the end, and may not be the last to know of the session."""
+
+    def __init__(self, stream, *, fails=False):
+        self.stream = stream
+        self.fails = fails
+        self.state = {"left": 0}
+        self.terminated = []
+        weakref.finalize(self, self._end, self.stream, self.state)
+
+    @staticmethod
+    def _end(stream, state):
+        stream.ended.append("process" if state["left"] or stream.functions else "session")
+
+    def run_with_iobinding(self, binding, options):
+        if self.state["left"]:
+            self.stream.functions, self.state["left"] = self.stream.functions + 1, 0
+        if options.terminate:
+            self.terminated.append(binding)
+            raise RuntimeError("Exiting due to terminate flag being set to true.")
+        self.state["left"] = 1
+        if self.fails:
+            raise RuntimeError("Non-zero status code returned while running LSTM node.")
+
+
+class DeferringStream:
+    """What has to be on a stream for that. It is the device as well."""
+
+    def __init__(self, *, drains=True, state="ready"):
+        self.handle = 7
+        self.functions = 0
+        self.drains = drains
+        self.ended = []
+        self.ordinal, self.state, self.lost, self.name, self.counted = 0, state, None, "cuda:0", 0
+
+    def drain(self, timeout_s):
+        if self.drains:
+            self.functions = 0
+        return self.drains
+
+    def count_in(self, nbytes):
+        self.counted += nbytes
+
+    def count_out(self, nbytes):
+        self.counted -= nbytes
+
+    def activate(self):
+        if self.state == "lost":
+            raise DeviceLostError("it is lost")
+
+    def check(self, what):
+        pass
+
+
+def end_session(stream, *, runs=1, fails=False, is_lost=False):
+    """Run and end a session; return the bindings of runs that were terminated."""
+    found = DeferringSession(stream, fails=fails)
+    terminated = found.terminated
+    session = CudaSession(found, stream, stream, name="m", nbytes=5)
+    del found
+    for number in range(runs):
+        with suppress(ExecutionError):
+            session.put(f"binding {number}", stream, None)
+        assert stream.drain(1) == stream.drains
+    if is_lost:
+        stream.state = "lost"
+    session.close()
+    session.close()
+    return terminated
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_session_ends_once_what_its_last_run_left_is_freed(runs, fails):
+    stream = DeferringStream()
+    assert end_session(stream, runs=runs, fails=fails) == [f"binding {runs - 1}"]
+    assert stream.ended == ["session"]
+    assert stream.counted == 0
+
+
+def test_a_session_that_never_ran_ends_at_once():
+    stream = DeferringStream()
+    assert end_session(stream, runs=0) == []
+    assert (stream.ended, stream.counted) == (["session"], 0)
+
+
+@pytest.mark.parametrize("given", [{"drains": False}, {"is_lost": True}])
+def test_a_session_that_cannot_end_without_harm_is_left_alive(given):
+    stream = DeferringStream(drains=given.get("drains", True))
+    end_session(stream, is_lost=given.get("is_lost", False))
+    assert stream.ended == []
+    assert stream.counted == 5, "its memory stays in use"
 
 
 class Bytes:
