@@ -321,11 +321,12 @@ class CudaSession(StreamSession):
     def _settle(self) -> bool:
         """Have ONNX Runtime free what the last run has left, and say whether it has.
 
-        With some models, such as silero-vad with its ``If``, a run leaves host memory that is freed with the
-        next run, or with the session: by a function on the stream. If that is the last to know the memory's
-        allocator, it ends it, which CUDA does not permit there, and the process ends (``std::terminate``).
-        A run that is terminated before its first operator leaves nothing, and reads and writes nothing. Seen
-        on an H200 with ONNX Runtime 1.31.1: 3 of 3 processes ended so without, and none of 3 with it.
+        Some operators (an LSTM, a Concat of many tensors) leave host memory that is freed with the next run,
+        or with the session: by a function on the stream. If that is the last to know the memory's allocator,
+        it ends it, which CUDA does not permit there, and the process ends (``std::terminate``: "CUDA failure
+        800 ... cudaFreeHost"). A run that is terminated before its first operator leaves nothing, and reads
+        and writes nothing. On an H200 with ONNX Runtime 1.31.1, silero-vad ended 3 of 3 processes without
+        this, and none of 3 with it.
         """
         binding, self._last = self._last, None
         if binding is None:

@@ -447,6 +447,34 @@ print("ended", flush=True)
 """
 
 
+AGAIN_AND_AGAIN = """
+async def main():
+    for _ in range(6):
+        async with asyncio.timeout(60), opened(contexts=2, max_rows=8) as engine:
+            await asyncio.gather(*(engine.infer(sent) for _ in range(20)))
+    print("closed", flush=True)
+
+asyncio.run(main())
+print("ended", flush=True)
+"""
+
+
+def joined_onnx(path):
+    """Joins its input many times, for which ONNX Runtime needs host memory as long as the GPU works on it."""
+    return save(
+        path,
+        [node("Concat", " ".join(["input"] * 40), "wide", axis=1), node("ReduceSum", "wide axis", "output")],
+        [("input", FLOAT, ["n", 512])],
+        [("output", FLOAT, ["n", 1])],
+        [("axis", np.array([1]))],
+    )
+
+
+def test_a_process_outlives_engines_whose_last_run_has_left_something(tmp_path):
+    """What it leaves is freed when the session ends, by CUDA, where no session may end (``_settle``)."""
+    check_end(joined_onnx(tmp_path / "joined.onnx"), AGAIN_AND_AGAIN, ["closed", "ended"])
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -456,7 +484,11 @@ print("ended", flush=True)
     ],
 )
 def test_a_process_ends_in_order(tmp_path, program, said):
-    path = mlp_onnx(tmp_path / "mlp.onnx")
+    check_end(mlp_onnx(tmp_path / "mlp.onnx"), program, said)
+
+
+def check_end(path, program, said):
+    """Run a program on a model, and check what it says, and that it ends by itself."""
     traces = "import faulthandler; faulthandler.dump_traceback_later(60, exit=True)\n"
     with subprocess.Popen(
         [sys.executable, "-c", traces + PRELUDE + program, str(path)],

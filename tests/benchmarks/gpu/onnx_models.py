@@ -61,17 +61,24 @@ SUBJECTS = (
 )
 
 
+PPOCR = ("det", (3, 320, 320), (1, 320, 320)), ("rec", (3, 48, 320), (40, 6625))
+"""The models of PP-OCR, and the shapes of their inputs and outputs."""
+
+
 def collect(folder):
     """Write the models that come from packages."""
     import onnx
 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(_packaged("magika", "models/standard_v3_3/model.onnx"), folder / "magika.onnx")
-    for name, kind in (("ppocr_det", "det"), ("ppocr_rec", "rec")):
-        model = onnx.load(_packaged("rapidocr_onnxruntime", f"models/ch_PP-OCRv4_{kind}_infer.onnx"))
-        for value in (*model.graph.input, *model.graph.output):
-            value.type.tensor_type.shape.dim[0].dim_param = "batch"
-        onnx.save(model, folder / f"{name}.onnx")
+    for name, *shapes in PPOCR:
+        model = onnx.load(_packaged("rapidocr_onnxruntime", f"models/ch_PP-OCRv4_{name}_infer.onnx"))
+        for value, shape in zip((*model.graph.input, *model.graph.output), shapes, strict=True):
+            rows, *others = value.type.tensor_type.shape.dim
+            rows.dim_param = "batch"
+            for dim, size in zip(others, shape, strict=True):
+                dim.dim_value = size
+        onnx.save(model, folder / f"ppocr_{name}.onnx")
     model = onnx.load(_packaged("silero_vad", "data/silero_vad_16k_op15.onnx"))
     onnx.save(_rows_first(onnx, model), folder / "silero_vad.onnx")
 
