@@ -229,7 +229,7 @@ class SharedWork:
 class Job:
     """One job: what a thread serves, and what the reaper watches."""
 
-    __slots__ = ("_begun", "_callback", "_is_revoked", "_running", "_threads", "_work", "error")
+    __slots__ = ("_begun", "_callback", "_is_done", "_is_revoked", "_running", "_threads", "_work", "error")
 
     def __init__(self, work: Callable[[], object], threads: StreamThreads) -> None:
         # Whoever takes it out, a thread or who revokes it, is the only one.
@@ -237,7 +237,8 @@ class Job:
         self._is_revoked = False
         self._threads = threads
         self._begun = False
-        # Held until it is done. An event would do the same, and take ten times as long.
+        self._is_done = False
+        # Held until then, for who waits. An event would do the same, and take ten times as long.
         self._running = threading.Lock()
         self._running.acquire()
         self._callback: Callable[[], None] | None = None
@@ -256,6 +257,7 @@ class Job:
         except BaseException as error:
             self.error = error
         del work
+        self._is_done = True
         self._running.release()
         callback = self._callback
         if callback is not None:
@@ -269,7 +271,7 @@ class Job:
             self._work.pop()
         except IndexError:
             return self._is_revoked
-        self._is_revoked = True
+        self._is_revoked = self._is_done = True
         self._running.release()
         return True
 
@@ -279,18 +281,18 @@ class Job:
             then(self.error)
 
     def is_running(self) -> bool:
-        return self._begun and self._running.locked()
+        return self._begun and not self._is_done
 
     def query(self) -> bool:
-        return not self._running.locked()
+        return self._is_done
 
     def nudge(self) -> bool:
-        return self._running.locked() and self._threads.lend_gil()
+        return not self._is_done and self._threads.lend_gil()
 
     def on_done(self, callback: Callable[[], None]) -> bool:
         # Ask first, look second, and the thread the other way round: one of the two sees the other.
         self._callback = callback
-        return self._running.locked()
+        return not self._is_done
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         if not self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
