@@ -4,9 +4,12 @@ They are pickled, since both ends are one program: the worker was started by the
 end of the socket.
 """
 
+import asyncio
 import fcntl
+import os
 import pickle
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -200,6 +203,65 @@ def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int =
     if len(text) > MESSAGE_NBYTES_MAX:
         raise ValueError(f"{type(message).__name__} has {len(text)} bytes; {MESSAGE_NBYTES_MAX} fit")
     socket.send_fds(end, [text], list(fds), flags)
+
+
+class Outbox:
+    """Messages for the other end of a socket. What it does not read at once is sent later, in order.
+
+    :param end: the socket, which does not block, or is sent to as if it did not.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, end: socket.socket) -> None:
+        self._loop = loop
+        self._end = end
+        self._unsent: deque[tuple[Any, tuple[int, ...]]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Outbox unsent={len(self._unsent)}>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether everything was sent."""
+        return not self._unsent
+
+    def put(self, message: Any, fds: Sequence[int] = ()) -> None:
+        """Send a message, later if the other end does not read now; nothing if it is gone.
+
+        :param fds: descriptors that go with it, which the caller may close at once.
+        """
+        if not self._unsent and self._is_sent(message, fds):
+            return
+        self._unsent.append((message, tuple([os.dup(fd) for fd in fds])))
+        if len(self._unsent) == 1:
+            self._loop.add_writer(self._end.fileno(), self._send)
+
+    def close(self) -> None:
+        """Send nothing more. Idempotent; before the socket is closed."""
+        if self._unsent:
+            self._loop.remove_writer(self._end.fileno())
+        while self._unsent:
+            _close_all(self._unsent.popleft()[1])
+
+    def _send(self) -> None:
+        while self._unsent and self._is_sent(*self._unsent[0]):
+            _close_all(self._unsent.popleft()[1])
+        if not self._unsent:
+            self._loop.remove_writer(self._end.fileno())
+
+    def _is_sent(self, message: Any, fds: Sequence[int]) -> bool:
+        """Send a message, and say whether the other end has room for it, or is gone."""
+        try:
+            send(self._end, message, fds, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # It has died, which is seen by who reads from it.
+        return True
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def receive(end: socket.socket, flags: int = 0) -> tuple[Any, list[int]]:

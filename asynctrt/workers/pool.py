@@ -9,7 +9,6 @@ import logging
 import os
 import pickle
 import socket
-from collections import deque
 from functools import partial
 from typing import Any, Final
 
@@ -27,10 +26,10 @@ from asynctrt.workers.messages import (
     Gone,
     Kill,
     Lost,
+    Outbox,
     Ready,
     To,
     Want,
-    send,
 )
 from asynctrt.workers.process import WorkerProcess
 from asynctrt.workers.spares import Spares
@@ -50,38 +49,21 @@ class Member:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, number: int, end: socket.socket) -> None:
-        self._loop = loop
         self.number = number
         self.end = end
         self.uses: dict[int, Use] = {}
         """The workers that it has, by its tickets."""
-        # What there was no room for while it did not read. It has few workers, so these are few.
-        self._untold: deque[Any] = deque()
+        self._outbox = Outbox(loop, end)
 
     def tell(self, message: Any) -> None:
         """Send it a message, later if it does not read now; nothing if it is gone."""
-        if self._untold and isinstance(message, From) and isinstance(message.message, Counts):
+        if isinstance(message, From) and isinstance(message.message, Counts) and not self._outbox.is_empty:
             return  # There will be newer ones.
-        self._untold.append(message)
-        if len(self._untold) == 1:
-            self._send_untold()
+        self._outbox.put(message)
 
     def forget(self) -> None:
         """Send nothing more."""
-        self._untold.clear()
-        self._loop.remove_writer(self.end.fileno())
-
-    def _send_untold(self) -> None:
-        while self._untold:
-            try:
-                send(self.end, self._untold[0], flags=socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                self._loop.add_writer(self.end.fileno(), self._send_untold)
-                return
-            except OSError:
-                break  # It has died, which is seen next.
-            self._untold.popleft()
-        self.forget()
+        self._outbox.close()
 
 
 class Use:

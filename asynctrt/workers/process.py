@@ -16,7 +16,7 @@ from asynctrt.loading import gpu_memory_limit
 from asynctrt.loops import in_thread
 from asynctrt.options import Options
 from asynctrt.version import __version__
-from asynctrt.workers.messages import Record, Start, channel, receive, send
+from asynctrt.workers.messages import Outbox, Record, Start, channel, receive, send
 
 logger = logging.getLogger("asynctrt")
 
@@ -43,6 +43,7 @@ class WorkerProcess:
         self._died = died
         self.how_it_ended = ""
         """Empty while it runs."""
+        self._outbox = Outbox(loop, end)
         self._pidfd = os.pidfd_open(process.pid)
         loop.add_reader(self._pidfd, self._ended)
         loop.add_reader(end.fileno(), self._readable)
@@ -90,10 +91,8 @@ class WorkerProcess:
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send a message; to a process that has ended, nothing."""
-        try:
-            send(self._end, message, fds)
-        except OSError:
-            return  # It has died, which is seen next.
+        if not self.how_it_ended:
+            self._outbox.put(message, fds)
 
     def kill(self, _why: str = "") -> None:
         """End it at once, by SIGKILL. ``died`` is called when it has ended."""
@@ -123,6 +122,7 @@ class WorkerProcess:
         self._loop.remove_reader(self._pidfd)
         self._loop.remove_reader(self._end.fileno())
         os.close(self._pidfd)
+        self._outbox.close()
         self._end.close()
         self._died(self.how_it_ended)
 

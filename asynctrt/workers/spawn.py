@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt.errors import DeviceUnavailableError
 from asynctrt.options import Options
-from asynctrt.workers.messages import Gone, Kill, To, Want, receive, send
+from asynctrt.workers.messages import Gone, Kill, Outbox, To, Want, receive
 from asynctrt.workers.process import WorkerProcess
 
 ORPHANED: Final = "the server's parent process is gone"
@@ -126,6 +126,7 @@ class SharedWorkers:
         self._workers: dict[int, SharedWorker] = {}
         self._last_ticket = 0
         self._is_orphaned = False
+        self._outbox = Outbox(loop, end)
         loop.add_reader(end.fileno(), self._readable)
 
     async def start(
@@ -147,14 +148,12 @@ class SharedWorkers:
         return worker
 
     def close(self) -> None:
-        """Read no more."""
+        """Read and send no more."""
         self._loop.remove_reader(self._end.fileno())
+        self._outbox.close()
 
     def _tell(self, ticket: int, message: Any, fds: Sequence[int] = ()) -> None:
-        try:
-            send(self._end, To(ticket, message), fds)
-        except OSError:
-            return  # The parent is gone, which is read next.
+        self._outbox.put(To(ticket, message), fds)
 
     def _readable(self) -> None:
         while True:
