@@ -283,11 +283,9 @@ class CudaSession(StreamSession):
         self._device = device
         self._stream = stream
         self._nbytes = nbytes
-        self._options = ort.RunOptions()
-        self._options.log_severity_level = LOG_FATAL_ONLY
-        # Otherwise a run waits for the stream in the end.
-        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._options = _run_options()
         self._last: Any = None
+        """What the last run was bound to."""
 
     def put(self, binding: Any, stream: Stream, label: object) -> None:
         """Put a run on the stream, and do not wait for it."""
@@ -311,8 +309,8 @@ class CudaSession(StreamSession):
         return self._device.state == "ready"
 
     def close(self) -> None:
-        if self._session is not None:
-            if not (self.may_end and self._settle()):
+        if self._session is not None and self.may_end:
+            if not self._settle():
                 self._session = None  # It is left alive.
                 return
             self._device.count_out(self._nbytes)
@@ -331,9 +329,7 @@ class CudaSession(StreamSession):
         binding, self._last = self._last, None
         if binding is None:
             return True
-        options = ort.RunOptions()
-        options.log_severity_level = LOG_FATAL_ONLY
-        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        options = _run_options()
         options.terminate = True
         try:
             self._device.activate()
@@ -343,6 +339,14 @@ class CudaSession(StreamSession):
             return self._stream.drain(SETTLE_S)
         except AsynctrtError:
             return False  # The GPU is lost.
+
+
+def _run_options() -> ort.RunOptions:
+    options = ort.RunOptions()
+    options.log_severity_level = LOG_FATAL_ONLY
+    # Otherwise a run waits for the stream in the end.
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
 
 
 def check_provider() -> None:

@@ -128,7 +128,7 @@ class Copiers(Jobs):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for what :meth:`copy_soon` has returned."""
+        """Whether a future that :meth:`copy_soon` returned is not done yet."""
         return bool(self._awaited)
 
     def copy_soon(self, copy: Callable[[], object], nbytes: int) -> asyncio.Future[None]:
@@ -159,7 +159,7 @@ class Copiers(Jobs):
         return future
 
     def end_waits(self, why: Callable[[], Exception]) -> None:
-        """After the reaper is closed: raise an error where somebody waits for :meth:`copy_soon`."""
+        """After the reaper is closed: fail the futures of :meth:`copy_soon` that are not done."""
         self._has_ended = True
         for future in tuple(self._awaited):
             if not future.done():

@@ -283,7 +283,7 @@ class Front:
             self._copiers.close(timeout_s)
 
     def copy_off_loop(self, copy: Callable[[], None], nbytes: int) -> "asyncio.Future[None]":
-        """Copy the answers of parts into one; there are none, as in :meth:`submit_parts`."""
+        """Join the answers of parts; a front has none, see :meth:`submit_parts`."""
         raise NotImplementedError
 
     # Out: from requests to links.

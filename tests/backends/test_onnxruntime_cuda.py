@@ -73,8 +73,11 @@ def test_a_limit_of_memory_that_is_none_is_refused(tmp_path, limit):
 
 
 class DeferringSession:
-    """A session of ONNX Runtime's as it was seen on an H200: what a run leaves is freed by a function on the
-    stream, which comes with the next run or with the end, and may not be the last to know of the session."""
+    """Behaves as a session of ONNX Runtime's did on an H200.
+
+    A function on the stream frees what a run leaves. The next run puts it there, or the end of the session,
+    and then it ends the process.
+    """
 
     def __init__(self, stream, *, fails=False):
         self.stream = stream
@@ -99,7 +102,7 @@ class DeferringSession:
 
 
 class DeferringStream:
-    """What has to be on a stream for that. It is the device as well."""
+    """The stream of such a session, and its device."""
 
     def __init__(self, *, drains=True, state="ready"):
         self.handle = 7

@@ -171,12 +171,13 @@ def test_requests_that_are_larger_than_a_batch(perf_analyzer, served):
     status, said, figures = analyze(perf_analyzer, served, "http", "double", "-b", 65, "--request-count", 20)
     assert status == 0, said
     assert abs(figures["successes"] - 20) <= 4, said
-    # The first look and the last may each come while a request is under way: its rows and batches are counted
-    # part by part, and the request at its end.
-    under_way = (0, 0), (1, 1), (64, 1), (65, 2)
-    apart = {(last[0] - first[0], last[1] - first[1]) for first in under_way for last in under_way}
-    rows, batches = figures["inferences"], figures["executions"]
-    assert (rows - 65 * figures["successes"], batches - 2 * figures["successes"]) in apart, said
+    rows = figures["inferences"] - 65 * figures["successes"]
+    batches = figures["executions"] - 2 * figures["successes"]
+    # The last look may come while a request is under way: each part counts as one until both are told of.
+    if (rows, batches) not in {(-1, -1), (-64, -1), (-65, -2)}:
+        # It may come between the two parts of a request, or before its answer is read.
+        assert rows in (0, 1, 64, 65), said
+        assert batches in (0, 1), said
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -29,7 +29,7 @@ def descriptors():
 
 
 async def read(other, count):
-    """Read so many messages, giving the loop turns in between."""
+    """Read ``count`` messages. The loop has turns in between."""
     found = []
     async with asyncio.timeout(WAIT_S):
         while len(found) < count:
@@ -87,7 +87,7 @@ async def test_what_is_left_when_it_ends_keeps_no_descriptor(ends, dies):
         other.close()
         before -= 1
         await until(lambda: outbox.is_empty)
-        outbox.put("to nobody")
+        outbox.put("dropped")
         assert outbox.is_empty
     outbox.close()
     outbox.close()
