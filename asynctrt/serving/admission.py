@@ -200,6 +200,8 @@ class _WholeAnswer(asyncio.Future[InferResult]):
 
     admission: "Admission"
     whole: _Whole
+    parts: "list[asyncio.Future[InferResult]]"
+    """What the engine was asked for so far."""
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):
@@ -364,6 +366,7 @@ class Admission:
         future = _WholeAnswer(loop=asyncio.get_running_loop())
         future.admission = self
         future.whole = whole = _Whole(submission, future)
+        future.parts = []
         submission.go_on(future)
         inputs, rows = submission.request.inputs, submission.rows
         for start in range(0, rows, gate.batch_rows):
@@ -399,6 +402,7 @@ class Admission:
         if isinstance(ticket, _Part):
             ticket.inputs = {}
             ticket.future = future
+            ticket.whole.future.parts.append(future)
             future.add_done_callback(partial(self._part_ended, ticket))
         else:
             ticket.go_on(future)
@@ -502,6 +506,14 @@ class Admission:
                 self._drain_until_ns = now_ns + DRAIN_NS
                 self._drain_s = self._engine.statistics().drain_s(self.gate.waiting_rows)
             error.predicted_s = self._drain_s
+
+
+def counted(future: "asyncio.Future[InferResult]") -> int:
+    """Return how many answers the engine has counted for a call: each part of one that it or we split."""
+    parts = getattr(future, "parts", None)
+    if parts is not None:
+        return sum(map(counted, parts))
+    return int(future.done() and not future.cancelled() and future.exception() is None)
 
 
 def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:

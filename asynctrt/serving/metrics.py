@@ -184,6 +184,8 @@ class _Labelled(NamedTuple):
     labels: list[str]
     served: ServedModel
     done: Statistics
+    answered: int
+    """Requests, which have to be counted at the same moment."""
 
 
 class _Family(NamedTuple):
@@ -280,7 +282,9 @@ class Metrics:
         """Yield small pieces of the text, some of them empty."""
         readings = []
         for served in list(self._repository):
-            readings.append(_Labelled([served.name, served.version], served, served.engine.statistics()))
+            done = served.engine.statistics()
+            labels = [served.name, served.version]
+            readings.append(_Labelled(labels, served, done, served.succeeded(done)))
             yield b""
         for family in self._families:
             yield from _texts_of(render, family, readings)
@@ -437,7 +441,7 @@ def _families(busy_share: Callable[[ServedModel], float | None] | None) -> Itera
         UnknownMetricFamily,
         "nv_inference_request_success",
         "Requests answered.",
-        lambda reading: reading.served.succeeded(reading.done),
+        lambda reading: reading.answered,
     )
     yield _values(
         UnknownMetricFamily,

@@ -10,7 +10,7 @@ from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import ANSWER_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
-from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission
+from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission, counted
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Lane
 from asynctrt.serving.latency import Latencies
 from asynctrt.serving.memory import Hold
@@ -105,8 +105,12 @@ class ServedModel:
         self.pending = 0
         self.failures = dict.fromkeys(REASONS, 0)
         self.failed_ns = 0
-        self.parts = 0
-        """Answers that the engine counted beyond one a request, as it counts each part of a split one."""
+        self._rows_unsplit = engine.max_rows if all(spec.is_fixed for spec in engine.inputs) else 1
+        self._divisible: set[Inference] = set()
+        """Requests under way that may be split."""
+        self._parts = 0
+        """Answers that the engine counted beyond one a request, as it counts each part of a split one; of
+        requests that have ended."""
         self.last_ns = 0
         """When the last request was answered, or 0."""
         self.latencies_ns: list[int] = []
@@ -144,6 +148,8 @@ class ServedModel:
         inference = Inference(self, request, began_ns, headers, lane, admission, priority, on_end)
         admission.submit(inference)
         self.pending += 1
+        if inference.rows > self._rows_unsplit:
+            self._divisible.add(inference)
         return inference
 
     async def drain(self) -> None:
@@ -176,6 +182,10 @@ class ServedModel:
         now_ns = clock.now_ns()
         future, began_ns = inference.future, inference.began_ns
         self.pending -= 1
+        if inference.rows > self._rows_unsplit:
+            self._divisible.remove(inference)
+            is_answered = not future.cancelled() and future.exception() is None
+            self._parts += counted(future) - is_answered
         if future.cancelled():
             self.failures["CANCELED"] += 1
             self.failed_ns += now_ns - began_ns
@@ -184,9 +194,7 @@ class ServedModel:
             return error
         else:
             self.last_ns = now_ns
-            result = future.result()
-            self.parts += result.batches - 1
-            self.latencies.add(now_ns - began_ns, result.timing)
+            self.latencies.add(now_ns - began_ns, future.result().timing)
             if len(self.latencies_ns) < LATENCIES_MAX:
                 self.latencies_ns.append(now_ns - began_ns)
         return None
@@ -197,8 +205,12 @@ class ServedModel:
         self.failed_ns += took_ns
 
     def succeeded(self, done: Statistics) -> int:
-        """Return the number of answered requests, in which a split one counts once."""
-        return done.succeeded - self.parts
+        """Return the number of answered requests, in which a split one counts once, when it is answered.
+
+        :param done: read just now.
+        """
+        under_way = sum(counted(one.future) for one in self._divisible if one.has_future)
+        return done.succeeded - self._parts - under_way
 
     def metadata(self, versions: list[str]) -> dict[str, Any]:
         """Return KServe's model metadata."""

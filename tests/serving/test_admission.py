@@ -178,6 +178,46 @@ async def test_a_request_of_which_a_part_was_computed_does_not_say_that_it_was_n
         await until(lambda: not server.api.in_flight)
 
 
+@pytest.mark.parametrize("others", [0, 4], ids=["by the engine", "by the server"])
+async def test_a_request_in_parts_is_counted_once_it_is_answered(others):
+    """Whoever looks meanwhile never sees a count that falls again."""
+    held = Held(max_queue_rows=8 * BATCH)
+    async with held.serving(tokens=TOKENS) as server, connected(server) as large, AsyncExitStack() as stack:
+        stack.callback(held.device.open)
+        served = server.repository.find("double")
+        for _ in range(others):  # They fill the engine, so that it waits.
+            raw = await stack.enter_async_context(connected(server))
+            raw.send(infer(*[1] * BATCH, **GREEDY))
+        await until(lambda: server.api.in_flight == others)
+        large.send(infer(*[2] * 3 * BATCH, **GREEDY))
+        await until(lambda: server.api.in_flight == others + 1)
+        assert served.admission.gate.waiting_rows == (3 * BATCH if others else 0)
+        seen = []
+        for count in range(1, others + 3):
+            await held.run(1)
+            await until(lambda count=count: served.engine.statistics().batches == count)
+            seen.append(served.statistics()["inference_stats"]["success"]["count"])
+        await held.run(1)
+        assert outputs(await large.answer()) == [4] * 3 * BATCH
+        seen.append(served.statistics()["inference_stats"]["success"]["count"])
+        assert seen == [*range(1, others + 1), others, others, others + 1]
+
+
+async def test_the_parts_of_a_request_that_fails_are_not_counted():
+    held = Held(max_queue_rows=6 * BATCH)
+    async with held.serving(tokens=TOKENS) as server, connected(server) as large, AsyncExitStack() as stack:
+        stack.callback(held.device.open)
+        served = server.repository.find("double")
+        large.send(infer(*[2] * 3 * BATCH, **GREEDY))
+        await held.run(1)
+        await until(lambda: served.engine.statistics().succeeded == 1)
+        large.writer.transport.abort()
+        await until(lambda: served.failures["CANCELED"] == 1)
+        held.device.open()
+        await served.engine.drain()
+        assert served.statistics()["inference_stats"]["success"]["count"] == 0
+
+
 async def test_too_much_is_refused_to_who_floods():
     held = Held(max_queue_rows=6 * BATCH)  # Four batches are let in, and two wait.
     async with held.serving(tokens=TOKENS) as server, AsyncExitStack() as stack:

@@ -60,3 +60,17 @@ async def test_a_server_outlives_its_workers():
         deaths = next(line for line in lines if line.startswith("asynctrt_worker_deaths_total{"))
         assert float(deaths.split()[-1]) == engine.workers[0].deaths > 1
     assert not workers_left()
+
+
+async def test_a_request_that_a_worker_splits_is_one_request():
+    settings = {"isolation": "process", "max_rows": 8}
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving({"kind": "tests.workers.models:kind"}, engine=settings) as server,
+        aiohttp.ClientSession(server.http_url) as client,
+    ):
+        async with client.post("/v2/models/kind/infer", json=body(*[5] * 20)) as answer:
+            assert answer.status == 200, await answer.text()
+        async with client.get("/v2/models/kind/stats") as answer:
+            found = (await answer.json())["model_stats"][0]
+        assert found["inference_stats"]["success"]["count"] == 1
