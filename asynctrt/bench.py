@@ -7,6 +7,7 @@ of them. Medians and spreads are reported.
 import asyncio
 import platform
 import statistics
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,6 +111,10 @@ def describe_machine() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
+    loaded = sys.modules.get("onnxruntime")
+    if loaded is not None:
+        # What runs is not always what that package says: onnxruntime-gpu installs the same module.
+        versions["onnxruntime"] = loaded.__version__
     return {
         "cpu": cpu,
         "cores": cores(),

@@ -1,7 +1,9 @@
 """The benchmarks' own machinery: what they measure, in which order, and what they say when cut short."""
 
 import json
+import sys
 from functools import partial
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -107,3 +109,9 @@ def test_the_machine_is_described():
 def test_a_plan_is_measured_under_load_instead(tmp_path):
     with pytest.raises(ModelError, match=r"asynctrt load .*m.plan --device cuda:0"):
         model_report(tmp_path / "m.plan", Options(), {}, 1, 1)
+
+
+def test_the_version_is_of_the_onnxruntime_that_runs(monkeypatch):
+    """``onnxruntime`` and ``onnxruntime-gpu`` install one module; what is said of the first may not hold."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="0.0.7"))
+    assert describe_machine()["versions"]["onnxruntime"] == "0.0.7"
