@@ -9,7 +9,6 @@ import inspect
 import json
 import re
 import statistics
-from functools import partial
 from pathlib import Path
 
 from asynctrt import errors
@@ -565,13 +564,13 @@ def gpu_poisson():
         )
 
 
-def gpu_onnx(result="ort_cuda"):
+def gpu_onnx():
     """Yield the rows/s of ONNX models on a GPU, on a loop with and without other work."""
     yield (
         *("", "bare loops", "engine, 1 caller", "8", "64", "256", "by hand, 1", "8", "64", "256"),
         *("loop never idle: engine, 256", "by hand"),
     )
-    for name, model in figures(result)["models"].items():
+    for name, model in figures("ort_cuda")["models"].items():
         if "failed" in model:
             continue
         callers = model["callers"]
@@ -585,7 +584,6 @@ def gpu_onnx(result="ort_cuda"):
 
 TABLES = {
     "six": six,
-    "gpu-onnx-again": partial(gpu_onnx, "ort_cuda-again"),
     "extras": extras,
     "options": settings_of(Options),
     "tensorrt-options": settings_of(TensorRTOptions),
