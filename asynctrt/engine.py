@@ -280,6 +280,7 @@ class Engine:
             task = self._loop.create_task(lane._rejoined(requests, futures))
             # A task that is cancelled before it has begun runs no line of its own.
             task.add_done_callback(partial(lane._give_up, requests, futures))
+            # Both: a request lets go of its future when it is answered.
             task.requests, task.parts = requests, futures  # type: ignore[attr-defined]
             return task
         future = _Answer(loop=self._loop)

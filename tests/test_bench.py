@@ -112,6 +112,6 @@ def test_a_plan_is_measured_under_load_instead(tmp_path):
 
 
 def test_the_version_is_of_the_onnxruntime_that_runs(monkeypatch):
-    """``onnxruntime`` and ``onnxruntime-gpu`` install one module; what is said of the first may not hold."""
+    """The packages ``onnxruntime`` and ``onnxruntime-gpu`` install the same module: either may be in use."""
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="0.0.7"))
     assert describe_machine()["versions"]["onnxruntime"] == "0.0.7"

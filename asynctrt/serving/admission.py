@@ -508,12 +508,17 @@ class Admission:
             error.predicted_s = self._drain_s
 
 
+def has_result(future: "asyncio.Future[InferResult]") -> bool:
+    """Return whether it is done, was not cancelled and did not fail."""
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
 def counted(future: "asyncio.Future[InferResult]") -> int:
-    """Return how many answers the engine has counted for a call: each part of one that it or we split."""
+    """Return how many answers the engine has counted for a call so far: one for each part of a split one."""
     parts = getattr(future, "parts", None)
     if parts is not None:
         return sum(map(counted, parts))
-    return int(future.done() and not future.cancelled() and future.exception() is None)
+    return int(has_result(future))
 
 
 def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
+from asynctrt.serving.admission import has_result
 from asynctrt.serving.api import CANCELLED_STATUS
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.served import Inference
@@ -124,7 +125,7 @@ def _of(inference: Inference) -> dict[str, Any]:
     """Return an inference's model and id, and if it succeeded, where its time went."""
     served, future = inference.served, inference.future
     known: dict[str, Any] = {"model": served.name, "version": served.version, "id": inference.request.id}
-    if future.done() and not future.cancelled() and future.exception() is None:
+    if has_result(future):
         result = future.result()
         timing = result.timing
         known["batch_rows"] = result.batch_rows

@@ -185,7 +185,7 @@ class _Labelled(NamedTuple):
     served: ServedModel
     done: Statistics
     answered: int
-    """Requests, which have to be counted at the same moment."""
+    """Answered requests, counted when ``done`` was read."""
 
 
 class _Family(NamedTuple):

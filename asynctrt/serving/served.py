@@ -10,7 +10,7 @@ from asynctrt.errors import AsynctrtError, OverloadError, RequestError
 from asynctrt.kserve.codec import ANSWER_NBYTES_MAX, DecodedRequest
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX, JsonCodec
-from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission, counted
+from asynctrt.serving.admission import WAITING_NBYTES_MAX, Admission, Caller, Submission, counted, has_result
 from asynctrt.serving.fairness import NO_DEADLINE_NS, Lane
 from asynctrt.serving.latency import Latencies
 from asynctrt.serving.memory import Hold
@@ -109,8 +109,8 @@ class ServedModel:
         self._divisible: set[Inference] = set()
         """Requests under way that may be split."""
         self._parts = 0
-        """Answers that the engine counted beyond one a request, as it counts each part of a split one; of
-        requests that have ended."""
+        """Of requests that have ended, how many answers too many the engine counted: it counts each part of
+        a split one."""
         self.last_ns = 0
         """When the last request was answered, or 0."""
         self.latencies_ns: list[int] = []
@@ -184,8 +184,7 @@ class ServedModel:
         self.pending -= 1
         if inference.rows > self._rows_unsplit:
             self._divisible.remove(inference)
-            is_answered = not future.cancelled() and future.exception() is None
-            self._parts += counted(future) - is_answered
+            self._parts += counted(future) - has_result(future)
         if future.cancelled():
             self.failures["CANCELED"] += 1
             self.failed_ns += now_ns - began_ns

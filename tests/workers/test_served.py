@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
@@ -27,13 +28,20 @@ def body(*firsts):
     }
 
 
-async def test_a_server_outlives_its_workers():
+@asynccontextmanager
+async def serving_kind():
+    """A server of the model ``kind``, which is in a worker process, and a client of the server."""
     settings = {"isolation": "process", "max_rows": 8}
     async with (
         asyncio.timeout(WAIT_S),
         serving({"kind": "tests.workers.models:kind"}, engine=settings) as server,
         aiohttp.ClientSession(server.http_url) as client,
     ):
+        yield server, client
+
+
+async def test_a_server_outlives_its_workers():
+    async with serving_kind() as (server, client):
 
         async def asked(*firsts):
             async with client.post("/v2/models/kind/infer", json=body(*firsts)) as answer:
@@ -63,12 +71,7 @@ async def test_a_server_outlives_its_workers():
 
 
 async def test_a_request_that_a_worker_splits_is_one_request():
-    settings = {"isolation": "process", "max_rows": 8}
-    async with (
-        asyncio.timeout(WAIT_S),
-        serving({"kind": "tests.workers.models:kind"}, engine=settings) as server,
-        aiohttp.ClientSession(server.http_url) as client,
-    ):
+    async with serving_kind() as (_, client):
         async with client.post("/v2/models/kind/infer", json=body(*[5] * 20)) as answer:
             assert answer.status == 200, await answer.text()
         async with client.get("/v2/models/kind/stats") as answer:
