@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from asynctrt.backends.base import Model, ProfiledModel, RangedModel, ReservingModel
+from asynctrt.backends.base import Model, PreparedModel, ProfiledModel, RangedModel, ReservingModel
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
@@ -19,6 +19,7 @@ from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.padded_inputs import PaddedInputCheck
 from asynctrt.padding import Limits, Padding
 from asynctrt.runtime.contexts import UNDO_S, ContextPool
+from asynctrt.runtime.prepare import sizes_to_prepare
 from asynctrt.runtime.shares import join_device
 from asynctrt.runtime.sizes import SizeChooser
 from asynctrt.runtime.staging import lay_out
@@ -111,6 +112,9 @@ class Capacity:
         if options.deterministic:
             return (rows_max,)
         least = model.rows_min
+        if options.graphs == "auto" and isinstance(model, PreparedModel):
+            # Who wants all sizes in one session wants none in others.
+            return () if model.batch_sizes == () else sizes_to_prepare(model.batch_sizes, rows_max)
         if options.graphs == "auto":
             # Each size takes a context of its own in every bay, so there are few: powers of four.
             powers = (4**power for power in range(rows_max.bit_length()))
@@ -152,7 +156,8 @@ class EngineParts:
         device, model, capacity = self.device, self.model, self.capacity
         concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
         # Where putting a batch on the device takes as long as computing it, threads do that side by side.
-        is_pipelined = device.is_pipelined and model.occupies_device and not model.enqueue_may_block
+        takes_threads = model.enqueue_may_block and not self.pool.always_replays
+        is_pipelined = device.is_pipelined and model.occupies_device and not takes_threads
         lanes_max = 1
         if is_pipelined:
             # Each context works in an arena of its own, or waits for others there.

@@ -32,7 +32,7 @@ OPTIONAL = {
     },  # aiohttp depends on it.
     "httptools": {"serving/http_reader.py"},
     "cryptography": {"signatures.py"},
-    "onnx": {"plans/onnx_file.py"},
+    "onnx": {"backends/onnxruntime_weights.py", "plans/onnx_file.py"},  # Where weights lie, and all else.
     "opentelemetry": {"serving/telemetry.py"},
     "orjson": {"kserve/json_codec.py"},
     "prometheus_client": {"serving/metrics.py"},

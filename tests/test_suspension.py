@@ -301,7 +301,7 @@ async def test_no_room_for_graphs_any_more(subject, monkeypatch, caplog):
         def full(*_):
             raise DeviceMemoryError("no room")
 
-        monkeypatch.setattr(engine._pool, "_capture_one", full)
+        monkeypatch.setattr(engine._pool, "_begin_capture", full)
         await engine.resume()
         assert "has no room for CUDA graphs" in caplog.text
         assert engine.statistics().graphs == ()

@@ -203,6 +203,25 @@ class PreparedContext(ExecutionContext, Protocol):
 
 
 @runtime_checkable
+class TracedModel(Model, Protocol):
+    """A model of a library that was not made to be captured, so that its graphs are compared with batches.
+
+    Its bindings are a :class:`TracedBinding` each.
+    """
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it is such a model."""
+
+
+class TracedBinding(Binding, Protocol):
+    """A binding of such a model."""
+
+    def settle(self) -> None:
+        """Have done what earlier batches have left to do, so that it does not get into a graph. Blocks."""
+
+
+@runtime_checkable
 class ReservingModel(Model, Protocol):
     """A model whose batches can reserve what they need in arenas that are sized by shapes."""
 

@@ -4,8 +4,11 @@ Each context has a session of its own, on the context's stream and bound to the 
 puts a batch there without waiting for it. ONNX Runtime has no way to run one session on several streams of
 ours, so the weights and its working memory are there once for each context.
 
-No CUDA graphs are captured. A graph keeps addresses of ONNX Runtime's arenas, which hand that memory out
-again to the next run, and replaying one has ended a GPU's context with an illegal instruction.
+Batch sizes are captured as CUDA graphs by the engine, as for any model, each from a session that runs nothing
+else: a graph refers to memory of the session's arena, which the next run is given again, and to kernels that
+cuDNN made for that batch size, which it drops when the size changes. Replaying a graph then has ended a GPU's
+context with an illegal instruction. ONNX Runtime was not made to be captured by others, so what it put into a
+graph is looked at, and each graph is compared with what its session computed.
 """
 
 import ctypes
@@ -16,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
+from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
@@ -27,8 +31,10 @@ from asynctrt.backends.onnxruntime_streams import (
     checked_launch,
     checked_sizes,
 )
+from asynctrt.backends.onnxruntime_weights import SHARED_NBYTES_MIN, SharedWeights, share_weights
 from asynctrt.devices.base import Device, Stream, mib
 from asynctrt.devices.cuda import CudaDevice
+from asynctrt.devices.cuda.captures import CAPTURING, outside_of_capture
 from asynctrt.devices.cuda.streams import CudaStream
 from asynctrt.errors import (
     AsynctrtError,
@@ -52,8 +58,16 @@ NAMED_MAX: Final = 6
 SETTLE_S: Final = 10.0
 """How long the end of a session waits for a stream on which nothing computes any more."""
 
-OURS: Final = frozenset({"device_id", "user_compute_stream"})
-"""Options of the provider without which answers would be read before they are there."""
+SETTLE_TRIES: Final = 3
+
+OURS: Final = frozenset({"device_id", "enable_cuda_graph", "user_compute_stream"})
+"""Options of the provider without which answers would be read before they are there, or captured twice."""
+
+RANDOM: Final = frozenset(
+    {"Bernoulli", "Dropout", "Multinomial"}
+    | {f"Random{kind}{like}" for kind in ("Normal", "Uniform") for like in ("", "Like")}
+)
+"""Operators that draw random numbers, of which a graph would draw the same each time."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -64,8 +78,9 @@ def _settings(given: Any) -> dict[str, str]:
         raise TypeError
     if not OURS.isdisjoint(given):
         raise OptionsError(
-            f"provider_options: {' and '.join(sorted(OURS))} are the engine's to give, as it waits for "
-            "batches on its own stream. Choose the GPU with device"
+            f"provider_options: {', '.join(sorted(OURS))} are the engine's to give, as it waits for "
+            "batches on its own stream, and captures them. Choose the GPU with device, and what is captured "
+            "with graphs"
         )
     return {name: _setting(value) for name, value in given.items()}
 
@@ -133,7 +148,16 @@ class OnnxCudaModel(StreamedOnnxModel):
         check_provider()
         self._device = device
         self._has_told = False
+        self._random: tuple[str, ...] = ()
+        self._weights: SharedWeights | None = None
+        self._was_optimised = False
         super().__init__(path, launch=launch, batch_sizes=batch_sizes)
+        # What it copies to the host itself is known only while it is put on the stream.
+        symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
+        self.is_capturable = symbols.issuperset(
+            dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
+        )
+        self.is_traced = True
 
     @property
     def device(self) -> Device:
@@ -179,9 +203,14 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
         failed: BaseException
         try:
+            if not self._was_optimised:
+                self._share_weights(settings, device, stream)
+                before = device.memory()
             session = self._load_on_gpu(settings)
             taken_nbytes = max(before.free_nbytes - device.memory().free_nbytes, 0)
-            return CudaSession(session, device, stream, name=self.name, nbytes=taken_nbytes)
+            return CudaSession(
+                session, device, stream, name=self.name, nbytes=taken_nbytes, random=self._random
+            )
         except AsynctrtError as error:
             failed = error
         except Exception as error:
@@ -190,12 +219,40 @@ class OnnxCudaModel(StreamedOnnxModel):
         session = None
         raise failed.with_traceback(None)
 
-    def _load_on_gpu(self, settings: Mapping[str, str]) -> ort.InferenceSession:
-        # To name the CPU's provider and to forbid its use is a contradiction that is refused.
-        on_cpu = ["CPUExecutionProvider"] if self._cpu_fallback else []
-        session = ort.InferenceSession(
-            str(self.path), self._cuda_options(), providers=[(CUDA, settings), *on_cpu], enable_fallback=0
+    def close(self) -> None:
+        """Free the weights, if they are shared. Every context is closed before."""
+        super().close()
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.close()
+
+    def _share_weights(self, settings: Mapping[str, str], device: CudaDevice, stream: CudaStream) -> None:
+        """Put the weights on the GPU for all sessions, before the first is loaded."""
+        self._was_optimised = True
+        if not self._is_large():
+            return
+
+        def load(options: ort.SessionOptions) -> ort.InferenceSession:
+            return self._load_from(self.path, options, settings)
+
+        where = "cuda", device.ordinal
+        self._weights = share_weights(load, self._cuda_options(), device, stream, where, self.name)
+
+    def _is_large(self) -> bool:
+        """Whether the model may have weights that are worth sharing: they may lie in files beside it."""
+        nbytes = self.path.stat().st_size
+        return nbytes >= SHARED_NBYTES_MIN or any(
+            other.stat().st_size >= SHARED_NBYTES_MIN
+            for other in self.path.parent.iterdir()
+            if other.is_file() and other != self.path and self.path.stem in other.name
         )
+
+    def _load_on_gpu(self, settings: Mapping[str, str]) -> ort.InferenceSession:
+        options, path = self._cuda_options(), self.path
+        if self._weights is not None:
+            self._weights.add_to(options)
+            path = self._weights.path
+        session = self._load_from(path, options, settings)
         if CUDA not in session.get_providers():
             raise DeviceUnavailableError(
                 f"ONNX Runtime {ort.__version__} could not load its CUDA provider for {self.name!r}, most "
@@ -203,6 +260,16 @@ class OnnxCudaModel(StreamedOnnxModel):
             )
         self._tell_of_nodes(session)
         return session
+
+    def _load_from(
+        self, path: Path, options: ort.SessionOptions, settings: Mapping[str, str]
+    ) -> ort.InferenceSession:
+        # To name the CPU's provider and to forbid its use is a contradiction that is refused.
+        on_cpu = ["CPUExecutionProvider"] if self._cpu_fallback else []
+        with CAPTURING:
+            return ort.InferenceSession(
+                str(path), options, providers=[(CUDA, settings), *on_cpu], enable_fallback=0
+            )
 
     def _cuda_options(self) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -231,20 +298,21 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
 
     def _tell_of_nodes(self, session: ort.InferenceSession) -> None:
-        """Warn of nodes that run on the CPU, once for the model."""
+        """Look at the nodes, once for the model: warn of those that run on the CPU, note random ones."""
         if self._has_told:
             return
         self._has_told = True
         ask = getattr(session, "get_provider_graph_assignment_info", None)
         if ask is None:
             return  # An older version.
-        with suppress(Exception):  # Nothing but a warning depends on it.
-            on_cpu = [
-                (str(node.op_type), str(node.name))
+        with suppress(Exception):  # Answers do not depend on it.
+            nodes = [
+                (str(part.ep_name), str(node.op_type), str(node.name))
                 for part in ask()
-                if str(part.ep_name) == "CPUExecutionProvider"
                 for node in part.get_nodes()
             ]
+            self._random = tuple(sorted({kind for _, kind, _ in nodes} & RANDOM))
+            on_cpu = [(kind, name) for place, kind, name in nodes if place == "CPUExecutionProvider"]
             if on_cpu:
                 logger.warning("%r: %s", self.name, describe_fallback(on_cpu))
 
@@ -273,24 +341,54 @@ class CudaSession(StreamSession):
     """A session of the CUDA provider, whose memory counts as the device's.
 
     :param nbytes: what loading it took of the GPU's memory.
+    :param random: the operators of the model that draw random numbers.
     """
 
     def __init__(
-        self, session: ort.InferenceSession, device: CudaDevice, stream: CudaStream, *, name: str, nbytes: int
+        self,
+        session: ort.InferenceSession,
+        device: CudaDevice,
+        stream: CudaStream,
+        *,
+        name: str,
+        nbytes: int,
+        random: Sequence[str] = (),
     ) -> None:
         device.count_in(nbytes)
         super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
         self._device = device
         self._stream = stream
         self._nbytes = nbytes
+        self._random = random
         self._options = _run_options()
         self._last: Any = None
         """What the last run was bound to."""
 
     def put(self, binding: Any, stream: Stream, label: object) -> None:
-        """Put a run on the stream, and do not wait for it."""
+        """Put a run on the stream, and do not wait for it.
+
+        :raises ExecutionError: also if the stream captures, and what was put there cannot be replayed.
+        """
         self._last = binding
+        if stream.is_capturing:
+            self._put_in_graph(binding)
+        else:
+            self.run(binding, self._options)
+
+    def _put_in_graph(self, binding: Any) -> None:
+        if self._random:
+            raise ExecutionError(
+                f"{self.name!r} draws random numbers ({', '.join(self._random)}), and a graph would draw the "
+                "same each time"
+            )
+        # Some operators have the GPU read memory of the host that they free once they return.
+        self._stream.own_sources()
         self.run(binding, self._options)
+        outside = outside_of_capture(self._stream.handle)
+        if outside:
+            raise ExecutionError(
+                f"ONNX Runtime put into the graph of {self.name!r} what cannot be replayed: {outside}"
+            )
 
     def error_of(self, error: Exception) -> BaseException:
         """Return the error for callers; one that has made the GPU unusable is noticed."""
@@ -310,13 +408,13 @@ class CudaSession(StreamSession):
 
     def close(self) -> None:
         if self._session is not None and self.may_end:
-            if not self._settle():
+            if not self.settle():
                 self._session = None  # It is left alive.
                 return
             self._device.count_out(self._nbytes)
         super().close()
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
         """Have ONNX Runtime free what the last run has left, and say whether it has.
 
         Some operators (an LSTM, a Concat of many tensors) leave host memory that is freed with the next run,
@@ -329,16 +427,27 @@ class CudaSession(StreamSession):
         binding, self._last = self._last, None
         if binding is None:
             return True
-        options = _run_options()
-        options.terminate = True
         try:
             self._device.activate()
-            assert self._session is not None
-            with suppress(Exception):  # It was terminated, says ONNX Runtime.
-                self._session.run_with_iobinding(binding, options)
-            return self._stream.drain(SETTLE_S)
+            return self._terminates(binding) and self._stream.drain(SETTLE_S)
         except AsynctrtError:
             return False  # The GPU is lost.
+
+    def _terminates(self, binding: Any) -> bool:
+        """Run, and be terminated; return whether it came so far.
+
+        An error that a capture left with this thread (CUDA's runtime keeps the last) may come first, once.
+        """
+        assert self._session is not None
+        options = _run_options()
+        options.terminate = True
+        for _ in range(SETTLE_TRIES):
+            try:
+                self._session.run_with_iobinding(binding, options)
+            except Exception as error:
+                if "terminate" in str(error):
+                    return True
+        return False
 
 
 def _run_options() -> ort.RunOptions:

@@ -35,6 +35,9 @@ from asynctrt.validation import choice, count, show
 Launch = Literal["threads", "thread", "loop"]
 """Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
 
+CUDA_MEMORY: Final = "Cuda"
+"""What ONNX Runtime calls the memory of a GPU."""
+
 LAUNCHES: Final = get_args(Launch)
 
 
@@ -64,12 +67,14 @@ class StreamedOnnxModel(OnnxModel):
             threading.Lock() if self._launch == "thread" else nullcontext()
         )
         """Held while a batch is put on a stream."""
-        self._sessions: dict[tuple[int, int], StreamSession] = {}
+        self._sessions: WeakSet[StreamSession] = WeakSet()
+        # One after the other, so that each can tell what it took of the device's memory.
         self._loading = threading.Lock()
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name} sessions={len(self._sessions)}>"
+        sessions = sum(session.is_open for session in self._sessions)
+        return f"<{type(self).__name__} {self.name} sessions={sessions}>"
 
     def _session_options(self) -> ort.SessionOptions:
         options = super()._session_options()
@@ -90,7 +95,7 @@ class StreamedOnnxModel(OnnxModel):
         return StreamContext(self, device)
 
     def create_context_on(self, device: Device, stream: Stream) -> "StreamContext":
-        """Create a context, and load its session. Contexts on one stream share a session."""
+        """Create a context, and load its session."""
         context = self.create_context(device)
         context.load(stream)
         return context
@@ -99,29 +104,17 @@ class StreamedOnnxModel(OnnxModel):
         """Note that no session is to be loaded any more; contexts end theirs when they are closed."""
         self._closed = True
 
-    def join(self, device: Device, stream: Stream, number: int) -> "StreamSession":
-        """Return a session of a stream, which is loaded if there is none, for one more user.
+    def start_session(self, device: Device, stream: Stream) -> "StreamSession":
+        """Load a session that works on ``stream``, for one context, which closes it.
 
-        :param number: which of the stream's: 0 for the first, or the batch size that it is for alone.
+        :raises UsageError: if the model is closed.
         """
         if self._closed:
             raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({str(self.path)!r})")
-        key = stream.handle, number
         with self._loading:
-            session = self._sessions.get(key)
-            if session is None:
-                session = self._sessions[key] = self.load_session(device, stream)
-                session.number = number
-            session.users += 1
+            session = self.load_session(device, stream)
+            self._sessions.add(session)
         return session
-
-    def leave(self, session: "StreamSession") -> None:
-        """End a session if this was its last user."""
-        with self._loading:
-            session.users -= 1
-            if not session.users:
-                del self._sessions[session.handle, session.number]
-                session.close()
 
     @abstractmethod
     def check_device(self, device: Device) -> None:
@@ -157,6 +150,14 @@ def checked_sizes(given: Any) -> tuple[int, ...] | None:
     return tuple(sorted({check("batch_sizes", size) for size in given}))
 
 
+def inputs_read_on_cpu(session: ort.InferenceSession) -> frozenset[str]:
+    """Return the inputs of a session that operators on the CPU read: all, if it cannot tell (before 1.23)."""
+    inputs = session.get_inputs()
+    ask = getattr(session, "get_input_memory_infos", None)
+    places = [None] * len(inputs) if ask is None else [info.name for info in ask()]
+    return frozenset(known.name for known, place in zip(inputs, places, strict=True) if place != CUDA_MEMORY)
+
+
 class StreamSession:
     """A session on its stream. It is ended by :meth:`close`, and by nothing else.
 
@@ -170,15 +171,24 @@ class StreamSession:
         self._session: ort.InferenceSession | None = session
         self.handle = stream.handle
         self.memory = memory
+        self.read_on_cpu = frozenset[str]() if memory == "cpu" else inputs_read_on_cpu(session)
+        """The inputs that ONNX Runtime copies to the CPU, when they are bound and at no other time."""
         self.ordinal = ordinal
         self.name = name
-        self.number = 0
-        self.users = 0
         # The collector may come upon an engine that was never closed, whose stream it may have freed before.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
 
     def __repr__(self) -> str:
         return f"<StreamSession {self.name} {'closed' if self._session is None else 'open'}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self._session is not None
+
+    def settle(self) -> bool:
+        """Have done what the last run has left to do, and say whether it is. Blocks."""
+        return True
 
     def io_binding(self) -> Any:
         """Return a new I/O binding. Whoever has one gives it up before the session is closed."""
@@ -244,7 +254,7 @@ class StreamContext:
         number = rows if rows in self._apart else 0
         session = self._sessions.get(number)
         if session is None:
-            session = self._sessions[number] = self._model.join(self.device, stream, number)
+            session = self._sessions[number] = self._model.start_session(self.device, stream)
         assert session.handle == stream.handle, "a context runs on one stream"
         return session
 
@@ -260,7 +270,7 @@ class StreamContext:
         for binding in tuple(self._bindings):
             binding.forget()
         for number in [number for number in self._sessions if number not in kept]:
-            self._model.leave(self._sessions.pop(number))
+            self._sessions.pop(number).close()
 
     @property
     def turn(self) -> AbstractContextManager[object]:
@@ -276,7 +286,7 @@ class StreamContext:
         return binding
 
     def close(self) -> None:
-        """Give up what is bound, and end the session if nothing else runs on its stream. Idempotent."""
+        """Give up what is bound, and end the sessions. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -316,13 +326,18 @@ class StreamBinding:
 
     def _enqueue(self, rows: int, stream: Stream) -> None:
         session = self._context.load(stream, rows)
+        if session.read_on_cpu:
+            self._wait_for_rows(session, stream)
         known, binding = self._bound.get(rows, (None, None))
         if known is not session:
             binding = self._bind(session, rows)
             self._bound[rows] = session, binding
-        elif self._unbound:
-            # Otherwise what the last batch of that size left would be handed out again.
-            self._bind_outputs(session, binding, rows)
+        else:
+            if session.read_on_cpu:
+                self._bind_inputs(session, binding, rows, session.read_on_cpu)
+            if self._unbound:
+                # Otherwise what the last batch of that size left would be handed out again.
+                self._bind_outputs(session, binding, rows)
         session.put(binding, stream, (self._label, rows))
         for index, output in self._unbound.items():
             output.collect(binding, index, rows, stream)
@@ -330,21 +345,49 @@ class StreamBinding:
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {output.name: output.take() for output in self._unbound.values()}
 
+    def settle(self) -> None:
+        """Have done what earlier batches have left to do, as a ``TracedBinding``. Blocks.
+
+        :raises ExecutionError: if it is not done soon.
+        """
+        for session, _ in self._bound.values():
+            if not session.settle():
+                raise ExecutionError(f"{session!r} does not come to rest")
+
     def forget(self) -> None:
         """Give up all that is bound."""
         self._bound.clear()
         for output in self._unbound.values():
             output.close()
 
+    def _wait_for_rows(self, session: StreamSession, stream: Stream) -> None:
+        """Wait until the rows are on the device, as ONNX Runtime copies some from there when they are bound.
+
+        :raises ExecutionError: if the stream captures: the copies would be made now, and never again.
+        """
+        if stream.is_capturing:
+            raise ExecutionError(
+                f"{session.name!r} has inputs that operators on the CPU read: "
+                f"{', '.join(sorted(session.read_on_cpu))}"
+            )
+        event = self._context.device.create_event(is_timed=False)
+        stream.record(event)
+        event.synchronize()
+        if event.error is not None:
+            raise event.error
+
     def _bind(self, session: StreamSession, rows: int) -> Any:
         binding = session.io_binding()
-        for memory in self._inputs:
-            shape = (rows, *memory.dims)
-            binding.bind_input(
-                memory.name, session.memory, session.ordinal, memory.dtype.type, shape, memory.address
-            )
+        self._bind_inputs(session, binding, rows, [memory.name for memory in self._inputs])
         self._bind_outputs(session, binding, rows)
         return binding
+
+    def _bind_inputs(self, session: StreamSession, binding: Any, rows: int, names: Collection[str]) -> None:
+        where = session.memory, session.ordinal
+        for memory in self._inputs:
+            if memory.name in names:
+                shape = (rows, *memory.dims)
+                binding.bind_input(memory.name, *where, memory.dtype.type, shape, memory.address)
 
     def _bind_outputs(self, session: StreamSession, binding: Any, rows: int) -> None:
         binding.clear_binding_outputs()

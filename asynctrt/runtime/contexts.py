@@ -20,9 +20,10 @@ from asynctrt.backends.base import (
 from asynctrt.cancellation import current
 from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError, UsageError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
 from asynctrt.padding import Padding
-from asynctrt.runtime.graphs import CaptureCosts, CapturedBatch, capture
+from asynctrt.runtime.capturing import Capturing, are_dense
+from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.prepare import Place, prepare
@@ -42,6 +43,9 @@ from asynctrt.scheduling.policy import Captured
 
 SLABS_MAX: Final = 64
 """Slabs, and so bindings, that a context remembers: one for each shape, and one for each slab of slots."""
+
+LAUNCH_NS_MAX: Final = 500_000
+"""A graph whose launch takes longer is launched by a thread, as far as the model has any."""
 
 UNDO_S: Final = 0.1
 """How long a stream may take to come to rest when a pool that was begun is taken back. With no time at all it
@@ -158,6 +162,11 @@ class PooledContext:
         """Return whether batches of ``rows`` were captured."""
         return rows in self._captured
 
+    @property
+    def launches_slowly(self) -> bool:
+        """Whether a thread has to launch one of its graphs."""
+        return any(captured.launch_ns > LAUNCH_NS_MAX for captured in self._captured.values())
+
     def binding(self, source: RowSource) -> Binding:
         """Return the context tied to the memory that a batch is read from and written to."""
         slab = source.slab
@@ -177,8 +186,11 @@ class PooledContext:
     def may_block(self, source: RowSource) -> bool:
         """Return whether :meth:`enqueue` may take so long that a thread has to do it."""
         rows = source.batch.rows_run
-        if not self._model.enqueue_may_block or (source.inputs is source.slab and self.is_captured(rows)):
+        if not self._model.enqueue_may_block:
             return False
+        captured = self._captured.get(rows) if source.inputs is source.slab else None
+        if captured is not None:
+            return captured.launch_ns > LAUNCH_NS_MAX
         binding = self.binding(source)
         # A SlowBinding, but to ask isinstance() for a protocol takes as long as all else up to the launch.
         may_block = getattr(binding, "may_block", None)
@@ -235,9 +247,9 @@ class PooledContext:
         if source.has_copies_out:
             self.stream.record(events.copied_out)
 
-    def capture(self, slab: Slab, rows: int, *, profile: int | None, scratch: Buffer | None) -> CaptureCosts:
-        """Capture batches of ``rows`` in this context's own slab. As :func:`graphs.capture`."""
-        captured, costs = capture(
+    def begin_capture(self, slab: Slab, rows: int, *, profile: int | None, scratch: Buffer | None) -> Capture:
+        """Begin to capture batches of ``rows`` in this context's own slab."""
+        return Capture(
             self._device,
             self._model,
             slab,
@@ -248,7 +260,10 @@ class PooledContext:
             arena=self.arena,
             scratch=scratch,
         )
-        self._captured[rows] = captured
+
+    def keep_captured(self, rows: int, capture: Capture) -> CaptureCosts:
+        """Finish what was warmed up, and launch its graph for batches of ``rows`` from now on."""
+        self._captured[rows], costs = capture.finish()
         return costs
 
     def execution_contexts(self) -> list[ExecutionContext]:
@@ -339,7 +354,10 @@ class ContextPool:
                 if graphs and model.is_capturable and self._may_capture:
                     self._capture(graphs)
                 if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
-                    self._prepare(model, rows_max)
+                    if are_dense(self.captured.sizes, rows_max):
+                        self.prepared = self.captured.sizes
+                    else:
+                        self._prepare(model, rows_max)
         except BaseException:
             self.close(UNDO_S)
             raise
@@ -363,6 +381,16 @@ class ContextPool:
         """Return the bytes of staging memory, of its counterpart on the device, and of arenas."""
         held = sum(context.nbytes for context in self.contexts)
         return held if self._closed else held + self.arenas_nbytes
+
+    @property
+    def always_replays(self) -> bool:
+        """Whether every batch is padded to a size that was captured, and none takes long to launch."""
+        sizes = self.captured.sizes
+        return (
+            bool(sizes)
+            and sizes in (self.prepared, (self._model.rows_fixed,))
+            and not any(context.launches_slowly for context in self.contexts)
+        )
 
     def layout(self, shape: Hashable) -> Layout:
         """Return how a slab holds the batches of a shape."""
@@ -516,8 +544,8 @@ class ContextPool:
             if arenas is not None and arenas.is_shared:
                 # Other engines may run in these arenas at any time, and nothing here is in order with them.
                 own = self._device.allocate(arenas.arenas[0].memory.nbytes)
-            sizes = self._sizes_taken(sizes)
-            costs = self._capture_all(sizes, own)
+            capturing = Capturing(self._device, self._model, self.contexts, partial(self._begin_capture, own))
+            sizes, costs = capturing.run(self._sizes_taken(sizes))
         except DeviceLostError:
             raise
         except Exception as error:
@@ -556,29 +584,6 @@ class ContextPool:
         )
         return False
 
-    def _capture_all(self, sizes: Sequence[int], own: Buffer | None) -> list[CaptureCosts]:
-        """Capture one batch to see what that takes, and the others only if there is as much left for each.
-
-        :raises UsageError: if the opening of the engine was cancelled.
-        """
-        batches = [(context, rows) for context in self.contexts for rows in reversed(sizes)]
-        costs = []
-        for index, (context, rows) in enumerate(batches):
-            if current().is_cancelled:
-                raise UsageError("batches are not captured any more, since the opening was cancelled")
-            free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
-            costs.append(self._capture_one(context, rows, own))
-            if index == 0 and not self._device.unified:
-                each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
-                check_room(
-                    self._device,
-                    each_nbytes * (len(batches) - 1),
-                    f"{len(batches) - 1} more graphs of {self._model.name!r}, each with a context as large "
-                    f"as that of the first ({mib(each_nbytes)}),",
-                    "Name fewer sizes in graphs, or open the engine with fewer contexts",
-                )
-        return costs
-
     def _sizes_taken(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes that some profile takes: there may be gaps between profiles."""
         taken = []
@@ -591,7 +596,7 @@ class ContextPool:
                 taken.append(rows)
         return taken
 
-    def _capture_one(self, context: PooledContext, rows: int, own: Buffer | None) -> CaptureCosts:
+    def _begin_capture(self, own: Buffer | None, context: PooledContext, rows: int) -> Capture:
         scratch = own or (None if context.arena is None else context.arena.memory)
         slab = context.slab(FIXED_SHAPE.shape, self.layout)
-        return context.capture(slab, rows, profile=self._profile_of(rows), scratch=scratch)
+        return context.begin_capture(slab, rows, profile=self._profile_of(rows), scratch=scratch)

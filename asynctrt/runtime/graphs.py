@@ -5,18 +5,27 @@ Only the computing is captured. Copies and events beside a graph cost the GPU le
 that lie on the device already, and for rows that callers wrote into slots.
 
 A context of its own is captured because TensorRT leaves undefined what a graph does once the context that it
-was captured from has been given other shapes or memory ("How TensorRT works", CUDA graphs).
+was captured from has been given other shapes or memory ("How TensorRT works", CUDA graphs). ONNX Runtime
+gives memory that a graph refers to, and kernels that cuDNN made for it, to the next run of a session.
 """
 
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from asynctrt import clock
-from asynctrt.backends.base import Binding, ExecutionContext, Model, create_context_on
+from asynctrt.backends.base import (
+    Binding,
+    ExecutionContext,
+    Model,
+    TracedBinding,
+    TracedModel,
+    create_context_on,
+)
 from asynctrt.devices.arenas import Arena, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Event, Graph, Stream
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.runtime.staging import Slab
+from asynctrt.runtime.trial import SAMPLES, Trial
 
 CAPTURE_S: Final = 60.0
 """How long a batch may take while it is being captured."""
@@ -27,6 +36,8 @@ class CapturedBatch(NamedTuple):
 
     context: ExecutionContext
     graph: Graph
+    launch_ns: int
+    """What launching it costs the CPU; 0 if that was not measured."""
 
     def close(self) -> None:
         """Give both back, once no launch is under way."""
@@ -43,52 +54,95 @@ class CaptureCosts(NamedTuple):
     """As a graph; 0 if it was not launched, in an arena that others use."""
 
 
-def capture(
-    device: Device,
-    model: Model,
-    slab: Slab,
-    rows: int,
-    *,
-    profile: int | None,
-    stream: Stream,
-    end: Event,
-    arena: Arena | None,
-    scratch: Buffer | None,
-) -> tuple[CapturedBatch, CaptureCosts]:
-    """Capture the computing of a batch of ``rows`` in a slab. Blocks, and the stream must be idle.
+class Capture:
+    """A batch size on its way to a graph: :meth:`warm_up`, then :meth:`finish` or :meth:`close`.
+
+    Several may be warmed up at the same time on different streams; they are finished one after the other, as
+    CUDA refuses some calls while any stream captures. Both block, and the stream must be idle.
 
     :param end: an event of the stream to wait with.
     :param scratch: enqueue memory that nothing else uses meanwhile.
-    :raises AsynctrtError: when the model or the device refuses; nothing is left behind.
     """
-    context = create_context_on(model, device, stream)
-    try:
-        binding = context.bind(slab.input_memory(), slab.output_memory())
-        # What a model does at its first batch of a size (plan, allocate) is no part of a graph.
-        for _ in range(2):
-            start_ns = clock.now_ns()
-            binding.enqueue(rows, profile=profile, stream=stream, arena=scratch)
-            direct_ns = clock.now_ns() - start_ns
-            _wait(stream, end, f"a batch of {rows} rows")
-        memory = None if arena is None else arena.memory
-        if isinstance(memory, GrowingBuffer):
-            memory.keep()
-        graph = _captured(binding, rows, profile=profile, stream=stream, arena=memory)
-    except BaseException:
-        context.close()
-        raise
-    captured = CapturedBatch(context, graph)
-    graph_ns = 0
-    if arena is None or scratch is arena.memory:
+
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        slab: Slab,
+        rows: int,
+        *,
+        profile: int | None,
+        stream: Stream,
+        end: Event,
+        arena: Arena | None,
+        scratch: Buffer | None,
+    ) -> None:
+        self._rows, self._profile = rows, profile
+        self._stream, self._end = stream, end
+        self._arena, self._scratch = arena, scratch
+        self._context = create_context_on(model, device, stream)
+        is_traced = isinstance(model, TracedModel) and model.is_traced
+        self._trial = Trial(slab, rows, stream) if is_traced else None
+        self._direct_ns = 0
         try:
-            start_ns = clock.now_ns()
-            graph.launch(stream=stream)
-            graph_ns = clock.now_ns() - start_ns
-            _wait(stream, end, f"a captured batch of {rows} rows")
+            self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
         except BaseException:
-            captured.close()
+            self.close()
             raise
-    return captured, CaptureCosts(direct_ns, graph_ns)
+
+    def close(self) -> None:
+        """Give up what was begun."""
+        self._context.close()
+
+    def warm_up(self) -> None:
+        """Run batches call by call: what a model does at its first (plan, allocate) is no part of a graph.
+
+        :raises AsynctrtError: when the model or the device refuses; it is closed then.
+        """
+        try:
+            for number in range(SAMPLES):
+                self._run(number)
+            if self._trial is not None:
+                cast("TracedBinding", self._binding).settle()
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self) -> tuple[CapturedBatch, CaptureCosts]:
+        """Capture the computing of a batch.
+
+        :raises ExecutionError: if a graph of a :class:`TracedModel` computes something else than it does.
+        :raises AsynctrtError: when the model or the device refuses; it is closed then.
+        """
+        graph: Graph | None = None
+        try:
+            memory = None if self._arena is None else self._arena.memory
+            if isinstance(memory, GrowingBuffer):
+                memory.keep()
+            graph = _captured(
+                self._binding, self._rows, profile=self._profile, stream=self._stream, arena=memory
+            )
+            graph_ns = 0
+            if self._arena is None or self._scratch is self._arena.memory:
+                graph_ns = _tried(graph, self._trial, self._rows, self._stream, self._end)
+        except BaseException:
+            if graph is not None:
+                graph.close()
+            self.close()
+            raise
+        return CapturedBatch(self._context, graph, graph_ns), CaptureCosts(self._direct_ns, graph_ns)
+
+    def _run(self, number: int) -> None:
+        if self._trial is not None:
+            self._trial.put_in(number)
+        start_ns = clock.now_ns()
+        self._binding.enqueue(self._rows, profile=self._profile, stream=self._stream, arena=self._scratch)
+        self._direct_ns = clock.now_ns() - start_ns
+        if self._trial is not None:
+            self._trial.put_out()
+        _wait(self._stream, self._end, f"a batch of {self._rows} rows")
+        if self._trial is not None:
+            self._trial.note(number)
 
 
 def _captured(
@@ -103,6 +157,27 @@ def _captured(
             stream.end_capture().close()
         raise
     return stream.end_capture()
+
+
+def _tried(graph: Graph, trial: Trial | None, rows: int, stream: Stream, end: Event) -> int:
+    """Launch a graph, and check what it computes if there is something to compare it with.
+
+    :returns: what a launch costs the CPU, in ns.
+    """
+    costs_ns = []
+    for number in range(1 if trial is None else SAMPLES):
+        if trial is not None:
+            trial.put_in(number)
+            _wait(stream, end, "a copy")
+        start_ns = clock.now_ns()
+        graph.launch(stream=stream)
+        costs_ns.append(clock.now_ns() - start_ns)
+        if trial is not None:
+            trial.put_out()
+        _wait(stream, end, f"a captured batch of {rows} rows")
+        if trial is not None:
+            trial.check(number)
+    return min(costs_ns)
 
 
 def _wait(stream: Stream, end: Event, what: str) -> None:

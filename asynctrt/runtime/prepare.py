@@ -60,6 +60,13 @@ def sizes_up_to(rows_max: int) -> tuple[int, ...]:
     return (*sizes, rows_max)
 
 
+def sizes_to_prepare(given: Sequence[int] | None, rows_max: int) -> tuple[int, ...]:
+    """Return the batch sizes that a model names, up to and with the largest; ours if it names none."""
+    if not given:
+        return sizes_up_to(rows_max)
+    return (*[size for size in given if size < rows_max], rows_max)
+
+
 def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_max: int) -> tuple[int, ...]:
     """Find out whether changes of the batch size take long, and prepare for some sizes if so. Blocks.
 
@@ -73,7 +80,7 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
         if sizes is None:
             sizes = _chosen(model, places[0], rows_max)
         elif sizes:
-            sizes = (*[size for size in sizes if size < rows_max], rows_max)
+            sizes = sizes_to_prepare(sizes, rows_max)
         if sizes:
             sizes = _keep_apart(device, model, places, sizes)
     except DeviceLostError:

@@ -3,6 +3,8 @@
 import weakref
 from functools import partial
 
+import numpy as np
+
 from asynctrt.backends.onnxruntime import ort
 from asynctrt.backends.onnxruntime_streams import StreamedOnnxModel, StreamSession
 from asynctrt.devices.host import HostDevice
@@ -50,6 +52,56 @@ class HostSession(StreamSession):
             self.run(binding, None)
         else:
             stream.launch(partial(self.run, binding, None), label=label)
+
+
+class CapturableSessions(HostSessions):
+    """Sessions that can be captured, and tell what each of them ran."""
+
+    is_capturable = True
+    is_traced = True
+
+    def __init__(self, path, **kw):
+        super().__init__(path, **kw)
+        self.sessions = []
+
+    def load_session(self, device, stream):
+        session = super().load_session(device, stream)
+        session.runs = []
+        put = session.put
+
+        def noted(binding, stream, label):
+            session.runs.append("graph" if stream.is_capturing else "run")
+            put(binding, stream, label)
+
+        session.put = noted
+        self.sessions.append(session)
+        return session
+
+
+class CopyingSessions(HostSessions):
+    """Sessions whose inputs are copied when they are bound, as ONNX Runtime's are that the CPU reads."""
+
+    def load_session(self, device, stream):
+        session = super().load_session(device, stream)
+        session.read_on_cpu = frozenset(spec.name for spec in self.inputs)
+        make = session.io_binding
+        session.io_binding = lambda: CopyingBinding(make())
+        return session
+
+
+class CopyingBinding:
+    """An I/O binding that copies inputs when they are bound."""
+
+    def __init__(self, inner):
+        self._inner, self._iobinding, self._copies = inner, inner._iobinding, {}
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def bind_input(self, name, device, ordinal, dtype, shape, address):
+        kind = np.ctypeslib.as_ctypes_type(dtype) * int(np.prod(shape))
+        copy = self._copies[name] = np.array(kind.from_address(address))
+        self._inner.bind_input(name, device, ordinal, dtype, shape, copy.ctypes.data)
 
 
 def in_place(**kw):

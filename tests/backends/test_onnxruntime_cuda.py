@@ -79,18 +79,27 @@ class DeferringSession:
     and then it ends the process.
     """
 
-    def __init__(self, stream, *, fails=False):
+    def __init__(self, stream, *, fails=False, stale=0):
         self.stream = stream
         self.fails = fails
+        self.stale = stale
         self.state = {"left": 0}
         self.terminated = []
         weakref.finalize(self, self._end, self.stream, self.state)
+
+    def get_inputs(self):
+        return []
+
+    get_input_memory_infos = get_inputs
 
     @staticmethod
     def _end(stream, state):
         stream.ended.append("process" if state["left"] or stream.functions else "session")
 
     def run_with_iobinding(self, binding, options):
+        if options.terminate and self.stale:
+            self.stale -= 1
+            raise RuntimeError("CUDA failure 901: operation failed due to a previous error during capture")
         if self.state["left"]:
             self.stream.functions, self.state["left"] = self.stream.functions + 1, 0
         if options.terminate:
@@ -106,6 +115,7 @@ class DeferringStream:
 
     def __init__(self, *, drains=True, state="ready"):
         self.handle = 7
+        self.is_capturing = False
         self.functions = 0
         self.drains = drains
         self.ended = []
@@ -130,9 +140,9 @@ class DeferringStream:
         pass
 
 
-def end_session(stream, *, runs=1, fails=False, is_lost=False):
+def end_session(stream, *, runs=1, fails=False, is_lost=False, stale=0):
     """Run and end a session; return the bindings of runs that were terminated."""
-    found = DeferringSession(stream, fails=fails)
+    found = DeferringSession(stream, fails=fails, stale=stale)
     terminated = found.terminated
     session = CudaSession(found, stream, stream, name="m", nbytes=5)
     del found
@@ -154,6 +164,14 @@ def test_a_session_ends_once_what_its_last_run_left_is_freed(runs, fails):
     assert end_session(stream, runs=runs, fails=fails) == [f"binding {runs - 1}"]
     assert stream.ended == ["session"]
     assert stream.counted == 0
+
+
+@pytest.mark.parametrize(("stale", "ends"), [(1, True), (2, True), (9, False)])
+def test_an_error_that_a_capture_left_does_not_pass_for_the_end_of_a_run(stale, ends):
+    """The run that it came in the way of has freed nothing, and the end of the session ended the process."""
+    stream = DeferringStream()
+    end_session(stream, stale=stale)
+    assert stream.ended == (["session"] if ends else [])
 
 
 def test_a_session_that_never_ran_ends_at_once():
@@ -196,8 +214,9 @@ WRONG = {
         "provider_options", 8, 0, True, "use_tf32=0", b"", ["use_tf32"], [("use_tf32", "0")], {8: "0"},
         {b"use_tf32": "0"}, {"use_tf32": None}, {"use_tf32": b"0"}, {"use_tf32": ["0"]}, object(),
     ),
-    "provider_options: device_id and user_compute_stream": (
+    "provider_options: device_id, enable_cuda_graph, user_compute_stream": (
         "provider_options", {"device_id": "1"}, {"use_tf32": "0", "user_compute_stream": "0"},
+        {"enable_cuda_graph": True},
     ),
 }  # fmt: skip
 """What a message says, the argument that it is about, and values of a wrong kind."""

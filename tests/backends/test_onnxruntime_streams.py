@@ -1,4 +1,4 @@
-"""Sessions that belong to streams: what they are bound to, who shares one, and when ONNX Runtime ends it.
+"""Sessions that belong to streams: what they are bound to, and when ONNX Runtime ends them.
 
 They run here by ONNX Runtime's CPU provider; tests/gpu/test_onnxruntime.py runs them by its CUDA provider.
 """
@@ -17,7 +17,13 @@ from asynctrt.backends.base import StreamModel
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import ExecutionError, InputError, OptionsError, UsageError
 from asynctrt.runtime.staging import Slab, StagingBuffers, lay_out
-from tests.backends.onnx_sessions import HostSession, HostSessions, in_place
+from tests.backends.onnx_sessions import (
+    CapturableSessions,
+    CopyingSessions,
+    HostSession,
+    HostSessions,
+    in_place,
+)
 from tests.helpers import WAIT_S
 from tests.models import double_onnx, node, rows, save
 
@@ -82,16 +88,39 @@ async def test_graphs_that_are_named_for_it_are_warned_of(model, caplog):
     assert model.alive == 0
 
 
-async def test_contexts_on_one_stream_share_its_session(model):
-    device = HostDevice(unified=False)
-    stream = device.create_stream()
-    contexts = [model.create_context_on(device, stream) for _ in range(2)]
-    assert model.alive == 1
-    contexts[0].close()
-    assert model.alive == 1
-    contexts[1].close()
+async def test_a_size_that_is_captured_has_a_session_that_runs_nothing_else(tmp_path):
+    model, device = CapturableSessions(double_onnx(tmp_path / "double.onnx")), HostDevice(unified=False)
+    async with asynctrt.open(model, device=device, contexts=2, max_rows=4, graphs="1,2,4") as engine:
+        assert engine.statistics().graphs == engine.statistics().batch_sizes == (1, 2, 4)
+        assert model.alive == 2 + 2 * 3
+        captured = [session for session in model.sessions if session.runs]
+        assert [session.runs for session in captured] == [["run", "run", "graph"]] * 6
+        answers = await asyncio.gather(*(engine.infer(rows(*range(1 + n % 4))) for n in range(40)))
+        for number, answer in enumerate(answers):
+            np.testing.assert_array_equal(answer["output"], 2 * rows(*range(1 + number % 4)))
+        assert {session.runs.count("graph") for session in captured} == {1}
     assert model.alive == 0
-    assert stream.close(10)
+
+
+@pytest.mark.parametrize("contexts", [1, 3])
+async def test_inputs_that_the_cpu_reads_are_those_of_each_batch(tmp_path, contexts):
+    """ONNX Runtime copies them when they are bound: each batch had the rows of the first of its size."""
+    model, device = CopyingSessions(double_onnx(tmp_path / "double.onnx")), HostDevice(unified=False)
+    async with asynctrt.open(model, device=device, contexts=contexts, max_rows=4) as engine:
+        for turn in range(10):
+            sent = [rows(*range(turn, turn + 1 + number % 4)) for number in range(12)]
+            answers = await asyncio.gather(*(engine.infer(each) for each in sent))
+            for each, answer in zip(sent, answers, strict=True):
+                np.testing.assert_array_equal(answer["output"], 2 * each)
+
+
+async def test_inputs_that_the_cpu_reads_are_not_captured(tmp_path, caplog):
+    model = CopyingSessions(double_onnx(tmp_path / "double.onnx"))
+    model.is_capturable = True
+    async with asynctrt.open(model, device=HostDevice(unified=False), max_rows=4, graphs="4") as engine:
+        assert engine.statistics().graphs == ()
+        np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))
+    assert "has inputs that operators on the CPU read: input" in caplog.text
 
 
 async def test_an_error_that_a_caller_keeps_does_not_keep_the_session(tmp_path):
@@ -117,18 +146,17 @@ def test_the_collector_ends_no_session(model):
     assert model.made[0]() is not None
 
 
-def test_contexts_on_one_stream_share_a_session_and_the_last_ends_it(model):
+def test_each_context_has_a_session_of_its_own_also_on_one_stream(model):
     device = HostDevice()
     stream, other = device.create_stream(), device.create_stream()
     contexts = [model.create_context_on(device, each) for each in (stream, stream, other)]
-    assert model.alive == 2
-    contexts[0].close()
-    contexts[0].close()
-    assert model.alive == 2
-    contexts[1].close()
-    assert model.alive == 1
-    contexts[2].close()
-    assert model.alive == 0
+    assert model.alive == 3
+    assert "sessions=3" in repr(model)
+    for left, context in zip((2, 1, 0), contexts, strict=True):
+        context.close()
+        context.close()
+        assert model.alive == left
+        assert f"sessions={left}" in repr(model)
     for each in (stream, other):
         each.close(1)
 

@@ -241,7 +241,13 @@ async def measure(device, subject, given):
         # As in an application that is careful: with torch, a full collection stops the process for 0.15 s.
         freeze_gc()
         print(f"{subject.name}: loaded in {(clock.now_ns() - start_ns) / 1e9:.1f} s", flush=True)
-        figures = {"session_mib": session_nbytes / 2**20, "batch_sizes": engine.statistics().batch_sizes}
+        counted = engine.statistics()
+        figures = {
+            "session_mib": session_nbytes / 2**20,
+            "batch_sizes": counted.batch_sizes,
+            "graphs": counted.graphs,
+            "loaded_s": (clock.now_ns() - start_ns) / 1e9,
+        }
         figures["bare"] = [
             await asyncio.to_thread(bare, runners, answers, subject, given.seconds)
             for _ in range(given.repeats)

@@ -40,6 +40,13 @@ def device(request):
     return HostDevice(in_place="never", unified=request.param)
 
 
+def captured(context, slab, count):
+    """Capture a size, and return what launching it cost."""
+    capture = context.begin_capture(slab, count, profile=None, scratch=None)
+    capture.warm_up()
+    return context.keep_captured(count, capture)
+
+
 class TestOneContext:
     """A context of the pool, and those that are captured beside it."""
 
@@ -60,7 +67,7 @@ class TestOneContext:
     def test_a_captured_size_has_a_context_of_its_own(self, device):
         context, slab, model = self.make(device)
         for count in (2, 8):
-            assert min(context.capture(slab, count, profile=None, scratch=None)) > 0
+            assert min(captured(context, slab, count)) > 0
         assert len(model.contexts) == 3
         captured_by = {count: captured for captured, count in model.enqueued}
         assert captured_by == {2: model.contexts[1], 8: model.contexts[2]}
@@ -80,7 +87,7 @@ class TestOneContext:
         context, slab, model = self.make(device)
         model.refused.add(4)
         with pytest.raises(ExecutionError):
-            context.capture(slab, 4, profile=None, scratch=None)
+            captured(context, slab, 4)
         assert model.contexts[1].is_closed
         assert not context.stream.is_capturing
         assert not context.is_captured(4)
@@ -91,7 +98,7 @@ class TestOneContext:
         context, slab, model = self.make(device)
         model.work[4] = lambda: 1 // 0
         with pytest.raises(ZeroDivisionError):
-            context.capture(slab, 4, profile=None, scratch=None)
+            captured(context, slab, 4)
         assert model.contexts[1].is_closed
         assert context.close(WAIT_S)
 

@@ -3,12 +3,14 @@
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 from weakref import ref
 
 from asynctrt import clock
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.cuda.bindings import driver
+from asynctrt.devices.cuda.captures import CAPTURING, own_sources
 from asynctrt.devices.cuda.context import CudaContext
 from asynctrt.errors import DeviceError
 
@@ -18,7 +20,11 @@ POLL_S: Final = 200e-6
 _OK: Final = driver.CUresult.CUDA_SUCCESS
 _PENDING: Final = driver.CUresult.CUDA_ERROR_NOT_READY
 _CAPTURING: Final = frozenset(
-    {driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, driver.CUresult.CUDA_ERROR_CAPTURED_EVENT}
+    {
+        driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+        driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,
+        driver.CUresult.CUDA_ERROR_CAPTURED_EVENT,
+    }
 )
 _BLOCKING: Final = int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
 _NO_TIMES: Final = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -132,6 +138,7 @@ class CudaStream:
         context.check(code, "a stream")
         self.handle = int(self._cuda)
         self.is_capturing = False
+        self._owns_sources = False
         self.is_abandoned = False
         """Whether its work was given up as hung."""
         self.ran_ns: int | None = None
@@ -177,22 +184,34 @@ class CudaStream:
     def begin_capture(self) -> None:
         # Calls that are forbidden during a capture (allocating, say) end it only if this thread makes them.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._context.check(driver.cuStreamBeginCapture(self._cuda, mode)[0], "the beginning of a capture")
-        self.is_capturing = True
+        CAPTURING.acquire()
+        code = driver.cuStreamBeginCapture(self._cuda, mode)[0]
+        if code != _OK:
+            CAPTURING.release()
+            raise self._context.failed(code, "the beginning of a capture")
+        self.is_capturing, self._owns_sources = True, False
         _collector.pause()
 
+    def own_sources(self) -> None:
+        """Have the graph that is being captured copy from memory of its own where it copies from the host."""
+        self._owns_sources = True
+
     def end_capture(self) -> "CudaGraph":
-        if self.is_capturing:
-            _collector.resume()
-        self.is_capturing = False
+        was_capturing, self.is_capturing = self.is_capturing, False
         code, graph = driver.cuStreamEndCapture(self._cuda)
+        if was_capturing:
+            CAPTURING.release()
+            _collector.resume()
         self._context.check(code, "a capture")
-        return CudaGraph(self._context, graph, self._cuda)
+        return CudaGraph(self._context, graph, self._cuda, owns_sources=self._owns_sources)
 
     def abandon(self) -> None:
         self.is_abandoned = True
 
     def drain(self, timeout_s: float) -> bool:
+        if self.is_capturing:
+            with suppress(DeviceError):
+                self.end_capture().close()
         lost = self._context.lost
         if self._closed or lost is not None:
             return True
@@ -245,13 +264,21 @@ _collector = _Collector()
 
 
 class CudaGraph:
-    """A capture of a stream, instantiated."""
+    """A capture of a stream, instantiated.
 
-    def __init__(self, context: CudaContext, graph: Any, stream: Any) -> None:
+    :param owns_sources: whether it has a copy of whatever it copies from the host.
+    """
+
+    def __init__(self, context: CudaContext, graph: Any, stream: Any, *, owns_sources: bool) -> None:
         self._context = context
         self._graph = graph
-        code, self._exec = driver.cuGraphInstantiate(graph, 0)
-        context.check(code, "making a graph of what was captured")
+        try:
+            self._sources = own_sources(context, graph) if owns_sources else None
+            code, self._exec = driver.cuGraphInstantiate(graph, 0)
+            context.check(code, "making a graph of what was captured")
+        except BaseException:
+            driver.cuGraphDestroy(graph)
+            raise
         # So that the first launch costs no more than the others.
         context.check(driver.cuGraphUpload(self._exec, stream)[0], "uploading a graph")
 
@@ -265,9 +292,11 @@ class CudaGraph:
 
     def close(self) -> None:
         graph, self._graph = self._graph, None
-        if graph is not None:
+        # To free what it has allocated would wait for work that hangs: then it is left as it is.
+        if graph is not None and self._context.state == "ready":
             driver.cuGraphExecDestroy(self._exec)
             driver.cuGraphDestroy(graph)
+            self._sources = None
 
 
 _Recording = tuple[ref[CudaEvent], int]

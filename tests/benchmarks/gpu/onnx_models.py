@@ -20,6 +20,7 @@ import numpy as np
 
 LENGTHS = (32, 64, 128)
 VOCABULARY = 30_522
+SOUND = 576
 SAMPLES = 24
 
 
@@ -52,7 +53,7 @@ def _row(rng, dtype, dims, length):
 
 SUBJECTS = (
     Subject("magika", 64, {"bytes": ("int32", (2048,))}),
-    Subject("silero_vad", 64, {"input": ("float32", (576,)), "state": ("float32", (2, 128))}),
+    Subject("silero_vad", 64, {"input": ("float32", (SOUND,)), "state": ("float32", (2, 128))}),
     Subject("ppocr_det", 32, {"x": ("float32", (3, 320, 320))}),
     Subject("ppocr_rec", 32, {"x": ("float32", (3, 48, 320))}),
     Subject("resnet50", 64, {"image": ("float32", (3, 224, 224))}),
@@ -91,9 +92,10 @@ def _packaged(package, path):
 
 
 def _rows_first(onnx, model):
-    """Return silero-vad with the first axis of its state that of rows, for sounds of 16 kHz."""
+    """Return silero-vad with the first axis of its state that of rows, for 36 ms of sound of 16 kHz."""
     graph, make = model.graph, onnx.helper
     kept = [value for value in graph.input if value.name == "input"]
+    kept[0].type.tensor_type.shape.dim[1].dim_value = SOUND
     rate = onnx.numpy_helper.from_array(np.array(16_000, np.int64), "sr")
     shape = ["batch", 2, 128]
     state = make.make_tensor_value_info("state", onnx.TensorProto.FLOAT, shape)

@@ -1,0 +1,190 @@
+"""The weights of an ONNX model once on a GPU, for all of its sessions.
+
+ONNX Runtime copies the weights to the GPU for each session, and optimises the model each time. Here that is
+done once: what it has made of the model is kept as a file, its weights beside it, and they are copied to the
+GPU, where each session is told that they lie (``SessionOptions.add_initializer``). A session that cannot use
+them so, because an operator on the CPU reads them, takes them from their file.
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.backends.onnxruntime import ort
+from asynctrt.devices.base import Buffer, Device, Stream, aligned, mib
+from asynctrt.errors import DeviceError, DeviceLostError
+
+SHARED_NBYTES_MIN: Final = 16 << 20
+"""With fewer bytes of weights each session has its own."""
+
+WEIGHT_NBYTES_MIN: Final = 1 << 16
+"""Smaller ones are each session's own: many are constants that the CPU reads when it loads a model."""
+
+COPY_S: Final = 60.0
+
+MODEL: Final = "model.onnx"
+WEIGHTS: Final = "weights.bin"
+
+DTYPES: Final[Mapping[int, Any]] = {
+    1: np.float32, 2: np.uint8, 3: np.int8, 10: np.float16, 11: np.float64,
+}  # fmt: skip
+"""NumPy's types by ``onnx.TensorProto.DataType``, of those that weights have and ONNX Runtime binds."""
+
+logger = logging.getLogger("asynctrt")
+
+
+class SharedWeights:
+    """The weights on the GPU, and the files of the model that refer to them.
+
+    :param folder: what :func:`optimising` had ONNX Runtime write.
+    :param where: what ONNX Runtime calls the memory of the device, and its number: ``("cuda", 0)``.
+    :raises DeviceMemoryError: if there is no room for them.
+    """
+
+    def __init__(
+        self,
+        folder: "tempfile.TemporaryDirectory[str]",
+        device: Device,
+        stream: Stream,
+        where: tuple[str, int],
+    ) -> None:
+        self._folder = folder
+        self.path = Path(folder.name, MODEL)
+        self._buffer: Buffer | None = None
+        self._values: dict[str, Any] = {}
+        found = _weights_of(self.path)
+        nbytes = sum(aligned(length) for _, _, _, _, length in found)
+        if nbytes < SHARED_NBYTES_MIN:
+            return
+        self._buffer = device.allocate(nbytes)
+        try:
+            self._copy(found, stream, where)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<SharedWeights {self.nbytes} bytes>"
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes of the GPU's memory they take; 0 if there are too few to share."""
+        return 0 if self._buffer is None else self._buffer.nbytes
+
+    def add_to(self, options: ort.SessionOptions) -> None:
+        """Have the session that is loaded with these options from :attr:`path` use them where they lie."""
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        for name, value in self._values.items():
+            options.add_initializer(name, value)
+
+    def close(self) -> None:
+        """Free them, and remove the files, when no session is left. Idempotent."""
+        self._values.clear()
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.close()
+        self._folder.cleanup()
+
+    def _copy(
+        self,
+        found: list[tuple[str, Any, tuple[int, ...], int, int]],
+        stream: Stream,
+        where: tuple[str, int],
+    ) -> None:
+        assert self._buffer is not None
+        holder = _holder()
+        data = np.memmap(Path(self._folder.name, WEIGHTS), np.uint8, mode="r")
+        at = 0
+        for name, dtype, dims, offset, length in found:
+            address = self._buffer.address + at
+            stream.copy_bytes(address, data[offset:].ctypes.data, length)
+            # ONNX Runtime makes a value of memory that is not its own for an output, whatever its type. The
+            # value keeps the binding alive, and that its session.
+            binding = holder.io_binding()
+            binding.bind_output("output", *where, dtype, dims, address)
+            self._values[name] = binding.get_outputs()[0]
+            at += aligned(length)
+        if not stream.drain(COPY_S):
+            raise DeviceError(f"{mib(self.nbytes)} of weights were not copied within {COPY_S:g} s")
+
+
+def optimising(options: ort.SessionOptions) -> "tempfile.TemporaryDirectory[str]":
+    """Have the session that is loaded with these options write what it makes of its model to a folder."""
+    folder = tempfile.TemporaryDirectory(prefix="asynctrt-", ignore_cleanup_errors=True)
+    options.optimized_model_filepath = str(Path(folder.name, MODEL))
+    entries = {"file_name": WEIGHTS, "min_size_in_bytes": str(WEIGHT_NBYTES_MIN)}
+    for name, value in entries.items():
+        options.add_session_config_entry(f"session.optimized_model_external_initializers_{name}", value)
+    return folder
+
+
+def share_weights(
+    load: Callable[[ort.SessionOptions], ort.InferenceSession],
+    options: ort.SessionOptions,
+    device: Device,
+    stream: Stream,
+    where: tuple[str, int],
+    name: str,
+) -> SharedWeights | None:
+    """Load a model once, and put its weights on the GPU for all sessions; ``None`` if that is not possible.
+
+    :param load: loads a session on the device, on ``stream``.
+    :param where: as for :class:`SharedWeights`.
+    :raises DeviceLostError: if the device was lost meanwhile.
+    """
+    if find_spec("onnx") is None:
+        logger.info("%r: each session has weights of its own, as onnx is not installed", name)
+        return None
+    folder = optimising(options)
+    try:
+        load(options)  # And end it: its weights are not these.
+        shared = SharedWeights(folder, device, stream, where)
+    except DeviceLostError:
+        folder.cleanup()
+        raise
+    except Exception as error:
+        logger.info("%r: each session has weights of its own: %s", name, error)
+        folder.cleanup()
+        return None
+    if not shared.nbytes:
+        shared.close()
+        return None
+    logger.info("%r: %s of weights are shared by all sessions", name, mib(shared.nbytes))
+    return shared
+
+
+def _holder() -> ort.InferenceSession:
+    """Return a small session of the CPU provider that is never run."""
+    from onnx import TensorProto, helper  # noqa: PLC0415  (as below)
+
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in ("input", "output")]
+    node = helper.make_node("Identity", ["input"], ["output"])
+    model = helper.make_model(
+        helper.make_graph([node], "holder", ends[:1], ends[1:]),
+        opset_imports=[helper.make_opsetid("", 13)],
+        ir_version=8,
+    )
+    return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def _weights_of(path: Path) -> list[tuple[str, Any, tuple[int, ...], int, int]]:
+    """Return the weights that lie in the file beside a model: names, types, shapes, offsets and bytes."""
+    import onnx  # noqa: PLC0415  (It takes longer to import than all else here, for large models alone.)
+
+    found = []
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        place = {entry.key: entry.value for entry in tensor.external_data}
+        dtype = DTYPES.get(tensor.data_type)
+        if tensor.data_location != onnx.TensorProto.EXTERNAL or dtype is None:
+            continue
+        dims = tuple(int(dim) for dim in tensor.dims)
+        length = int(np.prod(dims, dtype=np.int64)) * np.dtype(dtype).itemsize
+        assert place["location"] == WEIGHTS, place
+        found.append((str(tensor.name), dtype, dims, int(place.get("offset", 0)), length))
+    return found

@@ -1,0 +1,138 @@
+"""Which batch sizes are captured on the contexts of an engine: as many as there is room for."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar
+
+from asynctrt.backends.base import Model, PreparedModel
+from asynctrt.cancellation import current
+from asynctrt.devices.base import Device, check_room, mib
+from asynctrt.errors import DeviceMemoryError, UsageError
+from asynctrt.runtime.graphs import Capture, CaptureCosts
+from asynctrt.runtime.prepare import FEWEST, SHARE_MAX
+
+logger = logging.getLogger("asynctrt")
+
+
+class CapturingContext(Protocol):
+    """A context of the pool."""
+
+    def keep_captured(self, rows: int, capture: Capture) -> CaptureCosts:
+        """Finish what was warmed up, and launch its graph for batches of ``rows`` from now on."""
+
+    def forget_captured(self) -> None:
+        """Forget every graph."""
+
+
+C = TypeVar("C", bound=CapturingContext)
+
+
+def are_dense(sizes: Sequence[int], rows_max: int) -> bool:
+    """Return whether padding each batch to one of these sizes at most doubles its rows."""
+    return (
+        sizes[-1:] == (rows_max,)
+        and sizes[0] <= 2
+        and all(larger <= 2 * smaller for smaller, larger in pairwise(sizes))
+    )
+
+
+class Capturing(Generic[C]):
+    """The capturing of batch sizes on every context of an engine.
+
+    :param begin: begins to capture a size on a context.
+    """
+
+    def __init__(
+        self, device: Device, model: Model, contexts: Sequence[C], begin: Callable[[C, int], Capture]
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._contexts = contexts
+        self._begin = begin
+        self._cancellation = current()
+
+    def run(self, sizes: Sequence[int]) -> tuple[Sequence[int], list[CaptureCosts]]:
+        """Capture the sizes or, of a model that pads all batches to them, every second one and so on. Blocks.
+
+        :returns: the sizes that were captured, and what launching each cost.
+        :raises DeviceMemoryError: if they do not fit; some may be captured then.
+        :raises UsageError: if the opening of the engine was cancelled.
+        """
+        if not isinstance(self._model, PreparedModel):
+            return sizes, self._like_the_first(sizes)
+        while True:
+            try:
+                return sizes, self._side_by_side(sizes)
+            except DeviceMemoryError as error:
+                if len(sizes) < FEWEST or self._cancellation.is_cancelled:
+                    raise
+                for context in self._contexts:
+                    context.forget_captured()
+                sizes = sizes[-1::-2][::-1]
+                logger.info("%r: there may be room for graphs of %s rows: %s", self._model.name, sizes, error)
+
+    def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
+        """Capture one batch to see what that takes, and the others only if there is as much left for each."""
+        batches = [(context, rows) for context in self._contexts for rows in reversed(sizes)]
+        costs = []
+        for index, (context, rows) in enumerate(batches):
+            free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
+            costs.append(context.keep_captured(rows, self._warmed_up(context, rows)))
+            if index == 0 and not self._device.unified:
+                each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
+                check_room(
+                    self._device,
+                    each_nbytes * (len(batches) - 1),
+                    f"{len(batches) - 1} more graphs of {self._model.name!r}, each with a context as large "
+                    f"as that of the first ({mib(each_nbytes)}),",
+                    "Name fewer sizes in graphs, or open the engine with fewer contexts",
+                )
+        return costs
+
+    def _side_by_side(self, sizes: Sequence[int]) -> list[CaptureCosts]:
+        """Capture sizes that take different memory, warmed up on one context, then on the others at once.
+
+        The largest is captured first: a model that cannot be captured is found so before all is warmed up.
+
+        :raises DeviceMemoryError: also if all together would take more than their share of what is free.
+        """
+        first, *others = self._contexts
+        begun: list[tuple[C, int, Capture]] = []
+        try:
+            room_nbytes = self._device.memory().room_nbytes
+            costs = [first.keep_captured(sizes[-1], self._warmed_up(first, sizes[-1]))]
+            self._warm_up(first, sizes[:-1], begun)
+            taken_nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
+            if not self._device.unified and taken_nbytes * len(self._contexts) > room_nbytes * SHARE_MAX:
+                raise DeviceMemoryError(
+                    f"graphs of {len(sizes)} batch sizes of {self._model.name!r} take {mib(taken_nbytes)} in "
+                    f"one context, and in {len(self._contexts)} of them more than half of the "
+                    f"{mib(room_nbytes)} that were free. Name the sizes that matter most in graphs, or use "
+                    "fewer contexts"
+                )
+            if others:
+                with ThreadPoolExecutor(len(others), "asynctrt-capture") as pool:
+                    for done in [pool.submit(self._warm_up, context, sizes, begun) for context in others]:
+                        done.result()
+            while begun:
+                context, rows, capture = begun.pop()
+                costs.append(context.keep_captured(rows, capture))
+            return costs
+        finally:
+            for _, _, capture in begun:
+                capture.close()
+
+    def _warm_up(self, context: C, sizes: Sequence[int], begun: list[tuple[C, int, Capture]]) -> None:
+        self._device.activate()
+        for rows in reversed(sizes):
+            capture = self._warmed_up(context, rows)
+            begun.append((context, rows, capture))
+
+    def _warmed_up(self, context: C, rows: int) -> Capture:
+        if self._cancellation.is_cancelled:
+            raise UsageError("batches are not captured any more, since the opening was cancelled")
+        capture = self._begin(context, rows)
+        capture.warm_up()
+        return capture

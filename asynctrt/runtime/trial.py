@@ -1,0 +1,96 @@
+"""Whether a graph computes what it was captured from: both are run with the same rows, and compared."""
+
+from typing import Any, Final
+
+import numpy as np
+
+from asynctrt.devices.base import Stream
+from asynctrt.errors import ExecutionError
+from asynctrt.runtime.staging import Slab
+from asynctrt.tensors import Array
+
+SAMPLES: Final = 2
+"""Batches that are run. Two differ, so that a graph that has the answers to one does not pass for right."""
+
+TOLERANCE: Final = 0.02
+"""How far a value may be off, relative to the largest of its output: parallel sums vary with their order."""
+
+SHARE_MIN: Final = 0.99
+"""How many values must be as near as that. A steep function makes much of little here and there."""
+
+UNWRITTEN: Final = 0xA5
+"""What bytes of outputs are before a batch, so that one that is not written is seen."""
+
+
+class Trial:
+    """Batches of known rows in a slab, and what the model made of them call by call.
+
+    :param rows: how many rows they have.
+    :param stream: idle, with nothing captured.
+    """
+
+    def __init__(self, slab: Slab, rows: int, stream: Stream) -> None:
+        self._slab, self._rows, self._stream = slab, rows, stream
+        self._expected: dict[int, dict[str, Array]] = {}
+
+    def put_in(self, number: int) -> None:
+        """Put the rows of a batch, and outputs that were not written, where the device works."""
+        for array in self._slab.inputs:
+            array[: self._rows] = _sample(number, array[: self._rows])
+        for array in self._slab.outputs.values():
+            array[: self._rows].reshape(-1).view(np.uint8)[...] = UNWRITTEN
+        buffers = self._slab.buffers
+        if buffers.device_buffer is not None:
+            self._slab.put_in(self._stream, self._rows)
+            for span in self._slab.layout.outputs:
+                if span is not None:
+                    nbytes = span.row_nbytes * self._rows
+                    self._stream.copy(
+                        buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=nbytes
+                    )
+
+    def put_out(self) -> None:
+        """Put the copies of the outputs on the stream, behind the batch."""
+        if self._slab.buffers.device_buffer is not None:
+            self._slab.put_out(self._stream, self._rows)
+
+    def note(self, number: int) -> None:
+        """Note what the batch that is done computed, as what is right."""
+        self._expected[number] = {
+            name: array[: self._rows].copy() for name, array in self._slab.outputs.items()
+        }
+
+    def check(self, number: int) -> None:
+        """Check that the batch that is done computed the same.
+
+        :raises ExecutionError: if not.
+        """
+        for name, expected in self._expected[number].items():
+            if not _are_close(self._slab.outputs[name][: self._rows], expected):
+                raise ExecutionError(
+                    f"a graph of {self._rows} rows does not compute what the model does: output {name!r} of "
+                    "the same rows is another. It may draw random numbers, or compute some of it on the CPU"
+                )
+
+
+def _sample(number: int, like: Array) -> Any:
+    """Return rows that every model can take: zeros, or numbers from 0 to 1, as they may be indices."""
+    if number == 0:
+        return 0
+    rng = np.random.default_rng(number)
+    if np.issubdtype(like.dtype, np.integer) or like.dtype == np.bool_:
+        return rng.integers(0, 2, like.shape).astype(like.dtype)
+    return rng.random(like.shape, np.float32).astype(like.dtype)
+
+
+def _are_close(found: Array, expected: Array) -> bool:
+    if not expected.size or found.tobytes() == expected.tobytes():
+        return True
+    if np.issubdtype(expected.dtype, np.integer) or expected.dtype == np.bool_:
+        near = found == expected
+    else:
+        ours, right = found.astype(np.float64), expected.astype(np.float64)
+        finite = np.abs(right[np.isfinite(right)])
+        most = float(finite.max()) if finite.size else 0.0
+        near = np.isclose(ours, right, rtol=0, atol=TOLERANCE * most, equal_nan=True)
+    return float(near.mean()) >= SHARE_MIN
