@@ -22,7 +22,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
 
-import numpy as np
 import uvloop
 
 from asynctrt import clock, errors
@@ -167,6 +166,7 @@ class Served:
             if work.future is not None:
                 work.future.cancel()
         self._blocks.close()
+        self._layouts.forget_arrays()
         for number in self._eventfds:
             os.close(number)
 
@@ -195,8 +195,11 @@ class Served:
     def _submit(self, id_: int, where: Where, priority: int, deadline_ns: int) -> None:
         words = self._memory.words
         block, rows, start, capacity, _ = where
-        first = block // 8 + SYMBOLS
-        layout = self._layouts.of_sizes(tuple(words[first : first + self._layouts.symbols]))
+        sizes: tuple[int, ...] = ()
+        if self._layouts.symbols:
+            first = block // 8 + SYMBOLS
+            sizes = tuple(words[first : first + self._layouts.symbols])
+        layout = self._layouts.of_sizes(sizes)
         work = self._works[id_] = Work(id_, where, layout)
         timeout = None
         if deadline_ns != NO_DEADLINE_NS:
@@ -301,24 +304,21 @@ class Served:
             result = future.result()
             block, rows, start, capacity, _ = work.where
             for name, array in work.layout.outputs(self._memory, block, rows, start, capacity).items():
-                np.copyto(array, result[name])
+                array[...] = result[name]
             self._answer(Kind.ANSWER, work, result, 0)
 
     def _answer(self, kind: Kind, work: Work, result: InferResult, nbytes: int) -> None:
-        timing = result.timing
-        launched_ns = min(batch.launched_ns for batch in result._batches)
-        self._put(
-            kind,
-            min(result.batches, 0xFFFF),
-            result.batch_rows,
-            work.id,
-            launched_ns,
-            timing.copy_in_ns,
-            timing.compute_ns,
-            timing.copy_out_ns,
-            nbytes,
-            IN_LARGE if nbytes else 0,
-        )
+        batches = result._batches
+        batch = batches[0]
+        number, rows, launched_ns = 1, batch.rows, batch.launched_ns
+        copy_in_ns, compute_ns, copy_out_ns = batch.copy_in_ns, batch.compute_ns, batch.copy_out_ns
+        if len(batches) > 1:  # Few: what has more rows than a batch.
+            number, rows = min(len(batches), 0xFFFF), result.batch_rows
+            launched_ns = min(batch.launched_ns for batch in batches)
+            timing = result.timing
+            copy_in_ns, compute_ns, copy_out_ns = timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns
+        times_ns = launched_ns, copy_in_ns, compute_ns, copy_out_ns
+        self._put(kind, number, rows, work.id, *times_ns, nbytes, IN_LARGE if nbytes else 0)
         if kind is Kind.ANSWER:
             del self._works[work.id]
 
