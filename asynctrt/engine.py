@@ -624,7 +624,7 @@ class Engine:
 class _Answer(asyncio.Future[InferResult]):
     """The future of :meth:`Engine.submit`: to cancel it takes its request out of the queue at once."""
 
-    __slots__ = ("driver", "on_launch", "request")
+    __slots__ = ("driver", "request")
 
     driver: Driver
     request: Request | None
