@@ -624,8 +624,10 @@ class Engine:
 class _Answer(asyncio.Future[InferResult]):
     """The future of :meth:`Engine.submit`: to cancel it takes its request out of the queue at once."""
 
+    __slots__ = ("driver", "request")
+
     driver: Driver
-    request: Request | None = None
+    request: Request | None
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not super().cancel(msg):

@@ -142,16 +142,29 @@ class InferResult(Mapping[str, Array]):
     def timing(self) -> Timing:
         """Where the time of this request went."""
         batches = self._batches
-        if len(batches) == 1:
-            batch = batches[0]  # Almost all requests: a server asks for each of them.
-            queue_ns = batch.launched_ns - self._arrival_ns
-            return Timing(queue_ns, batch.copy_in_ns, batch.compute_ns, batch.copy_out_ns)
         return Timing(
-            min(batch.launched_ns for batch in batches) - self._arrival_ns,
+            self._queue_ns,
             sum(batch.copy_in_ns for batch in batches),
-            sum(batch.compute_ns for batch in batches),
+            self._compute_ns,
             sum(batch.copy_out_ns for batch in batches),
         )
+
+    # What a server asks for of each request, almost all of which are in one batch.
+
+    @property
+    def _queue_ns(self) -> int:
+        batches = self._batches
+        launched_ns = batches[0].launched_ns
+        if len(batches) > 1:
+            launched_ns = min([batch.launched_ns for batch in batches])
+        return launched_ns - self._arrival_ns
+
+    @property
+    def _compute_ns(self) -> int:
+        batches = self._batches
+        if len(batches) == 1:
+            return batches[0].compute_ns
+        return sum([batch.compute_ns for batch in batches])
 
     @classmethod
     def join(cls, parts: "Sequence[InferResult]") -> "InferResult":

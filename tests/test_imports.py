@@ -131,7 +131,7 @@ def test_workers_see_the_engine_and_not_what_runs_it(path):
     modules |= {"scheduling.batch", "scheduling.key", "scheduling.request"}
     if path.name == "front.py":
         modules |= {"runtime.completion", "runtime.jobs"}  # Its threads copy large rows, as an engine's do.
-    if path.name in ("blocks.py", "child.py"):  # The worker's side.
+    if path.name in ("blocks.py", "child.py", "work.py"):  # The worker's side.
         modules |= {"runtime.shared"}
     names = {name.removeprefix("asynctrt.") for name in imports(path) if name.startswith("asynctrt.")}
     assert {name for name in names if name.split(".")[0] not in seen} <= modules

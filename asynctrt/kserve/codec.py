@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+import numpy as np
+
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
 from asynctrt.kserve.datatypes import DIMS_MAX, PIECE, Buffer, brief, datatype_of, read_tensor, size_of
 from asynctrt.kserve.json_pieces import Pause, no_pause
@@ -62,6 +64,7 @@ class RequestLayout:
         "is_simple",
         "outputs",
         "priority",
+        "raw_numbers",
         "rows",
         "timeout",
     )
@@ -76,6 +79,8 @@ class RequestLayout:
         self.inputs = inputs
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
         """Raw bytes of all inputs."""
+        self.raw_numbers = _raw_numbers_of(inputs)
+        """Name, shape, dtype and offset of each input, if all are raw numbers that may have any value."""
         self.rows = max([shape[0] for _, shape, _, _ in inputs], default=0)
         self.outputs = outputs
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
@@ -226,6 +231,16 @@ class ModelCodec:
         return specs[name]
 
 
+def read_inputs(layout: RequestLayout, body: Buffer, start: int, pause: Pause = no_pause) -> dict[str, Array]:
+    """Return the inputs of a request as :func:`read_tensors` does."""
+    if not layout.raw_numbers:
+        return read_tensors(layout.inputs, body, start, pause)
+    arrays: dict[str, Array] = {}
+    for name, shape, dtype, offset in layout.raw_numbers:
+        arrays[name] = np.ndarray(shape, dtype, body, start + offset)
+    return arrays
+
+
 def read_tensors(
     placed: Sequence[PlacedTensor], body: Buffer, start: int, pause: Pause = no_pause
 ) -> dict[str, Array]:
@@ -239,6 +254,19 @@ def read_tensors(
         arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes, pause) if array is None else array
         start += nbytes
     return arrays
+
+
+def _raw_numbers_of(
+    placed: Sequence[PlacedTensor],
+) -> tuple[tuple[str, tuple[int, ...], np.dtype[Any], int], ...]:
+    found = []
+    start = 0
+    for spec, shape, nbytes, array in placed:
+        if array is not None or spec.dtype.kind in "Sb":
+            return ()
+        found.append((spec.name, shape, spec.dtype, start))
+        start += nbytes
+    return tuple(found)
 
 
 def _symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] | str]) -> dict[str, int]:

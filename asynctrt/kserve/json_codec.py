@@ -17,8 +17,8 @@ from asynctrt.kserve.codec import (
     PlacedTensor,
     RequestLayout,
     Specs,
+    read_inputs,
     read_scheduling,
-    read_tensors,
     refuse_shared_memory,
     remember,
 )
@@ -53,6 +53,9 @@ FAST_TEXT_NBYTES: Final = 256 << 10
 
 COUNT_NBYTES_MIN: Final = 32 << 10
 """JSON up to this size is parsed without being counted."""
+
+COPIED_NBYTES_MAX: Final = 4096
+"""Tensors of numbers up to this size are copied for the answer, which takes less time than to view them."""
 
 ID_START: Final = re.compile(rb'\{"id":"([\w-]+)"(?=,)')
 
@@ -108,9 +111,14 @@ class JsonCodec(ModelCodec):
             raise RequestError(
                 f"the JSON header should be {head_nbytes} bytes long, but the message has {len(body)}"
             )
-        check_json_nbytes(head_nbytes, "the request", self.json_max)
+        if head_nbytes > self.json_max:
+            check_json_nbytes(head_nbytes, "the request", self.json_max)
         head = body[:head_nbytes] if type(body) is bytes else bytes(memoryview(body)[:head_nbytes])
-        request_id, rest = split_id(head)
+        if head in self._layouts and not head.startswith(b","):
+            # One that is remembered as a whole has no id, so that there is none to look for.
+            request_id, rest = "", head
+        else:
+            request_id, rest = split_id(head)
         return self.decode_split(head, request_id, rest, body, head_nbytes, pause)
 
     def decode_split(
@@ -131,7 +139,7 @@ class JsonCodec(ModelCodec):
                 f"the inputs declare {layout.binary_nbytes} bytes of tensors after the header, but "
                 f"{len(body) - start} follow it"
             )
-        return DecodedRequest(layout, request_id, read_tensors(layout.inputs, body, start, pause))
+        return DecodedRequest(layout, request_id, read_inputs(layout, body, start, pause))
 
     def knows(self, rest: bytes) -> bool:
         """Return whether the layout of a head is remembered, given its rest from :func:`split_id`."""
@@ -161,7 +169,7 @@ class JsonCodec(ModelCodec):
             body = b"".join((len(body).to_bytes(LENGTH_NBYTES, "little"), body))
         outputs = tuple((spec, True) for spec, _ in self._outputs.values())
         layout = self._checked_layout(((spec, shape, len(body), None),), outputs)
-        return DecodedRequest(layout, "", read_tensors(layout.inputs, body, 0, pause))
+        return DecodedRequest(layout, "", read_inputs(layout, body, 0, pause))
 
     def encode(
         self, request: DecodedRequest, result: InferResult, pause: Pause = no_pause
@@ -177,13 +185,15 @@ class JsonCodec(ModelCodec):
         tensors: list[Buffer] = []
         key = tuple([value.shape for value in values])
         for (_, binary), value in zip(outputs, values, strict=True):
-            if binary:
+            if layout.is_simple and value.nbytes <= COPIED_NBYTES_MAX:
+                tensors.append(value.tobytes())
+            elif binary:
                 tensors.append(write_tensor(value, pause))
         if key == layout.answer_key:
             head = layout.answer
         else:
             head = self._answer(layout, values, tensors, pause)
-            if len(tensors) == len(outputs) and not any(spec.dtype.kind == "S" for spec, _ in outputs):
+            if layout.is_simple:
                 layout.answer_key, layout.answer, layout.http_head = key, head, b""
         if request.id:
             head = b"".join((b'{"id":', orjson.dumps(request.id), b",", memoryview(head)[1:]))

@@ -66,8 +66,9 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 ID_LINE: Final = b"X-Request-ID: %b\r\n"
 BINARY_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
-    b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n"
+    b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\nX-Request-ID: "
 )
+"""The head of an answer, up to its id."""
 
 
 class Connection(Protocol):
@@ -587,8 +588,7 @@ class HttpConnection(asyncio.Protocol):
             start = BINARY_HEAD % (len(head), nbytes)
             if head is layout.answer:
                 layout.http_head = start
-        named = ID_LINE % request.headers[HEADER]
-        self._write((start, named, self._hub.end_of_head, head), tensors, nbytes)
+        self._write((start, request.headers[HEADER], b"\r\n", self._hub.end_of_head, head), tensors, nbytes)
         self._done(200, nbytes, inference)
 
     async def _answer_slowly(self, inference: Inference, request: HttpRequest) -> None:

@@ -23,6 +23,12 @@ hold the event loop: 40 ms for 60 MiB."""
 
 PATH_NBYTES_MAX: Final = 8 << 10
 
+KNOWN_HEAD_NBYTES_MAX: Final = 1024
+KNOWN_HEADERS_MAX: Final = 32
+"""A head with more bytes or headers is not remembered: each open connection keeps its last one."""
+
+KNOWN_IN_VAIN_MAX: Final = 8
+"""A connection whose heads differ each time has this many remembered in a row, and then no more."""
 
 SINGLE: Final = frozenset(
     {
@@ -39,6 +45,11 @@ SINGLE: Final = frozenset(
     }
 )
 """Headers that a request may have once: of two, a proxy may have checked the one that is not obeyed."""
+
+DIFFERENT: Final = frozenset({b"expect", b"transfer-encoding", b"upgrade"})
+"""Headers with which a request does not simply end after as many bytes as its ``Content-Length`` says."""
+
+OUR_ERROR: Final = "internal error; see the server's log"
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -82,6 +93,55 @@ class HttpRequest:
         """Whether it asks for a websocket."""
         is_asked = self.headers.get(b"upgrade", b"").lower() == b"websocket"
         return is_asked and self.method == b"GET" and self.version == "1.1"
+
+
+class KnownHead:
+    """A head that was read and accepted, with what it says: the same bytes need not be parsed again.
+
+    :param head: its bytes, up to and including its empty line.
+    :param request: what the parser made of it.
+    :param body_nbytes: the bytes that follow it.
+    """
+
+    __slots__ = ("has_body", "head", "head_nbytes", "headers", "method", "nbytes", "path")
+
+    def __init__(self, head: bytes, request: HttpRequest, body_nbytes: int) -> None:
+        self.head = head
+        self.head_nbytes = len(head)
+        self.nbytes = len(head) + body_nbytes
+        self.has_body = body_nbytes > 0
+        self.method = request.method
+        self.path = request.path
+        # A copy, as the request's own get its id.
+        self.headers = request.headers.copy()
+
+    @classmethod
+    def of(cls, request: HttpRequest, fed: bytes, body_nbytes: int) -> "KnownHead | None":
+        """Return the head of a request, if ``fed`` is that request and nobody could take it for another.
+
+        :param fed: bytes of which the request is the first. They begin where no other one was unfinished.
+        :param body_nbytes: what its ``Content-Length`` says, or 0.
+        """
+        end = len(fed) - body_nbytes
+        headers = request.headers
+        if (
+            request.version != "1.1"
+            or not 4 <= end <= KNOWN_HEAD_NBYTES_MAX
+            or len(headers) > KNOWN_HEADERS_MAX
+            or body_nbytes > UNCOUNTED_NBYTES
+            or not DIFFERENT.isdisjoint(headers)
+        ):
+            return None
+        head = fed[:end]
+        # It is one head only if its first empty line is its end, also for who takes a lone CR or LF for one.
+        ends = head.count(b"\r\n")
+        if head.find(b"\r\n\r\n") != end - 4 or head.count(b"\r") != ends or head.count(b"\n") != ends:
+            return None
+        return cls(head, request, body_nbytes)
+
+    def request(self) -> HttpRequest:
+        """Return a new request with this head."""
+        return HttpRequest(self.method, self.path, "1.1", self.headers.copy(), keep_alive=True)
 
 
 class RequestSink(Protocol):
@@ -134,6 +194,10 @@ class RequestReader:
         self._pace = Pace(0)
         self._assembly: Assembly | None = None
         self._websocket: HttpRequest | None = None
+        # What is being fed, as long as no request in it is complete, if none was unfinished before it.
+        self._fed: bytes | None = None
+        self._known: KnownHead | None = None
+        self._known_in_vain = 0
 
     def __repr__(self) -> str:
         state = "closed" if self._parser is None else "idle" if self.began is None else "reading"
@@ -142,6 +206,19 @@ class RequestReader:
     def feed(self, data: bytes, tick: int) -> None:
         """Read bytes, and give each request that they complete to the sink."""
         self._tick = tick
+        if self.began is not None:
+            self._parse(data)
+            return
+        known = self._known
+        if known is not None and len(data) == known.nbytes and data.startswith(known.head):
+            self._feed_known(known, data)
+            return
+        self._fed = data
+        self._parse(data)
+        self._fed = None
+
+    def _parse(self, data: bytes) -> None:
+        """Give bytes to the parser, whose callbacks are below."""
         rest: bytes | memoryview = data
         # What follows a request with the header Upgrade is given back by the parser, to be read anew.
         while self._parser is not None and len(rest):
@@ -154,7 +231,7 @@ class RequestReader:
                 position = upgrade.args[0]
             except httptools.HttpParserCallbackError:
                 logger.exception("failed to parse a request")
-                self._refuse(500, "internal error; see the server's log")
+                self._refuse(500, OUR_ERROR)
             except httptools.HttpParserError as error:
                 self._refuse(400, f"not a valid HTTP request: {error}")
             else:
@@ -163,6 +240,30 @@ class RequestReader:
             if position is not None:
                 # Not where it was caught: it would be the context of every error from here on.
                 rest = self._after_upgrade(memoryview(fed)[position:])
+
+    def _feed_known(self, known: KnownHead, data: bytes) -> None:
+        """Do what the parser would have done with the same head and a body of its length."""
+        self._known_in_vain = 0
+        request = known.request()
+        try:
+            if known.has_body:
+                self._sink.admit(request)
+                if self._parser is None:
+                    return  # It was refused.
+                request.body = data[known.head_nbytes :]
+            self._sink.take(request)
+        except Exception:
+            logger.exception("failed to parse a request")
+            self._refuse(500, OUR_ERROR)
+
+    def _remember(self, request: HttpRequest) -> None:
+        """Remember the head of a request that is complete, if that may be of use."""
+        fed, self._fed = self._fed, None
+        if not request.keep_alive:
+            self._known = None  # The parser reads no more, and nor does this.
+        elif fed is not None and self._known_in_vain < KNOWN_IN_VAIN_MAX:
+            self._known_in_vain += 1
+            self._known = KnownHead.of(request, fed, self._announced_nbytes)
 
     def lags(self, tick: int, ticks_max: int) -> bool:
         """Return whether a body for which memory is held comes too slowly to be complete in time.
@@ -188,6 +289,7 @@ class RequestReader:
         self._assembly = None
         self._headers = {}
         self._request = self._websocket = None
+        self._known = self._fed = None
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that completed nothing: of a header, a trailer or a chunk's extension without end."""
@@ -371,6 +473,7 @@ class RequestReader:
         self._request = None
         self._headers = {}
         self.began = None
+        self._remember(request)
         self._sink.take(request)
 
 

@@ -3,8 +3,6 @@
 from bisect import bisect_left
 from typing import Final, NamedTuple
 
-from asynctrt.tensors import Timing
-
 BOUNDS_S: Final = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025),
     *(0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -40,13 +38,13 @@ class Latencies:
         self.exemplars: dict[int, Exemplar] = {}
         """The last traced request of each bucket of ``total``, by the bucket's number."""
 
-    def add(self, total_ns: int, timing: Timing) -> None:
+    def add(self, total_ns: int, queue_ns: int, compute_ns: int) -> None:
         """Count one answered request."""
         queue, compute, total = self.queue, self.compute, self.total
-        queue[bisect_left(BOUNDS_NS, timing.queue_ns)] += 1
-        queue[-1] += timing.queue_ns
-        compute[bisect_left(BOUNDS_NS, timing.compute_ns)] += 1
-        compute[-1] += timing.compute_ns
+        queue[bisect_left(BOUNDS_NS, queue_ns)] += 1
+        queue[-1] += queue_ns
+        compute[bisect_left(BOUNDS_NS, compute_ns)] += 1
+        compute[-1] += compute_ns
         total[bisect_left(BOUNDS_NS, total_ns)] += 1
         total[-1] += total_ns
 

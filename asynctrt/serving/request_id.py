@@ -16,10 +16,11 @@ FIT: Final = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
 class RequestIds:
     """Give each request of one server an id."""
 
-    __slots__ = ("_next", "_prefix")
+    __slots__ = ("_form", "_next", "_prefix")
 
     def __init__(self) -> None:
         self._prefix = secrets.token_hex(6).encode()
+        self._form = self._prefix + b"-%x"
         self._next = itertools.count(1).__next__
 
     def __repr__(self) -> str:
@@ -30,5 +31,5 @@ class RequestIds:
         given = headers.get(HEADER)
         if given is not None and FIT.fullmatch(given) is not None:
             return given
-        headers[HEADER] = made = b"%b-%x" % (self._prefix, self._next())
+        headers[HEADER] = made = self._form % self._next()
         return made

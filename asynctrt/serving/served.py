@@ -193,9 +193,11 @@ class ServedModel:
             return error
         else:
             self.last_ns = now_ns
-            self.latencies.add(now_ns - began_ns, future.result().timing)
+            took_ns = now_ns - began_ns
+            result = future.result()
+            self.latencies.add(took_ns, result._queue_ns, result._compute_ns)
             if len(self.latencies_ns) < LATENCIES_MAX:
-                self.latencies_ns.append(now_ns - began_ns)
+                self.latencies_ns.append(took_ns)
         return None
 
     def count_failure(self, error: BaseException, took_ns: int) -> None:

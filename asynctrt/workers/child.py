@@ -17,12 +17,11 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NoReturn
 
-import numpy as np
 import uvloop
 
 from asynctrt import clock, errors
@@ -31,14 +30,13 @@ from asynctrt.errors import AsynctrtError, DeviceLostError, ExecutionError, Inte
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
 from asynctrt.process import shorten_switch_interval
-from asynctrt.runtime.shared import SharedRows
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.request import NO_DEADLINE_NS, Request, State
+from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
 from asynctrt.tensors import InferResult
 from asynctrt.version import __version__
 from asynctrt.workers.blocks import Blocks, Where
-from asynctrt.workers.layout import SYMBOLS, Layout, Layouts, Placed
+from asynctrt.workers.layout import SYMBOLS, Layouts, Placed
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import (
     MESSAGE_NBYTES_MAX,
@@ -59,6 +57,7 @@ from asynctrt.workers.messages import (
 )
 from asynctrt.workers.process import UNHEARD
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
+from asynctrt.workers.work import Work
 
 BEAT_S: Final = 0.1
 """How often the front is shown that the event loop runs, and told what the engine has done."""
@@ -83,36 +82,6 @@ IN_LARGE: Final = 1
 logger = logging.getLogger("asynctrt")
 
 
-class Work:
-    """Rows of a front that are being computed, from one block.
-
-    :param where: where they lie.
-    """
-
-    __slots__ = ("future", "id", "layout", "requests", "shared", "where")
-
-    def __init__(self, id_: int, where: Where, layout: Layout) -> None:
-        self.id = id_
-        self.where = where
-        self.layout = layout
-        self.future: asyncio.Future[InferResult] | None = None
-        self.requests: Sequence[Request] = ()
-        """Those of the engine: one, or the parts of more rows than a batch holds."""
-        self.shared: SharedRows | None = None
-        """Large rows, which batches may use as they lie in the block."""
-
-    @property
-    def is_read(self) -> bool:
-        """Whether a batch may still read the block, although no caller waits for its answer any more.
-
-        A thread may be gathering even small rows. Were the block free, rows of others would come there, on
-        which this batch could fail, or end the process.
-        """
-        if self.shared is not None and self.shared.batches:
-            return True
-        return any(request.state is State.MASKED for request in self.requests)
-
-
 class Served:
     """The worker's side of a front: rows in, answers out."""
 
@@ -133,6 +102,7 @@ class Served:
                 os.close(fd)
             raise
         self._eventfds = [own, front]
+        self.words = self._memory.words
         self._loop = loop
         self._engine = engine
         self._lose = lose
@@ -167,6 +137,7 @@ class Served:
             if work.future is not None:
                 work.future.cancel()
         self._blocks.close()
+        self._layouts.forget_arrays()
         for number in self._eventfds:
             os.close(number)
 
@@ -193,11 +164,13 @@ class Served:
             self._loop.call_soon(self._look)
 
     def _submit(self, id_: int, where: Where, priority: int, deadline_ns: int) -> None:
-        words = self._memory.words
         block, rows, start, capacity, _ = where
-        first = block // 8 + SYMBOLS
-        layout = self._layouts.of_sizes(tuple(words[first : first + self._layouts.symbols]))
-        work = self._works[id_] = Work(id_, where, layout)
+        sizes: tuple[int, ...] = ()
+        if self._layouts.symbols:
+            first = block // 8 + SYMBOLS
+            sizes = tuple(self.words[first : first + self._layouts.symbols])
+        layout = self._layouts.of_sizes(sizes)
+        work = self._works[id_] = Work(self, id_, where, layout)
         timeout = None
         if deadline_ns != NO_DEADLINE_NS:
             timeout = max(deadline_ns - clock.now_ns(), 0) / 1e9
@@ -208,14 +181,13 @@ class Served:
             self._failed(work, error)
             return
         work.future = future
-        launched = block // 8 + layout.launched(start)
         if isinstance(future, asyncio.Task):
             # It was split; which of its parts runs when is not seen from here.
-            words[launched] = 1
+            work.on_launch()
             work.requests = future.requests  # type: ignore[attr-defined]
         else:
-            future.on_launch = partial(words.__setitem__, launched, 1)  # type: ignore[attr-defined]
             request = future.request  # type: ignore[attr-defined]
+            request.future = work
             work.requests = (request,)
             if layout.is_large:
                 request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
@@ -264,6 +236,15 @@ class Served:
         except Exception as error:
             self._broken(work.id, error)
 
+    def answer(self, work: Work, result: InferResult) -> None:
+        """Answer rows that were computed. It raises nothing, as the answers of others follow."""
+        if self._is_closed:
+            return
+        try:
+            self._answer_with(work, result)
+        except Exception as error:
+            self._broken(work.id, error)
+
     def _broken(self, id_: int, error: Exception) -> None:
         """Answer what went wrong here: a rule of ours that is broken must not leave callers waiting."""
         why = InternalError(f"the worker could not take or answer a request: {describe(error)}")
@@ -292,33 +273,32 @@ class Served:
             self._leave(work, error)
         elif error is not None:
             self._failed(work, error)
-        elif not work.layout.has_outputs:
-            result = future.result()
+        else:
+            self._answer_with(work, future.result())
+
+    def _answer_with(self, work: Work, result: InferResult) -> None:
+        if not work.layout.has_outputs:
             placed = Placed(result)
             self._large[work.id] = work, result, placed
             self._answer(Kind.LARGE, work, result, placed.nbytes)
         else:
-            result = future.result()
             block, rows, start, capacity, _ = work.where
             for name, array in work.layout.outputs(self._memory, block, rows, start, capacity).items():
-                np.copyto(array, result[name])
+                array[...] = result[name]
             self._answer(Kind.ANSWER, work, result, 0)
 
     def _answer(self, kind: Kind, work: Work, result: InferResult, nbytes: int) -> None:
-        timing = result.timing
-        launched_ns = min(batch.launched_ns for batch in result._batches)
-        self._put(
-            kind,
-            min(result.batches, 0xFFFF),
-            result.batch_rows,
-            work.id,
-            launched_ns,
-            timing.copy_in_ns,
-            timing.compute_ns,
-            timing.copy_out_ns,
-            nbytes,
-            IN_LARGE if nbytes else 0,
-        )
+        batches = result._batches
+        batch = batches[0]
+        number, rows, launched_ns = 1, batch.rows, batch.launched_ns
+        copy_in_ns, compute_ns, copy_out_ns = batch.copy_in_ns, batch.compute_ns, batch.copy_out_ns
+        if len(batches) > 1:  # Few: what has more rows than a batch.
+            number, rows = min(len(batches), 0xFFFF), result.batch_rows
+            launched_ns = min(batch.launched_ns for batch in batches)
+            timing = result.timing
+            copy_in_ns, compute_ns, copy_out_ns = timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns
+        times_ns = launched_ns, copy_in_ns, compute_ns, copy_out_ns
+        self._put(kind, number, rows, work.id, *times_ns, nbytes, IN_LARGE if nbytes else 0)
         if kind is Kind.ANSWER:
             del self._works[work.id]
 

@@ -265,6 +265,7 @@ class Front:
             self._expiry.cancel()
         if self._reaper is not None:
             self._reaper.close()
+        self._layouts.forget_arrays()
         self.tell_if_idle()
 
     @property

@@ -7,7 +7,7 @@ group has so many of its rows, from its ``start`` on.
 import json
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,10 @@ LARGE_ROW_NBYTES_MIN: Final = 64 << 10
 LARGE_ALIGNMENT: Final = 256
 """Of the arrays of large rows, to which models may be bound: what devices demand."""
 
+ARRAYS_KEPT: Final = 512
+"""Blocks of small rows whose arrays are kept, by where they begin and how many rows they have. The heap gives
+out the same ones again and again, and to make the arrays takes longer than to copy the rows."""
+
 LENGTH: Final = struct.Struct("<Q")
 
 
@@ -34,15 +38,34 @@ def symbols_of(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+class BlockArrays(NamedTuple):
+    """The arrays of a block that one group has to itself. They are shared: nobody may change the mappings."""
+
+    layout: "Layout"
+    memory: SharedMemory
+    inputs: dict[str, Array]
+    outputs: dict[str, Array]
+
+
+KnownArrays = dict[tuple[int, int], BlockArrays]
+"""By block and rows."""
+
+
 class Layout:
     """The arrays of rows of one shape.
 
     :param symbols: the sizes of the dimensions that vary.
+    :param arrays: those that are kept of all layouts of a front or a worker.
     """
 
     def __init__(
-        self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], symbols: Mapping[str, int]
+        self,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        symbols: Mapping[str, int],
+        arrays: KnownArrays,
     ) -> None:
+        self._known = arrays
         self.symbols = tuple(symbols[name] for name in symbols_of(inputs))
         self._inputs = [(spec.name, spec.dtype, _dims(spec, symbols)) for spec in inputs]
         known = [(spec.name, spec.dtype, spec.resolve(symbols)) for spec in outputs]
@@ -88,20 +111,43 @@ class Layout:
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> dict[str, Array]:
         """Return the inputs that lie in a block, by name, each ``(rows, *dims)``."""
-        offsets = self.offsets(rows, start, capacity)
-        return {
-            name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
-            for (name, dtype, dims), offset in zip(self._inputs, offsets, strict=False)
-        }
+        if capacity is None:
+            return self._arrays(memory, block, rows).inputs
+        return self._inputs_at(memory, block, rows, self.offsets(rows, start, capacity))
 
     def outputs(
         self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
     ) -> dict[str, Array]:
         """Return the outputs, likewise."""
-        offsets = self.offsets(rows, start, capacity)[len(self._inputs) :]
+        if capacity is None:
+            return self._arrays(memory, block, rows).outputs
+        return self._outputs_at(memory, block, rows, self.offsets(rows, start, capacity))
+
+    def _arrays(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
+        known = self._known.get((block, rows))
+        if known is None or known.layout is not self or known.memory is not memory:
+            if len(self._known) >= ARRAYS_KEPT:
+                self._known.clear()
+            offsets = self._at(rows)[0]
+            inputs = self._inputs_at(memory, block, rows, offsets)
+            outputs = self._outputs_at(memory, block, rows, offsets)
+            known = self._known[block, rows] = BlockArrays(self, memory, inputs, outputs)
+        return known
+
+    def _inputs_at(
+        self, memory: SharedMemory, block: int, rows: int, offsets: Sequence[int]
+    ) -> dict[str, Array]:
         return {
             name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
-            for (name, dtype, dims), offset in zip(self._outputs, offsets, strict=True)
+            for (name, dtype, dims), offset in zip(self._inputs, offsets, strict=False)
+        }
+
+    def _outputs_at(
+        self, memory: SharedMemory, block: int, rows: int, offsets: Sequence[int]
+    ) -> dict[str, Array]:
+        return {
+            name: np.ndarray((rows, *dims), dtype, memory.buffer, block + offset)
+            for (name, dtype, dims), offset in zip(self._outputs, offsets[len(self._inputs) :], strict=True)
         }
 
     def offsets(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, ...]:
@@ -141,7 +187,10 @@ class Layouts:
     def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         self._specs = tuple(inputs), tuple(outputs)
         self._names = symbols_of(inputs)
+        self.symbols = len(self._names)
+        """How many dimensions vary."""
         self._known: dict[Hashable, Layout] = {}
+        self._arrays: KnownArrays = {}
 
     def of_sizes(self, sizes: tuple[int, ...]) -> Layout:
         """Return the layout for these sizes of the dimensions that vary."""
@@ -150,13 +199,12 @@ class Layouts:
             if len(self._known) >= self.KEPT:
                 self._known.clear()
             symbols = dict(zip(self._names, sizes, strict=True))
-            known = self._known[sizes] = Layout(*self._specs, symbols)
+            known = self._known[sizes] = Layout(*self._specs, symbols, self._arrays)
         return known
 
-    @property
-    def symbols(self) -> int:
-        """How many dimensions vary."""
-        return len(self._names)
+    def forget_arrays(self) -> None:
+        """Keep no array over the memory any more."""
+        self._arrays.clear()
 
 
 class Placed:

@@ -1,12 +1,23 @@
 """Reading requests from bytes: where they end, what is refused, what is kept. No sockets."""
 
 import gc
+import random
 import tracemalloc
 import weakref
 
 import pytest
 
-from asynctrt.serving.http_reader import PATH_NBYTES_MAX, RequestReader
+from asynctrt.serving import http_reader
+from asynctrt.serving.http_reader import (
+    KNOWN_HEAD_NBYTES_MAX,
+    KNOWN_HEADERS_MAX,
+    KNOWN_IN_VAIN_MAX,
+    PATH_NBYTES_MAX,
+    HttpRequest,
+    KnownHead,
+    RequestReader,
+)
+from asynctrt.serving.memory import UNCOUNTED_NBYTES
 from tests.serving.support import Held
 
 INNER = b"GET /inner HTTP/1.1\r\nHost: t\r\n\r\n"
@@ -263,3 +274,194 @@ class TestMemory:
             assert tracemalloc.get_traced_memory()[0] < MIB
         finally:
             tracemalloc.stop()
+
+
+class Untouched:
+    """Stands for a parser that nothing is to be given."""
+
+    def feed_data(self, data):
+        raise AssertionError(f"the parser was given {bytes(data)!r}")
+
+
+def is_known(raw, then=None, **limits):
+    """Whether a request, after it came once in a piece of its own, is known without being parsed."""
+    reader, sink = reading(**limits)
+    reader.feed(raw, 0)
+    reader._parser = Untouched() if reader._parser is not None else None
+    taken = len(sink.taken)
+    try:
+        reader.feed(raw if then is None else then, 0)
+    except AssertionError:
+        return False
+    return len(sink.taken) == taken + 1
+
+
+def said(sink):
+    """All that a sink was given."""
+    taken = [
+        (one.method, one.path, one.version, one.headers, bytes(one.body), one.keep_alive)
+        for one in sink.taken
+    ]
+    switched = [(one.path, bytes(rest)) for one, rest in sink.switched]
+    return taken, sink.admitted, switched, sink.refused
+
+
+class TestKnownHeads:
+    """What a connection sent before is read without the parser, and nothing else is."""
+
+    PLAIN = POST + LENGTH + b"\r\n" + INNER
+
+    @pytest.mark.parametrize("raw", [PLAIN, INNER, INNER.replace(b"GET", b"HEAD")])
+    def test_the_same_head_is_not_parsed_again(self, raw):
+        assert is_known(raw)
+
+    def test_the_body_is_the_new_one(self):
+        reader, sink = reading()
+        for body in (b"first", b"other"):
+            reader.feed(POST + b"Content-Length: 5\r\n\r\n" + body, 0)
+        assert [one.body for one in sink.taken] == [b"first", b"other"]
+
+    @pytest.mark.parametrize(
+        "then",
+        [
+            PLAIN.replace(b"Host: t", b"Host: u"),
+            PLAIN.replace(b"Host", b"host"),
+            PLAIN.replace(b"POST", b"PUT "),
+            PLAIN + b"\r\n",
+            b"\r\n" + PLAIN,
+            PLAIN[:-1],
+            PLAIN + PLAIN,
+        ],
+    )
+    def test_any_other_is(self, then):
+        assert not is_known(self.PLAIN, then)
+
+    @pytest.mark.parametrize("name", [name for name in WHOLE if name != "a length"])
+    def test_what_does_not_end_by_its_length_is(self, name):
+        assert not is_known(WHOLE[name])
+
+    @pytest.mark.parametrize(
+        "header",
+        [b"Connection: close\r\n", b"Expect: 100-continue\r\n", b"Upgrade: x\r\n", WEBSOCKET],
+    )
+    def test_what_is_not_simply_answered_is(self, header):
+        assert not is_known(POST + header + LENGTH + b"\r\n" + INNER)
+
+    def test_a_head_is_remembered_up_to_a_size(self):
+        rest = b"\r\n" + LENGTH + b"\r\n"
+        for more in (0, 1):
+            padding = KNOWN_HEAD_NBYTES_MAX - len(POST + b"X: " + rest) + more
+            assert is_known(POST + b"X: " + b"x" * padding + rest + INNER) == (not more)
+
+    def test_a_head_is_remembered_up_to_so_many_headers(self):
+        for more in (0, 1):
+            lines = b"".join(b"%d:x\r\n" % number for number in range(KNOWN_HEADERS_MAX - 2 + more))
+            assert is_known(POST + lines + LENGTH + b"\r\n" + INNER) == (not more)
+
+    def test_a_body_for_which_memory_is_asked_is_parsed(self):
+        for more in (0, 1):
+            nbytes = UNCOUNTED_NBYTES + more
+            assert is_known(POST + b"Content-Length: %d\r\n\r\n" % nbytes + bytes(nbytes)) == (not more)
+
+    def test_what_came_in_pieces_or_with_others_is_not_remembered(self):
+        for raw, step in ((self.PLAIN, len(self.PLAIN) - 1), (self.PLAIN + NEXT, MIB)):
+            reader, _ = reading()
+            for start in range(0, len(raw), step):
+                reader.feed(raw[start : start + step], 0)
+                assert reader._fed is None, "what was fed is kept"
+            assert reader._known is None
+
+    @pytest.mark.parametrize("after", [b"\r\n", b"\r\n\r\n"])
+    def test_lines_after_a_request_do_not_move_its_end(self, after):
+        # Skipped between requests, they would be taken for a part of the head, and two bytes of the body of
+        # the next one for the beginning of another request.
+        reader, sink = reading()
+        reader.feed(POST + LENGTH + b"\r\n" + after + INNER, 0)
+        assert reader._known is None
+        assert [one.body for one in sink.taken] == [(after + INNER)[: len(INNER)]]
+
+    @pytest.mark.parametrize("end", [b"\n", b"\r", b"\n\r\n", b"\n\n", b"\r\r"])
+    def test_no_head_is_remembered_of_which_others_may_see_another_end(self, end):
+        # The parser refuses them today; a laxer one would be no reason to take them.
+        request = HttpRequest(b"POST", b"/outer", "1.1", {b"host": b"t"}, keep_alive=True)
+        head = POST + LENGTH
+        assert KnownHead.of(request, head + b"\r\n" + INNER, len(INNER)) is not None
+        assert KnownHead.of(request, head + b"X: y" + end + b"\r\n\r\n" + INNER, len(INNER)) is None
+
+    def test_after_the_last_request_nothing_is_read(self):
+        reader, sink = reading()
+        reader.feed(self.PLAIN, 0)
+        reader.feed(POST + b"Connection: close\r\n" + LENGTH + b"\r\n" + INNER, 0)
+        reader.feed(self.PLAIN, 0)
+        assert len(sink.taken) == 2
+        assert [status for status, _ in sink.refused] == [400]
+
+    def test_each_request_is_admitted_and_refused_like_any(self):
+        reader, sink = reading()
+        reader.feed(self.PLAIN, 0)
+        reader.feed(self.PLAIN, 0)
+        assert sink.admitted == [b"/outer"] * 2
+        sink.admit = lambda _: reader.close()
+        reader.feed(self.PLAIN, 0)
+        assert len(sink.taken) == 2
+
+    def test_an_error_of_ours_is_answered_like_any(self, caplog):
+        for times in (0, 1):
+            reader, sink = reading()
+            for _ in range(times):
+                reader.feed(self.PLAIN, 0)
+            sink.take = lambda _: 1 / 0
+            reader.feed(self.PLAIN, 0)
+            assert [status for status, _ in sink.refused] == [500]
+        assert caplog.text.count("ZeroDivisionError") == 2
+
+    def test_what_is_added_to_the_headers_of_one_is_not_in_the_next(self):
+        reader, sink = reading()
+        for _ in range(3):
+            reader.feed(self.PLAIN, 0)
+            sink.taken[-1].headers[b"x-request-id"] = b"one"
+        reader.feed(self.PLAIN, 0)
+        assert set(sink.taken[-1].headers) == {b"host", b"content-length"}
+
+    def test_heads_that_differ_each_time_are_not_remembered_for_ever(self):
+        reader, sink = reading()
+        for number in range(KNOWN_IN_VAIN_MAX):
+            reader.feed(self.PLAIN.replace(b"Host", b"X: %d\r\nHost" % number, 1), 0)
+            assert (b"x", b"%d" % number) in reader._known.headers.items()
+        reader.feed(self.PLAIN, 0)
+        reader._parser = Untouched()
+        with pytest.raises(AssertionError):
+            reader.feed(self.PLAIN, 0)
+        assert len(sink.taken) == KNOWN_IN_VAIN_MAX + 1
+
+    def test_of_a_reader_that_is_closed_nothing_is_kept(self):
+        reader, sink = reading()
+        reader.feed(self.PLAIN, 0)
+        reader.close()
+        assert reader._known is None
+        reader.feed(self.PLAIN, 0)
+        assert len(sink.taken) == 1
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_all_is_as_if_it_were_parsed(self, seed, monkeypatch):
+        chosen = random.Random(seed)
+        parts = [*WHOLE.values(), self.PLAIN, self.PLAIN, self.PLAIN, INNER, NEXT, b"\r\n", b"\r\n\r\n"]
+        bad = [raw for _, raw in REFUSED.values()]
+        for _ in range(60):
+            few = chosen.sample(parts, 3)
+            requests = [chosen.choice(few) for _ in range(chosen.randrange(2, 12))]
+            if chosen.random() < 0.3:
+                requests.append(chosen.choice(bad))
+            pieces = list(requests)
+            if chosen.random() < 0.5:  # Some of them in two pieces, and some two in one.
+                at = chosen.randrange(len(pieces))
+                cut = chosen.randrange(1, len(pieces[at])) if len(pieces[at]) > 1 else 1
+                pieces[at : at + 2] = [pieces[at][:cut], pieces[at][cut:] + b"".join(pieces[at + 1 : at + 2])]
+            both = []
+            for limit in (KNOWN_IN_VAIN_MAX, 0):
+                monkeypatch.setattr(http_reader, "KNOWN_IN_VAIN_MAX", limit)
+                reader, sink = reading()
+                for piece in pieces:
+                    reader.feed(piece, 0)
+                both.append(said(sink))
+            assert both[0] == both[1], pieces

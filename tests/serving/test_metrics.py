@@ -27,7 +27,6 @@ from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.served import REASONS
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.serving.telemetry import SCOPE, Tracing
-from asynctrt.tensors import Timing
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import double_model, failing_model
@@ -299,7 +298,7 @@ class TestLatencies:
     def test_a_latency_falls_into_the_bucket_whose_bound_it_does_not_exceed(self):
         known = Latencies()
         for ns in (0, 100_000, 100_001, 10_000_000_000, 10_000_000_001):
-            known.add(ns, Timing(ns, 0, 2 * ns, 0))
+            known.add(ns, ns, 2 * ns)
         assert known.total[:2] == known.queue[:2] == [2, 1]
         assert known.total[-3:-1] == known.queue[-3:-1] == [1, 1]
         assert known.compute[:3] == [1, 2, 0]

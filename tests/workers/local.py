@@ -52,6 +52,7 @@ class Worker:
             self.how_it_ended = how
             if self.served is not None:
                 self.served.close()
+                assert not self.served._layouts._arrays, "arrays over the memory of a front were kept"
                 self.served = None
             self.died(how)
 
@@ -92,6 +93,7 @@ async def opened(model, *, device, front=None, **settings):
         finally:
             SPAWNER.reset(token)
         assert isolated._front._heap.blocks == 0, "blocks were not given back"
+        assert not isolated._front._layouts._arrays, "arrays over the memory were kept"
         for context in engine._pool.contexts:
             slots = [slab.layout for slab in context._slot_bindings]
             assert not slots, "bindings were kept that hold the memory of a front"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynctrt.tensors import TensorSpec
-from asynctrt.workers.layout import Layouts, Placed, symbols_of
+from asynctrt.workers.layout import ARRAYS_KEPT, Layouts, Placed, symbols_of
 from asynctrt.workers.memory import SharedMemory
 
 INPUTS = (TensorSpec("a", "float32", ("n", 3)), TensorSpec("b", "int8", ("m", "n")))
@@ -64,3 +64,44 @@ def test_outputs_of_any_shape_are_read_as_they_were_written(memory, counts):
         name: array.tolist() for name, array in outputs.items()
     }
     assert placed.nbytes >= sum(array.nbytes for array in outputs.values())
+
+
+class TestKeptArrays:
+    """Arrays are made once for a block of so many rows, and only for the same one."""
+
+    def test_those_of_the_same_block_are_the_same(self, memory):
+        layout = Layouts(INPUTS, OUTPUTS).of_sizes((2, 3))
+        assert layout.inputs(memory, 4096, 5)["a"] is layout.inputs(memory, 4096, 5)["a"]
+        assert layout.outputs(memory, 4096, 5)["d"] is layout.outputs(memory, 4096, 5)["d"]
+
+    @pytest.mark.parametrize(("block", "rows"), [(8192, 5), (4096, 6)])
+    def test_others_are_not(self, memory, block, rows):
+        layout = Layouts(INPUTS, OUTPUTS).of_sizes((2, 3))
+        first, other = layout.inputs(memory, 4096, 5)["a"], layout.inputs(memory, block, rows)["a"]
+        first[:], other[:] = 1, 2
+        assert other.shape == (rows, 2, 3)
+        assert np.all(other == 2)
+        assert np.all(first == 1) == (block != 4096)
+
+    def test_a_block_may_have_rows_of_another_shape_next(self, memory):
+        known = Layouts(INPUTS, OUTPUTS)
+        for sizes in ((2, 3), (3, 2), (2, 3)):
+            assert known.of_sizes(sizes).inputs(memory, 4096, 5)["a"].shape == (5, sizes[0], 3)
+            assert known.of_sizes(sizes).outputs(memory, 4096, 5)["c"].shape == (5, sizes[1])
+
+    def test_those_of_another_memory_are_not_taken_for_them(self, memory):
+        layout = Layouts(INPUTS, OUTPUTS).of_sizes((2, 3))
+        layout.inputs(memory, 4096, 5)["a"][:] = 1
+        second = SharedMemory.create(1 << 16)
+        layout.inputs(second, 4096, 5)["a"][:] = 2
+        assert np.all(layout.inputs(memory, 4096, 5)["a"] == 1)
+        second.close()
+
+    def test_they_are_bounded_over_all_shapes_and_may_be_forgotten(self, memory):
+        known = Layouts(INPUTS, OUTPUTS)
+        for number in range(2 * ARRAYS_KEPT + 1):
+            known.of_sizes((number % 3, 1)).inputs(memory, 64 * number, 1)
+            assert len(known._arrays) <= ARRAYS_KEPT
+        assert known._arrays
+        known.forget_arrays()
+        assert not known._arrays
