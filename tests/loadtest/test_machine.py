@@ -1,6 +1,8 @@
 """What is used while a run goes on. The GPU's figures are NVIDIA's library's, without one there are none."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -8,17 +10,30 @@ from asynctrt.loadtest import machine
 from asynctrt.loadtest.machine import ResourceMonitor, gpu_of
 from asynctrt.loadtest.targets import TargetSpec
 
+GROWS = """
+import sys
+for step in sys.stdin:
+    ballast = b"x" * 50_000_000 if step == "grow\\n" else None
+    print("done", flush=True)
+"""
+
 
 def test_memory_is_the_largest_that_was_seen():
-    monitor = ResourceMonitor([os.getpid()], None)
-    monitor.look()
-    before = monitor._memory_nbytes
-    ballast = b"x" * 50_000_000
-    monitor.look()
-    del ballast
-    monitor.look()
+    """Of a process that does nothing else: in this one, what earlier tests left may be freed meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as child:
+        monitor = ResourceMonitor([child.pid], None)
+        seen = []
+        for step in ("rest", "grow", "rest"):
+            child.stdin.write(f"{step}\n")
+            assert child.stdout.readline() == "done\n"
+            monitor.look()
+            seen.append(monitor._memory_nbytes)
+        child.stdin.close()
     used = monitor.close(1.5)
-    assert used.memory_mb * 1e6 >= before + 40_000_000
+    assert seen[1] >= seen[0] + 40_000_000
+    assert used.memory_mb * 1e6 == seen[2] == seen[1]
     assert used.generator_cores == 1.5
     assert (used.gpu_name, used.gpu_share, used.gpu_memory_mb, used.gpu_watts) == (None,) * 4
 
