@@ -240,12 +240,13 @@ class OnnxCudaModel(StreamedOnnxModel):
 
     def _is_large(self) -> bool:
         """Whether the model may have weights that are worth sharing: they may lie in files beside it."""
-        nbytes = self.path.stat().st_size
-        return nbytes >= SHARED_NBYTES_MIN or any(
-            other.stat().st_size >= SHARED_NBYTES_MIN
-            for other in self.path.parent.iterdir()
-            if other.is_file() and other != self.path and self.path.stem in other.name
-        )
+        with suppress(OSError):  # Who may not look has weights of their own for each session.
+            return any(
+                path.stat().st_size >= SHARED_NBYTES_MIN
+                for path in self.path.parent.iterdir()
+                if self.path.stem in path.name
+            )
+        return False
 
     def _load_on_gpu(self, settings: Mapping[str, str]) -> ort.InferenceSession:
         options, path = self._cuda_options(), self.path
