@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,16 @@ DTYPES: Final[Mapping[int, Any]] = {
 logger = logging.getLogger("asynctrt")
 
 
+class Weight(NamedTuple):
+    """A weight in the file beside a model."""
+
+    name: str
+    dtype: Any
+    dims: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
 class SharedWeights:
     """The weights on the GPU, and the files of the model that refer to them.
 
@@ -58,7 +68,7 @@ class SharedWeights:
         self._buffer: Buffer | None = None
         self._values: dict[str, Any] = {}
         found = _weights_of(self.path)
-        nbytes = sum(aligned(length) for _, _, _, _, length in found)
+        nbytes = sum(aligned(weight.nbytes) for weight in found)
         if nbytes < SHARED_NBYTES_MIN:
             return
         self._buffer = device.allocate(nbytes)
@@ -90,25 +100,19 @@ class SharedWeights:
             buffer.close()
         self._folder.cleanup()
 
-    def _copy(
-        self,
-        found: list[tuple[str, Any, tuple[int, ...], int, int]],
-        stream: Stream,
-        where: tuple[str, int],
-    ) -> None:
+    def _copy(self, found: list[Weight], stream: Stream, where: tuple[str, int]) -> None:
         assert self._buffer is not None
         holder = _holder()
         data = np.memmap(Path(self._folder.name, WEIGHTS), np.uint8, mode="r")
-        at = 0
-        for name, dtype, dims, offset, length in found:
-            address = self._buffer.address + at
-            stream.copy_bytes(address, data[offset:].ctypes.data, length)
+        address = self._buffer.address
+        for weight in found:
+            stream.copy_bytes(address, data[weight.offset :].ctypes.data, weight.nbytes)
             # ONNX Runtime makes a value of memory that is not its own for an output, whatever its type. The
             # value keeps the binding alive, and that its session.
             binding = holder.io_binding()
-            binding.bind_output("output", *where, dtype, dims, address)
-            self._values[name] = binding.get_outputs()[0]
-            at += aligned(length)
+            binding.bind_output("output", *where, weight.dtype, weight.dims, address)
+            self._values[weight.name] = binding.get_outputs()[0]
+            address += aligned(weight.nbytes)
         if not stream.drain(COPY_S):
             raise DeviceError(f"{mib(self.nbytes)} of weights were not copied within {COPY_S:g} s")
 
@@ -172,8 +176,8 @@ def _holder() -> ort.InferenceSession:
     return ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-def _weights_of(path: Path) -> list[tuple[str, Any, tuple[int, ...], int, int]]:
-    """Return the weights that lie in the file beside a model: names, types, shapes, offsets and bytes."""
+def _weights_of(path: Path) -> list[Weight]:
+    """Return the weights that lie in the file beside a model."""
     import onnx  # noqa: PLC0415  (It takes longer to import than all else here, for large models alone.)
 
     found = []
@@ -184,7 +188,7 @@ def _weights_of(path: Path) -> list[tuple[str, Any, tuple[int, ...], int, int]]:
         if tensor.data_location != onnx.TensorProto.EXTERNAL or dtype is None:
             continue
         dims = tuple(int(dim) for dim in tensor.dims)
-        length = int(np.prod(dims, dtype=np.int64)) * np.dtype(dtype).itemsize
+        nbytes = int(np.prod(dims, dtype=np.int64)) * np.dtype(dtype).itemsize
         assert place["location"] == WEIGHTS, place
-        found.append((str(tensor.name), dtype, dims, int(place.get("offset", 0)), length))
+        found.append(Weight(str(tensor.name), dtype, dims, int(place.get("offset", 0)), nbytes))
     return found

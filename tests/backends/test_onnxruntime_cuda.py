@@ -174,6 +174,16 @@ def test_an_error_that_a_capture_left_does_not_pass_for_the_end_of_a_run(stale, 
     assert stream.ended == (["session"] if ends else [])
 
 
+def test_a_session_that_did_not_come_to_rest_when_asked_is_not_ended_either():
+    """Before a capture it is asked, too. It had forgotten then that something was left."""
+    stream = DeferringStream()
+    session = CudaSession(DeferringSession(stream, stale=9), stream, stream, name="m", nbytes=5)
+    session.put("binding", stream, None)
+    assert not session.settle()
+    session.close()
+    assert stream.ended == []
+
+
 def test_a_session_that_never_ran_ends_at_once():
     stream = DeferringStream()
     assert end_session(stream, runs=0) == []

@@ -71,7 +71,9 @@ def own_sources(context: CudaContext, graph: Any) -> PinnedBuffer | None:
             copy = _copy_of(node)
             if not _is_on_device(*_source(copy)):
                 if max(copy.Height, 1) * max(copy.Depth, 1) != 1:
-                    raise DeviceError("a graph that copies rows of a picture from the host cannot own them")
+                    raise DeviceError(
+                        "what a graph copies from the host is not consecutive: it cannot own that"
+                    )
                 copies.append((node, copy))
     if not copies:
         return None
