@@ -2,7 +2,7 @@
 
 Each context has a session of its own, on the context's stream and bound to the slab's memory on the GPU, and
 puts a batch there without waiting for it. ONNX Runtime has no way to run one session on several streams of
-ours, so the weights and its working memory are there once for each context.
+ours, so its working memory is there once for each session; large weights are shared by all.
 
 Batch sizes are captured as CUDA graphs by the engine, as for any model, each from a session that runs nothing
 else: a graph refers to memory of the session's arena, which the next run is given again, and to kernels that
@@ -105,15 +105,15 @@ class OnnxCudaModel(StreamedOnnxModel):
     :param path: the ``.onnx`` file. What is said of its axes at :class:`OnnxModel` holds here.
     :param device: the GPU, the same object as the engine's.
     :param launch: which thread puts batches on the GPU, see :class:`StreamedOnnxModel`.
-    :param memory_limit: the most bytes that one context's session may hold, weights included. Default: what
-        is left of the GPU's memory, and of the device's budget, when the session is loaded.
+    :param memory_limit: the most bytes that one session may hold, weights included unless they are shared by
+        all. Default: what is left of the GPU's memory, and of the device's budget, when it is loaded.
     :param cpu_fallback: whether operators that the provider does not have run on the CPU; such are named in a
         warning. Without it such a model is refused.
     :param batch_sizes: the batch sizes to run, each with a session of its own in each context, to which
-        others are padded; ``()`` for all sizes, with one session. Default: powers of two and one between any
-        two of them, if a batch of another size than the one before takes much longer, as with convolutions,
-        which cuDNN plans anew then (since ONNX Runtime 1.20). Where the shape of a row is not fixed, all
-        sizes are run.
+        others are padded; ``()`` for all sizes, with one session and no graphs. Default: powers of two and
+        one between any two of them, captured as CUDA graphs; without graphs only if a batch of another size
+        than the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
+        Runtime 1.20). Where the shape of a row is not fixed, all sizes are run.
     :param provider_options: options of the CUDA provider that win over ours, by ONNX Runtime's names:
         ``{"use_tf32": "0"}``.
     :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.
