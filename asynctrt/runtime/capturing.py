@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
+from asynctrt import clock
 from asynctrt.backends.base import Model, PreparedModel
 from asynctrt.cancellation import current
 from asynctrt.devices.base import Device, check_room, mib
@@ -62,16 +63,27 @@ class Capturing(Generic[C]):
         """
         if not isinstance(self._model, PreparedModel):
             return sizes, self._like_the_first(sizes)
+        name, start_ns = self._model.name, clock.now_ns()
+        logger.info(
+            "%r: %d batch sizes are captured as CUDA graphs in %d contexts, which may take a while",
+            name,
+            len(sizes),
+            len(self._contexts),
+        )
         while True:
             try:
-                return sizes, self._side_by_side(sizes)
+                costs = self._side_by_side(sizes)
             except DeviceMemoryError as error:
                 if len(sizes) < FEWEST or self._cancellation.is_cancelled:
                     raise
                 for context in self._contexts:
                     context.forget_captured()
                 sizes = sizes[-1::-2][::-1]
-                logger.info("%r: there may be room for graphs of %s rows: %s", self._model.name, sizes, error)
+                logger.info("%r: there may be room for graphs of %s rows: %s", name, sizes, error)
+            else:
+                took_s = (clock.now_ns() - start_ns) / 1e9
+                logger.info("%r: graphs of %s rows took %.1f s", name, ", ".join(map(str, sizes)), took_s)
+                return sizes, costs
 
     def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Capture one batch to see what that takes, and the others only if there is as much left for each."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import threading
 
 import numpy as np
@@ -155,10 +156,17 @@ async def test_a_graph_that_computes_something_else_is_not_used(wrong, unified, 
 @pytest.mark.parametrize("unified", [False, True], ids=["separate", "unified"])
 @pytest.mark.parametrize("right", [compute, rounded])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-async def test_graphs_that_are_right_run_every_batch_and_a_thread_puts_none_there(right, unified, dtype):
+async def test_graphs_that_are_right_run_every_batch_and_a_thread_puts_none_there(
+    right, unified, dtype, caplog
+):
     model, device = Traced(right, dtype), HostDevice(in_place="never", unified=unified)
     device_prefers_graphs(device)
+    caplog.set_level(logging.INFO, "asynctrt")
     async with asynctrt.open(model, device=device, contexts=2, max_rows=ROWS_MAX, graphs="auto") as engine:
+        said = [record.getMessage() for record in caplog.records]
+        assert said[0].startswith("'traced': 6 batch sizes are captured as CUDA graphs in 2 contexts")
+        assert said[1].startswith("'traced': graphs of 1, 2, 3, 4, 6, 8 rows took ")
+        assert len(said) == 2
         sizes = sizes_up_to(ROWS_MAX)
         assert engine.statistics().graphs == engine.statistics().batch_sizes == sizes
         own, captured = model.contexts[:2], model.contexts[2:]
