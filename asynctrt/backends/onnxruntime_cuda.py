@@ -50,6 +50,9 @@ from asynctrt.validation import FLAG, PATH, Check, as_float, count
 
 CUDA: Final = "CUDAExecutionProvider"
 
+CUDA_MEMORY: Final = "Cuda"
+"""What ONNX Runtime calls the memory of a GPU."""
+
 LOG_ERRORS: Final = 3
 
 NAMED_MAX: Final = 6
@@ -357,6 +360,7 @@ class CudaSession(StreamSession):
     ) -> None:
         device.count_in(nbytes)
         super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
+        self.read_on_cpu = inputs_read_on_cpu(session)
         self._device = device
         self._stream = stream
         self._nbytes = nbytes
@@ -451,6 +455,14 @@ class CudaSession(StreamSession):
                 if "terminate" in str(error):
                     return True
         return False
+
+
+def inputs_read_on_cpu(session: ort.InferenceSession) -> frozenset[str]:
+    """Return the inputs of a session that operators on the CPU read: all, if it cannot tell (before 1.23)."""
+    inputs = session.get_inputs()
+    ask = getattr(session, "get_input_memory_infos", None)
+    places = [None] * len(inputs) if ask is None else [info.name for info in ask()]
+    return frozenset(known.name for known, place in zip(inputs, places, strict=True) if place != CUDA_MEMORY)
 
 
 def _run_options() -> ort.RunOptions:

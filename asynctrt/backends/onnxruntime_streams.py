@@ -35,9 +35,6 @@ from asynctrt.validation import choice, count, show
 Launch = Literal["threads", "thread", "loop"]
 """Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
 
-CUDA_MEMORY: Final = "Cuda"
-"""What ONNX Runtime calls the memory of a GPU."""
-
 LAUNCHES: Final = get_args(Launch)
 
 
@@ -150,14 +147,6 @@ def checked_sizes(given: Any) -> tuple[int, ...] | None:
     return tuple(sorted({check("batch_sizes", size) for size in given}))
 
 
-def inputs_read_on_cpu(session: ort.InferenceSession) -> frozenset[str]:
-    """Return the inputs of a session that operators on the CPU read: all, if it cannot tell (before 1.23)."""
-    inputs = session.get_inputs()
-    ask = getattr(session, "get_input_memory_infos", None)
-    places = [None] * len(inputs) if ask is None else [info.name for info in ask()]
-    return frozenset(known.name for known, place in zip(inputs, places, strict=True) if place != CUDA_MEMORY)
-
-
 class StreamSession:
     """A session on its stream. It is ended by :meth:`close`, and by nothing else.
 
@@ -171,7 +160,7 @@ class StreamSession:
         self._session: ort.InferenceSession | None = session
         self.handle = stream.handle
         self.memory = memory
-        self.read_on_cpu = frozenset[str]() if memory == "cpu" else inputs_read_on_cpu(session)
+        self.read_on_cpu = frozenset[str]()
         """The inputs that ONNX Runtime copies to the CPU, when they are bound and at no other time."""
         self.ordinal = ordinal
         self.name = name

@@ -10,9 +10,9 @@ from asynctrt import clock
 from asynctrt.backends.base import Model, PreparedModel
 from asynctrt.cancellation import current
 from asynctrt.devices.base import Device, check_room, mib
-from asynctrt.errors import DeviceMemoryError, UsageError
+from asynctrt.errors import UsageError
 from asynctrt.runtime.graphs import Capture, CaptureCosts
-from asynctrt.runtime.prepare import FEWEST, SHARE_MAX
+from asynctrt.runtime.prepare import as_many_as_fit, check_share
 
 logger = logging.getLogger("asynctrt")
 
@@ -70,20 +70,10 @@ class Capturing(Generic[C]):
             len(sizes),
             len(self._contexts),
         )
-        while True:
-            try:
-                costs = self._side_by_side(sizes)
-            except DeviceMemoryError as error:
-                if len(sizes) < FEWEST or self._cancellation.is_cancelled:
-                    raise
-                for context in self._contexts:
-                    context.forget_captured()
-                sizes = sizes[-1::-2][::-1]
-                logger.info("%r: there may be room for graphs of %s rows: %s", name, sizes, error)
-            else:
-                took_s = (clock.now_ns() - start_ns) / 1e9
-                logger.info("%r: graphs of %s rows took %.1f s", name, ", ".join(map(str, sizes)), took_s)
-                return sizes, costs
+        captured, costs = as_many_as_fit(name, tuple(sizes), self._side_by_side)
+        took_s = (clock.now_ns() - start_ns) / 1e9
+        logger.info("%r: graphs of %s rows took %.1f s", name, ", ".join(map(str, captured)), took_s)
+        return captured, costs
 
     def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Capture one batch to see what that takes, and the others only if there is as much left for each."""
@@ -111,19 +101,20 @@ class Capturing(Generic[C]):
         :raises DeviceMemoryError: also if all together would take more than their share of what is free.
         """
         first, *others = self._contexts
+        for context in self._contexts:
+            context.forget_captured()  # Of an attempt with more of them.
         begun: list[tuple[C, int, Capture]] = []
         try:
             room_nbytes = self._device.memory().room_nbytes
             costs = [first.keep_captured(sizes[-1], self._warmed_up(first, sizes[-1]))]
             self._warm_up(first, sizes[:-1], begun)
-            taken_nbytes = max(room_nbytes - self._device.memory().room_nbytes, 0)
-            if not self._device.unified and taken_nbytes * len(self._contexts) > room_nbytes * SHARE_MAX:
-                raise DeviceMemoryError(
-                    f"graphs of {len(sizes)} batch sizes of {self._model.name!r} take {mib(taken_nbytes)} in "
-                    f"one context, and in {len(self._contexts)} of them more than half of the "
-                    f"{mib(room_nbytes)} that were free. Name the sizes that matter most in graphs, or use "
-                    "fewer contexts"
-                )
+            check_share(
+                self._device,
+                room_nbytes,
+                len(self._contexts),
+                f"graphs of {len(sizes)} batch sizes of {self._model.name!r}",
+                "Name the sizes that matter most in graphs",
+            )
             if others:
                 with ThreadPoolExecutor(len(others), "asynctrt-capture") as pool:
                     for done in [pool.submit(self._warm_up, context, sizes, begun) for context in others]:

@@ -45,7 +45,7 @@ SLABS_MAX: Final = 64
 """Slabs, and so bindings, that a context remembers: one for each shape, and one for each slab of slots."""
 
 LAUNCH_NS_MAX: Final = 500_000
-"""A graph whose launch takes longer is launched by a thread, as far as the model has any."""
+"""A graph whose launch takes longer is launched by a thread, if the model has threads for that."""
 
 UNDO_S: Final = 0.1
 """How long a stream may take to come to rest when a pool that was begun is taken back. With no time at all it

@@ -25,7 +25,7 @@ from asynctrt.devices.arenas import Arena, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device, Event, Graph, Stream
 from asynctrt.errors import DeviceError, DeviceLostError
 from asynctrt.runtime.staging import Slab
-from asynctrt.runtime.trial import SAMPLES, Trial
+from asynctrt.runtime.trial import SAMPLES, NoTrial, Trial
 
 CAPTURE_S: Final = 60.0
 """How long a batch may take while it is being captured."""
@@ -81,8 +81,8 @@ class Capture:
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
         self._context = create_context_on(model, device, stream)
-        is_traced = isinstance(model, TracedModel) and model.is_traced
-        self._trial = Trial(slab, rows, stream) if is_traced else None
+        self._is_traced = isinstance(model, TracedModel) and model.is_traced
+        self._trial = Trial(slab, rows, stream) if self._is_traced else NoTrial()
         self._direct_ns = 0
         try:
             self._binding = self._context.bind(slab.input_memory(), slab.output_memory())
@@ -102,7 +102,7 @@ class Capture:
         try:
             for number in range(SAMPLES):
                 self._run(number)
-            if self._trial is not None:
+            if self._is_traced:
                 cast("TracedBinding", self._binding).settle()
         except BaseException:
             self.close()
@@ -133,16 +133,13 @@ class Capture:
         return CapturedBatch(self._context, graph, graph_ns), CaptureCosts(self._direct_ns, graph_ns)
 
     def _run(self, number: int) -> None:
-        if self._trial is not None:
-            self._trial.put_in(number)
+        self._trial.put_in(number)
         start_ns = clock.now_ns()
         self._binding.enqueue(self._rows, profile=self._profile, stream=self._stream, arena=self._scratch)
         self._direct_ns = clock.now_ns() - start_ns
-        if self._trial is not None:
-            self._trial.put_out()
+        self._trial.put_out()
         _wait(self._stream, self._end, f"a batch of {self._rows} rows")
-        if self._trial is not None:
-            self._trial.note(number)
+        self._trial.note(number)
 
 
 def _captured(
@@ -159,24 +156,21 @@ def _captured(
     return stream.end_capture()
 
 
-def _tried(graph: Graph, trial: Trial | None, rows: int, stream: Stream, end: Event) -> int:
+def _tried(graph: Graph, trial: NoTrial, rows: int, stream: Stream, end: Event) -> int:
     """Launch a graph, and check what it computes if there is something to compare it with.
 
     :returns: what a launch costs the CPU, in ns.
     """
     costs_ns = []
-    for number in range(1 if trial is None else SAMPLES):
-        if trial is not None:
-            trial.put_in(number)
-            _wait(stream, end, "a copy")
+    for number in range(trial.launches):
+        trial.put_in(number)
+        _wait(stream, end, "a copy")
         start_ns = clock.now_ns()
         graph.launch(stream=stream)
         costs_ns.append(clock.now_ns() - start_ns)
-        if trial is not None:
-            trial.put_out()
+        trial.put_out()
         _wait(stream, end, f"a captured batch of {rows} rows")
-        if trial is not None:
-            trial.check(number)
+        trial.check(number)
     return min(costs_ns)
 
 

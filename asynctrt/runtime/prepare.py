@@ -7,10 +7,10 @@ the next of them. All are run before the first caller comes.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from asynctrt import clock
 from asynctrt.backends.base import Binding, PreparedContext, PreparedModel
@@ -35,6 +35,8 @@ FEWEST: Final = 4
 """With fewer sizes than this that do not fit either, it is given up."""
 
 logger = logging.getLogger("asynctrt")
+
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -100,6 +102,47 @@ def prepare(device: Device, model: PreparedModel, places: Sequence[Place], rows_
     return sizes
 
 
+def as_many_as_fit(
+    name: str, sizes: tuple[int, ...], attempt: Callable[[tuple[int, ...]], T]
+) -> tuple[tuple[int, ...], T]:
+    """Attempt something with all sizes or, as long as there is no room, with every second one of them.
+
+    :param name: the model's.
+    :returns: the sizes for which there was room, and what the attempt with them returned.
+    :raises DeviceMemoryError: if there is no room for few of them either.
+    """
+    while True:
+        try:
+            return sizes, attempt(sizes)
+        except DeviceMemoryError as error:
+            if len(sizes) < FEWEST:
+                raise
+            fewer = sizes[-1::-2][::-1]
+            logger.info(
+                "%r: there is no room for %d batch sizes, but perhaps for %d: %s",
+                name,
+                len(sizes),
+                len(fewer),
+                error,
+            )
+            sizes = fewer
+
+
+def check_share(device: Device, room_nbytes: int, contexts: int, what: str, fix: str) -> None:
+    """Check that all contexts together take no more than their share, once one has what it needs.
+
+    :param room_nbytes: the room that there was before.
+    :param what: the subject of the message, which says what takes too much; ``fix`` is what to do.
+    :raises DeviceMemoryError: if they would take more.
+    """
+    taken_nbytes = max(room_nbytes - device.memory().room_nbytes, 0)
+    if not device.unified and taken_nbytes * contexts > room_nbytes * SHARE_MAX:
+        raise DeviceMemoryError(
+            f"{what} take {mib(taken_nbytes)} in one context, and in {contexts} of them more than half of "
+            f"the {mib(room_nbytes)} that were free. {fix}, or use fewer contexts"
+        )
+
+
 def _keep_apart(
     device: Device, model: PreparedModel, places: Sequence[Place], sizes: tuple[int, ...]
 ) -> tuple[int, ...]:
@@ -108,30 +151,20 @@ def _keep_apart(
     :raises DeviceMemoryError: if there is room for one only.
     """
     room_nbytes = device.memory().room_nbytes
-    while True:
+
+    def run_first(sizes: tuple[int, ...]) -> None:
         for place in places:
             place.context.keep_apart(sizes[:-1])  # The largest has what is there anyway.
-        try:
-            _run_all(device, places[0], sizes)
-            taken_nbytes = max(room_nbytes - device.memory().room_nbytes, 0)
-            if device.unified or taken_nbytes * len(places) <= room_nbytes * SHARE_MAX:
-                break
-            raise DeviceMemoryError(
-                f"{len(sizes)} batch sizes of {model.name!r} take {mib(taken_nbytes)} in one context, and in "
-                f"{len(places)} of them more than half of the {mib(room_nbytes)} that were free. Give the "
-                "sizes that matter most (batch_sizes of OnnxCudaModel), or use fewer contexts"
-            )
-        except DeviceMemoryError:
-            if len(sizes) < FEWEST:
-                raise
-            fewer = sizes[-1::-2][::-1]
-            logger.info(
-                "%r: there is no room for %d batch sizes, but perhaps for %d",
-                model.name,
-                len(sizes),
-                len(fewer),
-            )
-            sizes = fewer
+        _run_all(device, places[0], sizes)
+        check_share(
+            device,
+            room_nbytes,
+            len(places),
+            f"{len(sizes)} batch sizes of {model.name!r}",
+            "Give the sizes that matter most (batch_sizes of OnnxCudaModel)",
+        )
+
+    sizes, _ = as_many_as_fit(model.name, sizes, run_first)
     with ThreadPoolExecutor(len(places), "asynctrt-prepare") as pool:
         for done in [pool.submit(_run_all, device, place, sizes) for place in places[1:]]:
             done.result()

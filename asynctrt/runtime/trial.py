@@ -22,12 +22,33 @@ UNWRITTEN: Final = 0xA5
 """What bytes of outputs are before a batch, so that one that is not written is seen."""
 
 
-class Trial:
+class NoTrial:
+    """Nothing is compared: batches run with whatever lies in the slab."""
+
+    launches = 1
+    """How often a graph is launched to see what that costs, and what it computes."""
+
+    def put_in(self, number: int) -> None:
+        """Leave the rows as they are."""
+
+    def put_out(self) -> None:
+        """Leave the outputs where they are."""
+
+    def note(self, number: int) -> None:
+        """Note nothing."""
+
+    def check(self, number: int) -> None:
+        """Check nothing."""
+
+
+class Trial(NoTrial):
     """Batches of known rows in a slab, and what the model made of them call by call.
 
     :param rows: how many rows they have.
     :param stream: idle, with nothing captured.
     """
+
+    launches = SAMPLES
 
     def __init__(self, slab: Slab, rows: int, stream: Stream) -> None:
         self._slab, self._rows, self._stream = slab, rows, stream
@@ -68,8 +89,8 @@ class Trial:
         for name, expected in self._expected[number].items():
             if not _are_close(self._slab.outputs[name][: self._rows], expected):
                 raise ExecutionError(
-                    f"a graph of {self._rows} rows does not compute what the model does: output {name!r} of "
-                    "the same rows is another. It may draw random numbers, or compute some of it on the CPU"
+                    f"a graph of {self._rows} rows does not compute what the model does: output {name!r} "
+                    "differs for the same rows. It may draw random numbers, or compute some of it on the CPU"
                 )
 
 

@@ -117,7 +117,7 @@ class KnownHead:
 
     @classmethod
     def of(cls, request: HttpRequest, fed: bytes, body_nbytes: int) -> "KnownHead | None":
-        """Return the head of a request, if ``fed`` is that request and nobody could take it for another.
+        """Return the head of a request, if ``fed`` is that request and cannot be taken for another.
 
         :param fed: bytes of which the request is the first. They begin where no other one was unfinished.
         :param body_nbytes: what its ``Content-Length`` says, or 0.

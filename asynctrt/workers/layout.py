@@ -39,7 +39,7 @@ def symbols_of(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 
 class BlockArrays(NamedTuple):
-    """The arrays of a block that one group has to itself. They are shared: nobody may change the mappings."""
+    """The arrays of a block that one group has to itself. The mappings are shared, and not to be changed."""
 
     layout: "Layout"
     memory: SharedMemory

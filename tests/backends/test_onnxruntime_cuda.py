@@ -3,6 +3,7 @@
 import inspect
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from asynctrt.backends.onnxruntime_cuda import (
     OnnxCudaModel,
     check_provider,
     describe_fallback,
+    inputs_read_on_cpu,
     provider_settings,
 )
 from asynctrt.backends.onnxruntime_streams import StreamedOnnxModel
@@ -138,6 +140,31 @@ class DeferringStream:
 
     def check(self, what):
         pass
+
+
+class PlacedSession:
+    """A session of three inputs that says where it wants them, if it can."""
+
+    def __init__(self, *places):
+        if places:
+            self.get_input_memory_infos = lambda: [SimpleNamespace(name=place) for place in places]
+
+    def get_inputs(self):
+        return [SimpleNamespace(name=name) for name in "abc"]
+
+
+@pytest.mark.parametrize(
+    ("places", "found"),
+    [
+        (("Cuda", "Cuda", "Cuda"), ""),
+        (("Cuda", "Cpu", "Cuda"), "b"),
+        (("CudaPinned", "Cuda", "Cpu"), "ac"),
+        ((), "abc"),
+    ],
+)
+def test_inputs_that_operators_on_the_cpu_read_are_known(places, found):
+    """All of them, if ONNX Runtime does not say: their rows would be those of an earlier batch."""
+    assert inputs_read_on_cpu(PlacedSession(*places)) == frozenset(found)
 
 
 def end_session(stream, *, runs=1, fails=False, is_lost=False, stale=0):

@@ -176,7 +176,7 @@ async def test_graphs_that_are_right_run_every_batch_and_a_thread_puts_none_ther
             assert kinds == ["run", "run", "settle", "capture"], "nothing runs there after it was captured"
         if dtype == "float32":
             await check(engine)
-        assert not any(context.done for context in own), "what is replayed is enqueued by nobody"
+        assert not any(context.done for context in own), "what is replayed is not enqueued"
         assert [len(context.done) for context in captured] == [4] * len(captured)
 
 
@@ -257,7 +257,7 @@ async def test_as_many_sizes_are_captured_as_there_is_room_for(room_mib, sizes, 
 
 
 async def test_what_another_context_has_no_memory_for_is_forgotten_on_all(caplog):
-    """The first context had room, and somebody else has taken it since."""
+    """The first context had room, and something else has taken it since."""
     model, device = Traced(), HostDevice(in_place="never", unified=False)
     device_prefers_graphs(device)
     create = model.create_context

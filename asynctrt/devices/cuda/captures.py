@@ -37,10 +37,10 @@ _REPEATABLE: Final = frozenset(
 def outside_of_capture(handle: int) -> str:
     """Return what was captured on a stream so far that cannot be launched again and again; '' if nothing.
 
-    That is a function of the host, as ONNX Runtime has one free memory; a copy to the host, which nobody
-    looks at again; and memory that is allocated and not freed.
+    That is a function of the host, such as those by which ONNX Runtime frees memory; a copy to the host, as
+    its result was read during the capture only; and memory that is allocated and not freed.
 
-    :param handle: that of the stream.
+    :param handle: the stream's.
     """
     code, status, _, graph, *_ = driver.cuStreamGetCaptureInfo(handle)
     if code != _OK or status != _ACTIVE:
