@@ -22,9 +22,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
 from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
 from asynctrt.backends.onnxruntime_streams import (
+    Batch,
     Launch,
     StreamedOnnxModel,
     StreamSession,
@@ -62,6 +65,9 @@ SETTLE_S: Final = 10.0
 """How long the end of a session waits for a stream on which nothing computes any more."""
 
 SETTLE_TRIES: Final = 3
+
+SETTLE_EVERY: Final = 64
+"""Of so many runs of a session, one is waited for."""
 
 OURS: Final = frozenset({"device_id", "enable_cuda_graph", "user_compute_stream"})
 """Options of the provider without which answers would be read before they are there, or captured twice."""
@@ -360,25 +366,29 @@ class CudaSession(StreamSession):
     ) -> None:
         device.count_in(nbytes)
         super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
-        self.read_on_cpu = inputs_read_on_cpu(session)
+        self.read_on_cpu = _elsewhere(session.get_inputs(), session, "get_input_memory_infos")
+        self.left_on_cpu = _elsewhere(session.get_outputs(), session, "get_output_memory_infos")
         self._device = device
         self._stream = stream
         self._nbytes = nbytes
         self._random = random
-        self._options = _run_options()
-        self._last: Any = None
-        """What the last run was bound to."""
+        self._options, self._waiting = _run_options(waits=False), _run_options(waits=True)
+        self._runs = 0
+        self._left: Batch | None = None
+        """A batch after which nothing was waited for."""
 
-    def put(self, binding: Any, stream: Stream, label: object) -> None:
-        """Put a run on the stream, and do not wait for it.
+    def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
+        """Put a run on the stream, and wait for it if ONNX Runtime has to free or to copy something then.
 
         :raises ExecutionError: also if the stream captures, and what was put there cannot be replayed.
         """
-        self._last = binding
+        self._left = batch
         if stream.is_capturing:
             self._put_in_graph(binding)
-        else:
-            self.run(binding, self._options)
+            return
+        self._runs += 1
+        waits = self.left_on_cpu or self._runs % SETTLE_EVERY == 0
+        self.run(binding, self._waiting if waits else self._options)
 
     def _put_in_graph(self, binding: Any) -> None:
         if self._random:
@@ -414,62 +424,73 @@ class CudaSession(StreamSession):
     def close(self) -> None:
         if self._session is not None and self.may_end:
             if not self.settle():
-                self._session = self._last = None  # It is left alive.
+                self._session = None  # It is left alive.
                 return
             self._device.count_out(self._nbytes)
         super().close()
 
-    def settle(self) -> bool:
-        """Have ONNX Runtime free what the last run has left, and say whether it has.
+    def settle(self, binding: Any = None) -> bool:
+        """Have ONNX Runtime free what runs have left, and say whether it has.
 
-        Some operators (an LSTM, a Concat of many tensors) leave host memory that is freed with the next run,
-        or with the session: by a function on the stream. If that is the last to know the memory's allocator,
-        it ends it, which CUDA does not permit there, and the process ends (``std::terminate``: "CUDA failure
-        800 ... cudaFreeHost"). A run that is terminated before its first operator leaves nothing, and reads
-        and writes nothing. On an H200 with ONNX Runtime 1.31.1, silero-vad ended 3 of 3 processes without
-        this, and none of 3 with it.
+        Some operators (an LSTM, a Concat of many tensors) leave host memory, which a function on the stream
+        frees. ONNX Runtime puts it there at the end of a run that it waits for, or of the session. Then that
+        function may be the last to know the memory's allocator, and ends it, which CUDA does not permit
+        there; and the process ends (``std::terminate``: "CUDA failure 800 ... cudaFreeHost"). So another
+        batch is run, and waited for.
+
+        :param binding: what it is bound to. Default: zeros, as the memory of earlier batches may be gone.
         """
-        if self._last is None:
+        if self._left is None:
             return True
         try:
             self._device.activate()
-            if not self._terminates(self._last) or not self._stream.drain(SETTLE_S):
+            if not self._stream.drain(SETTLE_S):
                 return False
-        except AsynctrtError:
-            return False  # The GPU is lost.
-        self._last = None
+            ended = self._run_zeros(self._left) if binding is None else self._ends(binding)
+            if not ended or not self._stream.drain(SETTLE_S):
+                return False
+        except Exception:
+            return False  # The GPU is lost, say.
+        self._left = None
         return True
 
-    def _terminates(self, binding: Any) -> bool:
-        """Run, and be terminated; return whether it came so far.
+    def _run_zeros(self, batch: Batch) -> bool:
+        """Run a batch of zeros like this or, if there is no room for one, of a row; say whether it ended."""
+        assert self._session is not None
+        for rows in (batch.rows, 1):
+            binding = self.io_binding()
+            for name, dtype, dims in batch.inputs:
+                binding.bind_cpu_input(name, np.zeros((rows, *dims), dtype))
+            for output in self._session.get_outputs():
+                binding.bind_output(output.name, self.memory, self.ordinal)
+            if self._ends(binding):
+                return True
+        return False
+
+    def _ends(self, binding: Any) -> bool:
+        """Run and wait, and say whether the run came to its end.
 
         An error that a capture left with this thread (CUDA's runtime keeps the last) may come first, once.
         """
         assert self._session is not None
-        options = _run_options()
-        options.terminate = True
         for _ in range(SETTLE_TRIES):
-            try:
-                self._session.run_with_iobinding(binding, options)
-            except Exception as error:
-                if "terminate" in str(error):
-                    return True
+            with suppress(Exception):
+                self._session.run_with_iobinding(binding, self._waiting)
+                return True
         return False
 
 
-def inputs_read_on_cpu(session: ort.InferenceSession) -> frozenset[str]:
-    """Return the inputs of a session that operators on the CPU read: all, if it cannot tell (before 1.23)."""
-    inputs = session.get_inputs()
-    ask = getattr(session, "get_input_memory_infos", None)
-    places = [None] * len(inputs) if ask is None else [info.name for info in ask()]
-    return frozenset(known.name for known, place in zip(inputs, places, strict=True) if place != CUDA_MEMORY)
+def _elsewhere(nodes: Sequence[Any], session: Any, ask: str) -> frozenset[str]:
+    """Return the inputs or outputs that are not in memory of the GPU: all, if the session cannot tell."""
+    places = [info.name for info in getattr(session, ask)()] if hasattr(session, ask) else [""] * len(nodes)
+    return frozenset(node.name for node, place in zip(nodes, places, strict=True) if place != CUDA_MEMORY)
 
 
-def _run_options() -> ort.RunOptions:
+def _run_options(*, waits: bool) -> ort.RunOptions:
     options = ort.RunOptions()
     options.log_severity_level = LOG_FATAL_ONLY
-    # Otherwise a run waits for the stream in the end.
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    if not waits:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 

@@ -20,7 +20,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 from weakref import WeakSet
 
 import numpy as np
@@ -147,6 +147,13 @@ def checked_sizes(given: Any) -> tuple[int, ...] | None:
     return tuple(sorted({check("batch_sizes", size) for size in given}))
 
 
+class Batch(NamedTuple):
+    """What a run is given: for each input its name, its dtype and the dimensions of a row; how many rows."""
+
+    inputs: tuple[tuple[str, np.dtype[Any], Dims], ...]
+    rows: int
+
+
 class StreamSession:
     """A session on its stream. It is ended by :meth:`close`, and by nothing else.
 
@@ -162,6 +169,8 @@ class StreamSession:
         self.memory = memory
         self.read_on_cpu = frozenset[str]()
         """The inputs that ONNX Runtime copies to the CPU, when they are bound and at no other time."""
+        self.left_on_cpu = frozenset[str]()
+        """The outputs that ONNX Runtime has on the CPU, and may put elsewhere than where they are bound."""
         self.ordinal = ordinal
         self.name = name
         # The collector may come upon an engine that was never closed, whose stream it may have freed before.
@@ -175,8 +184,11 @@ class StreamSession:
         """Whether it was not closed."""
         return self._session is not None
 
-    def settle(self) -> bool:
-        """Have done what the last run has left to do, and say whether it is. Blocks."""
+    def settle(self, binding: Any = None) -> bool:
+        """Have done what runs have left to do, and say whether it is. Blocks.
+
+        :param binding: what may be run for it. Default: as little as possible.
+        """
         return True
 
     def io_binding(self) -> Any:
@@ -184,7 +196,7 @@ class StreamSession:
         assert self._session is not None, "a closed session is not bound"
         return self._session.io_binding()
 
-    def put(self, binding: Any, stream: Stream, label: object) -> None:
+    def put(self, binding: Any, stream: Stream, batch: Batch) -> None:
         """Put a run on the stream.
 
         :raises AsynctrtError: as :meth:`error_of` tells.
@@ -294,7 +306,7 @@ class StreamBinding:
         self._context = context
         self._inputs = inputs
         self._outputs = outputs
-        self._label = tuple(memory.dims for memory in inputs)
+        self._kinds = tuple((memory.name, memory.dtype, memory.dims) for memory in inputs)
         self._bound: dict[int, tuple[StreamSession, Any]] = {}
         self._unbound = {
             index: UnboundOutput(spec, context.device)
@@ -315,8 +327,10 @@ class StreamBinding:
 
     def _enqueue(self, rows: int, stream: Stream) -> None:
         session = self._context.load(stream, rows)
+        if stream.is_capturing:
+            _check_can_be_captured(session)
         if session.read_on_cpu:
-            self._wait_for_rows(session, stream)
+            self._wait_for_rows(stream)
         known, binding = self._bound.get(rows, (None, None))
         if known is not session:
             binding = self._bind(session, rows)
@@ -327,7 +341,9 @@ class StreamBinding:
             if self._unbound:
                 # Otherwise what the last batch of that size left would be handed out again.
                 self._bind_outputs(session, binding, rows)
-        session.put(binding, stream, (self._label, rows))
+        session.put(binding, stream, Batch(self._kinds, rows))
+        if session.left_on_cpu:
+            self._bring(binding, rows, session.left_on_cpu, stream)
         for index, output in self._unbound.items():
             output.collect(binding, index, rows, stream)
 
@@ -339,8 +355,8 @@ class StreamBinding:
 
         :raises ExecutionError: if it is not done soon.
         """
-        for session, _ in self._bound.values():
-            if not session.settle():
+        for session, binding in self._bound.values():
+            if not session.settle(binding):
                 raise ExecutionError(f"{session!r} does not come to rest")
 
     def forget(self) -> None:
@@ -349,21 +365,28 @@ class StreamBinding:
         for output in self._unbound.values():
             output.close()
 
-    def _wait_for_rows(self, session: StreamSession, stream: Stream) -> None:
-        """Wait until the rows are on the device, as ONNX Runtime copies some from there when they are bound.
-
-        :raises ExecutionError: if the stream captures: the copies would be made now, and never again.
-        """
-        if stream.is_capturing:
-            raise ExecutionError(
-                f"{session.name!r} has inputs that operators on the CPU read: "
-                f"{', '.join(sorted(session.read_on_cpu))}"
-            )
+    def _wait_for_rows(self, stream: Stream) -> None:
+        """Wait until the rows are on the device: ONNX Runtime copies some from there when they are bound."""
         event = self._context.device.create_event(is_timed=False)
         stream.record(event)
         event.synchronize()
         if event.error is not None:
             raise event.error
+
+    def _bring(self, binding: Any, rows: int, names: Collection[str], stream: Stream) -> None:
+        """Copy outputs that ONNX Runtime put elsewhere to the memory that they are bound to.
+
+        :raises ExecutionError: for one of another shape than it is bound with.
+        """
+        for value, (spec, memory) in zip(binding.get_outputs(), self._outputs, strict=True):
+            if memory is not None and spec.name in names and value.data_ptr() != memory.address:
+                found, shape = tuple(value.shape()), (rows, *memory.dims)
+                if found != shape:
+                    raise ExecutionError(
+                        f"ONNX Runtime gave shape {found} for output {spec.name!r}, which is bound as {shape}"
+                    )
+                nbytes = math.prod(shape) * memory.dtype.itemsize
+                stream.copy_bytes(memory.address, value.data_ptr(), nbytes)
 
     def _bind(self, session: StreamSession, rows: int) -> Any:
         binding = session.io_binding()
@@ -387,6 +410,19 @@ class StreamBinding:
             else:
                 shape = (rows, *memory.dims)
                 binding.bind_output(spec.name, *where, memory.dtype.type, shape, memory.address)
+
+
+def _check_can_be_captured(session: StreamSession) -> None:
+    """Check that ONNX Runtime makes no copies beside a run: they would be made now, and never again.
+
+    :raises ExecutionError: if it does.
+    """
+    if session.read_on_cpu:
+        names = ", ".join(sorted(session.read_on_cpu))
+        raise ExecutionError(f"{session.name!r} has inputs that operators on the CPU read: {names}")
+    if session.left_on_cpu:
+        names = ", ".join(sorted(session.left_on_cpu))
+        raise ExecutionError(f"{session.name!r} has outputs that ONNX Runtime has on the CPU: {names}")
 
 
 class UnboundOutput:

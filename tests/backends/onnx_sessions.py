@@ -1,7 +1,9 @@
 """Sessions for each stream, as on a GPU, on the host device: the CPU provider on a slab's memory."""
 
+import ctypes
 import weakref
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 
@@ -47,11 +49,11 @@ class HostSessions(StreamedOnnxModel):
 class HostSession(StreamSession):
     """A session of the CPU provider's."""
 
-    def put(self, binding, stream, label):
+    def put(self, binding, stream, batch):
         if self.is_direct:
             self.run(binding, None)
         else:
-            stream.launch(partial(self.run, binding, None), label=label)
+            stream.launch(partial(self.run, binding, None), label=batch)
 
 
 class CapturableSessions(HostSessions):
@@ -69,9 +71,9 @@ class CapturableSessions(HostSessions):
         session.runs = []
         put = session.put
 
-        def noted(binding, stream, label):
+        def noted(binding, stream, batch):
             session.runs.append("graph" if stream.is_capturing else "run")
-            put(binding, stream, label)
+            put(binding, stream, batch)
 
         session.put = noted
         self.sessions.append(session)
@@ -102,6 +104,58 @@ class CopyingBinding:
         kind = np.ctypeslib.as_ctypes_type(dtype) * int(np.prod(shape))
         copy = self._copies[name] = np.array(kind.from_address(address))
         self._inner.bind_input(name, device, ordinal, dtype, shape, copy.ctypes.data)
+
+
+class MovingSessions(HostSessions):
+    """Sessions that put outputs into memory of their own, as ONNX Runtime does with those it has on the CPU.
+
+    :param ways: how it does so in one run after the other: ``moved``, ``kept`` or ``cut`` (a row is missing).
+    """
+
+    def __init__(self, path, *, ways=("moved",), **kw):
+        super().__init__(path, is_direct=True, **kw)
+        self.ways = cycle(ways)
+
+    def load_session(self, device, stream):
+        session = super().load_session(device, stream)
+        session.left_on_cpu = frozenset(spec.name for spec in self.outputs)
+        make = session.io_binding
+        session.io_binding = lambda: MovingBinding(make(), self.ways)
+        return session
+
+
+class MovingBinding:
+    """An I/O binding whose outputs lie elsewhere than where they are bound, after a run."""
+
+    def __init__(self, inner, ways):
+        self._inner, self._iobinding, self._ways = inner, inner._iobinding, ways
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def get_outputs(self):
+        way = next(self._ways)
+        values = self._inner.get_outputs()
+        self._values = values if way == "kept" else [MovedValue(value, way) for value in values]
+        return self._values
+
+
+class MovedValue:
+    """An output in memory of its own; where it was bound there is nothing but ``nan``."""
+
+    def __init__(self, value, way):
+        shape = value.shape()
+        bound = np.ctypeslib.as_array((ctypes.c_float * int(np.prod(shape))).from_address(value.data_ptr()))
+        self._array = np.array(bound).reshape(shape)
+        bound[...] = np.nan
+        if way == "cut":
+            self._array = self._array[:-1]
+
+    def shape(self):
+        return list(self._array.shape)
+
+    def data_ptr(self):
+        return self._array.ctypes.data
 
 
 def in_place(**kw):

@@ -22,6 +22,7 @@ from tests.backends.onnx_sessions import (
     CopyingSessions,
     HostSession,
     HostSessions,
+    MovingSessions,
     in_place,
 )
 from tests.helpers import WAIT_S
@@ -121,6 +122,36 @@ async def test_inputs_that_the_cpu_reads_are_not_captured(tmp_path, caplog):
         assert engine.statistics().graphs == ()
         np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))
     assert "has inputs that operators on the CPU read: input" in caplog.text
+
+
+@pytest.mark.parametrize("ways", [("moved",), ("kept",), ("kept", "moved", "moved")])
+async def test_outputs_that_are_put_elsewhere_are_brought(tmp_path, ways):
+    """Callers had what lay where they were bound: outputs that the CPU reads, too, on a GPU."""
+    model = MovingSessions(double_onnx(tmp_path / "double.onnx"), ways=ways)
+    async with asynctrt.open(model, device=in_place(), contexts=1, max_rows=4) as engine:
+        for turn in range(10):
+            sent = [rows(*range(turn, turn + 1 + number % 4)) for number in range(12)]
+            answers = await asyncio.gather(*(engine.infer(each) for each in sent))
+            for each, answer in zip(sent, answers, strict=True):
+                np.testing.assert_array_equal(answer["output"], 2 * each)
+
+
+async def test_an_output_that_is_put_elsewhere_in_another_shape_is_an_error(tmp_path):
+    model = MovingSessions(double_onnx(tmp_path / "double.onnx"), ways=("moved", "cut"))
+    async with asynctrt.open(model, device=in_place(), contexts=1, isolate_failures=False) as engine:
+        found = [await asyncio.gather(engine.infer(rows(1, 2)), return_exceptions=True) for _ in range(4)]
+    failed = [one for [one] in found if isinstance(one, ExecutionError)]
+    assert len(failed) == 2
+    assert r"shape (1, 4) for output 'output', which is bound as (2, 4)" in str(failed[0])
+
+
+async def test_outputs_that_are_put_elsewhere_are_not_captured(tmp_path, caplog):
+    model = MovingSessions(double_onnx(tmp_path / "double.onnx"))
+    model.is_capturable = True
+    async with asynctrt.open(model, device=in_place(), max_rows=4, graphs="4") as engine:
+        assert engine.statistics().graphs == ()
+        np.testing.assert_array_equal((await engine.infer(rows(3)))["output"], 2 * rows(3))
+    assert "has outputs that ONNX Runtime has on the CPU: output" in caplog.text
 
 
 async def test_an_error_that_a_caller_keeps_does_not_keep_the_session(tmp_path):
