@@ -6,6 +6,7 @@ which sizes they will be padded there; outputs are cut back to what each request
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -89,9 +90,10 @@ class Padding:
     ) -> None:
         self._name = name
         self._inputs = tuple(inputs)
-        varying = dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str))
+        varying = tuple(dict.fromkeys(dim for spec in inputs for dim in spec.dims if isinstance(dim, str)))
+        self._varying = varying
         if isinstance(pad, str):
-            pad = self._for_all(pad, list(varying))
+            pad = self._for_all(pad, varying)
         groups = {names: tuple(name.strip() for name in names.split("=")) for names in pad}
         self._same = list(groups.values())
         self._dims: dict[str, Any] = {dim: pad[names] for names, dims in groups.items() for dim in dims}
@@ -161,6 +163,17 @@ class Padding:
 
     def __repr__(self) -> str:
         return f"<Padding of {self._name!r} {self._dims}>"
+
+    @property
+    def shapes(self) -> tuple[Hashable, ...]:
+        """The shapes of all batches, as keys say them, if all sizes of each varying dimension were given."""
+        if self.chosen or not self._dims.keys() >= set(self._varying):
+            return ()
+        shapes = []
+        for sizes in product(*(self._dims[dims[0]] for dims in self._same)):
+            size_of = {dim: int(size) for dims, size in zip(self._same, sizes, strict=True) for dim in dims}
+            shapes.append(tuple((dim, size_of[dim]) for dim in self._varying))
+        return tuple(shapes)
 
     def key_of(self, symbols: Mapping[str, int], *, as_given: bool = False) -> BatchKey:
         """Return the key of the batches for rows of these sizes: each is rounded up to the next.

@@ -4,10 +4,10 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from asynctrt.backends.base import Model, PreparedModel, ProfiledModel, RangedModel, ReservingModel
 from asynctrt.devices.arenas import Arenas
@@ -29,6 +29,9 @@ from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims
+
+SHAPES_MAX: Final = 8
+"""Shapes of which graphs are captured: each takes as much memory as all those of another."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -344,6 +347,24 @@ def _make_divided(
     return dataclasses.replace(parts, owned=(*parts.owned, rest), urgent=made)
 
 
+def _shapes_to_capture(model: Model, padding: Padding | None) -> tuple[Hashable, ...]:
+    """Return the shapes that all batches have, if they are few; none for plans, whose arenas suit others."""
+    if padding is None or model.enqueue_nbytes or isinstance(model, ProfiledModel):
+        return ()
+    shapes = padding.shapes
+    return shapes if len(shapes) <= SHAPES_MAX else ()
+
+
+def _sizes_to_capture(
+    sizes: tuple[int, ...], model: Model, options: Options, shapes: Sequence[Hashable]
+) -> tuple[int, ...]:
+    """Return fewer sizes than of one shape, each for each shape, unless they were named."""
+    is_ours = options.graphs == "auto" and isinstance(model, PreparedModel) and model.batch_sizes is None
+    if len(shapes) < 2 or not is_ours:
+        return sizes
+    return tuple(size for size in sizes if size.bit_count() == 1 or size == sizes[-1])
+
+
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Make what batches of a model need on a device."""
     capacity = Capacity.of(model, device, options, shared)
@@ -358,6 +379,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         model.rows_fixed is not None,
     )
     padding = Padding.of(model.name, model.inputs, model.outputs, options, limits)
+    shapes_known = _shapes_to_capture(model, padding)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
@@ -388,11 +410,12 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             contexts=capacity.contexts,
             arenas=arenas,
             rows_max=capacity.rows_max,
-            graphs=capacity.graphs,
+            graphs=_sizes_to_capture(capacity.graphs, model, options, shapes_known),
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
             prepares=not options.deterministic,  # Else batches are all of one size.
             padding=padding,
+            shapes=shapes_known,
         )
         shapes.restrict(pool.prepared)
     except BaseException:

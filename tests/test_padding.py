@@ -89,6 +89,24 @@ def test_what_does_not_fit_the_model_is_refused_when_it_is_opened(pad, pad_with,
         padding(pad, pad_with)
 
 
+@pytest.mark.parametrize(
+    ("pad", "shapes"),
+    [
+        ({"n": (4, 8), "m": 5}, [(("n", 4), ("m", 5)), (("n", 8), ("m", 5))]),
+        ({"m": (2, 3), "n": 4}, [(("n", 4), ("m", 2)), (("n", 4), ("m", 3))]),
+        ({"n=m": (4, 8)}, [(("n", 4), ("m", 4)), (("n", 8), ("m", 8))]),
+        ({"n": (4, 8)}, []),
+        ({"n": (4, 8), "m": "auto"}, []),
+        ("auto", []),
+    ],
+)
+def test_the_shapes_of_all_batches_are_known_if_every_size_is_given(pad, shapes):
+    made = padding(pad, inputs=(TensorSpec("x", "float32", ("n", 2)), TensorSpec("y", "float32", ("m", "n"))))
+    assert list(made.shapes) == shapes
+    keys = {made.key_of({"n": n, "m": n}).shape for n in (2, 3)}
+    assert not shapes or keys <= {*shapes}
+
+
 def test_inputs_that_contradict_each_other_do_not_fit():
     found = padding()
     assert found.fit(((3,), (3,), (1,))).dims == ((3,), (3,), (1,))

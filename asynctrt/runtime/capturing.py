@@ -1,7 +1,7 @@
 """Which batch sizes are captured on the contexts of an engine: as many as there is room for."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
@@ -20,8 +20,8 @@ logger = logging.getLogger("asynctrt")
 class CapturingContext(Protocol):
     """A context of the pool."""
 
-    def keep_captured(self, rows: int, capture: Capture) -> CaptureCosts:
-        """Finish what was warmed up, and launch its graph for batches of ``rows`` from now on."""
+    def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
+        """Finish what was warmed up, and launch its graph for such batches from now on."""
 
     def forget_captured(self) -> None:
         """Forget every graph."""
@@ -42,15 +42,22 @@ def are_dense(sizes: Sequence[int], rows_max: int) -> bool:
 class Capturing(Generic[C]):
     """The capturing of batch sizes on every context of an engine.
 
-    :param begin: begins to capture a size on a context.
+    :param shapes: those that batches have, rising: each size is captured of each.
+    :param begin: begins to capture a size of a shape on a context.
     """
 
     def __init__(
-        self, device: Device, model: Model, contexts: Sequence[C], begin: Callable[[C, int], Capture]
+        self,
+        device: Device,
+        model: Model,
+        contexts: Sequence[C],
+        shapes: Sequence[Hashable],
+        begin: Callable[[C, Hashable, int], Capture],
     ) -> None:
         self._device = device
         self._model = model
         self._contexts = contexts
+        self._shapes = shapes
         self._begin = begin
         self._cancellation = current()
 
@@ -65,9 +72,10 @@ class Capturing(Generic[C]):
             return sizes, self._like_the_first(sizes)
         name, start_ns = self._model.name, clock.now_ns()
         logger.info(
-            "%r: %d batch sizes are captured as CUDA graphs in %d contexts, which may take a while",
+            "%r: %d batch sizes%s are captured as CUDA graphs in %d contexts, which may take a while",
             name,
             len(sizes),
+            f" of {len(self._shapes)} shapes" if len(self._shapes) > 1 else "",
             len(self._contexts),
         )
         captured, costs = as_many_as_fit(name, tuple(sizes), self._side_by_side)
@@ -77,11 +85,11 @@ class Capturing(Generic[C]):
 
     def _like_the_first(self, sizes: Sequence[int]) -> list[CaptureCosts]:
         """Capture one batch to see what that takes, and the others only if there is as much left for each."""
-        batches = [(context, rows) for context in self._contexts for rows in reversed(sizes)]
+        batches = [(context, *batch) for context in self._contexts for batch in self._batches(sizes)]
         costs = []
-        for index, (context, rows) in enumerate(batches):
+        for index, (context, shape, rows) in enumerate(batches):
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
-            costs.append(context.keep_captured(rows, self._warmed_up(context, rows)))
+            costs.append(context.keep_captured(shape, rows, self._warmed_up(context, shape, rows)))
             if index == 0 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
                 check_room(
@@ -103,11 +111,12 @@ class Capturing(Generic[C]):
         first, *others = self._contexts
         for context in self._contexts:
             context.forget_captured()  # Of an attempt with more of them.
-        begun: list[tuple[C, int, Capture]] = []
+        largest, *smaller = batches = self._batches(sizes)
+        begun: list[tuple[C, Hashable, int, Capture]] = []
         try:
             room_nbytes = self._device.memory().room_nbytes
-            costs = [first.keep_captured(sizes[-1], self._warmed_up(first, sizes[-1]))]
-            self._warm_up(first, sizes[:-1], begun)
+            costs = [first.keep_captured(*largest, self._warmed_up(first, *largest))]
+            self._warm_up(first, smaller, begun)
             check_share(
                 self._device,
                 room_nbytes,
@@ -117,25 +126,33 @@ class Capturing(Generic[C]):
             )
             if others:
                 with ThreadPoolExecutor(len(others), "asynctrt-capture") as pool:
-                    for done in [pool.submit(self._warm_up, context, sizes, begun) for context in others]:
+                    for done in [pool.submit(self._warm_up, context, batches, begun) for context in others]:
                         done.result()
             while begun:
-                context, rows, capture = begun.pop()
-                costs.append(context.keep_captured(rows, capture))
+                context, shape, rows, capture = begun.pop()
+                costs.append(context.keep_captured(shape, rows, capture))
             return costs
         finally:
-            for _, _, capture in begun:
+            for *_, capture in begun:
                 capture.close()
 
-    def _warm_up(self, context: C, sizes: Sequence[int], begun: list[tuple[C, int, Capture]]) -> None:
-        self._device.activate()
-        for rows in reversed(sizes):
-            capture = self._warmed_up(context, rows)
-            begun.append((context, rows, capture))
+    def _batches(self, sizes: Sequence[int]) -> list[tuple[Hashable, int]]:
+        """Return what is captured on each context, the largest first."""
+        return [(shape, rows) for rows in reversed(sizes) for shape in reversed(self._shapes)]
 
-    def _warmed_up(self, context: C, rows: int) -> Capture:
+    def _warm_up(
+        self,
+        context: C,
+        batches: Sequence[tuple[Hashable, int]],
+        begun: list[tuple[C, Hashable, int, Capture]],
+    ) -> None:
+        self._device.activate()
+        for shape, rows in batches:
+            begun.append((context, shape, rows, self._warmed_up(context, shape, rows)))
+
+    def _warmed_up(self, context: C, shape: Hashable, rows: int) -> Capture:
         if self._cancellation.is_cancelled:
             raise UsageError("batches are not captured any more, since the opening was cancelled")
-        capture = self._begin(context, rows)
+        capture = self._begin(context, shape, rows)
         capture.warm_up()
         return capture

@@ -109,9 +109,8 @@ class PooledContext:
         self._grown: StagingBuffers | None = None
         self._slabs: OrderedDict[Hashable, Slab] = OrderedDict()
         self._slot_bindings: OrderedDict[Slab, Binding] = OrderedDict()
-        # Models are captured whose rows all have one shape, so there is one slab then, which is never
-        # evicted.
-        self._captured: dict[int, CapturedBatch] = {}
+        # Captured are all shapes that batches have: few slabs, which are never evicted, and do not grow.
+        self._captured: dict[tuple[Hashable, int], CapturedBatch] = {}
 
     @property
     def nbytes(self) -> int:
@@ -158,9 +157,9 @@ class PooledContext:
         """
         self._grown = StagingBuffers(self._device, layout.nbytes)
 
-    def is_captured(self, rows: int) -> bool:
-        """Return whether batches of ``rows`` were captured."""
-        return rows in self._captured
+    def is_captured(self, shape: Hashable, rows: int) -> bool:
+        """Return whether batches of ``rows`` of this shape were captured."""
+        return (shape, rows) in self._captured
 
     @property
     def launches_slowly(self) -> bool:
@@ -185,16 +184,15 @@ class PooledContext:
 
     def may_block(self, source: RowSource) -> bool:
         """Return whether :meth:`enqueue` may take so long that a thread has to do it."""
-        rows = source.batch.rows_run
         if not self._model.enqueue_may_block:
             return False
-        captured = self._captured.get(rows) if source.inputs is source.slab else None
+        captured = self._captured_of(source)
         if captured is not None:
             return captured.launch_ns > LAUNCH_NS_MAX
         binding = self.binding(source)
         # A SlowBinding, but to ask isinstance() for a protocol takes as long as all else up to the launch.
         may_block = getattr(binding, "may_block", None)
-        return may_block is None or bool(may_block(rows, profile=source.batch.profile))
+        return may_block is None or bool(may_block(source.batch.rows_run, profile=source.batch.profile))
 
     def enqueue(self, source: RowSource, events: BatchEvents, lane: Lane | None = None) -> None:
         """Put a whole batch on the stream and return at once. This is the one order of things.
@@ -212,7 +210,7 @@ class PooledContext:
         if (arena is not None or lane is not None) and events.started is not None:
             stream.record(events.started)
         memory = None if arena is None else arena.memory
-        captured = self._captured.get(batch.rows_run) if source.inputs is source.slab else None
+        captured = self._captured_of(source)
         if captured is not None:
             captured.graph.launch(stream=stream)
         else:
@@ -225,6 +223,12 @@ class PooledContext:
             arena.last_use = events.computed
         if lane is not None:
             lane.last = events.computed
+
+    def _captured_of(self, source: RowSource) -> CapturedBatch | None:
+        """Return what was captured of such a batch, if it lies where graphs read."""
+        if not self._captured or source.inputs is not source.slab:
+            return None
+        return self._captured.get((source.batch.key.shape, source.batch.rows_run))
 
     def _wait_for_turn(self, lane: Lane | None) -> None:
         """Let the stream wait for the batches before, in the arena and in the lane."""
@@ -261,9 +265,9 @@ class PooledContext:
             scratch=scratch,
         )
 
-    def keep_captured(self, rows: int, capture: Capture) -> CaptureCosts:
-        """Finish what was warmed up, and launch its graph for batches of ``rows`` from now on."""
-        self._captured[rows], costs = capture.finish()
+    def keep_captured(self, shape: Hashable, rows: int, capture: Capture) -> CaptureCosts:
+        """Finish what was warmed up, and launch its graph for such batches from now on."""
+        self._captured[shape, rows], costs = capture.finish()
         return costs
 
     def execution_contexts(self) -> list[ExecutionContext]:
@@ -310,6 +314,7 @@ class ContextPool:
     :param rows_held: the rows that a slab of a shape holds, where that is not ``rows_max``.
     :param prepares: whether batches of some sizes are run beforehand, for a model that asks for it.
     :param padding: what is padded to common sizes.
+    :param shapes: those that all batches have, where they are few and graphs of each can be captured.
     :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
     """
 
@@ -326,6 +331,7 @@ class ContextPool:
         rows_held: Callable[[Hashable], int] | None = None,
         prepares: bool = True,
         padding: Padding | None = None,
+        shapes: Sequence[Hashable] = (),
     ) -> None:
         self._device = device
         self._padding = padding
@@ -337,7 +343,14 @@ class ContextPool:
         self.contexts: list[PooledContext] = []
         """By their numbers, until it is closed."""
         self._closed = False
-        self.may_grow = not all(spec.is_fixed for spec in model.inputs)
+        self._shapes = tuple(shapes) if graphs and model.is_capturable else ()
+        if all(spec.is_fixed for spec in model.inputs):
+            self._shapes = (FIXED_SHAPE.shape,)
+        # A batch of some shape may hold fewer rows than others, and sizes are those of all.
+        elif any(self._rows_held(shape) != rows_max for shape in self._shapes):
+            self._shapes = ()
+        self._shapes = tuple(sorted(self._shapes, key=lambda shape: self.layout(shape).nbytes))
+        self.may_grow = not self._shapes
         """Whether slabs are made, and grow, while batches run."""
         self._forgotten: tuple[int, ...] = ()
         self.captured = Captured()
@@ -349,14 +362,14 @@ class ContextPool:
         try:
             self._make_contexts(contexts)
             if not self.may_grow:
-                # Rows of one shape only: what a batch needs is known, and is refused here if at all.
+                # The shapes are known, so what a batch needs is, too, and is refused here if at all.
                 self._make_slabs()
                 if graphs and model.is_capturable and self._may_capture:
                     self._capture(graphs)
                 if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
                     if are_dense(self.captured.sizes, rows_max):
                         self.prepared = self.captured.sizes
-                    else:
+                    elif self._shapes == (FIXED_SHAPE.shape,):
                         self._prepare(model, rows_max)
         except BaseException:
             self.close(UNDO_S)
@@ -427,13 +440,13 @@ class ContextPool:
                 f"shape have at most {slab.layout.rows_max}. Mend its rows_of: it must not change its answers"
             )
         if key.slab is not None:
-            return SlotSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
+            return SlotSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         if key.on_device or key.outputs_on_device:
             return DeviceSource(batch, slab, device=self._device, stream=context.stream)
         if self._padding is not None:
             return PaddedSource(batch, slab, self._padding)
         if type(batch.requests[0].payload) is SharedRows and are_shared(batch.requests):
-            return SharedSource(batch, slab, is_captured=context.is_captured(batch.rows_run))
+            return SharedSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         return RowSource(batch, slab)
 
     def create_slot_slab(self, shape: Hashable) -> Slab:
@@ -507,7 +520,7 @@ class ContextPool:
                 )
 
     def _make_slabs(self) -> None:
-        layout = self.layout(FIXED_SHAPE.shape)
+        layout = self.layout(self._shapes[-1])
         if not self._device.unified:
             # Staging memory takes of the same memory if there is only one.
             copies = 2 if self._device.is_integrated else 1
@@ -519,8 +532,9 @@ class ContextPool:
                 "Open the engine with fewer contexts or a smaller max_rows",
             )
         for context in self.contexts:
-            slab = context.slab(FIXED_SHAPE.shape, self.layout)
-            slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
+            for shape in reversed(self._shapes):
+                slab = context.slab(shape, self.layout)
+                slab.binding = context.context.bind(slab.input_memory(), slab.output_memory())
 
     def _prepare(self, model: PreparedModel, rows_max: int) -> None:
         """Prepare for some batch sizes, if a change of the size takes long."""
@@ -544,7 +558,8 @@ class ContextPool:
             if arenas is not None and arenas.is_shared:
                 # Other engines may run in these arenas at any time, and nothing here is in order with them.
                 own = self._device.allocate(arenas.arenas[0].memory.nbytes)
-            capturing = Capturing(self._device, self._model, self.contexts, partial(self._begin_capture, own))
+            begin = partial(self._begin_capture, own)
+            capturing = Capturing(self._device, self._model, self.contexts, self._shapes, begin)
             sizes, costs = capturing.run(self._sizes_taken(sizes))
         except DeviceLostError:
             raise
@@ -596,7 +611,9 @@ class ContextPool:
                 taken.append(rows)
         return taken
 
-    def _begin_capture(self, own: Buffer | None, context: PooledContext, rows: int) -> Capture:
+    def _begin_capture(
+        self, own: Buffer | None, context: PooledContext, shape: Hashable, rows: int
+    ) -> Capture:
         scratch = own or (None if context.arena is None else context.arena.memory)
-        slab = context.slab(FIXED_SHAPE.shape, self.layout)
+        slab = context.slab(shape, self.layout)
         return context.begin_capture(slab, rows, profile=self._profile_of(rows), scratch=scratch)

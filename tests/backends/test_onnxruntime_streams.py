@@ -26,7 +26,7 @@ from tests.backends.onnx_sessions import (
     in_place,
 )
 from tests.helpers import WAIT_S
-from tests.models import double_onnx, node, rows, save
+from tests.models import double_onnx, node, rows, save, sequence_onnx
 
 pytestmark = pytest.mark.anyio
 FLOAT = TensorProto.FLOAT
@@ -100,6 +100,77 @@ async def test_a_size_that_is_captured_has_a_session_that_runs_nothing_else(tmp_
         for number, answer in enumerate(answers):
             np.testing.assert_array_equal(answer["output"], 2 * rows(*range(1 + number % 4)))
         assert {session.runs.count("graph") for session in captured} == {1}
+    assert model.alive == 0
+
+
+async def test_each_shape_that_rows_are_padded_to_is_captured(tmp_path):
+    """So texts of different lengths run as graphs, however long, and however many of them come."""
+    model, device = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx")), HostDevice(unified=False)
+    opened = asynctrt.open(
+        model, device=device, contexts=2, max_rows=4, graphs="1,2,4", pad={"length": (3, 8)}
+    )
+    async with opened as engine:
+        assert engine.statistics().graphs == (1, 2, 4)
+        direct, captured = model.sessions[:2], model.sessions[2:]
+        assert [session.runs for session in captured] == [["run", "run", "graph"]] * (2 * 2 * 3)
+        ran = sum(len(session.runs) for session in model.sessions)
+        held = device.memory().held_nbytes
+        rng = np.random.default_rng(3)
+        sent = [rng.random((1 + n % 4, 1 + n % 8), np.float32) for n in range(80)]
+        for _ in range(3):
+            answers = await asyncio.gather(*(engine.infer(each) for each in sent))
+            for each, answer in zip(sent, answers, strict=True):
+                np.testing.assert_array_equal(answer["doubled"], 2 * each)
+                np.testing.assert_allclose(answer["total"], each.sum(axis=1), rtol=1e-5)
+        assert device.memory().held_nbytes == held, "what shapes need is there from the start"
+        async with engine.slot(rows=2, dims={"tokens": (8,)}) as slot:
+            slot["tokens"][...] = 2
+            np.testing.assert_array_equal((await slot.infer())["doubled"], 4)
+        assert sum(len(session.runs) for session in model.sessions) == ran, "all were replayed"
+        assert not any(session.runs for session in direct)
+    assert model.alive == 0
+
+
+@pytest.mark.parametrize(
+    ("batch_sizes", "lengths", "sizes"),
+    [(None, (3, 8), (1, 2, 4, 8, 9)), (None, (8,), (1, 2, 3, 4, 6, 8, 9)), ((3, 9), (3, 8), (3, 9))],
+)
+async def test_sizes_of_several_shapes_are_fewer_unless_they_are_named(
+    tmp_path, monkeypatch, batch_sizes, lengths, sizes
+):
+    monkeypatch.setattr(HostDevice, "prefers_graphs", True)
+    model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"), batch_sizes=batch_sizes)
+    opened = asynctrt.open(
+        model, device=HostDevice(unified=False), contexts=1, max_rows=9, pad={"length": lengths}
+    )
+    async with opened as engine:
+        assert engine.statistics().graphs == sizes
+        sent = np.ones((5, 2), np.float32)
+        np.testing.assert_array_equal((await engine.infer(sent))["doubled"], 2 * sent)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pad": "auto"},
+        {"pad": {"length": "auto:8"}},
+        {"pad": {"length": tuple(range(1, 10))}},
+        {"pad": {"length": (3, 8)}, "max_batch_bytes": 200},
+        {},
+    ],
+    ids=["chosen", "chosen up to", "too many", "not of all rows", "not padded"],
+)
+async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given):
+    model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"))
+    opened = asynctrt.open(
+        model, device=HostDevice(unified=False), contexts=1, max_rows=4, graphs="1,2,4", **given
+    )
+    async with opened as engine:
+        assert engine.statistics().graphs == ()
+        sent = [np.full((1 + n % 4, 1 + n % 8), n, np.float32) for n in range(40)]
+        answers = await asyncio.gather(*(engine.infer(each) for each in sent))
+        for each, answer in zip(sent, answers, strict=True):
+            np.testing.assert_array_equal(answer["doubled"], 2 * each)
     assert model.alive == 0
 
 

@@ -228,6 +228,8 @@ async def measure(device, subject, given):
                 device=device,
                 contexts=given.contexts,
                 max_rows=subject.rows_max,
+                # They have these lengths only, so nothing is padded; but so the engine knows them.
+                pad={"length": subject.lengths} if any(subject.lengths) else None,
             )
         )
         contenders = {"asynctrt": engine.infer}

@@ -237,7 +237,9 @@ async def test_what_waits_for_the_gpu_to_compute_on_cannot_be_captured(tmp_path,
             np.testing.assert_allclose(answer["output"], np.linalg.det(sent) ** 2, rtol=1e-3, atol=1e-5)
         assert engine.statistics().batches_bisected == engine.statistics().failed == 0
     assert "cannot be captured as a CUDA graph" in caplog.text
-    assert "could not be run beforehand" not in caplog.text, "CUDA keeps the capture's error for the next call"
+    assert "could not be run beforehand" not in caplog.text, (
+        "CUDA keeps the capture's error for the next call"
+    )
     assert device.lost is None
     assert held(device) == 0
 
@@ -260,6 +262,23 @@ async def test_rows_of_many_shapes(tmp_path, device):
         for array, answer in zip(sent, answers, strict=True):
             np.testing.assert_array_equal(answer["doubled"], 2 * array)
             np.testing.assert_allclose(answer["total"], array.sum(axis=1))
+
+
+async def test_rows_that_are_padded_to_few_shapes_run_as_graphs(tmp_path, device):
+    path = sequence_onnx(tmp_path / "sequence.onnx")
+    opened = asynctrt.open(
+        model_on(device, path), device=device, contexts=3, max_rows=8, pad={"length": (5, 64, 300)}
+    )
+    async with opened as engine:
+        assert engine.statistics().graphs == (1, 2, 4, 8)
+        rng = np.random.default_rng(9)
+        sent = [rng.random((1 + n % 8, 1 + 7 * n % 300), np.float32) for n in range(300)]
+        for _ in range(3):
+            answers = await asyncio.gather(*(engine.infer(array) for array in sent))
+            for array, answer in zip(sent, answers, strict=True):
+                np.testing.assert_array_equal(answer["doubled"], 2 * array)
+                np.testing.assert_allclose(answer["total"], array.sum(axis=1), rtol=1e-4)
+    assert held(device) == 0
 
 
 async def test_an_output_whose_shape_depends_on_the_data(tmp_path, device):

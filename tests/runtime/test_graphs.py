@@ -44,7 +44,7 @@ def captured(context, slab, count):
     """Capture a size, and return what launching it cost."""
     capture = context.begin_capture(slab, count, profile=None, scratch=None)
     capture.warm_up()
-    return context.keep_captured(count, capture)
+    return context.keep_captured((), count, capture)
 
 
 class TestOneContext:
@@ -71,7 +71,7 @@ class TestOneContext:
         assert len(model.contexts) == 3
         captured_by = {count: captured for captured, count in model.enqueued}
         assert captured_by == {2: model.contexts[1], 8: model.contexts[2]}
-        assert [context.is_captured(count) for count in (1, 2, 3, 8)] == [False, True, False, True]
+        assert [context.is_captured((), count) for count in (1, 2, 3, 8)] == [False, True, False, True]
         model.enqueued.clear()
         for count in (2, 8, 3, 2):
             self.run(context, count)
@@ -90,7 +90,7 @@ class TestOneContext:
             captured(context, slab, 4)
         assert model.contexts[1].is_closed
         assert not context.stream.is_capturing
-        assert not context.is_captured(4)
+        assert not context.is_captured((), 4)
         self.run(context, 3)
         assert context.close(WAIT_S)
 
@@ -458,7 +458,7 @@ class TestRowsOfEveryKind:
                 assert await use(engine, *[value] * 4)
             assert replays() == 10
             assert engine.statistics().graphs == (4,)
-            assert all(context.is_captured(4) for context in engine._pool.contexts)
+            assert all(context.is_captured((), 4) for context in engine._pool.contexts)
 
     async def test_so_it_does_beside_slabs_that_run_in_place(self, unified, replays):
         """Each of them has a binding of its own in the context, and those are bounded."""
