@@ -213,6 +213,11 @@ class TracedModel(Model, Protocol):
     def is_traced(self) -> bool:
         """Whether it is such a model."""
 
+    def create_context_for(
+        self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
+    ) -> ExecutionContext:
+        """Create a context for batches of so many rows only, with these sizes of the varying dimensions."""
+
 
 class TracedBinding(Binding, Protocol):
     """A binding of such a model."""

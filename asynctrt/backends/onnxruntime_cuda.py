@@ -194,7 +194,7 @@ class OnnxCudaModel(StreamedOnnxModel):
                 f"{self!r} was loaded for {self._device.name}, not for {device.name!r}. Load it for that one"
             )
 
-    def load_session(self, device: Device, stream: Stream) -> "CudaSession":
+    def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "CudaSession":
         """Load a session that works on ``stream``, within the memory that there is.
 
         :raises DeviceMemoryError: if it does not fit.
@@ -215,7 +215,7 @@ class OnnxCudaModel(StreamedOnnxModel):
             if not self._was_optimised:
                 self._share_weights(settings, device, stream)
                 before = device.memory()
-            session = self._load_on_gpu(settings)
+            session = self._load_on_gpu(settings, sizes)
             taken_nbytes = max(before.free_nbytes - device.memory().free_nbytes, 0)
             return CudaSession(
                 session, device, stream, name=self.name, nbytes=taken_nbytes, random=self._random
@@ -257,11 +257,15 @@ class OnnxCudaModel(StreamedOnnxModel):
             )
         return False
 
-    def _load_on_gpu(self, settings: Mapping[str, str]) -> ort.InferenceSession:
+    def _load_on_gpu(self, settings: Mapping[str, str], sizes: Mapping[str, int]) -> ort.InferenceSession:
         options, path = self._cuda_options(), self.path
         if self._weights is not None:
             self._weights.add_to(options)
             path = self._weights.path
+            if sizes:  # What depends on them is computed now, by what reads the weights from their file.
+                options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        for name, size in sizes.items():
+            options.add_free_dimension_override_by_name(name, size)
         session = self._load_from(path, options, settings)
         if CUDA not in session.get_providers():
             raise DeviceUnavailableError(

@@ -58,7 +58,11 @@ class StreamedOnnxModel(OnnxModel):
         """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
         super().__init__(path)
         # That session was there to be asked for names and types.
+        assert self._session is not None
+        shapes = [tensor.shape for tensor in self._session.get_inputs()]
         super().close()
+        self._rows_names = {shape[0] for shape in shapes if isinstance(shape[0], str)}
+        self._dims_names = {dim for _, *dims in shapes for dim in dims if isinstance(dim, str)}
         self.enqueue_may_block = self._launch != "loop"
         self.turn: AbstractContextManager[object] = (
             threading.Lock() if self._launch == "thread" else nullcontext()
@@ -97,19 +101,35 @@ class StreamedOnnxModel(OnnxModel):
         context.load(stream)
         return context
 
+    def create_context_for(
+        self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
+    ) -> "StreamContext":
+        """Create a context for batches of one size, as a ``TracedModel``.
+
+        ONNX Runtime computes what depends on sizes alone when it loads the session, and no longer on the CPU
+        in each run. It would copy that to the GPU from memory that it uses for something else in the same
+        run, and a graph of that copies what was there in the end.
+        """
+        self.check_device(device)
+        sizes = {name: size for name, size in shape.items() if name in self._dims_names}
+        context = StreamContext(self, device, dict.fromkeys(self._rows_names, rows) | sizes)
+        context.load(stream)
+        return context
+
     def close(self) -> None:
         """Note that no session is to be loaded any more; contexts end theirs when they are closed."""
         self._closed = True
 
-    def start_session(self, device: Device, stream: Stream) -> "StreamSession":
+    def start_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
         """Load a session that works on ``stream``, for one context, which closes it.
 
+        :param sizes: those of dimensions that do not vary in this session, by their names in the file.
         :raises UsageError: if the model is closed.
         """
         if self._closed:
             raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({str(self.path)!r})")
         with self._loading:
-            session = self.load_session(device, stream)
+            session = self.load_session(device, stream, sizes)
             self._sessions.add(session)
         return session
 
@@ -121,8 +141,8 @@ class StreamedOnnxModel(OnnxModel):
         """
 
     @abstractmethod
-    def load_session(self, device: Device, stream: Stream) -> "StreamSession":
-        """Load a session that works on ``stream``."""
+    def load_session(self, device: Device, stream: Stream, sizes: Mapping[str, int]) -> "StreamSession":
+        """Load a session that works on ``stream``, as :meth:`start_session` says."""
 
 
 def checked_launch(given: Any) -> Launch:
@@ -235,11 +255,16 @@ class StreamContext:
     """A context with the sessions of its stream, which it loads at the first batch unless it has done so.
 
     There is one, or one for each batch size that is kept apart.
+
+    :param sizes: those of dimensions that do not vary in this context, by their names in the file.
     """
 
-    def __init__(self, model: StreamedOnnxModel, device: Device) -> None:
+    def __init__(
+        self, model: StreamedOnnxModel, device: Device, sizes: Mapping[str, int] | None = None
+    ) -> None:
         self._model = model
         self.device = device
+        self._sizes = sizes or {}
         self._sessions: dict[int, StreamSession] = {}
         self._apart: frozenset[int] = frozenset()
         # Those that are still in use: a pool drops what it has not used for long.
@@ -255,7 +280,7 @@ class StreamContext:
         number = rows if rows in self._apart else 0
         session = self._sessions.get(number)
         if session is None:
-            session = self._sessions[number] = self._model.start_session(self.device, stream)
+            session = self._sessions[number] = self._model.start_session(self.device, stream, self._sizes)
         assert session.handle == stream.handle, "a context runs on one stream"
         return session
 

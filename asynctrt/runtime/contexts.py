@@ -251,12 +251,15 @@ class PooledContext:
         if source.has_copies_out:
             self.stream.record(events.copied_out)
 
-    def begin_capture(self, slab: Slab, rows: int, *, profile: int | None, scratch: Buffer | None) -> Capture:
-        """Begin to capture batches of ``rows`` in this context's own slab."""
+    def begin_capture(
+        self, slab: Slab, shape: Hashable, rows: int, *, profile: int | None, scratch: Buffer | None
+    ) -> Capture:
+        """Begin to capture batches of ``rows`` of this shape in this context's own slab."""
         return Capture(
             self._device,
             self._model,
             slab,
+            dict(cast("tuple[tuple[str, int], ...]", shape)),
             rows,
             profile=profile,
             stream=self.stream,
@@ -616,4 +619,4 @@ class ContextPool:
     ) -> Capture:
         scratch = own or (None if context.arena is None else context.arena.memory)
         slab = context.slab(shape, self.layout)
-        return context.begin_capture(slab, rows, profile=self._profile_of(rows), scratch=scratch)
+        return context.begin_capture(slab, shape, rows, profile=self._profile_of(rows), scratch=scratch)

@@ -9,6 +9,7 @@ was captured from has been given other shapes or memory ("How TensorRT works", C
 gives memory that a graph refers to, and kernels that cuDNN made for it, to the next run of a session.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple, cast
 
@@ -60,6 +61,7 @@ class Capture:
     Several may be warmed up at the same time on different streams; they are finished one after the other, as
     CUDA refuses some calls while any stream captures. Both block, and the stream must be idle.
 
+    :param slab: what batches lie in, and ``shape`` the sizes of dimensions that vary, as it is laid out.
     :param end: an event of the stream to wait with.
     :param scratch: enqueue memory that nothing else uses meanwhile.
     """
@@ -69,6 +71,7 @@ class Capture:
         device: Device,
         model: Model,
         slab: Slab,
+        shape: Mapping[str, int],
         rows: int,
         *,
         profile: int | None,
@@ -80,8 +83,11 @@ class Capture:
         self._rows, self._profile = rows, profile
         self._stream, self._end = stream, end
         self._arena, self._scratch = arena, scratch
-        self._context = create_context_on(model, device, stream)
         self._is_traced = isinstance(model, TracedModel) and model.is_traced
+        if self._is_traced:
+            self._context = cast("TracedModel", model).create_context_for(device, stream, shape, rows)
+        else:
+            self._context = create_context_on(model, device, stream)
         self._trial = Trial(slab, rows, stream) if self._is_traced else NoTrial()
         self._direct_ns = 0
         try:

@@ -35,10 +35,12 @@ class HostSessions(StreamedOnnxModel):
                 f"{self!r} runs on the host, not on {device.name!r}: open it with device='host'"
             )
 
-    def load_session(self, device, stream):
+    def load_session(self, device, stream, sizes):
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 4
+        for name, size in sizes.items():
+            options.add_free_dimension_override_by_name(name, size)
         session = ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
         self.made.append(weakref.ref(session._sess))
         made = HostSession(session, stream, memory="cpu", ordinal=0, name=self.name)
@@ -66,9 +68,9 @@ class CapturableSessions(HostSessions):
         super().__init__(path, **kw)
         self.sessions = []
 
-    def load_session(self, device, stream):
-        session = super().load_session(device, stream)
-        session.runs = []
+    def load_session(self, device, stream, sizes):
+        session = super().load_session(device, stream, sizes)
+        session.runs, session.sizes = [], dict(sizes)
         put = session.put
 
         def noted(binding, stream, batch):
@@ -83,8 +85,8 @@ class CapturableSessions(HostSessions):
 class CopyingSessions(HostSessions):
     """Sessions whose inputs are copied when they are bound, as ONNX Runtime's are that the CPU reads."""
 
-    def load_session(self, device, stream):
-        session = super().load_session(device, stream)
+    def load_session(self, device, stream, sizes):
+        session = super().load_session(device, stream, sizes)
         session.read_on_cpu = frozenset(spec.name for spec in self.inputs)
         make = session.io_binding
         session.io_binding = lambda: CopyingBinding(make())
@@ -116,8 +118,8 @@ class MovingSessions(HostSessions):
         super().__init__(path, is_direct=True, **kw)
         self.ways = cycle(ways)
 
-    def load_session(self, device, stream):
-        session = super().load_session(device, stream)
+    def load_session(self, device, stream, sizes):
+        session = super().load_session(device, stream, sizes)
         session.left_on_cpu = frozenset(spec.name for spec in self.outputs)
         make = session.io_binding
         session.io_binding = lambda: MovingBinding(make(), self.ways)

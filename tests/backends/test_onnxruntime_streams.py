@@ -96,6 +96,7 @@ async def test_a_size_that_is_captured_has_a_session_that_runs_nothing_else(tmp_
         assert model.alive == 2 + 2 * 3
         captured = [session for session in model.sessions if session.runs]
         assert [session.runs for session in captured] == [["run", "run", "graph"]] * 6
+        assert sorted(session.sizes["batch"] for session in captured) == [1, 1, 2, 2, 4, 4]
         answers = await asyncio.gather(*(engine.infer(rows(*range(1 + n % 4))) for n in range(40)))
         for number, answer in enumerate(answers):
             np.testing.assert_array_equal(answer["output"], 2 * rows(*range(1 + number % 4)))
@@ -113,6 +114,9 @@ async def test_each_shape_that_rows_are_padded_to_is_captured(tmp_path):
         assert engine.statistics().graphs == (1, 2, 4)
         direct, captured = model.sessions[:2], model.sessions[2:]
         assert [session.runs for session in captured] == [["run", "run", "graph"]] * (2 * 2 * 3)
+        sizes = [{"batch": rows, "length": length} for rows in (1, 2, 4) for length in (3, 8)]
+        assert all([session.sizes for session in captured].count(each) == 2 for each in sizes)
+        assert [session.sizes for session in direct] == [{}, {}]
         ran = sum(len(session.runs) for session in model.sessions)
         held = device.memory().held_nbytes
         rng = np.random.default_rng(3)
@@ -322,8 +326,8 @@ async def test_batches_are_put_on_streams_where_it_was_said(tmp_path, launch, is
     seen = set()
     load = model.load_session
 
-    def watched(device, stream):
-        session = load(device, stream)
+    def watched(device, stream, sizes):
+        session = load(device, stream, sizes)
         put = session.put
 
         def noted(*arguments):
@@ -348,8 +352,8 @@ async def test_large_rows_are_staged_by_the_thread_that_enqueues(tmp_path, count
     threads = set()
     load = model.load_session
 
-    def watched(device, stream):
-        session = load(device, stream)
+    def watched(device, stream, sizes):
+        session = load(device, stream, sizes)
         put = session.put
         session.put = lambda *arguments: (threads.add(threading.current_thread().name), put(*arguments))
         return session

@@ -123,6 +123,41 @@ def test_sessions_compute_with_weights_that_lie_in_one_place(tmp_path, device, d
     assert device.memory().held_nbytes == 0
 
 
+def test_what_depends_on_sizes_alone_is_computed_from_the_file(tmp_path, device):
+    """Not from where the weights lie on a GPU, as the CPU computes it: that would end the process."""
+    inner = SHARED_NBYTES_MIN // 4 // WIDTH
+    rng = np.random.default_rng(2)
+    first = rng.standard_normal((WIDTH, inner)).astype(np.float32)
+    place = rng.standard_normal((1, inner)).astype(np.float32)
+    path = save(
+        tmp_path / "places.onnx",
+        [
+            node("MatMul", "input first", "wide"),
+            node("Shape", "wide", "shape"),
+            node("Expand", "place shape", "places"),
+            node("Add", "wide places", "output"),
+        ],
+        [("input", FLOAT, ["batch", WIDTH])],
+        [("output", FLOAT, ["batch", inner])],
+        [("first", first), ("place", place)],
+    )
+    shared = share(path, device)
+    shared._buffer.array(np.dtype("uint8"), (shared.nbytes,), 0)[...] = 0
+    sent = rng.standard_normal((3, WIDTH)).astype(np.float32)
+    for level, expected in (("ORT_DISABLE_ALL", 0), ("ORT_ENABLE_BASIC", place)):
+        given = options()
+        given.add_session_config_entry("session.disable_prepacking", "1")
+        shared.add_to(given)
+        given.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+        given.add_free_dimension_override_by_name("batch", 3)
+        session = ort.InferenceSession(str(shared.path), given, providers=["CPUExecutionProvider"])
+        (output,) = session.run(None, {"input": sent})
+        np.testing.assert_array_equal(output, np.broadcast_to(expected, output.shape))
+        del session
+    gc.collect()
+    shared.close()
+
+
 def test_few_bytes_of_weights_are_not_shared(tmp_path, device, monkeypatch):
     folders = kept_folders(monkeypatch)
     assert share(mixed_onnx(tmp_path / "small.onnx", inner=2000), device) is None

@@ -196,8 +196,12 @@ async def test_random_numbers_are_not_captured(tmp_path, device, caplog):
     assert "draws random numbers (RandomUniformLike)" in caplog.text
 
 
-async def test_a_graph_has_its_own_copy_of_what_it_copies_from_the_host(tmp_path, device):
-    """The number of rows is computed on the CPU, in memory that is soon used for something else."""
+@pytest.mark.parametrize("axis", ["n", None])
+async def test_a_graph_has_its_own_copy_of_what_it_copies_from_the_host(tmp_path, device, axis):
+    """The number of rows is computed on the CPU, in memory that is soon used for something else.
+
+    Where the axis has a name, it is computed when a session is loaded.
+    """
     path = save(
         tmp_path / "count.onnx",
         [
@@ -207,8 +211,8 @@ async def test_a_graph_has_its_own_copy_of_what_it_copies_from_the_host(tmp_path
             node("Relu", "input", "positive"),
             node("Mul", "positive factor", "output"),
         ],
-        [("input", FLOAT, ["n", 4])],
-        [("output", FLOAT, ["n", 4])],
+        [("input", FLOAT, [axis, 4])],
+        [("output", FLOAT, [axis, 4])],
         [("first", np.array(0))],
     )
     async with asynctrt.open(model_on(device, path), device=device, contexts=2, max_rows=8) as engine:

@@ -42,7 +42,7 @@ def device(request):
 
 def captured(context, slab, count):
     """Capture a size, and return what launching it cost."""
-    capture = context.begin_capture(slab, count, profile=None, scratch=None)
+    capture = context.begin_capture(slab, (), count, profile=None, scratch=None)
     capture.warm_up()
     return context.keep_captured((), count, capture)
 

@@ -43,6 +43,11 @@ class Traced(ModelBase):
         self.contexts.append(TracedContext(self))
         return self.contexts[-1]
 
+    def create_context_for(self, device, stream, shape, rows):
+        context = self.create_context(device)
+        context.done.append(("for", dict(shape), rows))
+        return context
+
     def close(self):
         """Do nothing: it holds nothing."""
 
@@ -172,12 +177,14 @@ async def test_graphs_that_are_right_run_every_batch_and_a_thread_puts_none_ther
         own, captured = model.contexts[:2], model.contexts[2:]
         assert len(captured) == 2 * len(sizes), "each size has a context of its own on each context"
         for context in captured:
-            kinds = [kind for kind, *_ in context.done]
+            made_for, *kinds = [kind for kind, *_ in context.done]
             assert kinds == ["run", "run", "settle", "capture"], "nothing runs there after it was captured"
+            assert made_for == "for"
+            assert context.done[0][1:] == ({}, context.done[1][1])
         if dtype == "float32":
             await check(engine)
         assert not any(context.done for context in own), "what is replayed is not enqueued"
-        assert [len(context.done) for context in captured] == [4] * len(captured)
+        assert [len(context.done) for context in captured] == [5] * len(captured)
 
 
 def device_prefers_graphs(device):
