@@ -274,9 +274,9 @@ class Options:
         check=GRAPHS,
         doc="""Batch sizes to capture as CUDA graphs, as ``(1, 8, 64)`` or ``"1,8,64"``; a batch is padded to
         the next one where that pays. ``auto``: on a GPU, the powers of four and ``max_rows``; of ONNX models
-        1, 2, 3, 4, 6, 8, 12, 16, ... and ``max_rows``, as far as they take at most half of the free memory.
-        ``off``: none. Each size of each context takes an execution context of its own, and the memory that it
-        keeps.""",
+        1, 2, 3, 4, 6, 8, 12, 16, ... and ``max_rows``, of each shape if ``pad`` names several, as far as they
+        take at most half of the free memory. ``off``: none. Each size of each context takes an execution
+        context of its own, and the memory that it keeps.""",
     )
     pad: Mapping[str, int | Sequence[int] | str] | str | None = setting(
         default=None,

@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -355,16 +355,6 @@ def _shapes_to_capture(model: Model, padding: Padding | None) -> tuple[Hashable,
     return shapes if len(shapes) <= SHAPES_MAX else ()
 
 
-def _sizes_to_capture(
-    sizes: tuple[int, ...], model: Model, options: Options, shapes: Sequence[Hashable]
-) -> tuple[int, ...]:
-    """Return fewer sizes than of one shape, each for each shape, unless they were named."""
-    is_ours = options.graphs == "auto" and isinstance(model, PreparedModel) and model.batch_sizes is None
-    if len(shapes) < 2 or not is_ours:
-        return sizes
-    return tuple(size for size in sizes if size.bit_count() == 1 or size == sizes[-1])
-
-
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Make what batches of a model need on a device."""
     capacity = Capacity.of(model, device, options, shared)
@@ -379,7 +369,6 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         model.rows_fixed is not None,
     )
     padding = Padding.of(model.name, model.inputs, model.outputs, options, limits)
-    shapes_known = _shapes_to_capture(model, padding)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:
@@ -410,14 +399,23 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             contexts=capacity.contexts,
             arenas=arenas,
             rows_max=capacity.rows_max,
-            graphs=_sizes_to_capture(capacity.graphs, model, options, shapes_known),
+            graphs=capacity.graphs,
             profile_of=partial(shapes.profile, FIXED_SHAPE.shape),
             rows_held=shapes.rows_held,
             prepares=not options.deterministic,  # Else batches are all of one size.
             padding=padding,
-            shapes=shapes_known,
+            shapes=_shapes_to_capture(model, padding),
         )
         shapes.restrict(pool.prepared)
+        if pool.may_grow and capacity.graphs and options.graphs != "auto":
+            logger.warning(
+                "graphs is %s, but rows of %r vary in shape, so that its batches are put on the device call by "
+                "call. Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, "
+                "at most %d shapes, and max_batch_bytes leaves each of them max_rows rows",
+                options.graphs,
+                model.name,
+                SHAPES_MAX,
+            )
     except BaseException:
         if arenas is not None and arenas is not shared:
             arenas.close()

@@ -122,7 +122,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         others are padded; ``()`` for all sizes, with one session and no graphs. Default: powers of two and
         one between any two of them, captured as CUDA graphs; without graphs only if a batch of another size
         than the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
-        Runtime 1.20). Where the shape of a row is not fixed, all sizes are run.
+        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes, all sizes are run.
     :param provider_options: options of the CUDA provider that win over ours, by ONNX Runtime's names:
         ``{"use_tf32": "0"}``.
     :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.

@@ -135,20 +135,16 @@ async def test_each_shape_that_rows_are_padded_to_is_captured(tmp_path):
     assert model.alive == 0
 
 
-@pytest.mark.parametrize(
-    ("batch_sizes", "lengths", "sizes"),
-    [(None, (3, 8), (1, 2, 4, 8, 9)), (None, (8,), (1, 2, 3, 4, 6, 8, 9)), ((3, 9), (3, 8), (3, 9))],
-)
-async def test_sizes_of_several_shapes_are_fewer_unless_they_are_named(
-    tmp_path, monkeypatch, batch_sizes, lengths, sizes
-):
+async def test_by_default_as_many_sizes_are_captured_of_each_shape_as_of_one(tmp_path, monkeypatch):
+    """With fewer of them batches would be padded more, with rows as well as in length."""
     monkeypatch.setattr(HostDevice, "prefers_graphs", True)
-    model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"), batch_sizes=batch_sizes)
+    model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"))
     opened = asynctrt.open(
-        model, device=HostDevice(unified=False), contexts=1, max_rows=9, pad={"length": lengths}
+        model, device=HostDevice(unified=False), contexts=1, max_rows=9, pad={"length": (3, 8)}
     )
     async with opened as engine:
-        assert engine.statistics().graphs == sizes
+        assert engine.statistics().graphs == engine.statistics().batch_sizes == (1, 2, 3, 4, 6, 8, 9)
+        assert model.alive == 1 + 2 * 7
         sent = np.ones((5, 2), np.float32)
         np.testing.assert_array_equal((await engine.infer(sent))["doubled"], 2 * sent)
 
@@ -164,13 +160,14 @@ async def test_sizes_of_several_shapes_are_fewer_unless_they_are_named(
     ],
     ids=["chosen", "chosen up to", "too many", "not of all rows", "not padded"],
 )
-async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given):
+async def test_shapes_that_are_not_known_or_too_many_are_not_captured(tmp_path, given, caplog):
     model = CapturableSessions(sequence_onnx(tmp_path / "sequence.onnx"))
     opened = asynctrt.open(
         model, device=HostDevice(unified=False), contexts=1, max_rows=4, graphs="1,2,4", **given
     )
     async with opened as engine:
         assert engine.statistics().graphs == ()
+        assert caplog.text.count("graphs is (1, 2, 4), but rows of 'sequence' vary in shape") == 1
         sent = [np.full((1 + n % 4, 1 + n % 8), n, np.float32) for n in range(40)]
         answers = await asyncio.gather(*(engine.infer(each) for each in sent))
         for each, answer in zip(sent, answers, strict=True):
