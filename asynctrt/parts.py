@@ -409,9 +409,9 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         shapes.restrict(pool.prepared)
         if pool.may_grow and capacity.graphs and options.graphs != "auto":
             logger.warning(
-                "graphs is %s, but rows of %r vary in shape, so its batches are put on the device call by call. "
-                "Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, at "
-                "most %d shapes, and max_batch_bytes leaves each of them max_rows rows",
+                "graphs is %s, but rows of %r vary in shape: its batches are put on the device call by call. "
+                "Graphs are captured of ONNX models, if pad gives the sizes of each dimension that varies, "
+                "at most %d shapes, and max_batch_bytes leaves each of them max_rows rows",
                 options.graphs,
                 model.name,
                 SHAPES_MAX,
