@@ -14,6 +14,9 @@ ASSEMBLED_NBYTES_MIN: Final = 1 << 20
 FREED_NBYTES: Final = 2 << 20
 """Bytes that are given back before it is the turn of others: 0.1 ms."""
 
+LET_GO_S: Final = 0.001
+"""When to look again for memory that a thread is about to let go of."""
+
 
 class Assembly:
     """The bytes of a message whose size is known.
@@ -64,9 +67,15 @@ def _give_back(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _give_back_some(mapped: mmap.mmap, loop: asyncio.AbstractEventLoop) -> None:
-    if len(mapped) <= FREED_NBYTES:
-        mapped.close()
-        return
-    with suppress(OSError):
+    try:
+        if len(mapped) <= FREED_NBYTES:
+            mapped.close()
+            return
         mapped.resize(len(mapped) - FREED_NBYTES)
+    except BufferError:
+        # Another thread dropped the last reference and told so, and has not let go of the memory yet.
+        loop.call_later(LET_GO_S, _give_back_some, mapped, loop)
+    except OSError:
+        pass  # It goes as a whole then, with this reference.
+    else:
         loop.call_soon(_give_back_some, mapped, loop)

@@ -1,6 +1,7 @@
 """Large answers go out, and large requests come in, in pieces: others have their turn in between."""
 
 import asyncio
+import mmap
 import threading
 import zlib
 
@@ -18,6 +19,7 @@ from asynctrt.serving.http import CLOSED_MAX, LARGE_READ_NBYTES, HttpConnection
 from asynctrt.serving.http_reader import PIECES_NBYTES_MAX, RequestReader
 from asynctrt.serving.paced import SLICE_NBYTES, PacedTransport
 from asynctrt.tensors import TensorSpec
+from tests.helpers import until
 from tests.models import rows
 from tests.serving.support import WAIT_S, request, serving
 from tests.serving.test_listener import WIDE, answer_of, binary, infer, wide_model
@@ -343,6 +345,19 @@ async def test_memory_is_given_back_in_pieces_when_the_last_of_a_message_is_gone
         assert len(freed) == count
     await asyncio.sleep(0)
     assert freed == [number * FREED_NBYTES for number in range(5, 0, -1)]
+
+
+@pytest.mark.parametrize("nbytes", [MIB, 5 * FREED_NBYTES])
+async def test_memory_that_a_thread_has_not_let_go_of_yet_is_given_back_soon(nbytes):
+    """It tells of the last reference before it drops what that refers to, and the loop may be sooner."""
+    mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    held = np.frombuffer(mapped, np.uint8)
+    assembly_module._give_back(mapped, asyncio.get_running_loop())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(mapped) == held.nbytes == nbytes
+    del held
+    await until(lambda: mapped.closed)
 
 
 async def test_memory_goes_in_any_thread_and_without_a_loop():
