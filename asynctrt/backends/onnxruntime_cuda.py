@@ -15,7 +15,7 @@ import ctypes
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
@@ -370,8 +370,8 @@ class CudaSession(StreamSession):
     ) -> None:
         device.count_in(nbytes)
         super().__init__(session, stream, memory="cuda", ordinal=device.ordinal, name=name)
-        self.read_on_cpu = _elsewhere(session.get_inputs(), session, "get_input_memory_infos")
-        self.left_on_cpu = _elsewhere(session.get_outputs(), session, "get_output_memory_infos")
+        self.read_on_cpu = _elsewhere(session.get_inputs(), session.get_input_memory_infos)
+        self.left_on_cpu = _elsewhere(session.get_outputs(), session.get_output_memory_infos)
         self._device = device
         self._stream = stream
         self._nbytes = nbytes
@@ -484,10 +484,13 @@ class CudaSession(StreamSession):
         return False
 
 
-def _elsewhere(nodes: Sequence[Any], session: Any, ask: str) -> frozenset[str]:
-    """Return the inputs or outputs that are not in memory of the GPU: all, if the session cannot tell."""
-    places = [info.name for info in getattr(session, ask)()] if hasattr(session, ask) else [""] * len(nodes)
-    return frozenset(node.name for node, place in zip(nodes, places, strict=True) if place != CUDA_MEMORY)
+def _elsewhere(tensors: Sequence[Any], ask: Callable[[], Sequence[Any]]) -> frozenset[str]:
+    """Return the inputs or outputs that are not in memory of the GPU: all, if ONNX Runtime cannot tell."""
+    names = [tensor.name for tensor in tensors]
+    with suppress(Exception):
+        places = [info.name for info in ask()]
+        return frozenset(name for name, place in zip(names, places, strict=True) if place != CUDA_MEMORY)
+    return frozenset(names)
 
 
 def _run_options(*, waits: bool) -> ort.RunOptions:

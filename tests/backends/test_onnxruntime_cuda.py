@@ -184,15 +184,12 @@ class PlacedSession(DeferringSession):
 
     get_outputs = get_inputs
 
-    def _ask(self):
+    def get_input_memory_infos(self):
+        if not self.places:
+            raise RuntimeError("not implemented")
         return [SimpleNamespace(name=place) for place in self.places]
 
-    def __getattribute__(self, name):
-        if name in ("get_input_memory_infos", "get_output_memory_infos"):
-            if not self.places:
-                raise AttributeError(name)
-            return self._ask
-        return super().__getattribute__(name)
+    get_output_memory_infos = get_input_memory_infos
 
 
 @pytest.mark.parametrize(
