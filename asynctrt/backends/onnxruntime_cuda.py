@@ -2,7 +2,7 @@
 
 Each context has a session of its own, on the context's stream and bound to the slab's memory on the GPU, and
 puts a batch there without waiting for it, but for one in 64. ONNX Runtime has no way to run one session on
-several streams of ours, so its working memory is there once for each session; large weights are shared by all.
+several streams of ours, so its working memory is there once for each session; large weights are shared.
 
 Batch sizes are captured as CUDA graphs by the engine, as for any model, each from a session that runs nothing
 else: a graph refers to memory of the session's arena, which the next run is given again, and to kernels that
