@@ -347,12 +347,20 @@ def _make_divided(
     return dataclasses.replace(parts, owned=(*parts.owned, rest), urgent=made)
 
 
-def _shapes_to_capture(model: Model, padding: Padding | None) -> tuple[Hashable, ...]:
-    """Return the shapes that all batches have, if they are few; none for plans, whose arenas suit others."""
-    if padding is None or model.enqueue_nbytes or isinstance(model, ProfiledModel):
+def _shapes_to_capture(
+    model: Model, padding: Padding | None, capacity: Capacity, shapes: Shapes
+) -> tuple[Hashable, ...]:
+    """Return the shapes that all batches have, if they are few, and each batch holds as many rows.
+
+    There are none for plans, whose profiles and arenas graphs of several shapes do not know.
+    """
+    if padding is None or not capacity.graphs or model.enqueue_nbytes or isinstance(model, ProfiledModel):
         return ()
-    shapes = padding.shapes
-    return shapes if len(shapes) <= SHAPES_MAX else ()
+    known = padding.shapes
+    is_right = len(known) <= SHAPES_MAX and all(
+        shapes.rows_held(shape) == capacity.rows_max for shape in known
+    )
+    return known if is_right else ()
 
 
 def _make(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
@@ -404,7 +412,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             rows_held=shapes.rows_held,
             prepares=not options.deterministic,  # Else batches are all of one size.
             padding=padding,
-            shapes=_shapes_to_capture(model, padding),
+            shapes=_shapes_to_capture(model, padding, capacity, shapes),
         )
         shapes.restrict(pool.prepared)
         if pool.may_grow and capacity.graphs and options.graphs != "auto":

@@ -216,7 +216,7 @@ class TracedModel(Model, Protocol):
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
     ) -> ExecutionContext:
-        """Create a context for batches of so many rows only, with these sizes of the varying dimensions."""
+        """Create a context for batches of one size: so many rows, and these sizes of varying dimensions."""
 
 
 class TracedBinding(Binding, Protocol):

@@ -67,7 +67,7 @@ SETTLE_S: Final = 10.0
 SETTLE_TRIES: Final = 3
 
 SETTLE_EVERY: Final = 64
-"""Of so many runs of a session, one is waited for."""
+"""One run of a session in this many is waited for."""
 
 OURS: Final = frozenset({"device_id", "enable_cuda_graph", "user_compute_stream"})
 """Options of the provider without which answers would be read before they are there, or captured twice."""
@@ -448,15 +448,16 @@ class CudaSession(StreamSession):
             return True
         try:
             self._device.activate()
-            if not self._stream.drain(SETTLE_S):
-                return False
-            ended = self._run_zeros(self._left) if binding is None else self._ends(binding)
-            if not ended or not self._stream.drain(SETTLE_S):
-                return False
+            settled = (
+                self._stream.drain(SETTLE_S)
+                and (self._run_zeros(self._left) if binding is None else self._ends(binding))
+                and self._stream.drain(SETTLE_S)
+            )
         except Exception:
             return False  # The GPU is lost, say.
-        self._left = None
-        return True
+        if settled:
+            self._left = None
+        return settled
 
     def _run_zeros(self, batch: Batch) -> bool:
         """Run a batch of zeros like this or, if there is no room for one, of a row; say whether it ended."""

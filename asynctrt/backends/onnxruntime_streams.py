@@ -207,7 +207,7 @@ class StreamSession:
     def settle(self, binding: Any = None) -> bool:
         """Have done what runs have left to do, and say whether it is. Blocks.
 
-        :param binding: what may be run for it. Default: as little as possible.
+        :param binding: one whose memory is still there, so that its batch may be run again. Default: none is.
         """
         return True
 

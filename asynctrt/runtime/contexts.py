@@ -317,7 +317,7 @@ class ContextPool:
     :param rows_held: the rows that a slab of a shape holds, where that is not ``rows_max``.
     :param prepares: whether batches of some sizes are run beforehand, for a model that asks for it.
     :param padding: what is padded to common sizes.
-    :param shapes: those that all batches have, where they are few and graphs of each can be captured.
+    :param shapes: those that all batches have, of as many rows each, if graphs of them are to be captured.
     :raises DeviceMemoryError: when they do not fit; what was made until then is given back.
     """
 
@@ -346,13 +346,8 @@ class ContextPool:
         self.contexts: list[PooledContext] = []
         """By their numbers, until it is closed."""
         self._closed = False
-        self._shapes = tuple(shapes) if graphs and model.is_capturable else ()
-        if all(spec.is_fixed for spec in model.inputs):
-            self._shapes = (FIXED_SHAPE.shape,)
-        # A batch of some shape may hold fewer rows than others, and sizes are those of all.
-        elif any(self._rows_held(shape) != rows_max for shape in self._shapes):
-            self._shapes = ()
-        self._shapes = tuple(sorted(self._shapes, key=lambda shape: self.layout(shape).nbytes))
+        is_fixed = all(spec.is_fixed for spec in model.inputs)
+        self._shapes = (FIXED_SHAPE.shape,) if is_fixed else tuple(sorted(shapes, key=self._nbytes_of))
         self.may_grow = not self._shapes
         """Whether slabs are made, and grow, while batches run."""
         self._forgotten: tuple[int, ...] = ()
@@ -372,7 +367,7 @@ class ContextPool:
                 if prepares and model.rows_fixed is None and isinstance(model, PreparedModel):
                     if are_dense(self.captured.sizes, rows_max):
                         self.prepared = self.captured.sizes
-                    elif self._shapes == (FIXED_SHAPE.shape,):
+                    elif is_fixed:
                         self._prepare(model, rows_max)
         except BaseException:
             self.close(UNDO_S)
@@ -419,6 +414,9 @@ class ContextPool:
             if len(self._layouts) > SLABS_MAX:
                 self._layouts.popitem(last=False)
         return layout
+
+    def _nbytes_of(self, shape: Hashable) -> int:
+        return self.layout(shape).nbytes
 
     def missing_nbytes(self, batch: Batch) -> int:
         """Return the size of the memory to allocate for the slab of a batch; 0 if there is enough."""
