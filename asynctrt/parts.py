@@ -158,9 +158,7 @@ class EngineParts:
         """Make the scheduler of an engine that stands on them."""
         device, model, capacity = self.device, self.model, self.capacity
         concurrency = device.concurrency if model.occupies_device else capacity.in_flight_max
-        # Where putting a batch on the device takes as long as computing it, threads do that side by side.
-        takes_threads = model.enqueue_may_block and not self.pool.always_replays
-        is_pipelined = device.is_pipelined and model.occupies_device and not takes_threads
+        is_pipelined = device.is_pipelined and model.occupies_device
         lanes_max = 1
         if is_pipelined:
             # Each context works in an arena of its own, or waits for others there.
@@ -177,6 +175,7 @@ class EngineParts:
                 is_alone=options.deterministic,
                 is_pipelined=is_pipelined,
                 lanes_max=lanes_max,
+                may_enqueue_slowly=model.enqueue_may_block and not self.pool.always_replays,
                 answers_in_time=options.timeout_until == "answer",
                 target=options.target,
             ),

@@ -29,6 +29,9 @@ from asynctrt.runtime.padding import PaddedSource
 from asynctrt.runtime.prepare import Place, prepare
 from asynctrt.runtime.shared import SharedRows, SharedSource, are_shared
 from asynctrt.runtime.staging import (
+    AHEAD_ROW_NBYTES_MAX,
+    AHEAD_ROW_NBYTES_MIN,
+    AheadRows,
     DeviceSource,
     Layout,
     RowSource,
@@ -38,8 +41,9 @@ from asynctrt.runtime.staging import (
     lay_out,
 )
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Captured
+from asynctrt.scheduling.request import Request
 
 SLABS_MAX: Final = 64
 """Slabs, and so bindings, that a context remembers: one for each shape, and one for each slab of slots."""
@@ -426,8 +430,10 @@ class ContextPool:
         """Return what allocates it, in any thread."""
         return partial(self.contexts[batch.context].grow, self.layout(batch.key.shape))
 
-    def source(self, batch: Batch) -> RowSource:
+    def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:
         """Return where the rows of a batch come from, in the slab of its context.
+
+        :param ahead: rows that were copied into a slab of that context ahead.
 
         :raises DeviceMemoryError: when rows of this shape need more memory than there is.
         :raises ExecutionError: when the model now asks for more rows than it did at first.
@@ -448,7 +454,28 @@ class ContextPool:
             return PaddedSource(batch, slab, self._padding)
         if type(batch.requests[0].payload) is SharedRows and are_shared(batch.requests):
             return SharedSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
-        return RowSource(batch, slab)
+        source = RowSource(batch, slab)
+        if ahead is not None:
+            source.has_ahead(ahead)
+        return source
+
+    def copies_ahead(self, key: BatchKey) -> bool:
+        """Return whether it is worth it to copy such rows before their batch is launched."""
+        if key.slab is not None or key.on_device or key.outputs_on_device or self._padding is not None:
+            return False
+        return AHEAD_ROW_NBYTES_MIN <= self.layout(key.shape).input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
+
+    def ahead_rows(self, key: BatchKey, request: Request, context: int) -> AheadRows | None:
+        """Return where such rows can be copied to before they are launched on a context that is free.
+
+        ``None`` if there is no memory for them yet, or if they lie in memory that batches are copied from.
+
+        :param request: the first of them.
+        """
+        pooled = self.contexts[context]
+        if type(request.payload) is SharedRows or pooled.missing_nbytes(self.layout(key.shape)):
+            return None
+        return AheadRows(key, context, pooled.slab(key.shape, self.layout))
 
     def create_slot_slab(self, shape: Hashable) -> Slab:
         """Return a slab for callers to fill: inputs only, in staging memory.

@@ -34,7 +34,7 @@ from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
 from asynctrt.runtime.spans import copy_out
-from asynctrt.runtime.staging import FilledSlab
+from asynctrt.runtime.staging import AheadRows, FilledSlab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.objective import Objective
@@ -99,6 +99,8 @@ class Driver:
         self._lanes = [Lane() for _ in range(scheduler.lanes_max)]
         # Batches that were given up: what they use may still be read and written.
         self._given_up: dict[int, InFlight] = {}
+        # What was copied for the next batch, which may still grow.
+        self._ahead: AheadRows | None = None
         self._to_deliver: tuple[Sequence[Request], Sequence[dict[str, Any]], BatchRecord] | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
         self.observe: Callable[[Batch, BatchRecord, int], None] | None = None
@@ -259,7 +261,7 @@ class Driver:
             self._loop.call_soon(self._pump, context=self._context)
             self._pump_is_scheduled = True
 
-    def _pump(self) -> None:
+    def _pump(self) -> None:  # noqa: C901  (a call a tick less)
         """Carry out what the scheduler decides, until it has nothing more to launch now."""
         if self._in_pump:
             return
@@ -280,6 +282,8 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
+            if (key := scheduler.early_key) is not None and self._pool.copies_ahead(key):
+                self._copy_ahead(key)
             if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
             wakeup_ns = scheduler.next_wakeup()
@@ -294,6 +298,24 @@ class Driver:
             self._in_pump = False
         if self._idle_waiters:
             self._tell_if_idle()
+
+    def _copy_ahead(self, key: BatchKey) -> None:
+        """Copy some of the rows of a batch that may still grow to where it is going to be launched."""
+        if (early := self._scheduler.early()) is None:
+            return
+        requests, context = early
+        ahead = self._ahead
+        try:
+            if ahead is None or ahead.context != context or ahead.key is not key:
+                ahead = self._ahead = self._pool.ahead_rows(key, requests[0], context)
+            if ahead is not None and ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
+                self.pump_soon()
+        except Exception as error:
+            # It is staged when the batch is launched, and raises again.
+            logger.debug("%s: rows were not copied ahead: %s", self._name, describe(error))
+        except BaseException as error:
+            self._ahead = None  # It may be half of a change.
+            raise_on_loop(error)
 
     def _give_up_waiting(self, now_ns: int, arrived_by_ns: int = NO_DEADLINE_NS) -> None:
         """Answer those whose deadline has come, and those that had to leave a full queue."""
@@ -329,7 +351,10 @@ class Driver:
                 return
             if self.on_launch is not None:
                 self.on_launch(batch)
-            source = self._pool.source(batch)
+            ahead = None
+            if self._ahead is not None and self._ahead.context == batch.context:
+                ahead, self._ahead = self._ahead, None
+            source = self._pool.source(batch, ahead)
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
             self._scheduler.taken = ()
@@ -592,8 +617,8 @@ class Driver:
             copies = flight.note_times()
             if copies is None:
                 self._note_usual_times(flight)
-            elif copies[0] or copies[1]:
-                self._scheduler.observe_copies(batch, copy_in_ns=copies[0], copy_out_ns=copies[1])
+            else:
+                self._note_device_times(flight, *copies)
             self._computed(flight, landed_ns)
             if source.device_outputs is not None:
                 self._answer(flight, landed_ns, source.device_outputs)
@@ -677,6 +702,14 @@ class Driver:
         usual_ns = self._scheduler.usual_ns(flight.batch)
         record.copy_in_ns += usual_ns[0]
         record.compute_ns, record.copy_out_ns = usual_ns[1:]
+
+    def _note_device_times(self, flight: InFlight, copy_in_ns: int, copy_out_ns: int) -> None:
+        """Let what follows be decided by what the device measured."""
+        batch, scheduler = flight.batch, self._scheduler
+        if copy_in_ns or copy_out_ns:
+            scheduler.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
+        if batch.lane is not None:
+            scheduler.observe_wait(batch, flight.record.arena_wait_ns)
 
     def _copied_out(
         self,

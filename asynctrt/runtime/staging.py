@@ -7,12 +7,14 @@ batch left in a slab nor what a caller is still writing is ever executed.
 
 Rows are gathered when their batch is launched, with one ``np.concatenate`` an input, not when they arrive:
 that leaves no holes where a request was cancelled, and what only waits needs no slab
-(``tests/benchmarks/copies.py``).
+(``tests/benchmarks/copies.py``). Larger ones are copied before, as :class:`AheadRows`, while the device is
+busy with other batches and theirs may still grow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -23,12 +25,22 @@ from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
 from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows, gather, pins
 
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size a batch's output is copied as one block, of which each result is a view. A result that
 is kept then keeps at most this much memory; larger outputs are copied request by request."""
+
+
+AHEAD_ROW_NBYTES_MIN: Final = 64 << 10
+AHEAD_ROW_NBYTES_MAX: Final = 256 << 10
+"""Rows of these sizes are copied before their batch is launched. To gather smaller ones later costs less, and
+larger ones would hold the loop up: threads copy those."""
+
+AHEAD_NBYTES_MAX: Final = 512 << 10
+"""So much is copied ahead at a time: about 50 µs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +229,67 @@ class SlotRows:
         self.span = span
 
 
+class AheadRows:
+    """Rows that lie in the slab of a context before their batch is formed, from the first row on.
+
+    Whether the batch will have them, and in this order, is found out when it is launched on that context.
+    """
+
+    __slots__ = ("context", "key", "requests", "rows", "slab")
+
+    def __init__(self, key: BatchKey, context: int, slab: Slab) -> None:
+        self.key = key
+        self.context = context
+        self.slab = slab
+        self.requests: tuple[Request, ...] = ()
+        self.rows = 0
+
+    def keep_to(self, requests: tuple[Request, ...]) -> None:
+        """Forget the rows from the first on that ``requests`` do not have in the same place."""
+        count = len(self.requests)
+        if self.requests == requests[:count]:  # Requests are equal only to themselves.
+            return
+        same = takewhile(lambda pair: pair[0] is pair[1], zip(self.requests, requests, strict=False))
+        self.requests = tuple(request for request, _ in same)
+        self.rows = sum(request.rows for request in self.requests)
+
+    def extend(self, requests: tuple[Request, ...], nbytes_max: int) -> bool:
+        """Copy rows of these requests that are not there yet, until ``nbytes_max`` bytes were; return whether
+        there are more.
+
+        :raises ValueError: for arrays that do not have the rows any more that they had.
+        """
+        self.keep_to(requests)
+        row_nbytes = self.slab.layout.input_row_nbytes
+        for request in requests[len(self.requests) :]:
+            if nbytes_max <= 0:
+                return True
+            end = self.rows + request.rows
+            for index, view in enumerate(self.slab.inputs):
+                copy_rows(request.payload[index], view[self.rows : end])
+            self.requests, self.rows = (*self.requests, request), end
+            nbytes_max -= request.rows * row_nbytes
+        return False
+
+
 class RowSource:
     """Where the rows of one batch come from: here, gathered from the arrays of its callers.
 
     :param slab: the slab of the context, which the batch is computed in.
     """
 
-    __slots__ = ("_pins", "batch", "has_copies_in", "has_copies_out", "inputs", "refused", "slab", "spans")
+    __slots__ = (
+        "_pins",
+        "ahead",
+        "ahead_rows",
+        "batch",
+        "has_copies_in",
+        "has_copies_out",
+        "inputs",
+        "refused",
+        "slab",
+        "spans",
+    )
 
     owner: Owner | None = None
     """Who has the memory that the rows lie in, for slots and rows of another process."""
@@ -244,26 +310,34 @@ class RowSource:
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
         self.refused: tuple[tuple[Request, InputError], ...] = ()
         """Requests whose rows could not be staged; the others go on."""
+        self.ahead = self.ahead_rows = 0
+        """How many requests, from the first on, have their rows in the slab already, and those rows."""
+
+    def has_ahead(self, rows: AheadRows) -> None:
+        """Note what was copied ahead into the slab, which is left out if the batch begins with it."""
+        if rows.slab is self.slab:
+            rows.keep_to(self.batch.requests)
+            self.ahead, self.ahead_rows = len(rows.requests), rows.rows
 
     @property
     def staged_nbytes(self) -> int:
         """Return how many bytes :meth:`stage` copies with the CPU."""
-        return self.slab.layout.input_row_nbytes * self.batch.rows_run
+        return self.slab.layout.input_row_nbytes * (self.batch.rows_run - self.ahead_rows)
 
     def stage(self) -> None:
         """Copy the rows side by side into the slab, and pad them. Runs in any thread.
 
         :raises InputError: when the rows of no request can be staged.
         """
-        batch = self.batch
-        counts = None if self.spans is None else [request.rows for request in batch.requests]
+        batch, ahead = self.batch, self.ahead
+        counts = None if self.spans is None else [request.rows for request in batch.requests[ahead:]]
         try:
             for index, view in enumerate(self.slab.inputs):
-                arrays = self.arrays_of(index)
+                arrays = self.arrays_of(index)[ahead:] if ahead else self.arrays_of(index)
                 if len(arrays) > 1:
-                    gather(arrays, view[: batch.rows], counts)
-                else:
-                    copy_rows(arrays[0], view[: batch.rows])
+                    gather(arrays, view[self.ahead_rows : batch.rows], counts)
+                elif arrays:
+                    copy_rows(arrays[0], view[self.ahead_rows : batch.rows])
         except Exception:
             self._stage_one_by_one()
         if batch.rows_run != batch.rows:
@@ -277,11 +351,11 @@ class RowSource:
         """
         # Nobody can free what they read while they do.
         self._pins = pins(array for index in range(len(self.slab.inputs)) for array in self.arrays_of(index))
-        rows_run = self.batch.rows_run
-        parts = parts_of(rows_run, self.staged_nbytes, parts_max)
+        first = self.ahead_rows
+        parts = parts_of(self.batch.rows_run - first, self.staged_nbytes, parts_max)
         if len(parts) < 2:
             return [self.stage]
-        return [partial(self._stage_part, *part) for part in parts]
+        return [partial(self._stage_part, first + start, first + stop) for start, stop in parts]
 
     def _stage_part(self, start: int, stop: int) -> None:
         """Stage some rows of the batch, padding among them."""

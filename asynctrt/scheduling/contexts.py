@@ -20,6 +20,8 @@ class ContextAllocator:
         self._free = [list(reversed(range(group, contexts, groups))) for group in range(groups)]
         self._users = [0] * arenas if arena_users is None else arena_users
         self._profiles: dict[int, Hashable] = {}
+        # The context for the next batch, and the profile that this one is expected to have.
+        self._kept: tuple[int, Hashable] | None = None
         self.free = contexts
         """Contexts that a batch could be given now."""
         self.quarantined: set[int] = set()
@@ -45,13 +47,31 @@ class ContextAllocator:
             arena = self._arena_for(profile)
             self._users[arena] += 1
             free = self._free[arena]
-        if profile is None:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[1] == profile and kept[0] in free:
+            context = kept[0]
+            free.remove(context)
+        elif profile is None:
             context = free.pop()
         else:
             context = self._with_profile(free, profile)
             free.remove(context)
+        if profile is not None:
+            self._profiles[context] = profile
         self.free -= 1
         return context, arena
+
+    def keep(self, profile: Hashable = None) -> int | None:
+        """Return the context that a batch with ``profile`` would be given now; ``None`` if none is free.
+
+        The next batch that has this profile gets it, if it is still free then and in the least used arena.
+        """
+        if not self.free:
+            return None
+        free = self._free[self._arena_for(profile) if self._arenas else 0]
+        if self._kept is None or self._kept[1] != profile or self._kept[0] not in free:
+            self._kept = free[-1] if profile is None else self._with_profile(free, profile), profile
+        return self._kept[0]
 
     def release(self, context: int, arena: int | None) -> None:
         """Take a context back whose batch has ended."""
@@ -94,7 +114,5 @@ class ContextAllocator:
         for wanted in (profile, None):
             for context in reversed(free):
                 if self._profiles.get(context) == wanted:
-                    self._profiles[context] = profile
                     return context
-        self._profiles[free[-1]] = profile
         return free[-1]

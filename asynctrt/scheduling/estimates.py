@@ -18,8 +18,17 @@ QUANTILE: Final = 4  # The expectation is the value a quarter of the way up the 
 STAGING_QUANTILE: Final = 0.75
 
 LEAD_MARGIN_NS: Final = 100_000
-"""How long before it is needed a batch is in place, as far as can be told: what is late leaves a device idle,
-and what is early has missed some requests."""
+LEAD_MARGIN_NS_MAX: Final = 250_000
+"""How long before it is needed a batch is in place, as far as can be told, at first and at most: what is late
+leaves a device idle, and what is early has missed some requests."""
+
+IN_TIME_NS: Final = 10_000
+"""A batch that was in place for less than this before its turn was late."""
+
+LATE_STEP_NS: Final = 18_000
+EARLY_STEP_NS: Final = 2_000
+"""By how much a batch that was late, or was not, moves the margin, so that about one in ten is late. While a
+device is idle all that wait lose time, and while a batch is early those that it misses do."""
 
 NEVER_NS: Final = 2**63 - 1
 
@@ -151,11 +160,28 @@ class CompletionEstimator:
         self._gathering = LatencyHistory(quantile=STAGING_QUANTILE)
         self._copy_in = LatencyHistory()
         self._copy_out = LatencyHistory()
+        self._margin_ns = LEAD_MARGIN_NS
+        # Timed batches in flight that were launched when they were due.
+        self._punctual: set[int] = set()
         # Until when each line is known to have computed, and what is in flight there, in order: from when
         # on a batch can compute, and for how long. An end that was seen moves all those behind it, so each
         # expectation is told from the last truth and no error is carried along.
         self._computed_ns = [0] * lines
         self._ahead: list[dict[int, tuple[int, int]]] = [{} for _ in range(lines)]
+
+    def was_due(self, batch: Batch) -> None:
+        """Note that a timed batch is launched just in time: how long it waits for its turn says how well."""
+        self._punctual.add(batch.number)
+
+    def observe_wait(self, batch: Batch, wait_ns: int) -> None:
+        """Learn how long before its turn a batch is to be in place.
+
+        :param wait_ns: how long the device waited for the batches before it, once it had been copied in.
+        """
+        if batch.number in self._punctual:
+            self._punctual.remove(batch.number)
+            step_ns = LATE_STEP_NS if wait_ns < IN_TIME_NS else -EARLY_STEP_NS
+            self._margin_ns = min(max(self._margin_ns + step_ns, 0), LEAD_MARGIN_NS_MAX)
 
     def wants_times(self, number: int, shape: Hashable, rows: int) -> bool:
         """Return whether the device is to time this batch: a new size, a long one, or a sample."""
@@ -220,7 +246,12 @@ class CompletionEstimator:
     def lead_ns(self, copies: Hashable, rows: int) -> int:
         """Return how long before a batch can compute it is to be launched: to be staged and copied in."""
         staged_ns = self._staging.expected_ns(copies, rows) or 0
-        return staged_ns + (self._copy_in.expected_ns(copies, rows) or 0) + LEAD_MARGIN_NS
+        return staged_ns + (self._copy_in.expected_ns(copies, rows) or 0) + self._margin_ns
+
+    def enqueue_ns(self, copies: Hashable, rows: int) -> int:
+        """Return how long it takes to put a gathered batch on the device; 0 before any was."""
+        staged_ns = self._staging.expected_ns(copies, rows) or 0
+        return max(staged_ns - (self._gathering.expected_ns(copies, rows) or 0), 0)
 
     def delay_ns(self, copies: Hashable, rows: int) -> int:
         """Return how long after its launch a batch can compute: when it is gathered and copied in."""
@@ -278,6 +309,7 @@ class CompletionEstimator:
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: none waits for it any more, and it says nothing about others."""
+        self._punctual.discard(batch.number)
         line = _line(batch)
         if line is not None:
             self._ahead[line].pop(batch.number, None)

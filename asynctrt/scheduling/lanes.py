@@ -11,6 +11,9 @@ than batches of twice the size would; or if batches side by side hardly notice o
 What is learned holds for batches by how much is in them, be it many small rows or few large ones: of one
 model, batches with less leave more of the device idle. So what a trial shows for some holds for all that are
 smaller, or for all that are larger, and sixteen shapes learn as fast as one.
+
+Where it takes about as long to put a batch on the device as to compute it, there are two lanes in any case:
+two threads put batches there at the same time, and the device waits for them all the same.
 """
 
 from collections import OrderedDict, deque
@@ -67,6 +70,13 @@ STUCK_TIMES: Final = 4
 """A batch that has been under way for so many times as long as was expected, and for that long, may hang:
 batches that come do not wait for it, but use another lane."""
 
+SLOW_MIN: Final = 0.5
+SLOW_LANES: Final = 2
+"""Batches that take this part of their time alone to be put on the device have so many lanes in any case."""
+
+SURE_SAMPLES: Final = 4
+"""Times of batches of one size that are believed whatever larger ones take."""
+
 SHAPES_MAX: Final = 64
 VOLUMES_MAX: Final = 1024
 WINDOW: Final = 16
@@ -100,10 +110,10 @@ class _Times:
         return known
 
     def _estimate(self, rows: int) -> float:
-        if window := self._by_rows.get(rows):
-            return _usual(window)
+        if rows in self._by_rows:
+            return self._usual_ns(rows)
         if len(self._by_rows) < 2:
-            return _usual(next(iter(self._by_rows.values()))) if self._by_rows else 0.0
+            return self._usual_ns(next(iter(self._by_rows))) if self._by_rows else 0.0
         least, most = min(self._by_rows), max(self._by_rows)
         below = max((size for size in self._by_rows if size < rows), default=least)
         above = min((size for size in self._by_rows if size > rows), default=most)
@@ -111,9 +121,17 @@ class _Times:
             # Beyond what was seen, along all of it: rather too short than too long, as larger batches
             # seldom become cheaper by the row.
             below, above = least, most
-        below_ns, above_ns = _usual(self._by_rows[below]), _usual(self._by_rows[above])
+        below_ns, above_ns = self._usual_ns(below), self._usual_ns(above)
         expected_ns = below_ns + (above_ns - below_ns) * (rows - below) / (above - below)
         return max(expected_ns, below_ns * min(rows / below, 1))
+
+    def _usual_ns(self, rows: int) -> float:
+        """Return the usual time of a size that was seen."""
+        window = self._by_rows[rows]
+        if len(window) >= SURE_SAMPLES:
+            return _usual(window)
+        # The first of a size may take far longer, which none does than larger ones.
+        return min(_usual(other) for size, other in self._by_rows.items() if size >= rows)
 
 
 def _usual(times_ns: Collection[int]) -> float:
@@ -191,6 +209,8 @@ class Lanes:
     def __init__(self, lanes_max: int, rows_max: int) -> None:
         self._lanes_max = lanes_max
         self._rows_max = rows_max
+        self.enqueue_ns: Callable[[Hashable, int], int] | None = None
+        """Returns how long it takes to put a batch on the device, where that may be long."""
         self._users = [0] * lanes_max
         # The lane of each batch that is to compute, or does, and from when on it counts as stuck.
         self._inside: dict[int, tuple[int, int]] = {}
@@ -217,6 +237,8 @@ class Lanes:
         self._proved: _Trial | None = None
         # Of the batches on the device, by lane: since when, and how long such are copied, if known.
         self._running: list[dict[int, tuple[int, tuple[int, int] | None]]] = [{} for _ in range(lanes_max)]
+        # Of batches that have landed in a trial: from when to when they computed, and beside how many.
+        self._noted: dict[int, tuple[_Trial, int, float]] = {}
         # When each lane computed last; when the number of lanes that compute changed, and to what.
         self._computed_ns = [0] * lanes_max
         self._computing = 0
@@ -233,9 +255,20 @@ class Lanes:
             return 1
         size = self._class_of(shape, rows)
         trial, lanes = self._trial, self._lanes[size]
-        if trial is None or trial.base is None or not trial.takes(size):
+        if self.is_put_slowly(shape, rows):
+            return min(max(SLOW_LANES, lanes), self._lanes_max)
+        if trial is None or trial.base is None:
             return lanes
-        return max(lanes, trial.tried) if trial.tried > trial.lanes else min(lanes, trial.tried)
+        if trial.tried < trial.lanes:
+            # Smaller ones too, which have more lanes: else there would not be fewer beside the larger ones.
+            return min(lanes, trial.tried)
+        return max(lanes, trial.tried) if trial.takes(size) else lanes
+
+    def is_put_slowly(self, shape: Hashable, rows: int) -> bool:
+        """Return whether to put such a batch on the device takes about as long as to compute it alone."""
+        if self.enqueue_ns is None or (times := self._shapes.get(shape)) is None:
+            return False
+        return 0 < SLOW_MIN * times.expected_ns(rows) <= self.enqueue_ns(shape, rows)
 
     def chosen(self) -> dict[int, int]:
         """Return the lanes by the most rows of the batches that have them; of several shapes, the most."""
@@ -252,6 +285,11 @@ class Lanes:
         """Return whether nothing is to be launched beside what computes, nor behind it, unless it seems to
         hang."""
         return self._to_learn > 0
+
+    @property
+    def is_trying(self) -> bool:
+        """Return whether the next batches are to be timed, as they decide how many lanes there are."""
+        return self._trial is not None
 
     @property
     def occupied(self) -> int:
@@ -348,14 +386,14 @@ class Lanes:
             self._computed_ns[lane] = now_ns
             self._pass_by(batch)
             return
-        # Not the time that the device measured: streams that share a hardware queue also keep one another's
-        # batches from beginning, which that time does not include.
+        # The device measures less where streams share a hardware queue, whose batches keep one another from
+        # beginning.
         begin_ns, end_ns = max(started_ns + copies_ns[0], self._computed_ns[lane]), now_ns - copies_ns[1]
         self._computed_ns[lane] = end_ns
         if self._landed <= WARM_UP:
             return
         if self._trial is not None:
-            self._note(self._trial, batch, begin_ns, end_ns)
+            self._noted[batch.number] = self._trial, end_ns - begin_ns, self._beside(begin_ns, end_ns)
         elif self._until_trial <= 0:
             self._consider(batch)
 
@@ -371,6 +409,11 @@ class Lanes:
         if compute_ns > 0 and batch.number in self._alone:
             self._times(batch.key.cost_key).observe(batch.rows_run, compute_ns)
         self._alone.discard(batch.number)
+        noted = self._noted.pop(batch.number, None)
+        if noted is not None and noted[0] is self._trial:
+            # And more where the batch was on the device before that could be told, by a launch that took
+            # long, as the first of a graph does.
+            self._note(noted[0], batch, max(noted[1], compute_ns), noted[2])
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: it says nothing about others."""
@@ -416,7 +459,7 @@ class Lanes:
                 self._shapes.popitem(last=False)
         return times
 
-    def _note(self, trial: _Trial, batch: Batch, begin_ns: int, end_ns: int) -> None:
+    def _note(self, trial: _Trial, batch: Batch, took_ns: int, beside: float) -> None:
         """Note what a batch says about what is tried."""
         if batch.number <= trial.begins:
             return
@@ -425,8 +468,8 @@ class Lanes:
         trial.landed += 1
         if not self._is_known(batch):
             trial.unknown += 1
-        elif trial.takes(size) and trial.counts(beside := self._beside(begin_ns, end_ns)):
-            longer = max((end_ns - begin_ns) / self._times(shape).expected_ns(rows), 1.0)
+        elif trial.takes(size) and trial.counts(beside):
+            longer = max(took_ns / self._times(shape).expected_ns(rows), 1.0)
             trial.samples.append((beside, longer, self._gain_of_growth(batch), size))
             self._judge(trial)
         self._give_up(trial)

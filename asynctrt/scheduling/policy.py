@@ -66,6 +66,7 @@ class Policy:
     :param is_pipelined: whether batches wait for one another on the device, each copied in while the one
         before it computes, so that they are to be launched just in time.
     :param lanes_max: batches that may compute side by side there.
+    :param may_enqueue_slowly: whether it may take as long to put batches there as to compute them.
     :param answers_in_time: whether deadlines are those of answers, so that batches are also formed as late as
         possible when they are full.
     :param patience_ns: after how long a request is overdue.
@@ -81,6 +82,7 @@ class Policy:
     is_alone: bool = False
     is_pipelined: bool = False
     lanes_max: int = 1
+    may_enqueue_slowly: bool = False
     answers_in_time: bool = False
     patience_ns: int = PATIENCE_NS
     target: Target | None = None

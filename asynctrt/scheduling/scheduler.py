@@ -107,11 +107,16 @@ class Scheduler:
         self._lanes = Lanes(policy.lanes_max, policy.rows_max) if policy.is_pipelined else None
         lines = arenas if self._lanes is None else policy.lanes_max
         self._estimator = CompletionEstimator(lines=lines, compute=self._latency)
+        if self._lanes is not None and policy.may_enqueue_slowly:
+            self._lanes.enqueue_ns = self._estimator.enqueue_ns
         # With lanes: batches that are being staged, those whose end cannot be told, and when the next batch
         # is to be launched.
         self._being_staged: set[int] = set()
         self._unknown: set[int] = set()
         self._due_ns: int | None = None
+        # The bucket of that batch, now and when one was last to be launched.
+        self._early: BucketQueue | None = None
+        self._was_early: BucketQueue | None = None
         self._closed: AsynctrtError | None = None
         self._is_over = False
         self._number = 0
@@ -197,6 +202,11 @@ class Scheduler:
     def wants_one_alone(self) -> bool:
         """Return whether the next batches compute alone, to show what that takes."""
         return self._lanes is not None and self._lanes.wants_one_alone
+
+    @property
+    def is_trying_lanes(self) -> bool:
+        """Return whether it is being found out how many batches compute side by side; all are timed then."""
+        return self._lanes is not None and self._lanes.is_trying
 
     @property
     def lanes_max(self) -> int:
@@ -363,7 +373,7 @@ class Scheduler:
         leave it as a :class:`RejectedBatch`, and the next call goes on with others.
         """
         in_flight = len(self._in_flight)
-        self._due_ns = None
+        self._due_ns = self._early = None
         if not self._contexts.free or in_flight >= self._in_flight_max:
             return None
         if self._share is not None and self._is_left_to_others(self._share, now_ns):
@@ -387,6 +397,7 @@ class Scheduler:
                 by_age = reason is Reason.AGED
             key = bucket.key
             if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
+                self._early = self._was_early = bucket
                 return None
             if self._punctuality is not None and self._deadlines.line:
                 chosen, rows = self._choose_in_time(
@@ -411,7 +422,33 @@ class Scheduler:
         self._buckets.launched(bucket)
         if by_age:
             self._aged_number = self._number + 1
-        return self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
+        batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
+        was_early, self._was_early = self._was_early, None
+        if was_early is bucket and reason is not Reason.FULL and batch.is_timed:
+            self._estimator.was_due(batch)
+        return batch
+
+    @property
+    def early_key(self) -> BatchKey | None:
+        """Return the key of the batch that :meth:`next_batch` did not return only because it may still grow;
+        ``None`` if there is none."""
+        return None if self._early is None else self._early.key
+
+    def early(self) -> tuple[tuple[Request, ...], int] | None:
+        """Return the requests that this batch would have now, and the context that it would be launched on;
+        ``None`` if there is no telling."""
+        bucket = self._early
+        if bucket is None:
+            return None
+        chosen, rows = self._choose(bucket, len(self._in_flight), by_age=False)
+        profile = None
+        if self._shapes.has_profiles:
+            try:
+                profile = self._rows_to_run(bucket.key, rows)[1]
+            except Exception:
+                return None  # The model raises again when the batch is formed, and is answered for then.
+        context = self._contexts.keep(profile)
+        return None if context is None else (chosen, context)
 
     def _choose(
         self, bucket: BucketQueue, in_flight: int, *, by_age: bool
@@ -466,6 +503,7 @@ class Scheduler:
         context, arena = self._contexts.acquire(profile)
         lane = None
         if (lanes := self._lanes) is not None:
+            is_timed = is_timed or lanes.is_trying
             lane = lanes.acquire(key.cost_key, rows, self._estimator.computed_by_ns)
             if reason is Reason.IDLE and lanes.occupied:
                 reason = Reason.AHEAD
@@ -581,7 +619,8 @@ class Scheduler:
         over = lanes.occupied - count
         if over < 0 or due_ns is None:
             return False
-        if over < AHEAD_MAX and not self._being_staged and not lanes.wants_one_alone:
+        is_next = over < AHEAD_MAX and not self._being_staged and not lanes.wants_one_alone
+        if is_next and not lanes.is_put_slowly(key.cost_key, rows):
             if self._unknown:
                 return False
             free_ns = self._estimator.free_ns(lanes.usable(count))
@@ -645,6 +684,10 @@ class Scheduler:
     def observe_copies(self, batch: Batch, *, copy_in_ns: int, copy_out_ns: int) -> None:
         """Remember the copy times that the device measured of a timed batch."""
         self._estimator.observe_copies(batch, copy_in_ns=copy_in_ns, copy_out_ns=copy_out_ns)
+
+    def observe_wait(self, batch: Batch, wait_ns: int) -> None:
+        """Remember how long before its turn a timed batch was in place, as the device measured."""
+        self._estimator.observe_wait(batch, wait_ns)
 
     def ran(self, batch: Batch, now_ns: int, took_ns: int) -> None:
         """Note how long a batch ran on the device, which others share, once it is done there."""

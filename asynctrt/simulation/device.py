@@ -17,6 +17,7 @@ class Flight:
         "batch",
         "behind",
         "compute_ns",
+        "copied_in_ns",
         "copy_in_ns",
         "copy_out_ns",
         "error",
@@ -36,8 +37,8 @@ class Flight:
         self.landed = landed
         """Called when the device is done with it."""
         self.copy_in_ns = self.compute_ns = self.copy_out_ns = 0
-        self.started_ns = 0
-        """When it began to compute."""
+        self.copied_in_ns = self.started_ns = 0
+        """When it was in place, and when it began to compute."""
         self.left_ns = 0.0
         """How long it would still compute alone."""
         self.hangs = False
@@ -131,7 +132,8 @@ class VirtualDevice:
             del self._last_in_lane[where]
 
     def _copied_in(self, flight: Flight) -> None:
-        flight.is_copied_in = True
+        if not flight.is_copied_in:
+            flight.is_copied_in, flight.copied_in_ns = True, self._timeline.now_ns
         if flight.waits:
             return
         lane = self._lane(flight)

@@ -251,6 +251,8 @@ class VirtualEngine:
             return
         if batch.is_timed and (flight.copy_in_ns or flight.copy_out_ns):
             scheduler.observe_copies(batch, copy_in_ns=flight.copy_in_ns, copy_out_ns=flight.copy_out_ns)
+        if batch.is_timed and batch.lane is not None:
+            scheduler.observe_wait(batch, flight.started_ns - flight.copied_in_ns)
         if self._has_arenas or batch.lane is not None:
             scheduler.landed(batch, now_ns)
         del self.flights[batch.number]

@@ -552,7 +552,8 @@ class Rules:
             _hold(batch.is_timed, "a batch is not timed although all are")
         elif batch.number % TIMED_EVERY and self._timed[batch.key.shape, batch.rows_run] >= WINDOW:
             known_ns = self._scheduler.usual_ns(batch)[1]
-            _hold(not batch.is_timed or known_ns >= TIMED_ALWAYS_NS, "a known size is timed out of turn")
+            has_reason = known_ns >= TIMED_ALWAYS_NS or self._scheduler.is_trying_lanes
+            _hold(not batch.is_timed or has_reason, "a known size is timed out of turn")
 
     def _check_reason(self, batch: Batch, now_ns: int) -> None:
         policy, in_flight = self._limits.policy, len(self.in_flight)

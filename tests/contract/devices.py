@@ -44,9 +44,9 @@ def strict(device, spec):
     return TensorRTModel(double_plan(spec), device=device, flavour=StrictTensorRT(device))
 
 
-def four_floats(**kw):
-    """An engine whose rows are four floats in and four out."""
-    return EngineSpec(inputs=(TensorIO("input", dims=(-1, 4)),), **kw)
+def four_floats(*, floats=4, **kw):
+    """An engine whose rows are four floats in and four out, or another number."""
+    return EngineSpec(inputs=(TensorIO("input", dims=(-1, floats)),), **kw)
 
 
 class Subject:

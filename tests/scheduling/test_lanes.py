@@ -1,12 +1,14 @@
 """Batches on a device that copies while it computes: launched just in time, in as many lanes as pay."""
 
 import itertools
+import random
+import statistics
 from itertools import pairwise
 
 import pytest
 
 from asynctrt.scheduling.batch import Reason
-from asynctrt.scheduling.estimates import LEAD_MARGIN_NS
+from asynctrt.scheduling.estimates import LEAD_MARGIN_NS, LEAD_MARGIN_NS_MAX
 from asynctrt.scheduling.lanes import (
     ALONE_FIRST,
     FIRST_TRIAL,
@@ -27,7 +29,7 @@ STAGING_NS = MS // 2
 LEAD_NS = STAGING_NS + COPY_NS + LEAD_MARGIN_NS
 
 
-def pipelined(*, rows_max=8, contexts=4, lanes_max=1, delay_ns_max=0):
+def pipelined(*, rows_max=8, contexts=4, lanes_max=1, delay_ns_max=0, **kw):
     """A scheduler that has seen batches of each size, which all take as long."""
     policy = Policy(
         rows_max,
@@ -35,6 +37,7 @@ def pipelined(*, rows_max=8, contexts=4, lanes_max=1, delay_ns_max=0):
         concurrency=1 + lanes_max,
         is_pipelined=True,
         lanes_max=lanes_max,
+        **kw,
     )
     plan = Scheduler(
         policy=policy,
@@ -90,6 +93,49 @@ class TestJustInTime:
         assert later in batch.requests, "it could grow until then"
         assert (first.lane, batch.lane) == (0, 0)
         assert plan.next_wakeup() is None
+
+    @pytest.mark.parametrize("late", [0.0, 0.05, 0.3])
+    def test_how_early_depends_on_how_many_are_late(self, late):
+        plan, now_ns = pipelined()
+        leads_ns = []
+        numbers = random.Random(1)
+        first, free_ns = in_flight(plan, now_ns)
+        for _ in range(3000):
+            submit(plan, now_ns=free_ns - 9 * MS)
+            assert plan.next_batch(free_ns - 9 * MS) is None
+            due_ns = plan.next_wakeup()
+            leads_ns.append(free_ns - due_ns)
+            batch = plan.next_batch(due_ns)
+            plan.started(batch, due_ns + STAGING_NS)
+            end(plan, first, free_ns)
+            in_place_ns = due_ns + STAGING_NS + COPY_NS
+            if batch.is_timed:
+                plan.observe_wait(batch, 0 if numbers.random() < late else free_ns - in_place_ns)
+            first, free_ns = batch, max(free_ns, in_place_ns) + COMPUTE_NS
+        least_ns, most_ns = LEAD_NS - LEAD_MARGIN_NS, LEAD_NS - LEAD_MARGIN_NS + LEAD_MARGIN_NS_MAX
+        assert min(leads_ns) >= least_ns
+        assert max(leads_ns) <= most_ns
+        assert leads_ns[0] == LEAD_NS
+        last_ns = statistics.median(leads_ns[-1000:])
+        if late > 0.2:  # There is no telling, so they are as early as can be.
+            assert last_ns > LEAD_NS + LEAD_MARGIN_NS
+        else:  # Those that are late would be so all the same.
+            assert last_ns < LEAD_NS - LEAD_MARGIN_NS // 4
+
+    def test_a_batch_that_came_too_late_to_be_early_says_nothing_of_how_early_to_be(self):
+        plan, now_ns = pipelined()
+        first, free_ns = in_flight(plan, now_ns)
+        for _ in range(200):
+            submit(plan, now_ns=free_ns - 1)
+            batch = plan.next_batch(free_ns - 1)
+            plan.started(batch, free_ns)
+            end(plan, first, free_ns)
+            if batch.is_timed:
+                plan.observe_wait(batch, 0)
+            first, free_ns = batch, free_ns + COPY_NS + COMPUTE_NS
+        submit(plan, now_ns=free_ns - 9 * MS)
+        assert plan.next_batch(free_ns - 9 * MS) is None
+        assert free_ns - plan.next_wakeup() <= LEAD_NS
 
     def test_one_batch_that_is_not_full_is_ahead_and_no_more(self):
         plan, now_ns = pipelined()
@@ -237,34 +283,46 @@ def test_a_batch_that_ends_while_it_is_put_on_the_device_holds_no_later_one_up()
 
 
 class World:
-    """Keeps a device busy with batches of a number of rows, as many in each lane as there is work for."""
+    """Keeps a device busy with batches of a number of rows, as many in each lane as there is work for.
 
-    def __init__(self, lanes_max, rows_max, slower, contexts=99):
+    :param late_ns: how long a batch has computed before it is told that it does.
+    :param cold: how many times longer the first batch of each size takes.
+    """
+
+    def __init__(self, lanes_max, rows_max, slower, contexts=99, late_ns=0, cold=1):
         self.lanes = Lanes(lanes_max, rows_max)
         self._contexts = contexts
         self._slower = slower
+        self._late_ns = late_ns
+        self._cold = cold
+        self._warm = set()
         self.now_ns = self._number = 0
         self.seen = []
         """The lanes that there were for each batch."""
 
-    def run(self, rows, batches):
-        """Let batches compute; ``slower(lanes, rows)`` says by how much they are slower."""
+    def run(self, *rows, batches):
+        """Let batches of these rows compute in turn; ``slower(lanes, rows)`` says by how much the largest of
+        those that do makes all of them slower."""
         waiting = {}  # By lane; the first of each computes.
         left_ns, took_ns = {}, {}
+        sizes = itertools.cycle(rows)
+        size = next(sizes)
         for _ in range(batches):
-            count = self.lanes.allowed("b", rows)
-            self.seen.append(count)
-            while sum(map(len, waiting.values())) < min(2 * count, self._contexts):
+            self.seen.append(self.lanes.allowed("b", size))
+            while sum(map(len, waiting.values())) < min(2 * self.lanes.allowed("b", size), self._contexts):
                 self._number += 1
-                lane = self.lanes.acquire(KEY.cost_key, rows, lambda _: self.now_ns)
-                batch = make_batch(self._number, key=KEY, rows=rows, lane=lane)
+                lane = self.lanes.acquire(KEY.cost_key, size, lambda _: self.now_ns)
+                batch = make_batch(self._number, key=KEY, rows=size, lane=lane)
                 batch = batch._replace(launched_ns=self.now_ns)
                 self.lanes.launched(batch)
-                self.lanes.started(batch, self.now_ns, (0, 0))
+                self.lanes.started(batch, self.now_ns + self._late_ns, (0, 0))
                 waiting.setdefault(lane, []).append(batch)
-                left_ns[self._number], took_ns[self._number] = COMPUTE_NS, 0
+                takes_ns = COMPUTE_NS if size in self._warm else self._cold * COMPUTE_NS
+                self._warm.add(size)
+                left_ns[self._number], took_ns[self._number] = takes_ns, 0
+                size = next(sizes)
             computing = [queue[0] for queue in waiting.values() if queue]
-            slower = self._slower(len(computing), rows)
+            slower = self._slower(len(computing), max(batch.rows for batch in computing))
             done = min(computing, key=lambda batch: left_ns[batch.number])
             least_ns = left_ns[done.number]
             for batch in computing:
@@ -276,7 +334,7 @@ class World:
             self.lanes.ended(done, took_ns[done.number])
         for batch in itertools.chain(*waiting.values()):
             self.lanes.forget(batch)
-        return self.lanes.allowed("b", rows)
+        return self.lanes.allowed("b", max(rows))
 
 
 KEY = KEY._replace(shape="b")
@@ -295,21 +353,21 @@ KEY = KEY._replace(shape="b")
 def test_lanes_are_as_many_as_raise_the_throughput(slower, expected):
     """``slower``: by how much batches side by side take longer than one alone."""
     world = World(8, 8, slower)
-    world.run(8, WARM_UP)
+    world.run(8, batches=WARM_UP)
     assert world.lanes.allowed("b", 8) == 1
-    assert world.run(8, 4000) == expected
+    assert world.run(8, batches=4000) == expected
     assert max(world.lanes.chosen().values(), default=1) == expected
     assert list(world.lanes.chosen()) == ([1, 3, 7, 8] if expected > 1 else [])
 
 
 def test_small_batches_may_have_more_lanes_than_large_ones():
     world = World(4, 64, lambda lanes, rows: 1.0)
-    world.run(64, 2000)
+    world.run(64, batches=2000)
     assert [world.lanes.allowed("b", rows) for rows in (1, 8, 64)] == [4, 4, 4], "what holds for large ones"
     world = World(4, 64, lambda lanes, rows: float(lanes) if rows > 8 else 1.0)
     for _ in range(40):
-        world.run(8, 100)
-        world.run(64, 100)
+        world.run(8, batches=100)
+        world.run(64, batches=100)
     assert world.lanes.allowed("b", 64) == 1
 
 
@@ -317,26 +375,49 @@ def test_batches_that_could_as_well_be_larger_get_no_more_lanes():
     """Twice the rows take hardly longer, so they are better off in one batch."""
     world = World(4, 16, lambda lanes, rows: 1.0 + rows / 100)
     for _ in range(30):
-        world.run(16, 20)
-        world.run(4, 60)
+        world.run(16, batches=20)
+        world.run(4, batches=60)
     assert world.lanes.allowed("b", 4) == world.lanes.allowed("b", 16) or world.lanes.allowed("b", 4) == 1
 
 
 def test_lanes_that_do_not_pay_any_more_are_given_up():
     busy = [1.0]
     world = World(2, 8, lambda lanes, rows: 1.0 if lanes == 1 else busy[0])
-    assert world.run(8, 1000) == 2
+    assert world.run(8, batches=1000) == 2
     busy[0] = 2.0  # Another engine has come to the device, say.
-    assert world.run(8, 4000) == 1
+    assert world.run(8, batches=4000) == 1
 
 
 def test_lanes_that_do_not_pay_are_given_up_although_nothing_ever_waits_for_its_turn():
     """With as many lanes as contexts each batch computes at once."""
     is_full = False
     world = World(4, 8, lambda lanes, rows: float(lanes) if is_full else 1.0, contexts=4)
-    assert world.run(8, 1000) == 4
+    assert world.run(8, batches=1000) == 4
     is_full = True  # Another engine has come to the device, say.
-    assert world.run(8, 8000) == 1
+    assert world.run(8, batches=8000) == 1
+
+
+def test_a_launch_that_takes_long_does_not_make_a_batch_look_short():
+    """As the first of a graph does: the device computes before it is told that it has the batch."""
+    world = World(2, 8, lambda lanes, rows: float(lanes), contexts=2, late_ns=COMPUTE_NS)
+    assert world.run(8, batches=400) == 1
+
+
+def test_the_first_batch_of_a_size_may_take_long():
+    """As what it computes with is put on the device then."""
+    world = World(2, 64, lambda lanes, rows: float(lanes), contexts=2, cold=3)
+    world.run(64, batches=WARM_UP + 2)
+    world.run(*range(1, 24), batches=80)  # Of most sizes one was seen before others are tried.
+    assert world.lanes.chosen() == {}
+
+
+def test_larger_batches_get_fewer_lanes_though_smaller_ones_beside_them_have_more():
+    is_full = False
+    world = World(4, 64, lambda lanes, rows: float(lanes) if is_full and rows > 8 else 1.0)
+    world.run(4, batches=1000)
+    assert world.run(64, batches=1000) == 4
+    is_full = True  # Another engine has come to the device, say.
+    assert world.run(4, 4, 4, 64, batches=20_000) == 1
 
 
 def test_the_first_batches_compute_alone_unless_one_seems_to_hang():
@@ -371,6 +452,32 @@ def test_the_first_batches_compute_alone_unless_one_seems_to_hang():
         end(fresh, second, now_ns)
 
 
+@pytest.mark.parametrize(("enqueue_ns", "expected"), [(COMPUTE_NS, 2), (COMPUTE_NS // 10, 1)])
+def test_batches_that_take_long_to_be_put_on_the_device_are_put_there_side_by_side(enqueue_ns, expected):
+    """However they compute there: it waits for them all the same."""
+    world = World(4, 8, lambda lanes, rows: float(lanes))
+    world.lanes.enqueue_ns = lambda shape, rows: enqueue_ns
+    assert world.run(8, batches=1000) == expected
+
+
+def test_what_it_takes_to_put_a_batch_on_the_device_is_learned_where_that_may_be_long():
+    plan, now_ns = pipelined(lanes_max=4, may_enqueue_slowly=True)
+    for _ in range(8):
+        submit(plan, rows=4, now_ns=now_ns)
+        batch = plan.next_batch(now_ns)
+        now_ns += STAGING_NS + COMPUTE_NS
+        plan.started(batch, now_ns, now_ns - COMPUTE_NS)
+        end(plan, batch, now_ns + MS)
+        now_ns += MS
+    in_flight(plan, now_ns, rows=4)
+    submit(plan, rows=4, now_ns=now_ns)
+    second = plan.next_batch(now_ns)
+    assert second is not None, "it does not wait for the first"
+    plan.started(second, now_ns + STAGING_NS)
+    submit(plan, rows=4, now_ns=now_ns)
+    assert plan.next_batch(now_ns + COMPUTE_NS) is None, "threads have enough to do"
+
+
 def test_where_all_lanes_compute_the_next_batch_goes_to_the_one_that_is_done_first():
     lanes = Lanes(3, 8)
     for number in (1, 2, 3):
@@ -383,7 +490,7 @@ def test_where_all_lanes_compute_the_next_batch_goes_to_the_one_that_is_done_fir
 
 def test_a_trial_is_short_and_each_one_in_vain_is_followed_by_a_longer_pause():
     world = World(2, 8, lambda lanes, rows: float(lanes))
-    world.run(8, 20_000)
+    world.run(8, batches=20_000)
     tried = [number for number, lanes in enumerate(world.seen) if lanes == 2 and number >= WARM_UP]
     begins = [number for number, before in zip(tried, [-100, *tried], strict=False) if number > before + 1]
     assert 3 <= len(begins) <= 8
@@ -396,9 +503,9 @@ def test_a_trial_is_short_and_each_one_in_vain_is_followed_by_a_longer_pause():
 def test_fewer_lanes_are_not_tried_where_batches_do_not_notice_one_another():
     """Under load a trial costs latency, and no outcome of it could be better."""
     world = World(8, 8, lambda lanes, rows: 1.0)
-    world.run(8, 4000)
+    world.run(8, batches=4000)
     world.seen.clear()
-    world.run(8, 40_000)
+    world.run(8, batches=40_000)
     assert set(world.seen) == {8}
 
 
@@ -406,7 +513,7 @@ def in_a_trial():
     """Lanes that a trial has just begun in, and the number of the next batch."""
     world = World(4, 8, lambda lanes, rows: float(lanes))
     while world.lanes.allowed("b", 8) == 1 or len(world.seen) < WARM_UP:
-        world.run(8, 1)
+        world.run(8, batches=1)
     assert world.lanes.allowed("b", 8) == 2
     return world
 
