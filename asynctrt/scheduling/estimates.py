@@ -25,9 +25,9 @@ leaves a device idle, and what is early has missed some requests."""
 IN_TIME_NS: Final = 10_000
 """A batch that was in place for less than this before its turn was late."""
 
-LATE_STEP_NS: Final = 18_000
+LATE_STEP_NS: Final = 6_000
 EARLY_STEP_NS: Final = 2_000
-"""By how much a batch that was late, or was not, moves the margin, so that about one in ten is late. While a
+"""By how much a batch that was late, or was not, moves the margin, so that about one in four is late. While a
 device is idle all that wait lose time, and while a batch is early those that it misses do."""
 
 NEVER_NS: Final = 2**63 - 1

@@ -95,8 +95,10 @@ class Server:
     def look(self):
         """Return what the parent has, and the workers: descriptors, mapped memory of fronts, resident MB."""
         workers = self.all("workers.child")
+        # Whoever has just asked for metrics may not have been hung up on yet.
+        asking = [one for one in self.parent.net_connections("tcp") if one.status != psutil.CONN_LISTEN]
         return {
-            "parent_descriptors": self.parent.num_fds(),
+            "parent_descriptors": self.parent.num_fds() - len(asking),
             "parent_resident_mb": self.parent.memory_info().rss / 1e6,
             "workers": len(workers),
             "worker_descriptors": max(worker.num_fds() for worker in workers),
