@@ -301,6 +301,9 @@ class Driver:
 
     def _copy_ahead(self, key: BatchKey) -> None:
         """Copy some of the rows of a batch that may still grow to where it is going to be launched."""
+        if self._to_deliver is not None:
+            self.pump_soon()  # Those who are to be answered come first.
+            return
         if (early := self._scheduler.early()) is None:
             return
         requests, context = early

@@ -56,6 +56,12 @@ NEXT_TRIAL_MAX: Final = 1 << 15
 """Batches that wait for their turn before the first trial, and at most between two. Each one in vain is
 followed by a pause four times as long, or sixteen times where the device was full before."""
 
+FULL_COUNTS: Final = 4
+FULL_GROWTH_MAX: Final = 1.05
+"""Before the first trial a full batch that had to wait counts for so many, as those behind it wait too. Where
+larger batches would gain no more than this, all lanes are tried at once: until it is known whether they pay,
+requests queue up."""
+
 CLASSES: Final = 64
 """Classes of batches, by how much is in them: one for each power of two."""
 
@@ -194,9 +200,10 @@ class _Trial:
         growth = fmean(sample[2] for sample in self.samples)
         return _Work(beside, beside / longer, growth, error)
 
-    def largest_seen(self) -> int:
-        """Return the class of the largest batches that it has seen more than one of."""
-        return sorted(sample[3] for sample in self.samples)[-2]
+    def seen(self) -> tuple[int, int]:
+        """Return the classes of the smallest and of the largest batches that it has seen more than one of."""
+        classes = sorted(sample[3] for sample in self.samples)
+        return classes[1], classes[-2]
 
 
 class Lanes:
@@ -257,12 +264,9 @@ class Lanes:
         trial, lanes = self._trial, self._lanes[size]
         if self.is_put_slowly(shape, rows):
             return min(max(SLOW_LANES, lanes), self._lanes_max)
-        if trial is None or trial.base is None:
+        if trial is None or trial.base is None or not trial.takes(size):
             return lanes
-        if trial.tried < trial.lanes:
-            # Smaller ones too, which have more lanes: else there would not be fewer beside the larger ones.
-            return min(lanes, trial.tried)
-        return max(lanes, trial.tried) if trial.takes(size) else lanes
+        return max(lanes, trial.tried) if trial.tried > trial.lanes else min(lanes, trial.tried)
 
     def is_put_slowly(self, shape: Hashable, rows: int) -> bool:
         """Return whether to put such a batch on the device takes about as long as to compute it alone."""
@@ -353,9 +357,11 @@ class Lanes:
             is_last = self._users.count(0) == (not self._users[lane])
             if (self._users[lane] or is_last) and self._is_known(batch):
                 size = self._class_of(batch.key.cost_key, batch.rows)
-                self._until_trial = self._until_trial - 1 if self._contended[size] else 0
-                self._contended[size] += 1
-                self._growth[size] += self._gain_of_growth(batch)
+                is_first = self._wait[size] == FIRST_TRIAL
+                count = FULL_COUNTS if is_first and batch.rows == self._rows_max else 1
+                self._until_trial = self._until_trial - count if self._contended[size] else 0
+                self._contended[size] += count
+                self._growth[size] += count * self._gain_of_growth(batch)
         self._users[lane] += 1
         self._inside[batch.number] = lane, now_ns + STUCK_NS_MIN
 
@@ -390,8 +396,6 @@ class Lanes:
         # beginning.
         begin_ns, end_ns = max(started_ns + copies_ns[0], self._computed_ns[lane]), now_ns - copies_ns[1]
         self._computed_ns[lane] = end_ns
-        if self._landed <= WARM_UP:
-            return
         if self._trial is not None:
             self._noted[batch.number] = self._trial, end_ns - begin_ns, self._beside(begin_ns, end_ns)
         elif self._until_trial <= 0:
@@ -527,6 +531,8 @@ class Lanes:
         base, proved = None, self._proved
         if lanes == 1:
             base = _Work(1.0, 1.0, sum(self._growth[: chosen + 1]) / waited_of_chosen)
+            if base.growth <= FULL_GROWTH_MAX and self._wait[chosen] == FIRST_TRIAL:
+                tried = self._lanes_max
         elif proved is not None and proved.size >= chosen and proved.tried == lanes:
             base = proved.work()
         self._proved = None
@@ -552,6 +558,12 @@ class Lanes:
             if _is_beyond(found, trial.tried):
                 self._end_trial(trial, is_better=False)
                 return
+            if trial.tried < trial.lanes and not _pays(_Work(1.0, 1.0, found.growth), found, -DOUBT)[0]:
+                # One after the other is as good. There may never be few enough beside these to see that, if
+                # smaller batches have more lanes.
+                trial.tried = 1
+                self._end_trial(trial, is_better=True)
+                return
             trial.base, trial.samples = found, []
             trial.landed = trial.unknown = 0
             trial.begins = max(self._inside, default=0)
@@ -570,7 +582,7 @@ class Lanes:
         if pays and is_up:
             # Of much larger batches it has shown nothing.
             size = trial.size + 1 if added >= FREE_MIN else trial.size
-            trial.size = min(size, trial.largest_seen() + 2, CLASSES - 1)
+            trial.size = min(size, trial.seen()[1] + 2, CLASSES - 1)
         if added <= FULL_MAX:
             self._wait[trial.size] = min(4 * self._wait[trial.size], NEXT_TRIAL_MAX)
         self._end_trial(trial, is_better=pays is is_up)
@@ -601,7 +613,9 @@ class Lanes:
         self._is_down_next[size] = is_up and is_better is not None
         pause = min((2 if is_better is None else 4) * self._wait[size], NEXT_TRIAL_MAX)
         if is_up:
-            # Neither will larger batches gain, and smaller ones less likely.
+            # Neither will larger batches gain, and those smaller than all that were seen less likely.
+            if len(trial.samples) > 1:
+                size = min(size, trial.seen()[0])
             self._wait[size:] = [max(pause, other) for other in self._wait[size:]]
             self._wait[:size] = [max(pause // 4, other) for other in self._wait[:size]]
         else:

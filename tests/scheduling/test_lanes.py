@@ -356,7 +356,8 @@ def test_lanes_are_as_many_as_raise_the_throughput(slower, expected):
     world.run(8, batches=WARM_UP)
     assert world.lanes.allowed("b", 8) == 1
     assert world.run(8, batches=4000) == expected
-    assert max(world.lanes.chosen().values(), default=1) == expected
+    assert world.lanes.chosen().get(8, 1) == expected
+    # Smaller ones may have more, as they leave more of the device idle.
     assert list(world.lanes.chosen()) == ([1, 3, 7, 8] if expected > 1 else [])
 
 
@@ -514,7 +515,7 @@ def in_a_trial():
     world = World(4, 8, lambda lanes, rows: float(lanes))
     while world.lanes.allowed("b", 8) == 1 or len(world.seen) < WARM_UP:
         world.run(8, batches=1)
-    assert world.lanes.allowed("b", 8) == 2
+    assert world.lanes.allowed("b", 8) == 4
     return world
 
 
@@ -523,7 +524,7 @@ def test_a_trial_ends_though_of_no_batch_is_it_known_when_it_computed(is_started
     world = in_a_trial()
     lanes = world.lanes
     for number in range(10_000, 10_000 + GIVE_UP_BATCHES):
-        assert lanes.allowed("b", 8) == 2
+        assert lanes.allowed("b", 8) == 4
         lane = lanes.acquire("b", 8, lambda _: 0)
         batch = make_batch(number, key=KEY, rows=8, lane=lane)._replace(launched_ns=world.now_ns)
         lanes.launched(batch)

@@ -174,3 +174,13 @@ def test_where_batches_hinder_one_another_no_fixed_number_is_much_better(monkeyp
 def test_contexts_that_the_device_has_no_use_for_cost_nothing(contexts):
     world = World(1, load=0.8, contexts=contexts, hinder=1.0)
     assert world.run()[0].p99_ms() <= 1.25 * world.best().p99_ms()
+
+
+@pytest.mark.parametrize("shapes", [1, pytest.param(2, marks=pytest.mark.tier2)])
+def test_an_engine_that_begins_under_load_is_not_long_in_finding_out_that_batches_fit(shapes):
+    """Until it has, it computes an eighth of what it could, and requests queue up."""
+    world = World(8, load=0.8, shapes=shapes)
+    found, best = world.run()[0], world.best()
+    arrived_ns = np.array(found.arrived_ns)
+    late_ms = np.array(found.took_ns)[arrived_ns > 0.3e9] / 1e6
+    assert np.percentile(late_ms, 99) <= 1.5 * best.p99_ms()
