@@ -433,7 +433,7 @@ class ContextPool:
     def source(self, batch: Batch, ahead: AheadRows | None = None) -> RowSource:
         """Return where the rows of a batch come from, in the slab of its context.
 
-        :param ahead: rows that were copied into a slab of that context ahead.
+        :param ahead: rows that were copied into a slab before, if any were.
 
         :raises DeviceMemoryError: when rows of this shape need more memory than there is.
         :raises ExecutionError: when the model now asks for more rows than it did at first.
@@ -465,7 +465,7 @@ class ContextPool:
             return False
         return AHEAD_ROW_NBYTES_MIN <= self.layout(key.shape).input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
 
-    def ahead_rows(self, key: BatchKey, request: Request, context: int) -> AheadRows | None:
+    def ahead_slab(self, key: BatchKey, request: Request, context: int) -> Slab | None:
         """Return where such rows can be copied to before they are launched on a context that is free.
 
         ``None`` if there is no memory for them yet, or if they lie in memory that batches are copied from.
@@ -475,7 +475,7 @@ class ContextPool:
         pooled = self.contexts[context]
         if type(request.payload) is SharedRows or pooled.missing_nbytes(self.layout(key.shape)):
             return None
-        return AheadRows(key, context, pooled.slab(key.shape, self.layout))
+        return pooled.slab(key.shape, self.layout)
 
     def create_slot_slab(self, shape: Hashable) -> Slab:
         """Return a slab for callers to fill: inputs only, in staging memory.

@@ -307,11 +307,14 @@ class Driver:
         if (early := self._scheduler.early()) is None:
             return
         requests, context = early
-        ahead = self._ahead
         try:
-            if ahead is None or ahead.context != context or ahead.key is not key:
-                ahead = self._ahead = self._pool.ahead_rows(key, requests[0], context)
-            if ahead is not None and ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
+            slab = self._pool.ahead_slab(key, requests[0], context)
+            if slab is None:
+                return
+            ahead = self._ahead
+            if ahead is None or ahead.slab is not slab:
+                ahead = self._ahead = AheadRows(slab)
+            if ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
                 self.pump_soon()
         except Exception as error:
             # It is staged when the batch is launched, and raises again.
@@ -354,10 +357,9 @@ class Driver:
                 return
             if self.on_launch is not None:
                 self.on_launch(batch)
-            ahead = None
-            if self._ahead is not None and self._ahead.context == batch.context:
-                ahead, self._ahead = self._ahead, None
-            source = self._pool.source(batch, ahead)
+            source = self._pool.source(batch, self._ahead)
+            if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
+                self._ahead = None  # Its memory is the batch's now, whatever it was for.
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
             self._flights[batch.number] = flight
             self._scheduler.taken = ()

@@ -25,7 +25,6 @@ from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
 from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.batch import Batch
-from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows, gather, pins
 
@@ -235,11 +234,9 @@ class AheadRows:
     Whether the batch will have them, and in this order, is found out when it is launched on that context.
     """
 
-    __slots__ = ("context", "key", "requests", "rows", "slab")
+    __slots__ = ("requests", "rows", "slab")
 
-    def __init__(self, key: BatchKey, context: int, slab: Slab) -> None:
-        self.key = key
-        self.context = context
+    def __init__(self, slab: Slab) -> None:
         self.slab = slab
         self.requests: tuple[Request, ...] = ()
         self.rows = 0

@@ -24,7 +24,6 @@ from asynctrt.runtime.staging import (
     lay_out,
     reserve,
 )
-from asynctrt.scheduling.key import FIXED_SHAPE
 from asynctrt.tensors import BatchRecord, TensorSpec
 from asynctrt.testing import LatchDevice
 from tests.helpers import until
@@ -144,7 +143,7 @@ class TestRowsThatAreCopiedAhead:
 
     def ahead(self, rows_max=16):
         slab = slab_of(inputs=self.INPUTS, rows_max=rows_max)
-        return AheadRows(FIXED_SHAPE, 0, slab), slab
+        return AheadRows(slab), slab
 
     @pytest.mark.parametrize("in_parts", [False, True])
     @pytest.mark.parametrize("seed", range(20))

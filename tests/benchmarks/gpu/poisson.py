@@ -10,6 +10,8 @@ the same process and in turn:
   (measured first), with every copy hidden. No batcher that never waits on purpose can do better on average.
 - "ideal, serial": the same, copies included, one after the other.
 
+With ``--may-block`` the model says, as TensorRT's engines do, that a thread may have to enqueue its batches.
+
 On the host device a model that sleeps stands in for it.
 """
 
@@ -309,12 +311,14 @@ def main():
         shares="0.2,0.4,0.6,0.8,0.9",
         contexts="4,1,2,8",
         dtype="uint8",
+        may_block=False,
     )
     device = open_device(options.device)
     with said("the model"):
         subject = Subject(device, "float32" if options.device == "host" else options.dtype)
         by_hand = (SleepsByHand if options.device == "host" else ByHand)(device, subject)
         service = service_s(by_hand, subject.images)
+    subject.model.enqueue_may_block = options.may_block
     # Collections of what torch has loaded would hold the loop for 50 ms.
     gc.collect()
     gc.freeze()
