@@ -81,6 +81,7 @@ PARTS = {
     "peer_lit",
     "peer_bento",
     "scale_clients",
+    "bare_http",
 }
 """What benchmarks start as processes of their own."""
 PARTS_ON_GPU = {"batchers", "kernels", "onnx_models", "raw", "support", "torch_model"}

@@ -1,7 +1,8 @@
 """What do more fronts, and more devices, gain? For machines with many cores, and with several GPUs.
 
 Three parts (``--only``, with commas): `fronts`, a server in one process and with several fronts, over HTTP
-(``--wrk PATH`` loads it with ``wrk``), websocket and gRPC; `devices`, rows/s of an engine with workers on one
+(``--wrk PATH`` loads it with ``wrk``), websocket and gRPC, beside processes that answer whatever is asked
+(``--fronts 8,bare8``), which show what the machine can do; `devices`, rows/s of an engine with workers on one
 device and on several, in turn; `fed`, a model (``--onnx``) behind fronts beside bare loops of the same model.
 """
 
@@ -33,6 +34,7 @@ from tests.benchmarks.scale_clients import (
     request_for,
     rows_of,
     started,
+    started_bare,
     wait_until_all_are_ready,
 )
 from tests.benchmarks.serving import INFER, SOCKET, grpc_body
@@ -49,6 +51,7 @@ DEVICES_S, BARE_S = 120, 60
 """How long a model of ``devices``, and a bare loop, may take before they are given up."""
 FRONTS_TARGET, HTTP_TARGET, DEVICES_TARGET, FED_TARGET = 0.8, 250_000, 1.95, 0.97
 PROTOCOLS = ("HTTP", "websocket", "gRPC")
+BARE = "bare processes"
 
 
 def steady():
@@ -95,9 +98,13 @@ def attempt(what, found, measure):
 
 
 def kinds_of(options):
-    """Return the servers to compare: their names, fronts and flags. ``8x2``: eight fronts and two workers."""
+    """Return the servers to compare: their names, fronts and flags. ``8x2``: eight fronts and two workers;
+    ``bare8``: eight processes that answer whatever is asked, which have no flags."""
     kinds = []
     for text in options.fronts.split(","):
+        if text.startswith("bare"):
+            kinds.append((f"{text[4:]} {BARE}", int(text[4:]), None))
+            continue
         count, _, workers = text.partition("x")
         devices = (f"--device={','.join(['host'] * int(workers))}",) if workers else ()
         if count == "1":
@@ -148,7 +155,11 @@ def fronts(options, folder, note):
     with ExitStack() as stack:
         # All of them start at the same time, and those that are not measured sleep.
         starting = [
-            (name, count, stack.enter_context(started(NOOP, *flags)))
+            (
+                name,
+                count,
+                stack.enter_context(started_bare(count) if flags is None else started(NOOP, *flags)),
+            )
             for name, count, flags in kinds_of(options)
         ]
         servers = {}
@@ -167,7 +178,8 @@ def fronts(options, folder, note):
                     attempt(f"{name}, first", {}, partial(measures[protocol], server, 1))
             for _ in range(options.repeats):
                 for name, server in servers.items():
-                    attempt(name, figures, partial(measures[protocol], server, options.seconds))
+                    if protocol == "HTTP" or BARE not in name:
+                        attempt(name, figures, partial(measures[protocol], server, options.seconds))
             show_fronts(protocol, figures, options)
             note(found)
     return found
@@ -176,7 +188,9 @@ def fronts(options, folder, note):
 def show_fronts(protocol, figures, options):
     alone = figures.get("one process")
     lines = []
-    for name, count, _ in kinds_of(options):
+    for name, count, flags in kinds_of(options):
+        if flags is None and protocol != "HTTP":
+            continue
         runs = figures.get(name)
         if not runs:
             lines.append((name, "failed", *[""] * 9))
@@ -518,7 +532,7 @@ def settings():
         quick=False,
     )
     if options.quick:
-        options.fronts, options.connections, options.clients = "1,2", 32, 1
+        options.fronts, options.connections, options.clients = "1,2,bare2", 32, 1
         options.callers, options.onnx_callers = "64", "8"
         options.fed_fronts, options.fed_connections = 2, 32
         options.seconds, options.repeats, options.max_rows = min(options.seconds, 0.3), 1, 32

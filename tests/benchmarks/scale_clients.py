@@ -50,6 +50,10 @@ function done(summary, latency, requests)
 end
 """
 
+BARE = "tests.benchmarks.bare_http"
+FRONTS = {"asynctrt.serving.front", BARE}
+"""The modules of processes that answer requests."""
+
 
 @dataclass(frozen=True)
 class Server:
@@ -71,7 +75,7 @@ class Server:
                 words, times = one.cmdline(), one.cpu_times()
             except psutil.NoSuchProcess:
                 continue
-            kind = "front" if "asynctrt.serving.front" in words else "parent"
+            kind = "front" if FRONTS.intersection(words) else "parent"
             if "asynctrt.workers.child" in words:
                 kind = "worker"
             found[one.pid] = kind, times.user + times.system
@@ -87,6 +91,14 @@ def started(model, *flags):
     ports = f"--http-port={http}", f"--grpc-port={rpc}"
     with process("asynctrt", "serve", model, *flags, *ports, "--log-level=error") as server:
         yield Server(server, http, rpc)
+
+
+@contextmanager
+def started_bare(count):
+    """Start so many processes that answer whatever is asked; as :func:`started`."""
+    port = free_port()
+    with process(BARE, port, f"--processes={count}") as server:
+        yield Server(server, port, 0)
 
 
 def listeners(port):
