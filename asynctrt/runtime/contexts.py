@@ -434,7 +434,6 @@ class ContextPool:
         """Return where the rows of a batch come from, in the slab of its context.
 
         :param ahead: rows that were copied into a slab before, if any were.
-
         :raises DeviceMemoryError: when rows of this shape need more memory than there is.
         :raises ExecutionError: when the model now asks for more rows than it did at first.
         """

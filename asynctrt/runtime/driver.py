@@ -282,8 +282,8 @@ class Driver:
                 if now_ns - started_ns > PUMP_NS_MAX:
                     self.pump_soon()
                     return
-            if (key := scheduler.early_key) is not None and self._pool.copies_ahead(key):
-                self._copy_ahead(key)
+            if scheduler.early_key is not None:
+                self._copy_ahead(scheduler.early_key)
             if scheduler.has_to_expire:
                 self._give_up_waiting(now_ns)
             wakeup_ns = scheduler.next_wakeup()
@@ -301,14 +301,17 @@ class Driver:
 
     def _copy_ahead(self, key: BatchKey) -> None:
         """Copy some of the rows of a batch that may still grow to where it is going to be launched."""
-        if self._to_deliver is not None:
-            self.pump_soon()  # Those who are to be answered come first.
-            return
-        if (early := self._scheduler.early()) is None:
-            return
-        requests, context = early
+        pool = self._pool
         try:
-            slab = self._pool.ahead_slab(key, requests[0], context)
+            if not pool.copies_ahead(key):
+                return
+            if self._to_deliver is not None:
+                self.pump_soon()  # Those who are to be answered come first.
+                return
+            if (early := self._scheduler.early()) is None:
+                return
+            requests, context = early
+            slab = pool.ahead_slab(key, requests[0], context)
             if slab is None:
                 return
             ahead = self._ahead
@@ -317,7 +320,7 @@ class Driver:
             if ahead.extend(requests, staging.AHEAD_NBYTES_MAX):
                 self.pump_soon()
         except Exception as error:
-            # It is staged when the batch is launched, and raises again.
+            # It comes again when the batch is launched, and fails those that it concerns.
             logger.debug("%s: rows were not copied ahead: %s", self._name, describe(error))
         except BaseException as error:
             self._ahead = None  # It may be half of a change.

@@ -11,7 +11,7 @@ from asynctrt.options import Waiting
 from asynctrt.runtime.completion.callbacks import GUARD_NS, Guard
 from asynctrt.runtime.completion.polling import Poller
 from asynctrt.runtime.completion.thread import WaiterThread
-from asynctrt.runtime.completion.watcher import Watch, Watcher
+from asynctrt.runtime.completion.watcher import Watch, Watcher, look_ns
 
 
 class Reaper:
@@ -118,7 +118,7 @@ class Reaper:
         self._tick_is_scheduled = False
         looks = self._poller.tick(self._now_ns())
         if looks > 1 and self._watcher.watches:
-            query = self._watcher.watches[0].event.query
+            query = min(self._watcher.watches, key=look_ns).event.query
             for _ in range(looks):
                 if query():
                     break
@@ -192,10 +192,6 @@ class Reaper:
             return
         next_ns = watcher.next_ns()
         if watcher.watches:
-            first = min(watcher.watches, key=_look_ns)
+            first = min(watcher.watches, key=look_ns)
             next_ns = min(next_ns, self._poller.sleep_until_ns(first, now_ns))
         self._alarm.set(next_ns)
-
-
-def _look_ns(watch: Watch) -> int:
-    return watch.look_ns

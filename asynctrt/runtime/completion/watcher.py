@@ -89,6 +89,11 @@ class Watch:
         return self._ran_ns >= self._hung_after_ns
 
 
+def look_ns(watch: Watch) -> int:
+    """Return when an event is to be looked at."""
+    return watch.look_ns
+
+
 class Watcher:
     """The events that are watched, in the order in which they were launched."""
 
@@ -103,13 +108,17 @@ class Watcher:
         return not self.watches and not self._given_up
 
     def look(self, now_ns: int, *, at_all: bool) -> tuple[list[Watch], list[Watch]]:
-        """Query the events, and return the watches that are done and those that have hung.
+        """Query the events that may be done, and return the watches that are and those that have hung.
 
-        Of an order group only the first pending event is queried. One that hangs takes those behind it in its
-        group along, as they cannot end before it.
+        An event may be done when it is to be looked at, and any may be if the one that is expected to be next
+        is. Of an order group only the first pending event is queried. One that hangs takes those behind it in
+        its group along, as they cannot end before it.
 
-        :param at_all: look also at those that were given up, whose turn comes rarely otherwise.
+        :param at_all: query all, also those that were given up, whose turn comes rarely otherwise.
         """
+        may_all = at_all or len(self.watches) == 1
+        if not may_all and self.watches:
+            may_all = min(self.watches, key=look_ns).event.query()
         done: list[Watch] = []
         hung: list[Watch] = []
         pending: list[Watch] = []
@@ -118,7 +127,7 @@ class Watcher:
         for watch in self.watches:
             group = watch.order_group
             is_first = group not in pending_groups
-            if is_first and watch.event.query():
+            if is_first and (may_all or now_ns >= watch.look_ns) and watch.event.query():
                 done.append(watch)
             elif group in hung_groups or (
                 now_ns >= watch.check_ns and watch.is_hung(now_ns, is_first=is_first)

@@ -132,6 +132,30 @@ async def test_from_the_expected_end_on_there_is_a_look_every_tick():
     waiter.reaper.close()
 
 
+async def test_of_many_only_those_that_may_be_done_are_looked_at():
+    """Each query costs as much as all else of a look."""
+    waiter = Waiter(now_ns=Stopped())
+    events = [SilentEvent() for _ in range(8)]
+    for number, event in enumerate(events):
+        waiter.watch(event, number, expected_ns=0 if number == 3 else (1 + number) * 10**9)
+    looks = [event.queries for event in events]
+    await ticks(50)
+    queries = [event.queries - before for event, before in zip(events, looks, strict=True)]
+    assert queries[3] >= 45
+    assert sum(queries) == queries[3], "the others are not due, nor next"
+    waiter.reaper.close()
+
+
+async def test_what_ends_earlier_than_expected_is_found_with_what_was_expected_to_end_next():
+    waiter = Waiter(now_ns=Stopped())
+    for number in range(4):
+        waiter.watch(SilentEvent(), number, expected_ns=0 if number == 3 else (1 + number) * 10**9)
+    waiter.device.release(4)
+    await ticks(2)
+    assert waiter.found == [0, 1, 2, 3]
+    waiter.reaper.close()
+
+
 async def test_on_a_loop_that_others_keep_busy_there_is_a_look_every_tick():
     time_ns = itertools.count(0, 2 * BUSY_TICK_NS)
     waiter, event = Waiter(now_ns=lambda: next(time_ns)), SilentEvent()
