@@ -244,7 +244,7 @@ class Lanes:
         self._proved: _Trial | None = None
         # Of the batches on the device, by lane: since when, and how long such are copied, if known.
         self._running: list[dict[int, tuple[int, tuple[int, int] | None]]] = [{} for _ in range(lanes_max)]
-        # Of batches that have landed in a trial: from when to when they computed, and beside how many.
+        # Of batches that have landed in a trial: which one, how long they computed, and beside how many.
         self._noted: dict[int, tuple[_Trial, int, float]] = {}
         # When each lane computed last; when the number of lanes that compute changed, and to what.
         self._computed_ns = [0] * lanes_max
@@ -396,6 +396,8 @@ class Lanes:
         # beginning.
         begin_ns, end_ns = max(started_ns + copies_ns[0], self._computed_ns[lane]), now_ns - copies_ns[1]
         self._computed_ns[lane] = end_ns
+        if self._landed <= WARM_UP:
+            return
         if self._trial is not None:
             self._noted[batch.number] = self._trial, end_ns - begin_ns, self._beside(begin_ns, end_ns)
         elif self._until_trial <= 0:
