@@ -218,6 +218,9 @@ class Lanes:
         self._rows_max = rows_max
         self.enqueue_ns: Callable[[Hashable, int], int] | None = None
         """Returns how long it takes to put a batch on the device, where that may be long."""
+        self.is_in_haste = True
+        """Whether it is to be found out at once if full batches have to wait: not where the device is divided
+        with others, who get less of it meanwhile."""
         self._users = [0] * lanes_max
         # The lane of each batch that is to compute, or does, and from when on it counts as stuck.
         self._inside: dict[int, tuple[int, int]] = {}
@@ -357,7 +360,7 @@ class Lanes:
             is_last = self._users.count(0) == (not self._users[lane])
             if (self._users[lane] or is_last) and self._is_known(batch):
                 size = self._class_of(batch.key.cost_key, batch.rows)
-                is_first = self._wait[size] == FIRST_TRIAL
+                is_first = self.is_in_haste and self._wait[size] == FIRST_TRIAL
                 count = FULL_COUNTS if is_first and batch.rows == self._rows_max else 1
                 self._until_trial = self._until_trial - count if self._contended[size] else 0
                 self._contended[size] += count
@@ -533,7 +536,8 @@ class Lanes:
         base, proved = None, self._proved
         if lanes == 1:
             base = _Work(1.0, 1.0, sum(self._growth[: chosen + 1]) / waited_of_chosen)
-            if base.growth <= FULL_GROWTH_MAX and self._wait[chosen] == FIRST_TRIAL:
+            is_first = self.is_in_haste and self._wait[chosen] == FIRST_TRIAL
+            if is_first and base.growth <= FULL_GROWTH_MAX:
                 tried = self._lanes_max
         elif proved is not None and proved.size >= chosen and proved.tried == lanes:
             base = proved.work()

@@ -190,6 +190,8 @@ class Scheduler:
     def divide(self, share: Share) -> None:
         """Launch no more from now on than is left to it of the device that it shares."""
         self._share = share
+        if self._lanes is not None:
+            self._lanes.is_in_haste = False
         share.wants = self._wants_device
         share.is_full = self._is_full
 
