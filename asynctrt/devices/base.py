@@ -6,6 +6,7 @@ Only the device makes its objects, and the stream of an operation is always give
 :class:`DeviceArray` is here too, because a device imports arrays and an array knows its device.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -392,7 +393,7 @@ class DeviceArray:
     @property
     def row_nbytes(self) -> int:
         """Return the size of one row in bytes."""
-        return int(np.prod(self.shape[1:], dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -463,7 +464,7 @@ def view_of(
     block: np.ndarray, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int
 ) -> np.ndarray:
     """Return a part of a block of bytes, from byte ``offset`` on, as an array that shares its memory."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     return block[offset : offset + nbytes].view(dtype).reshape(shape)
 
 

@@ -151,7 +151,8 @@ class Watcher:
         """Return when to look next at the latest, whatever a device is expected to do."""
         next_ns = self._given_up_ns
         for watch in self.watches:
-            next_ns = min(next_ns, watch.check_ns)
+            if watch.check_ns < next_ns:  # In a third of the time of min().
+                next_ns = watch.check_ns
         return next_ns
 
     def clear(self) -> None:
