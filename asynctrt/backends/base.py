@@ -216,7 +216,7 @@ class TracedModel(Model, Protocol):
     def create_context_for(
         self, device: Device, stream: Stream, shape: Mapping[str, int], rows: int
     ) -> ExecutionContext:
-        """Create a context for batches of one size: so many rows, and these sizes of varying dimensions."""
+        """Create a context for batches of ``rows`` only, whose varying dimensions are those of ``shape``."""
 
 
 class TracedBinding(Binding, Protocol):

@@ -455,7 +455,7 @@ class ContextPool:
             return SharedSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         source = RowSource(batch, slab)
         if ahead is not None:
-            source.has_ahead(ahead)
+            source.leave_out(ahead)
         return source
 
     def copies_ahead(self, key: BatchKey) -> bool:

@@ -1,9 +1,10 @@
 """The one place where decisions become device work. It decides nothing itself.
 
 A request's way: :meth:`Driver.submit` queues it and asks for a pump at the end of the tick, so that every
-request of the tick is there; :meth:`_pump` carries out what the scheduler decides; :meth:`_start` stages a
-batch and puts it on its context's stream; the reaper calls :meth:`_landed`, which copies the outputs out,
-frees the context, lets the next batch go and answers the callers.
+request of the tick is there; :meth:`_pump` carries out what the scheduler decides, and copies large rows of a
+batch that may still grow; :meth:`_start` stages a batch and puts it on its context's stream; the reaper calls
+:meth:`_landed`, which copies the outputs out, frees the context, lets the next batch go and answers the
+callers.
 """
 
 import asyncio

@@ -7,8 +7,8 @@ batch left in a slab nor what a caller is still writing is ever executed.
 
 Rows are gathered when their batch is launched, with one ``np.concatenate`` an input, not when they arrive:
 that leaves no holes where a request was cancelled, and what only waits needs no slab
-(``tests/benchmarks/copies.py``). Larger ones are copied before, as :class:`AheadRows`, while the device is
-busy with other batches and theirs may still grow.
+(``tests/benchmarks/copies.py``). Larger rows are copied earlier (:class:`AheadRows`), while the device is
+busy with other batches and their own may still grow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +35,8 @@ is kept then keeps at most this much memory; larger outputs are copied request b
 
 AHEAD_ROW_NBYTES_MIN: Final = 64 << 10
 AHEAD_ROW_NBYTES_MAX: Final = 256 << 10
-"""Rows of these sizes are copied before their batch is launched. To gather smaller ones later costs less, and
-larger ones would hold the loop up: threads copy those."""
+"""Rows of these sizes are copied before their batch is launched. Smaller ones cost less when all are gathered
+at once, and larger ones would hold the loop up, so threads copy those."""
 
 AHEAD_NBYTES_MAX: Final = 512 << 10
 """So much is copied ahead at a time: about 50 µs."""
@@ -242,7 +242,7 @@ class AheadRows:
         self.rows = 0
 
     def keep_to(self, requests: tuple[Request, ...]) -> None:
-        """Forget the rows from the first on that ``requests`` do not have in the same place."""
+        """Keep the rows up to the first that ``requests`` have not in the same place; forget the others."""
         count = len(self.requests)
         if self.requests == requests[:count]:  # Requests are equal only to themselves.
             return
@@ -277,7 +277,7 @@ class RowSource:
 
     __slots__ = (
         "_pins",
-        "ahead",
+        "ahead_requests",
         "ahead_rows",
         "batch",
         "has_copies_in",
@@ -307,14 +307,14 @@ class RowSource:
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
         self.refused: tuple[tuple[Request, InputError], ...] = ()
         """Requests whose rows could not be staged; the others go on."""
-        self.ahead = self.ahead_rows = 0
+        self.ahead_requests = self.ahead_rows = 0
         """How many requests, from the first on, have their rows in the slab already, and those rows."""
 
-    def has_ahead(self, rows: AheadRows) -> None:
-        """Note what was copied ahead into the slab, which is left out if the batch begins with it."""
+    def leave_out(self, rows: AheadRows) -> None:
+        """Stage no rows again that were copied ahead into the slab, if the batch begins with them."""
         if rows.slab is self.slab:
             rows.keep_to(self.batch.requests)
-            self.ahead, self.ahead_rows = len(rows.requests), rows.rows
+            self.ahead_requests, self.ahead_rows = len(rows.requests), rows.rows
 
     @property
     def staged_nbytes(self) -> int:
@@ -326,7 +326,7 @@ class RowSource:
 
         :raises InputError: when the rows of no request can be staged.
         """
-        batch, ahead = self.batch, self.ahead
+        batch, ahead = self.batch, self.ahead_requests
         counts = None if self.spans is None else [request.rows for request in batch.requests[ahead:]]
         try:
             for index, view in enumerate(self.slab.inputs):

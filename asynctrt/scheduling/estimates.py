@@ -27,8 +27,9 @@ IN_TIME_NS: Final = 10_000
 
 LATE_STEP_NS: Final = 6_000
 EARLY_STEP_NS: Final = 2_000
-"""By how much a batch that was late, or was not, moves the margin, so that about one in four is late. While a
-device is idle all that wait lose time, and while a batch is early those that it misses do."""
+"""By how much the margin grows with a batch that was late, and shrinks with one that was not, so that about
+one in four is late. A late batch costs everybody who waits the time in which the device is idle; an early one
+costs those who came a little later."""
 
 NEVER_NS: Final = 2**63 - 1
 
@@ -162,24 +163,24 @@ class CompletionEstimator:
         self._copy_out = LatencyHistory()
         self._margin_ns = LEAD_MARGIN_NS
         # Timed batches in flight that were launched when they were due.
-        self._punctual: set[int] = set()
+        self._just_in_time: set[int] = set()
         # Until when each line is known to have computed, and what is in flight there, in order: from when
         # on a batch can compute, and for how long. An end that was seen moves all those behind it, so each
         # expectation is told from the last truth and no error is carried along.
         self._computed_ns = [0] * lines
         self._ahead: list[dict[int, tuple[int, int]]] = [{} for _ in range(lines)]
 
-    def was_due(self, batch: Batch) -> None:
-        """Note that a timed batch is launched just in time: how long it waits for its turn says how well."""
-        self._punctual.add(batch.number)
+    def launched_just_in_time(self, batch: Batch) -> None:
+        """Note that a timed batch was launched when it was due: its wait says how well that was foretold."""
+        self._just_in_time.add(batch.number)
 
     def observe_wait(self, batch: Batch, wait_ns: int) -> None:
         """Learn how long before its turn a batch is to be in place.
 
         :param wait_ns: how long the device waited for the batches before it, once it had been copied in.
         """
-        if batch.number in self._punctual:
-            self._punctual.remove(batch.number)
+        if batch.number in self._just_in_time:
+            self._just_in_time.remove(batch.number)
             step_ns = LATE_STEP_NS if wait_ns < IN_TIME_NS else -EARLY_STEP_NS
             self._margin_ns = min(max(self._margin_ns + step_ns, 0), LEAD_MARGIN_NS_MAX)
 
@@ -309,7 +310,7 @@ class CompletionEstimator:
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: none waits for it any more, and it says nothing about others."""
-        self._punctual.discard(batch.number)
+        self._just_in_time.discard(batch.number)
         line = _line(batch)
         if line is not None:
             self._ahead[line].pop(batch.number, None)

@@ -4,9 +4,10 @@ Batches in one *lane* compute one after the other, each while the next one is co
 a batch leaves much of the device idle, and cost latency where it does not: four batches that fill a GPU take
 four times as long side by side. So there is one lane after the first few batches, of which some compute alone
 to show how long that takes. Now and then, when batches had to wait for their turn, twice as many are tried
-for a few batches: each says how much longer it took than alone, and beside how many others. Twice the lanes
-are kept if the device then does more work in the same time, in terms of what each batch takes alone, and more
-than batches of twice the size would; or if batches side by side hardly notice one another.
+for a few batches, or all of them where full batches wait before anything is known: each batch says how much
+longer it took than alone, and beside how many others. The lanes that were tried are kept if the device then
+does more work in the same time, in terms of what each batch takes alone, and more than batches of twice the
+size would; or if batches side by side hardly notice one another.
 
 What is learned holds for batches by how much is in them, be it many small rows or few large ones: of one
 model, batches with less leave more of the device idle. So what a trial shows for some holds for all that are
@@ -58,9 +59,9 @@ followed by a pause four times as long, or sixteen times where the device was fu
 
 FULL_COUNTS: Final = 4
 FULL_GROWTH_MAX: Final = 1.05
-"""Before the first trial a full batch that had to wait counts for so many, as those behind it wait too. Where
-larger batches would gain no more than this, all lanes are tried at once: until it is known whether they pay,
-requests queue up."""
+"""Until the first trial, a full batch that had to wait counts as this many, since others wait behind it. If
+larger batches would gain no more than this factor, that trial is of all lanes at once: for as long as it is
+not known whether they pay, requests queue up."""
 
 CLASSES: Final = 64
 """Classes of batches, by how much is in them: one for each power of two."""
@@ -78,10 +79,11 @@ batches that come do not wait for it, but use another lane."""
 
 SLOW_MIN: Final = 0.5
 SLOW_LANES: Final = 2
-"""Batches that take this part of their time alone to be put on the device have so many lanes in any case."""
+"""If putting a batch on the device takes at least this share of the time for which it computes alone, it has
+at least this many lanes."""
 
 SURE_SAMPLES: Final = 4
-"""Times of batches of one size that are believed whatever larger ones take."""
+"""From this many times of one size on, they are believed even if larger batches took less."""
 
 SHAPES_MAX: Final = 64
 VOLUMES_MAX: Final = 1024
@@ -219,8 +221,8 @@ class Lanes:
         self.enqueue_ns: Callable[[Hashable, int], int] | None = None
         """Returns how long it takes to put a batch on the device, where that may be long."""
         self.is_in_haste = True
-        """Whether it is to be found out at once if full batches have to wait: not where the device is divided
-        with others, who get less of it meanwhile."""
+        """Whether the first trial comes early, and is of all lanes, if full batches have to wait. Not where a
+        device is divided by weight: others would get less of it meanwhile."""
         self._users = [0] * lanes_max
         # The lane of each batch that is to compute, or does, and from when on it counts as stuck.
         self._inside: dict[int, tuple[int, int]] = {}
@@ -360,8 +362,7 @@ class Lanes:
             is_last = self._users.count(0) == (not self._users[lane])
             if (self._users[lane] or is_last) and self._is_known(batch):
                 size = self._class_of(batch.key.cost_key, batch.rows)
-                is_first = self.is_in_haste and self._wait[size] == FIRST_TRIAL
-                count = FULL_COUNTS if is_first and batch.rows == self._rows_max else 1
+                count = FULL_COUNTS if self._hurries(size) and batch.rows == self._rows_max else 1
                 self._until_trial = self._until_trial - count if self._contended[size] else 0
                 self._contended[size] += count
                 self._growth[size] += count * self._gain_of_growth(batch)
@@ -514,6 +515,10 @@ class Lanes:
             volume = self._volumes[shape] = _volume(shape)
         return min((rows * volume).bit_length(), CLASSES - 1)
 
+    def _hurries(self, size: int) -> bool:
+        """Return whether a class has had no trial yet, and its first one may come early."""
+        return self.is_in_haste and self._wait[size] == FIRST_TRIAL
+
     def _consider(self, batch: Batch) -> None:
         """Try other lanes for the largest batches of which enough have waited for their turn, and for all
         that are smaller."""
@@ -536,8 +541,7 @@ class Lanes:
         base, proved = None, self._proved
         if lanes == 1:
             base = _Work(1.0, 1.0, sum(self._growth[: chosen + 1]) / waited_of_chosen)
-            is_first = self.is_in_haste and self._wait[chosen] == FIRST_TRIAL
-            if is_first and base.growth <= FULL_GROWTH_MAX:
+            if self._hurries(chosen) and base.growth <= FULL_GROWTH_MAX:
                 tried = self._lanes_max
         elif proved is not None and proved.size >= chosen and proved.tried == lanes:
             base = proved.work()

@@ -114,7 +114,7 @@ class Scheduler:
         self._being_staged: set[int] = set()
         self._unknown: set[int] = set()
         self._due_ns: int | None = None
-        # The bucket of that batch, now and when one was last to be launched.
+        # Of which bucket that batch is, and of which it has been since the last launch.
         self._early: BucketQueue | None = None
         self._was_early: BucketQueue | None = None
         self._closed: AsynctrtError | None = None
@@ -427,13 +427,13 @@ class Scheduler:
         batch = self._launch(key, chosen, rows, rows_run, profile, reason, now_ns)
         was_early, self._was_early = self._was_early, None
         if was_early is bucket and reason is not Reason.FULL and batch.is_timed:
-            self._estimator.was_due(batch)
+            self._estimator.launched_just_in_time(batch)
         return batch
 
     @property
     def early_key(self) -> BatchKey | None:
-        """Return the key of the batch that :meth:`next_batch` did not return only because it may still grow;
-        ``None`` if there is none."""
+        """Return the key of the batch that :meth:`next_batch` holds back while others compute, so that it may
+        grow; ``None`` if there is none."""
         return None if self._early is None else self._early.key
 
     def early(self) -> tuple[tuple[Request, ...], int] | None:

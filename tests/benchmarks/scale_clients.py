@@ -95,7 +95,7 @@ def started(model, *flags):
 
 @contextmanager
 def started_bare(count):
-    """Start so many processes that answer whatever is asked; as :func:`started`."""
+    """Start ``count`` processes that answer whatever is asked, and yield them as :func:`started` does."""
     port = free_port()
     with process(BARE, port, f"--processes={count}") as server:
         yield Server(server, port, 0)

@@ -44,18 +44,23 @@ def strict(device, spec):
     return TensorRTModel(double_plan(spec), device=device, flavour=StrictTensorRT(device))
 
 
-def four_floats(*, floats=4, **kw):
-    """An engine whose rows are four floats in and four out, or another number."""
-    return EngineSpec(inputs=(TensorIO("input", dims=(-1, floats)),), **kw)
+def some_floats(count, **kw):
+    """An engine whose rows are so many floats in and as many out."""
+    return EngineSpec(inputs=(TensorIO("input", dims=(-1, count)),), **kw)
+
+
+def four_floats(**kw):
+    """An engine whose rows are four floats in and four out."""
+    return some_floats(4, **kw)
 
 
 class Subject:
     """A strict double and a model of it on one device."""
 
-    def __init__(self, device, *, double=None, options=None, **kw):
+    def __init__(self, device, *, double=None, options=None, floats=4, **kw):
         self.device = device
         self.double = double or StrictTensorRT(device)
-        self.spec = four_floats(**kw)
+        self.spec = some_floats(floats, **kw)
         self.model = TensorRTModel(
             double_plan(self.spec), device=device, flavour=self.double, options=options
         )

@@ -164,7 +164,7 @@ class TestRowsThatAreCopiedAhead:
             waiting.pop(rng.randrange(len(waiting)))  # In the last moment.
         batch = make_batch(*waiting, rows_run=28)
         source = RowSource(batch, slab)
-        source.has_ahead(rows)
+        source.leave_out(rows)
         for part in source.parts(3) if in_parts else [source.stage]:
             part()
         expected = slab_of(inputs=self.INPUTS, rows_max=32)
@@ -177,7 +177,7 @@ class TestRowsThatAreCopiedAhead:
         rows, slab = self.ahead()
         assert rows.extend(requests[:2], 1000) is False
         source = RowSource(make_batch(*requests), slab)
-        source.has_ahead(rows)
+        source.leave_out(rows)
         assert source.staged_nbytes == 8 + 8
         for request in requests[:2]:
             request.payload[0][...] = 0  # Their callers', who may do as they like with them.
@@ -198,7 +198,7 @@ class TestRowsThatAreCopiedAhead:
         rows.extend(requests, 1000)
         _, slab = self.ahead()
         source = RowSource(make_batch(*requests), slab)
-        source.has_ahead(rows)
+        source.leave_out(rows)
         source.stage()
         np.testing.assert_array_equal(slab.inputs[0][:1], requests[0].payload[0])
 
@@ -210,7 +210,7 @@ class TestRowsThatAreCopiedAhead:
             rows.extend(requests, 1000)
         assert rows.rows == 1
         source = RowSource(make_batch(*requests), slab)
-        source.has_ahead(rows)
+        source.leave_out(rows)
         source.stage()
         ((refused, error),) = source.refused
         assert refused is requests[1]

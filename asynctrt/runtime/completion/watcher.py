@@ -110,15 +110,16 @@ class Watcher:
     def look(self, now_ns: int, *, at_all: bool) -> tuple[list[Watch], list[Watch]]:
         """Query the events that may be done, and return the watches that are and those that have hung.
 
-        An event may be done when it is to be looked at, and any may be if the one that is expected to be next
-        is. Of an order group only the first pending event is queried. One that hangs takes those behind it in
-        its group along, as they cannot end before it.
+        Those are queried whose time to be looked at has come and, once the one that is expected next is done,
+        all. Of an order group only the first pending event is queried. One that hangs takes those behind it
+        in its group along, as they cannot end before it.
 
         :param at_all: query all, also those that were given up, whose turn comes rarely otherwise.
         """
-        may_all = at_all or len(self.watches) == 1
+        may_all, next_one = at_all, None
         if not may_all and self.watches:
-            may_all = min(self.watches, key=look_ns).event.query()
+            next_one = min(self.watches, key=look_ns)
+            may_all = next_one.event.query()
         done: list[Watch] = []
         hung: list[Watch] = []
         pending: list[Watch] = []
@@ -127,7 +128,8 @@ class Watcher:
         for watch in self.watches:
             group = watch.order_group
             is_first = group not in pending_groups
-            if is_first and (may_all or now_ns >= watch.look_ns) and watch.event.query():
+            may_be = may_all or (now_ns >= watch.look_ns and watch is not next_one)
+            if is_first and may_be and watch.event.query():
                 done.append(watch)
             elif group in hung_groups or (
                 now_ns >= watch.check_ns and watch.is_hung(now_ns, is_first=is_first)

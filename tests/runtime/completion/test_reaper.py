@@ -146,6 +146,29 @@ async def test_of_many_only_those_that_may_be_done_are_looked_at():
     waiter.reaper.close()
 
 
+def test_each_event_is_queried_once_a_look():
+    watcher, device = Watcher(), LatchDevice()
+    for number in range(3):
+        stream, event = device.create_stream(), SilentEvent()
+        stream.launch(lambda: None, label="held")
+        stream.record(event)
+        watch = Watch(
+            event,
+            lambda: None,
+            start_ns=0,
+            expected_ns=0,
+            hung_after_ns=None,
+            on_hung=None,
+            order_group=None,
+        )
+        watch.look_ns = number
+        watcher.watches.append(watch)
+    assert watcher.look(10, at_all=False) == ([], [])
+    assert [watch.event.queries for watch in watcher.watches] == [1, 1, 1]
+    assert watcher.look(1, at_all=False) == ([], [])
+    assert [watch.event.queries for watch in watcher.watches] == [2, 2, 1]
+
+
 async def test_what_ends_earlier_than_expected_is_found_with_what_was_expected_to_end_next():
     waiter = Waiter(now_ns=Stopped())
     for number in range(4):
