@@ -67,7 +67,9 @@ class Timerfd:
     _ABSOLUTE = 1
 
     def __init__(self, *, is_blocking: bool = False) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
+        # It returns at once. To let go of the GIL meanwhile, as `CDLL` does, would be to wait for it again
+        # wherever other threads want it.
+        libc = ctypes.PyDLL(None, use_errno=True)
         self._settime = libc.timerfd_settime
         self.fd = libc.timerfd_create(
             self._CLOCK_MONOTONIC, os.O_CLOEXEC | (0 if is_blocking else os.O_NONBLOCK)
@@ -83,8 +85,16 @@ class Timerfd:
         seconds, nanoseconds = divmod(min(max(when_ns, 1), FAR_NS), 1_000_000_000)
         self._spec.value.seconds = seconds
         self._spec.value.nanoseconds = nanoseconds
+        self._apply()
+
+    def _apply(self) -> None:
         if self._settime(self.fd, self._ABSOLUTE, self._spec_ref, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
+
+    def stop(self) -> None:
+        """Fire no more until it is set again, and forget that it has fired."""
+        self._spec.value.seconds = self._spec.value.nanoseconds = 0
+        self._apply()
 
     def close(self) -> None:
         """Give it back. Nobody may be reading it."""
@@ -114,12 +124,13 @@ class TimerfdAlarm:
             self._timer.close()
 
     def _fire(self) -> None:
-        try:
-            os.read(self._timer.fd, 8)
-        except BlockingIOError:
-            return
         self._armed_ns = None
-        self._callback()
+        try:
+            self._callback()
+        finally:
+            # Most callbacks set it anew, and the kernel forgets then that it has fired.
+            if self._armed_ns is None and self._timer.fd >= 0:
+                self._timer.stop()
 
 
 class TickAlarm:
