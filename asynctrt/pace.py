@@ -1,6 +1,8 @@
 """Whether work is so short that a thread for it is not worth it, as measured."""
 
+import threading
 from collections import deque
+from collections.abc import Hashable
 from typing import Final
 
 HOLD_MIN: Final = 4
@@ -50,3 +52,35 @@ class Pace:
         self.is_short = not self._holding and (
             duration_ns < self._short_ns or min(self._recent) < self._short_ns
         )
+
+
+class Paces:
+    """The paces of several kinds of work, which any thread may run.
+
+    :param short_ns: as of :class:`Pace`.
+    :param labels_max: how many kinds are remembered.
+    """
+
+    def __init__(self, short_ns: int, labels_max: int) -> None:
+        self._short_ns = short_ns
+        self._labels_max = labels_max
+        self._paces: dict[Hashable, Pace] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._paces)
+
+    def is_short(self, label: Hashable) -> bool:
+        """Return whether to run work with this label in place."""
+        pace = self._paces.get(label)
+        return pace is not None and pace.is_short
+
+    def observe(self, label: Hashable, duration_ns: int, *, in_place: bool) -> None:
+        """Note how long a run of it took."""
+        with self._lock:
+            pace = self._paces.get(label)
+            if pace is None:
+                if len(self._paces) >= self._labels_max:
+                    self._paces.clear()
+                pace = self._paces[label] = Pace(self._short_ns)
+            pace.observe(duration_ns, in_place=in_place)

@@ -368,6 +368,23 @@ class TestBatching:
             }
             assert {size: count for size, count in last.items() if count} == sizes
 
+    async def test_a_slow_first_batch_does_not_have_all_that_follow_divided(self):
+        """What is divided is never measured as a whole again, so it would count for ever as it was once."""
+        naps = iter([0.01])
+
+        def work(inputs, outputs):
+            time.sleep(next(naps, 0.0))  # Its first run, in which it loads something.
+            double_model().function(inputs, outputs)
+
+        async with asynctrt.open(double_model(work), device=HostDevice(threads=2)) as engine:
+            sizes = set()
+            for _ in range(2000):
+                answers = await asyncio.gather(*[engine.infer(rows(value)) for value in range(8)])
+                sizes = {answer.batch_rows for answer in answers}
+                if engine.statistics().batches > 8 and sizes == {8}:
+                    break
+            assert sizes == {8}
+
     async def test_a_more_urgent_request_is_served_first(self):
         opening, device = latched(slots=1, contexts=1, max_rows=1)
         async with opening as engine:

@@ -109,6 +109,8 @@ class FunctionModel(ModelBase):
         self.rows_max = rows_max
         self.platform = "python"
         refuse_generators(function)
+        # Contexts of one model take about as long for a batch, and others may be on the same device.
+        self._kind = object()
         self.occupies_device = not is_coroutine_function(function)
         self._takes_outputs = _takes_outputs(function)
         known = {dim for spec in self.inputs for dim in spec.dims}
@@ -129,7 +131,7 @@ class FunctionModel(ModelBase):
             raise DeviceUnavailableError(
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host'"
             )
-        return FunctionContext(self.function, takes_outputs=self._takes_outputs)
+        return FunctionContext(self.function, takes_outputs=self._takes_outputs, kind=self._kind)
 
     def close(self) -> None:
         """Do nothing: a function holds nothing."""
@@ -138,14 +140,17 @@ class FunctionModel(ModelBase):
 class FunctionContext:
     """A context of a :class:`FunctionModel`. It has no state, so there can be any number."""
 
-    def __init__(self, function: BatchFunction, *, takes_outputs: bool) -> None:
+    def __init__(self, function: BatchFunction, *, takes_outputs: bool, kind: object) -> None:
         self._function = function
         self._takes_outputs = takes_outputs
+        self._kind = kind
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "FunctionBinding":
-        return FunctionBinding(self._function, inputs, outputs, takes_outputs=self._takes_outputs)
+        return FunctionBinding(
+            self._function, inputs, outputs, takes_outputs=self._takes_outputs, kind=self._kind
+        )
 
     def close(self) -> None:
         """Do nothing: nothing is held."""
@@ -161,10 +166,11 @@ class FunctionBinding:
         outputs: tuple[TensorMemory | None, ...],
         *,
         takes_outputs: bool = True,
+        kind: object = None,
     ) -> None:
         self._function = function
         self._takes_outputs = takes_outputs
-        self._dims = tuple(memory.dims for memory in inputs)
+        self._kind = kind, tuple(memory.dims for memory in inputs)
         self._inputs = tuple((memory.name, memory.array) for memory in inputs if memory.array is not None)
         self._outputs = {memory.name: OutputMemory(memory) for memory in outputs if memory is not None}
         self._only_output = next(iter(self._outputs.values())) if len(self._outputs) == 1 else None
@@ -177,7 +183,7 @@ class FunctionBinding:
         assert isinstance(stream, HostStream)
         if rows != self._rows:
             self._call = partial(self._run, rows)
-            self._label = (self._dims, rows)
+            self._label = (self._kind, rows)
             self._rows = rows
         if self._loop is None:
             self._loop = _get_running_loop()

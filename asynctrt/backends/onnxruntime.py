@@ -101,6 +101,8 @@ class OnnxModel(ModelBase):
                 f"{_first_line(error)}. Check it with onnx.checker.check_model"
             ) from error
         self._session: ort.InferenceSession | None = session
+        # Contexts of one model take about as long for a batch, and others may be on the same device.
+        self._kind = object()
         self.inputs, self.outputs, self.rows_fixed = read_specs(
             self.name, session.get_inputs(), session.get_outputs()
         )
@@ -177,7 +179,7 @@ class OnnxModel(ModelBase):
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', or "
                 "open its path there: asynctrt.open(path, device='cuda:0')"
             )
-        return OnnxContext(self.session)
+        return OnnxContext(self.session, self._kind)
 
     def close(self) -> None:
         """Release the session, and with it the weights. Idempotent."""
@@ -187,14 +189,15 @@ class OnnxModel(ModelBase):
 class OnnxContext:
     """A context over the model's one session."""
 
-    def __init__(self, session: ort.InferenceSession) -> None:
+    def __init__(self, session: ort.InferenceSession, kind: object) -> None:
         self._session: ort.InferenceSession | None = session
+        self._kind = kind
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "OnnxBinding":
         assert self._session is not None, "a closed context cannot be bound"
-        return OnnxBinding(self._session, inputs, outputs)
+        return OnnxBinding(self._session, inputs, outputs, self._kind)
 
     def close(self) -> None:
         """Release the session. Bindings are dropped with what they were made for."""
@@ -209,12 +212,13 @@ class OnnxBinding:
         session: ort.InferenceSession,
         inputs: tuple[TensorMemory, ...],
         outputs: tuple[TensorMemory | None, ...],
+        kind: object,
     ) -> None:
         self._session = session
         self._inputs = inputs
         self._outputs = outputs
         self._output_names = [output.name for output in session.get_outputs()]
-        self._dims = tuple(memory.dims for memory in inputs)
+        self._kind = kind, tuple(memory.dims for memory in inputs)
         self._binding = session.io_binding()
         self._bound_rows = 0
 
@@ -224,7 +228,7 @@ class OnnxBinding:
         # next batch into the answers of the last one.
         if rows != self._bound_rows or None in self._outputs:
             self._bind(rows)
-        stream.launch(self._run, label=(self._dims, rows))
+        stream.launch(self._run, label=(self._kind, rows))
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         if None not in self._outputs:

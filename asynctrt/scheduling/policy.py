@@ -121,7 +121,14 @@ class Policy:
         if expected_ns is None or expected_ns < 2 * PART_NS_MIN:
             return rows_max
         parts = min(idle, expected_ns // PART_NS_MIN)
-        return max(min(-(-rows // parts), rows_max), head_rows)
+        part = max(min(-(-rows // parts), rows_max), head_rows)
+        # What is always divided is never measured anew as a whole, but at most as long as its parts together:
+        # its first run, of a model that was cold, would count for ever.
+        if latency.has_seen(shape, part):
+            part_ns = latency.expected_ns(shape, part) or 0
+            if -(-min(rows, rows_max) // part) * part_ns < 2 * PART_NS_MIN:
+                return rows_max
+        return part
 
     def rows_to_run(self, shape: Hashable, rows: int, latency: LatencyHistory) -> int:
         """Return the rows to execute for a batch of ``rows``: those, or padded to the next captured size.

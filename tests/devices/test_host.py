@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from asynctrt.devices.host import HostDevice, HostEvent, Unfinished, cores
+from asynctrt.devices.host import HostDevice, cores
 from asynctrt.devices.host.memory import HostBuffer
-from asynctrt.devices.host.streams import HAND_OVER_NS, LABELS_MAX
+from asynctrt.devices.host.streams import HostEvent, Unfinished
+from asynctrt.devices.host.threads import HAND_OVER_NS, LABELS_MAX
 from asynctrt.errors import DeviceError, DeviceMemoryError, OptionsError
 from asynctrt.pace import FORGIVEN_AFTER
 
@@ -124,7 +125,15 @@ def test_what_is_remembered_of_labels_is_bounded(bench):
     for label in range(3 * LABELS_MAX):
         bench.stream.launch(lambda: None, label=label)
     finish(bench.stream, bench.device)
-    assert len(bench.stream._paces) <= LABELS_MAX
+    assert len(bench.stream.threads.paces) <= LABELS_MAX
+
+
+def test_what_one_stream_has_learned_holds_for_all(bench):
+    """An engine on a machine with many cores has dozens of contexts."""
+    runs_in_the_thread(bench)
+    first, bench.stream = bench.stream, bench.device.create_stream()
+    assert bench.was_in_place(1000)
+    assert first.close(WAIT_S)
 
 
 @pytest.mark.parametrize(("in_place", "expected"), [("always", True), ("never", False)])

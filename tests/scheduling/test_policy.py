@@ -83,6 +83,16 @@ def test_a_share_has_room_for_the_head():
     assert rows_to_take(rules, 6, latency_of(10**9), head_rows=5) == 5
 
 
+@pytest.mark.parametrize(("part_ns", "rows"), [(PART_NS_MIN // 10, 8), (PART_NS_MIN, 3)])
+def test_what_the_parts_took_counts_more_than_what_the_whole_took_once(part_ns, rows):
+    """The first batch of all is slow, as everything is cold, and a size that is always shared out is never
+    measured again."""
+    rules, history = policy(concurrency=2, is_parallel=True), latency_of(2 * PART_NS_MIN)
+    history.observe(SHAPE, 3, part_ns)
+    history.observe(SHAPE, 6, 10 * PART_NS_MIN)
+    assert rows_to_take(rules, 6, history) == rows
+
+
 @pytest.mark.parametrize("rows_max", [3, 8])
 def test_shares_of_a_long_queue_are_full_batches(rows_max):
     rules = policy(concurrency=2, is_parallel=True)

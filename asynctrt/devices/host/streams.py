@@ -14,13 +14,6 @@ import numpy as np
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError
-from asynctrt.pace import Pace
-
-HAND_OVER_NS: Final = 50_000
-"""About what giving work to a thread and hearing back from it costs; shorter work runs in place."""
-
-LABELS_MAX: Final = 1024
-"""How many labels a stream remembers the pace of."""
 
 InPlace = Literal["auto", "always", "never"]
 
@@ -181,7 +174,6 @@ class HostStream:
         self._awaited: HostEvent | None = None
         self._unfinished: Unfinished | None = None
         self._error: BaseException | None = None
-        self._paces: dict[Hashable, Pace] = {}
         self._captured: HostGraph | None = None
         self._closed = False
         threads.join()
@@ -198,7 +190,8 @@ class HostStream:
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
     def launch(self, work: Work, *, label: Hashable) -> None:
-        """Run ``work`` after everything launched before. Runs with one ``label`` take about as long.
+        """Run ``work`` after everything launched before. Runs with one ``label`` take about as long, on all
+        streams of the device.
 
         Whatever it raises becomes the error of the next event recorded here, and the stream goes on. Work
         that runs in place is called by the launching thread, so KeyboardInterrupt and SystemExit concern the
@@ -211,8 +204,7 @@ class HostStream:
         in_place = False
         if not self._is_served:
             if self._in_place == "auto":
-                pace = self._paces.get(label)
-                in_place = pace is not None and pace.is_short
+                in_place = self.threads.paces.is_short(label)
             else:
                 in_place = self._in_place == "always"
         if in_place:
@@ -381,12 +373,7 @@ class HostStream:
         took_ns = self._now_ns() - start_ns
         self.ran_ns += took_ns
         if self._in_place == "auto":
-            pace = self._paces.get(label)
-            if pace is None:
-                if len(self._paces) >= LABELS_MAX:
-                    self._paces.clear()
-                pace = self._paces[label] = Pace(HAND_OVER_NS)
-            pace.observe(took_ns, in_place=in_place)
+            self.threads.paces.observe(label, took_ns, in_place=in_place)
         return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
 
     def _suspend(self, unfinished: Unfinished, *, in_place: bool) -> bool:

@@ -11,6 +11,13 @@ from typing import Final, Protocol
 
 from asynctrt import clock
 from asynctrt.devices.base import check_process
+from asynctrt.pace import Paces
+
+HAND_OVER_NS: Final = 50_000
+"""About what giving work to a thread and hearing back from it costs; shorter work runs in place."""
+
+LABELS_MAX: Final = 1024
+"""Of how many kinds of work a device remembers the pace."""
 
 LEND_S: Final = 200e-6
 """How long a loop may stand still to hand the GIL over."""
@@ -146,6 +153,9 @@ class StreamThreads:
         # Streams that were scheduled and not served yet: each could keep a thread busy.
         self._tickets = 0
         self.ready = ReadyQueue()
+        self.paces = Paces(HAND_OVER_NS, LABELS_MAX)
+        """What work took, on any of the streams: a model has one for each context, and many sizes of batches,
+        so that each stream would learn for a long time."""
         # The hand-over of the GIL: a thread frees the baton whenever it gets anywhere.
         self._baton = threading.Lock()
         self._baton.acquire()
