@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 
