@@ -411,17 +411,21 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
+        # Of all its rows: where the marks lie, what is filled with what, and its first bytes as they are filled.
+        self._all_places = self._bytes[:0]
+        self._all_fills: tuple[tuple[Array, Array], ...] = ()
+        self._first = b""
+        self._value = 0
         # The rest is for batches of this many rows.
         self._rows = 0
         self._fills: tuple[tuple[Array, Array], ...] = ()
         # A few bytes are filled at once, as NumPy takes longer to begin than to copy them.
         self._filled = memoryview(b"")
         self._fill = b""
-        self._value = 0
         # For a single row it is quicker to look at one mark after the other.
         self._looks: tuple[Callable[[], int], ...] = ()
         self.mark = b""
-        """The mark, as it lies in memory."""
+        """The mark, as it lies in memory; empty until one is drawn."""
         self.places = self._bytes[:0]
         """Where the marks lie."""
 
@@ -430,18 +434,11 @@ class OutputMemory:
 
         :returns: a view of these rows for the function to write into.
         """
+        if not self.mark:
+            self._prepare()
+            self._rows = 0
         if rows != self._rows:
-            self._rows = rows
-            filled = self._bytes[: rows * self._row_nbytes]
-            self._fills = self._lay_out(filled)
-            self._fill = b""
-            if 0 < filled.nbytes <= FILL_NBYTES_MAX:
-                for target, fill in self._fills:
-                    target[...] = fill
-                self._filled, self._fill = filled.data, filled.tobytes()
-            self._value = int.from_bytes(self.mark, sys.byteorder)
-            ends = range(self.places.shape[-1]) if len(self.places) == 1 else ()
-            self._looks = tuple(self.places[..., end : end + 1].item for end in ends)
+            self._cut(rows)
         if self._fill:
             self._filled[:] = self._fill
             return self._array[:rows]
@@ -458,8 +455,8 @@ class OutputMemory:
 
     def count_marked(self) -> int:
         """Return how many rows are marked, and have another mark drawn."""
-        found = self.places == np.frombuffer(self.mark, self.places.dtype)
-        rows, self._rows = self._rows, 0
+        found, rows = self.places == np.frombuffer(self.mark, self.places.dtype), self._rows
+        self.mark = b""
         if found.size % rows == 0 and self._row_nbytes >= self.places.itemsize:
             return int(found.reshape(rows, -1).any(axis=1).sum())
         # A mark lies across several rows, and none of them was written.
@@ -497,27 +494,51 @@ class OutputMemory:
             )
         return target
 
-    def _lay_out(self, filled: Array) -> tuple[tuple[Array, Array], ...]:
-        """Decide where marks lie in the bytes of a batch; return what to fill with what."""
+    def _prepare(self) -> None:
+        """Draw a mark, and decide where it lies, and what is filled with what."""
         nbytes = self._row_nbytes
-        fill = np.array(FILL, np.uint8)
         self.mark = self._draw()
         if self._dtype == np.bool_ or not nbytes:
-            self.mark, self.places = bytes([FILL_BOOL]), filled
-        elif nbytes >= MARK_NBYTES:
+            self.mark = bytes([FILL_BOOL])
+        elif nbytes < MARK_NBYTES and self._dtype == np.float32:
+            self.mark = self.mark[:4]
+        self._value = int.from_bytes(self.mark, sys.byteorder)
+        self._all_places, self._all_fills = self._lay_out(self._bytes)
+        first = np.empty(min(FILL_NBYTES_MAX // nbytes, len(self._array)) * nbytes if nbytes else 0, np.uint8)
+        for target, fill in self._lay_out(first)[1]:
+            target[...] = fill
+        self._first = first.tobytes()
+
+    def _lay_out(self, filled: Array) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
+        """Return where marks lie in the bytes of some rows, and what is filled with what."""
+        nbytes, mark = self._row_nbytes, np.frombuffer(self.mark, np.uint8)
+        fill = np.array(FILL, np.uint8)
+        if nbytes >= MARK_NBYTES == len(mark):
+            rows = len(filled) // nbytes
             row = np.full(nbytes, fill)
-            row[:MARK_NBYTES] = row[-MARK_NBYTES:] = np.frombuffer(self.mark, np.uint8)
+            row[:MARK_NBYTES] = row[-MARK_NBYTES:] = mark
             strides = (nbytes, nbytes - MARK_NBYTES)
-            shape = (self._rows, 2 if strides[1] else 1)
-            self.places = np.ndarray(shape, np.uint64, filled, strides=strides)
-            unit = np.dtype(np.uint8 if nbytes % 8 else np.uint64)
-            return ((filled.view(unit).reshape(self._rows, -1), row.view(unit)),)
-        elif self._dtype == np.float32:
-            self.mark, self.places = self.mark[:4], filled.view(np.uint32)
-        else:
-            self.places = filled[: filled.nbytes // MARK_NBYTES * MARK_NBYTES].view(np.uint64)
-        marks = (self.places, np.frombuffer(self.mark, self.places.dtype))
-        return (marks,) if self.places.nbytes == filled.nbytes else ((filled, fill), marks)
+            places = np.ndarray((rows, 2 if strides[1] else 1), np.uint64, filled, strides=strides)
+            row = row.view(np.uint8 if nbytes % 8 else np.uint64)
+            return places, ((filled.view(row.dtype).reshape(rows, len(row)), row),)
+        unit = np.dtype(f"u{len(mark)}")
+        places = filled[: len(filled) // unit.itemsize * unit.itemsize].view(unit)
+        marks = (places, mark.view(unit))
+        return places, (marks,) if unit.itemsize <= nbytes or not nbytes else ((filled, fill), marks)
+
+    def _cut(self, rows: int) -> None:
+        """Decide the same for a batch of so many rows."""
+        self._rows, nbytes = rows, rows * self._row_nbytes
+        self.places = self._part(self._all_places, rows)
+        self._fills = tuple([(self._part(target, rows), fill) for target, fill in self._all_fills])
+        self._fill = self._first[:nbytes] if nbytes <= len(self._first) else b""
+        self._filled = self._bytes[:nbytes].data
+        ends = range(self.places.shape[-1]) if len(self.places) == 1 else ()
+        self._looks = tuple([self.places[..., end : end + 1].item for end in ends])
+
+    def _part(self, array: Array, rows: int) -> Array:
+        """Return the part of an array over all rows that is of the first ones."""
+        return array[:rows] if array.ndim > 1 else array[: rows * self._row_nbytes // array.itemsize]
 
     def _draw(self) -> bytes:
         """Draw a mark: a random number or, among floats, NaNs with random payloads.

@@ -609,6 +609,30 @@ class TestWhichUnwrittenRowsAreRecognised:
             assert (run(rows)[0] == 1).all()
 
     @pytest.mark.parametrize("kind", RECOGNISED)
+    def test_after_batches_of_other_sizes(self, kind):
+        """In each size what is left out is found as ever, and what lies behind the batch is left alone."""
+        spec, least = RECOGNISED[kind]
+        left_out = slice(0, 0)
+
+        def function(inputs, outputs):
+            values = outputs["y"]
+            keep = values[left_out].copy()
+            values[...] = 1
+            values[left_out] = keep
+
+        run = Inline(function, spec)
+        whole = run.memory[0].array
+        for rows in (16, 8, 9, 1, 8, 16):
+            behind = whole[rows:].copy()
+            assert (run(rows)[0] == 1).all()
+            if rows >= 8:
+                left_out = slice(rows // 8 * 8 - 8, rows // 8 * 8 - 8 + least)
+                with pytest.raises(ExecutionError, match=rf"output 'y': \d of {rows} rows were not written"):
+                    run(rows)
+                left_out = slice(0, 0)
+            assert whole[rows:].tobytes() == behind.tobytes()
+
+    @pytest.mark.parametrize("kind", RECOGNISED)
     def test_what_is_not_recognised_is_no_row_of_an_earlier_batch(self, kind, monkeypatch):
         """Every value that a batch before had written is gone, also within rows and between marks."""
         monkeypatch.setattr("secrets.token_bytes", lambda count: count * b"\x5a")
