@@ -411,7 +411,7 @@ class OutputMemory:
         self._dtype = memory.dtype
         self._bytes = memory.array.reshape(-1).view(np.uint8)
         self._row_nbytes = self._bytes.nbytes // len(memory.array)
-        # Of all its rows: where the marks lie, what is filled with what, and its first bytes as they are filled.
+        # Of all its rows: where marks lie, what is filled with what, and its first bytes as they are filled.
         self._all_places = self._bytes[:0]
         self._all_fills: tuple[tuple[Array, Array], ...] = ()
         self._first = b""
