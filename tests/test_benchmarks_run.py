@@ -19,6 +19,7 @@ LEAST = {
     "delays": ["--count", "2"],
     "lengths": ["--repeats", "1", "--seconds", "0.05", "--callers", "8"],
     "busy_loop": ["--requests", "3"],
+    "busy_thread": ["--seconds", "0.05", "--repeats", "1"],
     "memory": ["--requests", "2000", "--engines", "2"],
     "mlp": ["--repeats", "1", "--seconds", "0.05"],
     "weights": ["--repeats", "1", "--seconds", "0.1"],

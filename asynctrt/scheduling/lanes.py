@@ -7,7 +7,8 @@ to show how long that takes. Now and then, when batches had to wait for their tu
 for a few batches, or all of them where full batches wait before anything is known: each batch says how much
 longer it took than alone, and beside how many others. The lanes that were tried are kept if the device then
 does more work in the same time, in terms of what each batch takes alone, and more than batches of twice the
-size would; or if batches side by side hardly notice one another.
+size would; or if batches side by side hardly notice one another. Later fewer are tried, as many as what the
+device does is worth: batches that only wait for room there might as well have grown.
 
 What is learned holds for batches by how much is in them, be it many small rows or few large ones: of one
 model, batches with less leave more of the device idle. So what a trial shows for some holds for all that are
@@ -19,7 +20,7 @@ two threads put batches there at the same time, and the device waits for them al
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
-from math import sqrt
+from math import ceil, sqrt
 from statistics import fmean
 from typing import Final, NamedTuple
 
@@ -51,6 +52,14 @@ GIVE_UP_BATCHES: Final = 96
 
 SIDE_BY_SIDE: Final = 0.3
 """A batch counts for a trial if it had at least so much of the lanes that are tried beside it."""
+
+BASE_ERROR_MAX: Final = 0.05
+BASE_BATCHES: Final = 48
+"""How exactly it is to be known what the lanes do that there are before fewer are tried, and after how many
+batches it is as it is."""
+
+ROUNDED: Final = 0.25
+"""By how much the work of some lanes may exceed that of a whole number of them, to pass for it."""
 
 FIRST_TRIAL: Final = 16
 NEXT_TRIAL_MAX: Final = 1 << 15
@@ -160,21 +169,49 @@ class _Work(NamedTuple):
     """By what part of it the rate may be off, as the batches differ: the standard error."""
 
 
+class _Sample(NamedTuple):
+    """What a batch side by side with others says."""
+
+    beside: float
+    """How many lanes computed meanwhile, on average."""
+    longer: float
+    """How many times longer than alone it computed."""
+    growth: float
+    """How much more work batches of twice its size would do in the same time."""
+    size: int
+    """Its class."""
+    alone_ns: float
+    """How long it computes alone."""
+
+
+def _work_of(samples: Sequence[_Sample]) -> _Work:
+    """Return what some batches side by side say."""
+    beside = fmean(sample.beside for sample in samples)
+    # Anything may hold a batch up, so a few that took very long say nothing.
+    ordered = sorted([(sample.longer, sample.alone_ns) for sample in samples])
+    quarter = len(ordered) // 4
+    middle, alone = zip(*ordered[quarter : len(ordered) - quarter], strict=True)
+    # All of them together: where a batch has to wait for room, short ones wait as long as others.
+    longer = fmean(middle, alone)
+    error = (middle[-1] - middle[0]) / longer / sqrt(len(ordered))
+    growth = fmean(sample.growth for sample in samples)
+    return _Work(beside, beside / longer, growth, error)
+
+
 class _Trial:
     """Other lanes for the batches of a class, and of all smaller ones, or larger ones if they are fewer."""
 
-    __slots__ = ("base", "begins", "landed", "lanes", "samples", "size", "tried", "unknown")
+    __slots__ = ("base", "begins", "cause", "landed", "lanes", "samples", "size", "tried", "unknown")
 
     def __init__(self, size: int, lanes: int, tried: int, base: _Work | None) -> None:
-        self.size = size
+        self.cause = self.size = size
+        """The class of which batches had to wait for their turn."""
         self.lanes, self.tried = lanes, tried
         self.base = base
         """What the device does with the lanes that there are. Until it is known, nothing else is tried."""
         self.begins = 0
         """The last batch that was launched before."""
-        self.samples: list[tuple[float, float, float, int]] = []
-        """Of batches side by side: beside how many, how many times longer than alone they computed, what
-        larger ones would gain, and the class."""
+        self.samples: list[_Sample] = []
         self.landed = self.unknown = 0
         """Batches that have ended in it, and those of which it is not known what they take alone."""
 
@@ -182,29 +219,24 @@ class _Trial:
         """Return whether it is about batches of a class."""
         return size <= self.size if self.tried > self.lanes else size >= self.size
 
-    def counts(self, beside: float) -> bool:
-        """Return whether a batch had enough others beside it, or few enough, to say something."""
+    def counts(self, beside: float, at_first: int) -> bool:
+        """Return whether a batch had enough others beside it, or few enough, to say something.
+
+        Those that began before the lanes were full have not waited for what comes after them.
+        """
         if self.base is None:
             return beside >= self.lanes - 0.5
         if self.tried > self.lanes:
-            return beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
+            return at_first > self.lanes and beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
         return beside <= self.lanes - SIDE_BY_SIDE * (self.lanes - self.tried)
 
     def work(self) -> _Work:
         """Return what its samples say."""
-        beside = fmean(sample[0] for sample in self.samples)
-        # Anything may hold a batch up, so a few that took very long say nothing.
-        ordered = sorted(sample[1] for sample in self.samples)
-        quarter = len(ordered) // 4
-        middle = ordered[quarter : len(ordered) - quarter]
-        longer = fmean(middle)
-        error = (middle[-1] - middle[0]) / longer / sqrt(len(ordered))
-        growth = fmean(sample[2] for sample in self.samples)
-        return _Work(beside, beside / longer, growth, error)
+        return _work_of(self.samples)
 
     def seen(self) -> tuple[int, int]:
         """Return the classes of the smallest and of the largest batches that it has seen more than one of."""
-        classes = sorted(sample[3] for sample in self.samples)
+        classes = sorted(sample.size for sample in self.samples)
         return classes[1], classes[-2]
 
 
@@ -249,8 +281,9 @@ class Lanes:
         self._proved: _Trial | None = None
         # Of the batches on the device, by lane: since when, and how long such are copied, if known.
         self._running: list[dict[int, tuple[int, tuple[int, int] | None]]] = [{} for _ in range(lanes_max)]
-        # Of batches that have landed in a trial: which one, how long they computed, and beside how many.
-        self._noted: dict[int, tuple[_Trial, int, float]] = {}
+        # Of batches that have landed in a trial: which one, how long they computed, and beside how many, on
+        # average and when they began.
+        self._noted: dict[int, tuple[_Trial, int, float, int]] = {}
         # When each lane computed last; when the number of lanes that compute changed, and to what.
         self._computed_ns = [0] * lanes_max
         self._computing = 0
@@ -403,7 +436,7 @@ class Lanes:
         if self._landed <= WARM_UP:
             return
         if self._trial is not None:
-            self._noted[batch.number] = self._trial, end_ns - begin_ns, self._beside(begin_ns, end_ns)
+            self._noted[batch.number] = self._trial, end_ns - begin_ns, *self._beside(begin_ns, end_ns)
         elif self._until_trial <= 0:
             self._consider(batch)
 
@@ -423,7 +456,7 @@ class Lanes:
         if noted is not None and noted[0] is self._trial:
             # And more where the batch was on the device before that could be told, by a launch that took
             # long, as the first of a graph does.
-            self._note(noted[0], batch, max(noted[1], compute_ns), noted[2])
+            self._note(noted[0], batch, max(noted[1], compute_ns), noted[2], noted[3])
 
     def forget(self, batch: Batch) -> None:
         """Drop a batch that failed: it says nothing about others."""
@@ -449,9 +482,9 @@ class Lanes:
         self._computing += by
         self._log.append((max(now_ns, self._log[-1][0]) if self._log else now_ns, self._computing))
 
-    def _beside(self, begin_ns: int, end_ns: int) -> float:
-        """Return how many lanes computed on average in a stretch of time that has just ended."""
-        area, upto_ns = 0, end_ns
+    def _beside(self, begin_ns: int, end_ns: int) -> tuple[float, int]:
+        """Return how many lanes computed in a time that has just ended: on average, and at its beginning."""
+        area, upto_ns, computing = 0, end_ns, 1
         for changed_ns, computing in reversed(self._log):
             since_ns = max(changed_ns, begin_ns)
             if since_ns < upto_ns:
@@ -459,7 +492,7 @@ class Lanes:
                 upto_ns = since_ns
             if changed_ns <= begin_ns:
                 break
-        return max(area / max(end_ns - begin_ns, 1), 1.0)
+        return max(area / max(end_ns - begin_ns, 1), 1.0), computing
 
     def _times(self, shape: Hashable) -> _Times:
         times = self._shapes.get(shape)
@@ -469,7 +502,7 @@ class Lanes:
                 self._shapes.popitem(last=False)
         return times
 
-    def _note(self, trial: _Trial, batch: Batch, took_ns: int, beside: float) -> None:
+    def _note(self, trial: _Trial, batch: Batch, took_ns: int, beside: float, at_first: int) -> None:
         """Note what a batch says about what is tried."""
         if batch.number <= trial.begins:
             return
@@ -478,9 +511,10 @@ class Lanes:
         trial.landed += 1
         if not self._is_known(batch):
             trial.unknown += 1
-        elif trial.takes(size) and trial.counts(beside):
-            longer = max(took_ns / self._times(shape).expected_ns(rows), 1.0)
-            trial.samples.append((beside, longer, self._gain_of_growth(batch), size))
+        elif trial.takes(size) and trial.counts(beside, at_first):
+            alone_ns = self._times(shape).expected_ns(rows)
+            longer = max(took_ns / alone_ns, 1.0)
+            trial.samples.append(_Sample(beside, longer, self._gain_of_growth(batch), size, alone_ns))
             self._judge(trial)
         self._give_up(trial)
 
@@ -537,18 +571,39 @@ class Lanes:
         lanes = self._lanes[chosen]
         # What proved itself once may not any more, as others use the device too.
         is_down = lanes == self._lanes_max or (lanes > 1 and self._is_down_next[chosen])
-        tried = max(lanes // 2, 1) if is_down else min(2 * lanes, self._lanes_max)
-        base, proved = None, self._proved
+        tried = lanes - 1 if is_down else min(2 * lanes, self._lanes_max)
+        base = self._proved_for(chosen, is_down=is_down)
+        self._proved = None
         if lanes == 1:
             base = _Work(1.0, 1.0, sum(self._growth[: chosen + 1]) / waited_of_chosen)
             if self._hurries(chosen) and base.growth <= FULL_GROWTH_MAX:
                 tried = self._lanes_max
-        elif proved is not None and proved.size >= chosen and proved.tried == lanes:
-            base = proved.work()
-        self._proved = None
         trial = self._trial = _Trial(chosen, lanes, tried, base)
         trial.begins = max(self._inside, default=batch.number)
-        if is_down and base is not None and _is_beyond(base, tried):
+        if is_down:
+            # Also those that are smaller and have as many: beside them, larger ones with fewer show nothing.
+            trial.size = self._lanes.index(lanes)
+            if base is not None:
+                self._go_down(trial, base)
+
+    def _proved_for(self, size: int, *, is_down: bool) -> _Work | None:
+        """Return what the device does with the lanes of a class, if the trial before has just shown it."""
+        proved, lanes = self._proved, self._lanes[size]
+        if proved is None or proved.size < size or proved.tried != lanes:
+            return None
+        found = proved.work()
+        if is_down and (found.beside < lanes - 0.5 or found.error > BASE_ERROR_MAX):
+            return None
+        return found
+
+    def _go_down(self, trial: _Trial, base: _Work) -> None:
+        """Try as many lanes as would do the same work if batches in them did not notice one another.
+
+        Not fewer than half as many: if they do notice, requests queue up meanwhile.
+        """
+        trial.base = base
+        trial.tried = max(min(ceil(base.rate - ROUNDED), trial.lanes - 1), trial.lanes // 2, 1)
+        if _is_beyond(base, trial.tried):
             self._end_trial(trial, is_better=False)
 
     def _gain_of_growth(self, batch: Batch) -> float:
@@ -565,18 +620,7 @@ class Lanes:
             return
         found = trial.work()
         if trial.base is None:
-            if _is_beyond(found, trial.tried):
-                self._end_trial(trial, is_better=False)
-                return
-            if trial.tried < trial.lanes and not _pays(_Work(1.0, 1.0, found.growth), found, -DOUBT)[0]:
-                # One after the other is as good. There may never be few enough beside these to see that, if
-                # smaller batches have more lanes.
-                trial.tried = 1
-                self._end_trial(trial, is_better=True)
-                return
-            trial.base, trial.samples = found, []
-            trial.landed = trial.unknown = 0
-            trial.begins = max(self._inside, default=0)
+            self._judge_base(trial, found)
             return
         is_up = trial.tried > trial.lanes
         fewer, more = (trial.base, found) if is_up else (found, trial.base)
@@ -596,6 +640,25 @@ class Lanes:
         if added <= FULL_MAX:
             self._wait[trial.size] = min(4 * self._wait[trial.size], NEXT_TRIAL_MAX)
         self._end_trial(trial, is_better=pays is is_up)
+
+    def _judge_base(self, trial: _Trial, found: _Work) -> None:
+        """Begin to try other lanes, once it is known what those do that there are."""
+        is_down = trial.tried < trial.lanes
+        if not is_down and _is_beyond(found, trial.tried):
+            self._end_trial(trial, is_better=False)
+            return
+        if is_down and found.error > BASE_ERROR_MAX and len(trial.samples) < BASE_BATCHES:
+            return  # It costs nothing to wait for more, as nothing else is tried yet.
+        if is_down and _are_as_good_alone([one for one in trial.samples if one.size >= trial.cause]):
+            # There may never be few enough beside these to see that, if smaller batches have more lanes.
+            trial.size, trial.tried = trial.cause, 1
+            self._end_trial(trial, is_better=True)
+            return
+        trial.base, trial.samples = found, []
+        trial.landed = trial.unknown = 0
+        trial.begins = max(self._inside, default=0)
+        if is_down:
+            self._go_down(trial, found)
 
     def _end_trial(self, trial: _Trial, *, is_better: bool | None) -> None:
         """End a trial.
@@ -617,9 +680,10 @@ class Lanes:
             self._lanes[size:] = [min(tried, other) for other in self._lanes[size:]]
             # If those are still too many, fewer are tried at once.
             self._wait[size:] = [FIRST_TRIAL] * (CLASSES - size)
-            self._is_down_next[size] = True
+            self._is_down_next[size : trial.cause + 1] = [True] * (trial.cause + 1 - size)
             self._proved = trial
             return
+        size = trial.cause
         self._is_down_next[size] = is_up and is_better is not None
         pause = min((2 if is_better is None else 4) * self._wait[size], NEXT_TRIAL_MAX)
         if is_up:
@@ -643,6 +707,15 @@ def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:
     # What twice as many would do, if these are not.
     gain = 1 + added * fewer.beside / max(least, 0.1)
     return added >= FREE_MIN or gain >= GAIN_MIN * fewer.growth, added
+
+
+def _are_as_good_alone(samples: Sequence[_Sample]) -> bool:
+    """Return whether batches are as well computed one after the other, as far as can be told."""
+    if len(samples) < PROBE_BATCHES:
+        return False
+    found = _work_of(samples)
+    most = found.rate * (1 + DOUBT * found.error)
+    return most < GAIN_MIN * found.growth and not _pays(_Work(1.0, 1.0, found.growth), found, -DOUBT)[0]
 
 
 def _is_beyond(found: _Work, fewer: int) -> bool:

@@ -1,9 +1,10 @@
 """What do more fronts, and more devices, gain? For machines with many cores, and with several GPUs.
 
 Three parts (``--only``, with commas): `fronts`, a server in one process and with several fronts, over HTTP
-(``--wrk PATH`` loads it with ``wrk``), websocket and gRPC, beside processes that answer whatever is asked
-(``--fronts 8,bare8``), which show what the machine can do; `devices`, rows/s of an engine with workers on one
-device and on several, in turn; `fed`, a model (``--onnx``) behind fronts beside bare loops of the same model.
+(``--wrk PATH`` loads it with ``wrk``, with ``--wrk-connections``), websocket and gRPC, beside processes that
+answer whatever is asked (``--fronts 8,bare8``), which show what the machine can do; `devices`, rows/s of an
+engine with workers on one device and on several, in turn; `fed`, a model (``--onnx``) behind fronts beside
+bare loops of the same model.
 """
 
 import asyncio
@@ -130,7 +131,7 @@ def measures_of(options, folder):
         return by_wrk(
             *(options.wrk, server, url, seconds),
             threads=min(options.clients, connections),
-            connections=connections,
+            connections=options.wrk_connections or connections,
             body=body,
             json_nbytes=len(head),
         )
@@ -517,6 +518,7 @@ def settings():
         wrk="",
         clients=max((os.cpu_count() or 2) // 2, 1),
         connections=512,
+        wrk_connections=0,
         devices="host,host",
         contexts=1,
         callers="512,2048",

@@ -254,13 +254,27 @@ def gpu_faults():
             )
 
 
+def gpu_shapes():
+    """Yield the latency of kernels of one and of several shapes on a GPU, over the best possible."""
+    measured = figures("gpu-shapes")
+    yield "", *[f"{load}: engine" for load in next(iter(measured.values()))], "by hand"
+    for case, loads in measured.items():
+        ratios = {
+            who: [f"{found[who]['p99_us'] / found['ideal']['p99_us']:.2f}" for found in loads.values()]
+            for who in ("engine", "by hand")
+        }
+        name = case.replace("small", "eight fit").replace("fills", "one fills it")
+        yield name, *ratios["engine"], ", ".join(ratios["by hand"])
+
+
 def scale():
     """Yield requests/s of a server by its fronts."""
     yield "", "HTTP, requests/s", "p99, ms", "websocket", "p99, ms", "gRPC", "p99, ms"
-    later, first = figures("scale-fronts")["fronts"], figures("scale")["fronts"]
-    for case in later["HTTP"]:
+    measured = figures("scale-fronts")["fronts"]
+    for case in measured["HTTP"]:
         cells = [case]
-        for runs in (later["HTTP"][case], later["websocket"][case], first["gRPC"].get(case)):
+        for protocol in ("HTTP", "websocket", "gRPC"):
+            runs = measured[protocol].get(case)
             if runs is None:
                 cells += ["", ""]
             else:
@@ -290,6 +304,27 @@ def fronts():
             runs = measured[f"{model}, {case}"]
             cells += [hundreds(middle(runs, "requests_per_s")), f"{middle(runs, 'p99_us') / 1e3:.1f}"]
         yield cells
+
+
+def busy_thread():
+    """Yield what callers of an engine see beside a thread that computes in Python."""
+    yield (
+        *("64 callers, p50 / p99 ms", "alone", "beside a thread", "beside a thread, `tune_process()`"),
+        "alone, requests/s",
+        *("beside a thread", "`tune_process()`"),
+    )
+    for device, name in (("the host device", "busy_thread"), ("a GPU", "busy_thread-gpu")):
+        measured = figures(name)
+        for kind in ("in process", "a worker"):
+            cases = [
+                measured[f"{tuned}; {threads} threads; 64 callers"]
+                for tuned, threads in ((kind, 0), (kind, 1), (f"{kind}, tuned", 1))
+            ]
+            yield (
+                f"{device}, {kind}",
+                *[f"{one['p50_us'] / 1e3:.1f} / {one['p99_us'] / 1e3:.1f}" for one in cases],
+                *[hundreds(one["requests_per_s"]) for one in cases],
+            )
 
 
 def lengths():
@@ -601,6 +636,7 @@ TABLES = {
     "kills": kills,
     "front-kills": front_kills,
     "fronts": fronts,
+    "busy-thread": busy_thread,
     "lateness": lateness,
     "lengths": lengths,
     "agreement": agreement,
@@ -619,6 +655,7 @@ TABLES = {
     "gpu-sharing": gpu_sharing,
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
+    "gpu-shapes": gpu_shapes,
 }
 
 

@@ -63,6 +63,35 @@ class ColdDevice(VirtualDevice):
         warm.add(kind)
 
 
+class FullDevice(ColdDevice):
+    """A device that has room for so many batches, beside which others wait until one ends.
+
+    It counts that time as theirs, as a GPU does whose multiprocessors are taken.
+    """
+
+    room = 8
+
+    def _compute(self, flight):
+        inside = self.__dict__.setdefault("_inside", set())
+        if len(inside) < self.room:
+            inside.add(flight)
+            super()._compute(flight)
+        else:
+            flight.started_ns = self._timeline.now_ns
+            self.__dict__.setdefault("_outside", deque()).append(flight)
+
+    def _computed(self, flight):
+        self._inside.discard(flight)
+        if self.__dict__.get("_outside"):
+            other = self._outside.popleft()
+            came_ns = other.started_ns
+            self._inside.add(other)
+            super()._compute(other)
+            other.compute_ns += other.started_ns - came_ns
+            other.started_ns = came_ns
+        super()._computed(flight)
+
+
 class World:
     """Requests at random, for a device that computes so many batches at once.
 
@@ -70,10 +99,21 @@ class World:
     :param stalls_ms: from when on, and how long, the engine sees nothing of what happens.
     :param hinder: by which part of its time a batch computes longer for each other one beside it.
     :param cold: how many times longer the first batch of each size and shape takes on each context.
+    :param room: for how many batches there is room; ``None``: for as many as there are contexts.
     """
 
     def __init__(
-        self, width, *, load, shapes=1, contexts=8, hinder=0.0, copy_ms=COPY_MS, stalls_ms=(), cold=1.0
+        self,
+        width,
+        *,
+        load,
+        shapes=1,
+        contexts=8,
+        hinder=0.0,
+        copy_ms=COPY_MS,
+        stalls_ms=(),
+        cold=1.0,
+        room=None,
     ):
         self.base_ms, self.row_ms = 0.5 * width, 0.03125 * width
         self.contexts, self.hinder = contexts, hinder
@@ -87,6 +127,7 @@ class World:
         self.copy_ms = copy_ms
         self.stalls_ms = deque(stalls_ms)
         self.cold = cold
+        self.room = room
 
     def batch_ms(self, rows):
         return self.base_ms + self.row_ms * rows
@@ -108,8 +149,9 @@ class World:
             in_flight_max=self.contexts,
         )
         timeline, found = Timeline(), Latencies()
-        device = ColdDevice(timeline, latency, self.contexts, random.Random(1))
-        device.cold = self.cold
+        kind = ColdDevice if self.room is None else FullDevice
+        device = kind(timeline, latency, self.contexts, random.Random(1))
+        device.cold, device.room = self.cold, self.room
         engine = VirtualEngine(timeline, scheduler, device, found, has_arenas=True)
         keys = [BatchKey((("length", 64 + number),)) for number in range(max(self.shape) + 1)]
         for due_ns, shape in zip(self.due_ns, self.shape, strict=True):
@@ -154,6 +196,17 @@ def test_latency_comes_near_the_best_that_is_possible(width, contexts, shapes, l
     found, scheduler = world.run()
     assert max(scheduler.lanes_chosen().values(), default=1) == width
     assert found.p99_ms() <= 1.2 * world.best().p99_ms()
+
+
+@pytest.mark.parametrize(
+    ("width", "contexts", "shapes", "load"),
+    [(4, 8, 1, 0.8), (8, 16, 1, 0.2), (8, 16, 1, 0.8), (8, 16, 16, 0.5)],
+)
+def test_contexts_for_which_there_is_no_room_cost_little(width, contexts, shapes, load):
+    """Batches that wait on the device for room might as well have grown."""
+    world = World(width, load=load, shapes=shapes, contexts=contexts, room=width)
+    found, _ = world.run()
+    assert found.p99_ms() <= 1.25 * world.best().p99_ms()
 
 
 @pytest.mark.parametrize("shapes", [1, 16])

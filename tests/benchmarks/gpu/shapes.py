@@ -2,8 +2,8 @@
 
 Batches hold up to 16 rows of one shape. "fills" takes all multiprocessors for 0.5 ms and 31 µs a row; "small"
 takes an eighth of them for eight times as long, so that both can compute the same number of rows a second.
-The rates are shares of that number. Shapes are equally frequent, and drawn at random. Beside the engine, in
-the same process and in turn:
+The rates are shares of that number. Shapes are equally frequent, and drawn at random. The engine has half as
+many contexts more as batches fit side by side, and 4 at least. Beside it, in the same process and in turn:
 
 - "by hand": one thread for each batch that can compute at once, which gathers, copies and waits; when one is
   free, its batch is what waits of the shape of the oldest request.
@@ -158,7 +158,7 @@ async def engine_under_load(device, kernels, width, rows, rates, options):
     """Return by share the runs at each rate."""
     model = SpinModel(kernels, work_of(width), row=("length",), share=1 / width)
     found = {}
-    contexts = max(width, 4)
+    contexts = max(width + width // 2, 4)
     async with asynctrt.open(model, device=device, contexts=contexts, max_rows=ROWS) as engine:
         for share, rate in rates.items():
             await Poisson(engine, rows, rate, options.seconds / 3, 9).run()

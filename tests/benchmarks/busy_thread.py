@@ -1,0 +1,132 @@
+"""What does a thread that computes in Python cost the callers of an engine beside it?
+
+Python lets such a thread keep the GIL for 5 ms at a time, and whatever the event loop calls that lets go of
+the GIL, be it to wait for sockets or to ask a GPU, may have to wait as long for it. Measured are a lone
+caller and 64, of a model whose batches take 2 ms: in process and with a worker, with and without what
+``asynctrt.tune_process()`` sets.
+"""
+
+import asyncio
+import sys
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import uvloop
+
+import asynctrt
+from asynctrt import clock
+from asynctrt.process import SWITCH_INTERVAL_S
+from tests.benchmarks.common import arguments, median, save, show
+from tests.benchmarks.gpu.support import open_device
+from tests.benchmarks.scale import STEADY
+
+CALLERS = (1, 64)
+PYTHONS_OWN_S = 0.005
+KINDS = {
+    "in process": ({}, PYTHONS_OWN_S),
+    "in process, tuned": ({}, SWITCH_INTERVAL_S),
+    "a worker": ({"isolation": "process", "warm_spare": False}, PYTHONS_OWN_S),
+    "a worker, tuned": ({"isolation": "process", "warm_spare": False}, SWITCH_INTERVAL_S),
+}
+
+
+@contextmanager
+def busy_threads(count):
+    """Have so many threads compute in Python meanwhile."""
+    is_over = False
+
+    def compute():
+        number = 0
+        while not is_over:
+            number += 1
+
+    threads = [threading.Thread(target=compute) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over = True
+        for thread in threads:
+            thread.join()
+
+
+async def latency(engine, callers, seconds):
+    """Return what so many callers see that send again once they are answered."""
+    row = np.ones((1, *engine.inputs[0].dims), np.float32)
+    end_ns = clock.now_ns() + int(seconds * 1e9)
+    took_ns = []
+
+    async def caller():
+        while True:
+            sent_ns = clock.now_ns()
+            await engine.infer(row)
+            now_ns = clock.now_ns()
+            took_ns.append(now_ns - sent_ns)
+            if now_ns > end_ns:
+                return
+
+    began_ns = clock.now_ns()
+    await asyncio.gather(*[caller() for _ in range(callers)])
+    p50, p99 = np.percentile(took_ns, [50, 99]) / 1e3
+    return {
+        "p50_us": float(p50),
+        "p99_us": float(p99),
+        "requests_per_s": len(took_ns) / (clock.now_ns() - began_ns) * 1e9,
+    }
+
+
+async def measured(options):
+    """Return the runs by kind, busy threads and callers, the kinds in turn."""
+    model = STEADY["host" if options.device == "host" else "cuda"]
+    engines = {}
+    for settings, _ in KINDS.values():
+        isolation = settings.get("isolation", "none")
+        if isolation not in engines:
+            engines[isolation] = await asynctrt.open(model, device=options.device, **settings)
+            await latency(engines[isolation], max(CALLERS), options.seconds / 2)
+    runs = {}
+    try:
+        for _ in range(options.repeats):
+            for kind, (settings, interval_s) in KINDS.items():
+                engine = engines[settings.get("isolation", "none")]
+                sys.setswitchinterval(interval_s)
+                for threads in (0, options.threads):
+                    with busy_threads(threads):
+                        for callers in CALLERS:
+                            found = await latency(engine, callers, options.seconds)
+                            runs.setdefault((kind, threads, callers), []).append(found)
+                            print(
+                                f"  {kind}, {threads} threads, {callers} callers: "
+                                f"{found['p50_us'] / 1e3:.2f} ms",
+                                flush=True,
+                            )
+    finally:
+        sys.setswitchinterval(PYTHONS_OWN_S)
+        for engine in engines.values():
+            await engine.aclose()
+    return {
+        f"{kind}; {threads} threads; {callers} callers": {name: median(found, name) for name in found[0]}
+        for (kind, threads, callers), found in runs.items()
+    }
+
+
+def main():
+    options = arguments(__doc__, device="host", seconds=1.0, repeats=3, threads=1)
+    figures = uvloop.run(measured(options))
+    lines = [
+        (
+            case,
+            f"{found['p50_us'] / 1e3:.1f}",
+            f"{found['p99_us'] / 1e3:.1f}",
+            f"{found['requests_per_s']:,.0f}",
+        )
+        for case, found in figures.items()
+    ]
+    show("Beside a thread that computes in Python", ("", "p50 ms", "p99 ms", "requests/s"), lines)
+    save(options.json, __doc__, figures, device=open_device(options.device))
+
+
+if __name__ == "__main__":
+    main()
