@@ -88,6 +88,9 @@ class Rules:
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
         self._profile_of: dict[int, int | None] = {}
+        # The longest that batches took to be copied in, to compute and to be copied out, and the sum of these:
+        # each is expected by itself, and there may be no batch that had all of them.
+        self._longest_parts_ns = (0, 0, 0)
         self._longest_ns = self._longest_seen_ns = 0
         # When a request with a deadline was taken last, and the last batch that was aged.
         self._taken_ns = 0
@@ -268,10 +271,12 @@ class Rules:
         self._timed[batch.key.shape, batch.rows_run] += batch.is_timed
         if batch.is_timed:
             self._copied.add((batch.key.copy_key, batch.rows_run))
-        took_ns = flight.copy_in_ns + flight.compute_ns + flight.copy_out_ns
-        self._longest_ns = max(self._longest_ns, took_ns)
+        took_ns = flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns
+        copy_in_ns, compute_ns, copy_out_ns = map(max, self._longest_parts_ns, took_ns)
+        self._longest_parts_ns = copy_in_ns, compute_ns, copy_out_ns
+        self._longest_ns = copy_in_ns + compute_ns + copy_out_ns
         # A clock that leaps is taken for a batch that took as long.
-        self._longest_seen_ns = max(self._longest_seen_ns, took_ns, now_ns - batch.launched_ns)
+        self._longest_seen_ns = max(self._longest_seen_ns, sum(took_ns), now_ns - batch.launched_ns)
         if self._limits.is_calm and batch.number in self._ends_ns:
             _hold(
                 self._ends_ns.pop(batch.number) <= now_ns, f"batch {batch.number} was expected after its end"
