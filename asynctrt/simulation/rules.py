@@ -88,7 +88,7 @@ class Rules:
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
         self._profile_of: dict[int, int | None] = {}
-        # The longest that batches took to be copied in, to compute and to be copied out, and the sum of these:
+        # The longest that batches took to be copied in, to compute and to be copied out, and the sum of it:
         # each is expected by itself, and there may be no batch that had all of them.
         self._longest_parts_ns = (0, 0, 0)
         self._longest_ns = self._longest_seen_ns = 0

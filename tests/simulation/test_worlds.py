@@ -56,9 +56,9 @@ def test_the_rules_hold_for_many_more_seeds(block):
 
 @pytest.mark.parametrize("seed", [4713, 5789, 204817, 315425])
 def test_seeds_at_which_a_rule_was_wrong_itself(seed):
-    """Batches of few bytes hold fewer rows than others, so that more of them go first; how long it takes to copy
-    them is not known of all where it is of some; and what is expected of copies and of computing, each by
-    itself, no batch may have taken together."""
+    """Batches of few bytes hold fewer rows than others, so that more of them go first; how long it takes to
+    copy them is not known of all where it is of some; and what is expected of copies and of computing, each
+    by itself, no batch may have taken together."""
     assert not check_seeds([seed], lambda _: True)
 
 
