@@ -436,7 +436,6 @@ class OutputMemory:
         """
         if not self.mark:
             self._prepare()
-            self._rows = 0
         if rows != self._rows:
             self._cut(rows)
         if self._fill:
@@ -496,45 +495,47 @@ class OutputMemory:
 
     def _prepare(self) -> None:
         """Draw a mark, and decide where it lies, and what is filled with what."""
-        nbytes = self._row_nbytes
-        self.mark = self._draw()
+        nbytes, mark = self._row_nbytes, self._draw()
         if self._dtype == np.bool_ or not nbytes:
-            self.mark = bytes([FILL_BOOL])
+            mark = bytes([FILL_BOOL])
         elif nbytes < MARK_NBYTES and self._dtype == np.float32:
-            self.mark = self.mark[:4]
-        self._value = int.from_bytes(self.mark, sys.byteorder)
-        self._all_places, self._all_fills = self._lay_out(self._bytes)
+            mark = mark[:4]
+        self._rows = 0
+        self._value = int.from_bytes(mark, sys.byteorder)
+        self._all_places, self._all_fills = self._lay_out(self._bytes, mark)
         first = np.empty(min(FILL_NBYTES_MAX // nbytes, len(self._array)) * nbytes if nbytes else 0, np.uint8)
-        for target, fill in self._lay_out(first)[1]:
+        for target, fill in self._lay_out(first, mark)[1]:
             target[...] = fill
         self._first = first.tobytes()
+        self.mark = mark  # The last of it: Ctrl-C may come in between.
 
-    def _lay_out(self, filled: Array) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
+    def _lay_out(self, filled: Array, mark: bytes) -> tuple[Array, tuple[tuple[Array, Array], ...]]:
         """Return where marks lie in the bytes of some rows, and what is filled with what."""
-        nbytes, mark = self._row_nbytes, np.frombuffer(self.mark, np.uint8)
+        nbytes, drawn = self._row_nbytes, np.frombuffer(mark, np.uint8)
         fill = np.array(FILL, np.uint8)
         if nbytes >= MARK_NBYTES == len(mark):
             rows = len(filled) // nbytes
             row = np.full(nbytes, fill)
-            row[:MARK_NBYTES] = row[-MARK_NBYTES:] = mark
+            row[:MARK_NBYTES] = row[-MARK_NBYTES:] = drawn
             strides = (nbytes, nbytes - MARK_NBYTES)
             places = np.ndarray((rows, 2 if strides[1] else 1), np.uint64, filled, strides=strides)
             row = row.view(np.uint8 if nbytes % 8 else np.uint64)
             return places, ((filled.view(row.dtype).reshape(rows, len(row)), row),)
         unit = np.dtype(f"u{len(mark)}")
         places = filled[: len(filled) // unit.itemsize * unit.itemsize].view(unit)
-        marks = (places, mark.view(unit))
+        marks = (places, drawn.view(unit))
         return places, (marks,) if unit.itemsize <= nbytes or not nbytes else ((filled, fill), marks)
 
     def _cut(self, rows: int) -> None:
         """Decide the same for a batch of so many rows."""
-        self._rows, nbytes = rows, rows * self._row_nbytes
+        self._rows, nbytes = 0, rows * self._row_nbytes  # Of none, until all of it is done.
         self.places = self._part(self._all_places, rows)
         self._fills = tuple([(self._part(target, rows), fill) for target, fill in self._all_fills])
         self._fill = self._first[:nbytes] if nbytes <= len(self._first) else b""
         self._filled = self._bytes[:nbytes].data
         ends = range(self.places.shape[-1]) if len(self.places) == 1 else ()
         self._looks = tuple([self.places[..., end : end + 1].item for end in ends])
+        self._rows = rows
 
     def _part(self, array: Array, rows: int) -> Array:
         """Return the part of an array over all rows that is of the first ones."""

@@ -632,6 +632,22 @@ class TestWhichUnwrittenRowsAreRecognised:
                 left_out = slice(0, 0)
             assert whole[rows:].tobytes() == behind.tobytes()
 
+    def test_after_ctrl_c_while_it_was_decided_where_marks_lie(self, monkeypatch):
+        """Nothing of what was half done is used."""
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        memory = OutputMemory(memory_of(TensorSpec("y", "float32", (4,))))
+        for method in ("_lay_out", "_part"):
+            with monkeypatch.context() as patched:
+                patched.setattr(memory, method, interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    memory.hand_out(5)
+            memory.hand_out(5)[:3] = 1
+            assert memory.may_be_marked()
+            assert memory.count_marked() == 2
+
     @pytest.mark.parametrize("kind", RECOGNISED)
     def test_what_is_not_recognised_is_no_row_of_an_earlier_batch(self, kind, monkeypatch):
         """Every value that a batch before had written is gone, also within rows and between marks."""
