@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import ipaddress
 import logging
+import os
+import signal
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +29,9 @@ SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
 
 PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
+
+HURRIED_S: Final = 1.0
+"""How long what was cancelled may take to end, in a server that is to stop at once."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -192,12 +197,39 @@ async def serve(
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            await _wait_or_leave(tasks, HURRIED_S if server.is_hurried else settings.drain_timeout)
         show("stopped")
     if server.lost:
         raise DeviceLostError(
             f"nothing can run {', '.join(server.lost)} any more in this process: start the server again"
         )
+
+
+async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> None:
+    """Wait for tasks that were cancelled; end the process if they have not ended in time, or with a signal.
+
+    A model that is being loaded cannot be interrupted: its library, or the module that is imported, may hang.
+    """
+    loop, hurried = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, hurried.set)
+    waits = [asyncio.create_task(wait) for wait in (_all_ended(tasks), _set(hurried))]
+    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not waits[0].done():
+        logger.error("the model that is being loaded does not end: the process ends without it")
+        logging.shutdown()
+        os._exit(1)
+    waits[1].cancel()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+
+
+async def _all_ended(tasks: Iterable["asyncio.Task[None]"]) -> None:
+    await asyncio.wait(tasks)
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def _with_places(repository: Repository, folders: Iterable[ModelFolder]) -> Repository:

@@ -259,6 +259,11 @@ class Server:
         """Whether it was asked to stop: by a signal, or by :meth:`stop`."""
         return self._asked.is_set() or self._stopping is not None
 
+    @property
+    def is_hurried(self) -> bool:
+        """Whether it is to stop at once."""
+        return self._hurry.is_set()
+
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
 

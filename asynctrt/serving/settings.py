@@ -231,7 +231,7 @@ class ServerSettings:
     drain_timeout: float = setting(
         default=30.0,
         check=duration(0, SECONDS_MAX),
-        doc="After SIGTERM: how long to wait for requests in progress.",
+        doc="After SIGTERM: how long to wait for requests in progress, and for a model that is being loaded.",
     )
     drain_delay: float = setting(
         default=0.0,

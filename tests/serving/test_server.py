@@ -243,6 +243,21 @@ class TestAsAProcess:
             line("stopped")
             assert process.wait(WAIT_S) == 0
 
+    @pytest.mark.parametrize("signals", [1, pytest.param(2, marks=pytest.mark.tier2)])
+    def test_a_model_that_is_never_loaded_does_not_keep_it(self, tmp_path, signals):
+        """By a signal it ends when the time to drain is over, and at once by a second one."""
+        (tmp_path / "stuck.py").write_text("import time\nwhile True:\n    time.sleep(0.1)\n")
+        flags = ["--http-port", "0", "--no-grpc", "--drain-timeout", "0.2" if signals == 1 else "3600"]
+        env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+        with command("stuck:model", *flags, env=env) as (process, line):
+            line("loading 1 model")
+            process.send_signal(signal.SIGINT)
+            line("SIGINT: stopping")
+            if signals == 2:
+                process.send_signal(signal.SIGINT)
+            line("the model that is being loaded does not end")
+            assert process.wait(WAIT_S) == 1
+
     def test_a_folder_that_changes_while_it_is_served(self, tmp_path):
         scale_onnx(tmp_path / "double/1/model.onnx", 2)
         flags = ["--watch", "0.05", "--model-control", "--warmup", "1", "--http-port", "0", "--no-grpc"]
