@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sys
+import threading
 from contextvars import ContextVar, copy_context
 
 import pytest
@@ -170,6 +172,35 @@ async def test_it_rings_on_a_loop_that_is_never_idle(make):
     await bell.wait()
     busy = False
     alarm.close()
+
+
+async def test_to_set_it_lets_no_other_thread_run():
+    """Who lets go of the GIL for a call that returns at once may wait for long until it has it again."""
+    gate, ran = threading.Lock(), []
+    gate.acquire()
+
+    def run():
+        with gate:
+            ran.append(True)
+
+    alarm = TimerfdAlarm(asyncio.get_running_loop(), lambda: None)
+    thread = threading.Thread(target=run)
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(WAIT_S)
+    try:
+        gate.release()
+        awake_ns = clock.now_ns() + 20_000_000  # Until then it has come to wait for the GIL.
+        while clock.now_ns() < awake_ns:
+            pass
+        for sooner in range(2000):
+            alarm.set(awake_ns + 10**12 - sooner)
+        assert not ran
+    finally:
+        sys.setswitchinterval(interval_s)
+        alarm.close()
+    thread.join(WAIT_S)
+    assert ran
 
 
 async def test_no_descriptor_is_left():

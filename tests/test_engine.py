@@ -369,7 +369,7 @@ class TestBatching:
             assert {size: count for size, count in last.items() if count} == sizes
 
     async def test_a_slow_first_batch_does_not_have_all_that_follow_divided(self):
-        """What is divided is never measured as a whole again, so it would count for ever as it was once."""
+        """Batches that are always divided are never measured whole again: the first would count for ever."""
         naps = iter([0.01])
 
         def work(inputs, outputs):

@@ -53,6 +53,9 @@ GIVE_UP_BATCHES: Final = 96
 SIDE_BY_SIDE: Final = 0.3
 """A batch counts for a trial if it had at least so much of the lanes that are tried beside it."""
 
+ALL_BUT: Final = 0.5
+"""And for what is known of the lanes that there are, if it had all of them beside it but so much of one."""
+
 BASE_ERROR_MAX: Final = 0.05
 BASE_BATCHES: Final = 48
 """How exactly it is to be known what the lanes do that there are before fewer are tried, and after how many
@@ -225,7 +228,7 @@ class _Trial:
         Those that began before the lanes were full have not waited for what comes after them.
         """
         if self.base is None:
-            return beside >= self.lanes - 0.5
+            return beside >= self.lanes - ALL_BUT
         if self.tried > self.lanes:
             return at_first > self.lanes and beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
         return beside <= self.lanes - SIDE_BY_SIDE * (self.lanes - self.tried)
@@ -571,6 +574,7 @@ class Lanes:
         lanes = self._lanes[chosen]
         # What proved itself once may not any more, as others use the device too.
         is_down = lanes == self._lanes_max or (lanes > 1 and self._is_down_next[chosen])
+        # How many fewer is decided when it is known what the device does with these.
         tried = lanes - 1 if is_down else min(2 * lanes, self._lanes_max)
         base = self._proved_for(chosen, is_down=is_down)
         self._proved = None
@@ -592,7 +596,7 @@ class Lanes:
         if proved is None or proved.size < size or proved.tried != lanes:
             return None
         found = proved.work()
-        if is_down and (found.beside < lanes - 0.5 or found.error > BASE_ERROR_MAX):
+        if is_down and (found.beside < lanes - ALL_BUT or found.error > BASE_ERROR_MAX):
             return None
         return found
 
@@ -601,8 +605,7 @@ class Lanes:
 
         Not fewer than half as many: if they do notice, requests queue up meanwhile.
         """
-        trial.base = base
-        trial.tried = max(min(ceil(base.rate - ROUNDED), trial.lanes - 1), trial.lanes // 2, 1)
+        trial.tried = max(min(ceil(base.rate - ROUNDED), trial.lanes - 1), trial.lanes // 2)
         if _is_beyond(base, trial.tried):
             self._end_trial(trial, is_better=False)
 
@@ -643,13 +646,13 @@ class Lanes:
 
     def _judge_base(self, trial: _Trial, found: _Work) -> None:
         """Begin to try other lanes, once it is known what those do that there are."""
-        is_down = trial.tried < trial.lanes
-        if not is_down and _is_beyond(found, trial.tried):
-            self._end_trial(trial, is_better=False)
-            return
-        if is_down and found.error > BASE_ERROR_MAX and len(trial.samples) < BASE_BATCHES:
+        if trial.tried > trial.lanes:
+            if _is_beyond(found, trial.tried):
+                self._end_trial(trial, is_better=False)
+                return
+        elif found.error > BASE_ERROR_MAX and len(trial.samples) < BASE_BATCHES:
             return  # It costs nothing to wait for more, as nothing else is tried yet.
-        if is_down and _are_as_good_alone([one for one in trial.samples if one.size >= trial.cause]):
+        elif _are_as_good_alone([one for one in trial.samples if one.size >= trial.cause]):
             # There may never be few enough beside these to see that, if smaller batches have more lanes.
             trial.size, trial.tried = trial.cause, 1
             self._end_trial(trial, is_better=True)
@@ -657,7 +660,7 @@ class Lanes:
         trial.base, trial.samples = found, []
         trial.landed = trial.unknown = 0
         trial.begins = max(self._inside, default=0)
-        if is_down:
+        if trial.tried < trial.lanes:
             self._go_down(trial, found)
 
     def _end_trial(self, trial: _Trial, *, is_better: bool | None) -> None:

@@ -213,23 +213,16 @@ async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float
     loop, hurried = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, hurried.set)
-    waits = [asyncio.create_task(wait) for wait in (_all_ended(tasks), _set(hurried))]
-    await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if not waits[0].done():
-        logger.error("the model that is being loaded does not end: the process ends without it")
+    ended: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
+    hurry: asyncio.Future[Any] = asyncio.create_task(hurried.wait())
+    await asyncio.wait([ended, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        logger.error("a model that is being loaded cannot be interrupted: the process ends without it")
         logging.shutdown()
         os._exit(1)
-    waits[1].cancel()
+    hurry.cancel()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)
-
-
-async def _all_ended(tasks: Iterable["asyncio.Task[None]"]) -> None:
-    await asyncio.wait(tasks)
-
-
-async def _set(event: asyncio.Event) -> None:
-    await event.wait()
 
 
 def _with_places(repository: Repository, folders: Iterable[ModelFolder]) -> Repository:

@@ -88,10 +88,10 @@ class Rules:
         # By what it takes to copy them, and their size, the batches of which that was measured.
         self._copied: set[tuple[Hashable, int]] = set()
         self._profile_of: dict[int, int | None] = {}
-        # The longest that batches took to be copied in, to compute and to be copied out, and the sum of it:
-        # each is expected by itself, and there may be no batch that had all of them.
+        # The longest that batches took to be copied in, to compute and to be copied out: each is expected by
+        # itself, and there may be no batch that had all of them.
         self._longest_parts_ns = (0, 0, 0)
-        self._longest_ns = self._longest_seen_ns = 0
+        self._longest_seen_ns = 0
         # When a request with a deadline was taken last, and the last batch that was aged.
         self._taken_ns = 0
         self._launched_alone = 0
@@ -274,7 +274,6 @@ class Rules:
         took_ns = flight.copy_in_ns, flight.compute_ns, flight.copy_out_ns
         copy_in_ns, compute_ns, copy_out_ns = map(max, self._longest_parts_ns, took_ns)
         self._longest_parts_ns = copy_in_ns, compute_ns, copy_out_ns
-        self._longest_ns = copy_in_ns + compute_ns + copy_out_ns
         # A clock that leaps is taken for a batch that took as long.
         self._longest_seen_ns = max(self._longest_seen_ns, sum(took_ns), now_ns - batch.launched_ns)
         if self._limits.is_calm and batch.number in self._ends_ns:
@@ -460,6 +459,11 @@ class Rules:
         batches = 1 + len(self.in_flight) + self._rows[request.key] // limits.rows_max(request.key)
         is_possible = error.predicted_s * 1e9 <= batches * self._longest_ns + 1
         _hold(is_possible, "a request is said to be later than it could be")
+
+    @property
+    def _longest_ns(self) -> int:
+        """How long a batch may be expected to take at most."""
+        return sum(self._longest_parts_ns)
 
     def _due_ns(self, request: Request) -> int:
         return min(request.deadline_ns, request.arrival_ns + self._limits.policy.patience_ns)

@@ -546,6 +546,30 @@ class TestCoroutines:
         assert stream.close(WAIT_S)
 
 
+def test_what_is_learned_of_one_model_is_not_believed_of_another():
+    """A quick one runs on the loop's thread; a slow one on the same device would hold the loop up there."""
+    threads = []
+
+    def slow(inputs):
+        threads.append(threading.get_ident())
+        return inputs["x"]
+
+    async def run():
+        device = HostDevice(threads=1)
+        quick = FunctionModel(lambda inputs: inputs["x"], inputs=X, outputs=Y)
+        other = FunctionModel(slow, inputs=X, outputs=Y)
+        async with (
+            asynctrt.open(quick, device=device) as first,
+            asynctrt.open(other, device=device) as second,
+        ):
+            for _ in range(50):
+                await first.infer(one_row(1))
+            await second.infer(one_row(1))
+
+    asyncio.run(run())
+    assert threading.get_ident() not in threads
+
+
 def memory_of(spec, rows_max=16):
     array = np.zeros((rows_max, *spec.dims), spec.dtype)
     return TensorMemory(spec.name, spec.dtype, spec.dims, array.ctypes.data, array)
@@ -586,50 +610,49 @@ RECOGNISED = {
 """For each kind of output how many rows, from a multiple of 8 bytes on, have to be left out to be noticed."""
 
 
+class WritesAllBut:
+    """A function that leaves out some rows of its output."""
+
+    def __init__(self):
+        self.left_out = slice(0, 0)
+
+    def __call__(self, inputs, outputs):
+        values = outputs["y"]
+        keep = values[self.left_out].copy()
+        values[...] = 1
+        values[self.left_out] = keep
+
+
 class TestWhichUnwrittenRowsAreRecognised:
     @pytest.mark.parametrize("kind", RECOGNISED)
     @pytest.mark.parametrize("rows", [8, 9, 16])
     def test_rows_that_are_left_out(self, kind, rows):
         spec, least = RECOGNISED[kind]
-        left_out = slice(0, 0)
-
-        def function(inputs, outputs):
-            values = outputs["y"]
-            keep = values[left_out].copy()
-            values[...] = 1
-            values[left_out] = keep
-
-        run = Inline(function, spec)
+        writes = WritesAllBut()
+        run = Inline(writes, spec)
         for start in range(0, rows - least + 1, 8):
             run(rows)
-            left_out = slice(start, start + least)
+            writes.left_out = slice(start, start + least)
             with pytest.raises(ExecutionError, match=rf"output 'y': \d of {rows} rows were not written"):
                 run(rows)
-            left_out = slice(0, 0)
+            writes.left_out = slice(0, 0)
             assert (run(rows)[0] == 1).all()
 
     @pytest.mark.parametrize("kind", RECOGNISED)
     def test_after_batches_of_other_sizes(self, kind):
         """In each size what is left out is found as ever, and what lies behind the batch is left alone."""
         spec, least = RECOGNISED[kind]
-        left_out = slice(0, 0)
-
-        def function(inputs, outputs):
-            values = outputs["y"]
-            keep = values[left_out].copy()
-            values[...] = 1
-            values[left_out] = keep
-
-        run = Inline(function, spec)
+        writes = WritesAllBut()
+        run = Inline(writes, spec)
         whole = run.memory[0].array
         for rows in (16, 8, 9, 1, 8, 16):
             behind = whole[rows:].copy()
             assert (run(rows)[0] == 1).all()
             if rows >= 8:
-                left_out = slice(rows // 8 * 8 - 8, rows // 8 * 8 - 8 + least)
+                writes.left_out = slice(rows // 8 * 8 - 8, rows // 8 * 8 - 8 + least)
                 with pytest.raises(ExecutionError, match=rf"output 'y': \d of {rows} rows were not written"):
                     run(rows)
-                left_out = slice(0, 0)
+                writes.left_out = slice(0, 0)
             assert whole[rows:].tobytes() == behind.tobytes()
 
     def test_after_ctrl_c_while_it_was_decided_where_marks_lie(self, monkeypatch):

@@ -255,7 +255,7 @@ class TestAsAProcess:
             line("SIGINT: stopping")
             if signals == 2:
                 process.send_signal(signal.SIGINT)
-            line("the model that is being loaded does not end")
+            line("a model that is being loaded cannot be interrupted: the process ends without it")
             assert process.wait(WAIT_S) == 1
 
     def test_a_folder_that_changes_while_it_is_served(self, tmp_path):

@@ -64,7 +64,7 @@ class ColdDevice(VirtualDevice):
 
 
 class FullDevice(ColdDevice):
-    """A device that has room for so many batches, beside which others wait until one ends.
+    """A device with room for a number of batches; others wait on it until one of them ends.
 
     It counts that time as theirs, as a GPU does whose multiprocessors are taken.
     """

@@ -2,8 +2,8 @@
 
 Batches hold up to 16 rows of one shape. "fills" takes all multiprocessors for 0.5 ms and 31 µs a row; "small"
 takes an eighth of them for eight times as long, so that both can compute the same number of rows a second.
-The rates are shares of that number. Shapes are equally frequent, and drawn at random. The engine has half as
-many contexts more as batches fit side by side, and 4 at least. Beside it, in the same process and in turn:
+The rates are shares of that number. Shapes are equally frequent, and drawn at random. The engine has 12
+contexts for "small", of which eight fit, and 4 for "fills". Beside it, in the same process and in turn:
 
 - "by hand": one thread for each batch that can compute at once, which gathers, copies and waits; when one is
   free, its batch is what waits of the shape of the oldest request.
