@@ -11,6 +11,7 @@ from asynctrt.errors import ModelError, OptionsError
 from asynctrt.loading import name_of
 from asynctrt.options import Options
 from asynctrt.serving.warmup import WARMUP, warm_all_sizes
+from asynctrt.workers.spawn import ENGINE
 
 FILES_MAX: Final = 10_000
 """Files that a model may have: whoever gives a home directory by mistake is told so."""
@@ -104,9 +105,13 @@ class ModelSource:
         rounds = warmup if self.warmup is None else self.warmup
 
         async def opened() -> Engine:
-            engine = await asynctrt.open(
-                self.path, device=self.device or device, options=Options(**self.settings)
-            )
+            token = ENGINE.set(f"{self.name}:{self.version}")
+            try:
+                engine = await asynctrt.open(
+                    self.path, device=self.device or device, options=Options(**self.settings)
+                )
+            finally:
+                ENGINE.reset(token)
             try:
                 await warm_all_sizes(engine, rounds)
             except BaseException:

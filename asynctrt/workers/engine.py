@@ -26,7 +26,7 @@ from asynctrt.workers.front import Front
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
-from asynctrt.workers.spawn import SPAWNER, OwnWorkers
+from asynctrt.workers.spawn import ENGINE, SPAWNER, OwnWorkers
 from asynctrt.workers.suspension import WorkerSuspension
 
 SHARE_OF_MEMORY: Final = 0.5
@@ -245,7 +245,11 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
         int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY)
     )
     spawner = SPAWNER.get() or OwnWorkers()
-    links = [Link(loop, model, device, own, memory, spawner) for device in devices]
+    name = ENGINE.get()
+    links = [
+        Link(loop, model, device, own, memory, spawner, f"{name}, worker {number}")
+        for number, device in enumerate(devices)
+    ]
     try:
         for link in links:
             link.start()

@@ -107,6 +107,7 @@ class Link:
     :param model: as :func:`asynctrt.open` takes it: a path, or ``module:attribute``.
     :param memory: the heap of the front.
     :param spawner: gives it workers.
+    :param place: which of the workers of this process it has.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Link:
         options: Options,
         memory: SharedMemory,
         spawner: Spawner,
+        place: str,
     ) -> None:
         self._loop = loop
         self._model = model
@@ -124,6 +126,7 @@ class Link:
         self._options = options
         self._memory = memory
         self._spawner = spawner
+        self._place = place
         self.owner: Owner | None = None
         self.state = "starting"
         """``starting``, ``open``, ``restarting``, ``suspended``, ``lost``, ``closed``."""
@@ -321,6 +324,7 @@ class Link:
                 self._options,
                 partial(self._heard, candidate),
                 partial(self._died, candidate),
+                place=self._place,
                 alone=candidate.is_alone,
             )
         except Exception as error:

@@ -158,6 +158,9 @@ class Want:
     model: str
     device: str
     options: Options
+    place: str
+    """Which of the workers of a front it is, as two of one model on one device may differ in nothing else.
+    Fronts that want the same share it."""
     alone: bool
     """Whether no other front may have it."""
 

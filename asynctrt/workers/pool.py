@@ -185,7 +185,7 @@ class WorkerPool:
             await asyncio.wait([change], timeout=left_s)
 
     def _want(self, member: Member, ticket: int, want: Want) -> None:
-        key = pickle.dumps((want.model, want.device, want.options))
+        key = pickle.dumps((want.model, want.device, want.options, want.place))
         worker = None if want.alone else self._shared.get(key)
         if not want.alone:
             self._keep_no_longer(key)

@@ -49,12 +49,14 @@ class Spawner(Protocol):
         hear: Callable[[Any], None],
         died: Callable[[str], None],
         *,
+        place: str,
         alone: bool,
     ) -> Worker:
         """Return a worker that opens this engine.
 
         :param hear: called with its messages.
         :param died: called once, with how it ended.
+        :param place: which of the workers of this process it is.
         :param alone: whether no other front may have it.
         :raises DeviceUnavailableError: if there cannot be another process.
         """
@@ -73,6 +75,7 @@ class OwnWorkers:
         hear: Callable[[Any], None],
         died: Callable[[str], None],
         *,
+        place: str,
         alone: bool,
     ) -> Worker:
         return await WorkerProcess.start(model, device, options, hear, died)
@@ -137,6 +140,7 @@ class SharedWorkers:
         hear: Callable[[Any], None],
         died: Callable[[str], None],
         *,
+        place: str,
         alone: bool,
     ) -> Worker:
         if self._is_orphaned:
@@ -144,7 +148,7 @@ class SharedWorkers:
         self._last_ticket += 1
         worker = SharedWorker(self._last_ticket, self._tell, hear, died)
         self._workers[self._last_ticket] = worker
-        self._tell(self._last_ticket, Want(model, device, options, alone=alone))
+        self._tell(self._last_ticket, Want(model, device, options, place, alone))
         return worker
 
     def close(self) -> None:
@@ -185,3 +189,7 @@ class SharedWorkers:
 
 SPAWNER: ContextVar[Spawner | None] = ContextVar("SPAWNER", default=None)
 """Where engines that are opened in this context have their workers from; ``None``: from themselves."""
+
+ENGINE: ContextVar[str] = ContextVar("ENGINE", default="")
+"""What an engine that is opened in this context is called in every front of a server. Those that are called the
+same share their workers, and no others do."""

@@ -97,31 +97,31 @@ async def running(*flags, model=KIND, fronts=2):
         assert not alive, (gone, alive)
 
 
-async def asked(url, first):
+async def asked(url, first, model="kind"):
     """Ask over a connection of its own, so that any front may get it."""
     async with (
         aiohttp.ClientSession() as client,
-        client.post(f"{url}/v2/models/kind/infer", json=body(first)) as answer,
+        client.post(f"{url}/v2/models/{model}/infer", json=body(first)) as answer,
     ):
         return answer.status, await answer.json()
 
 
-async def check(url, firsts):
-    answers = await asyncio.gather(*[asked(url, first) for first in firsts])
+async def check(url, firsts, model="kind"):
+    answers = await asyncio.gather(*[asked(url, first, model) for first in firsts])
     for first, (status, answer) in zip(firsts, answers, strict=True):
         assert status == 200, answer
         assert answer["outputs"][0]["data"] == [2 * first, 2, 4, 6]
 
 
-async def counts(url, name):
-    """Return a metric's samples by front, summed over the other labels."""
+async def counts(url, name, by="front"):
+    """Return a metric's samples by front or another label, summed over the other labels."""
     async with aiohttp.ClientSession() as client, client.get(url) as answer:
         text = await answer.text()
     found = {}
     for line in text.splitlines():
         if line.startswith(name + "{"):
-            front = re.search(r'front="(\d)"', line)[1]
-            found[front] = found.get(front, 0) + float(line.split()[-1])
+            value = re.search(rf'{by}="(\w+)"', line)[1]
+            found[value] = found.get(value, 0) + float(line.split()[-1])
     return found
 
 
@@ -145,6 +145,23 @@ async def test_fronts_share_a_port_and_a_worker():
             answer = await channel.unary_unary(METHOD)(request.SerializeToString())
         outputs = ModelInferResponse.FromString(answer).raw_output_contents
         assert np.frombuffer(outputs[0], np.float32).tolist() == [14, 2, 4, 6]
+
+
+@pytest.mark.tier2
+async def test_each_device_of_each_model_has_a_worker_though_they_are_the_same():
+    async with running(f"other={KIND}", "--device=host,host", model=f"kind={KIND}") as server:
+        workers = server.workers
+        assert len(workers) == 4
+        await check(server.url, range(1, 41), model="other")
+        async with asyncio.timeout(WAIT_S):
+            while not (told := await counts(server.metrics, "nv_inference_exec_count", by="model"))["other"]:
+                await asyncio.sleep(0.05)
+        assert told["kind"] == 0
+        for worker in workers[:3]:
+            worker.kill()
+        for model in ("kind", "other"):
+            await check(server.url, range(1, 41), model=model)
+        await until(lambda: len(server.workers) == 4)
 
 
 @pytest.mark.tier2

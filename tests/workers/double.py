@@ -106,7 +106,7 @@ class Workers:
         self.why_not = ""
         """Why they cannot have the memory of the front."""
 
-    async def start(self, _model, _device, _options, hear, died, *, alone):
+    async def start(self, _model, _device, _options, hear, died, *, place, alone):
         assert not alone
         self.all.append(Worker(self, hear, died))
         if self.starts:

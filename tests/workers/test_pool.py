@@ -83,7 +83,7 @@ async def test_a_front_whose_descriptors_did_not_arrive_does_not_end_the_worker_
     ends = [channel() for _ in range(2)]
     for number, (own, _) in enumerate(ends):
         pool.add(number, own)
-        pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), alone=False)), [])
+        pool.hear(number, To(1, Want("kind", "host", asynctrt.Options(), place="", alone=False)), [])
     async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
         while not hears:
             await asyncio.sleep(0)
@@ -133,10 +133,9 @@ class Started:
         for end in self.ends.pop(number):
             end.close()
 
-    def want(self, number, ticket=1, **settings):
-        self.pool.hear(
-            number, To(ticket, Want("kind", "host", asynctrt.Options(**settings), alone=False)), []
-        )
+    def want(self, number, ticket=1, place="", **settings):
+        wanted = Want("kind", "host", asynctrt.Options(**settings), place, alone=False)
+        self.pool.hear(number, To(ticket, wanted), [])
 
     async def say_ready(self, *numbers):
         async with asyncio.timeout(WAIT_S), asynctrt.open(double_model()) as engine:
@@ -153,6 +152,27 @@ class Started:
             for number, process in enumerate(self.processes)
             if any(isinstance(message, Close) for message, _ in process.told)
         ]
+
+
+async def test_workers_of_one_model_on_one_device_are_shared_each_with_its_own_kind(monkeypatch):
+    """Two workers on one device, or two names of one model, differ in nothing but their places."""
+    started = Started(monkeypatch)
+    for number in (0, 1):
+        started.front(number)
+        for ticket, place in enumerate(("a, worker 0", "a, worker 1", "b, worker 0")):
+            started.want(number, ticket, place=place, warm_spare=True)
+    await started.say_ready(0, 1, 2)
+    await until(lambda: len(started.processes) == 6)  # Each has a spare.
+    for _, its in started.ends.values():
+        heard = [receive(its)[0] for _ in range(3)]
+        assert [(message.ticket, type(message.message)) for message in heard] == [
+            (ticket, Ready) for ticket in range(3)
+        ]
+    for number in (0, 1):
+        started.pool.hear(number, To(1, Close()), [])
+    assert started.closed() == [1]
+    for number in (0, 1):
+        started.gone(number)
 
 
 async def test_a_worker_is_kept_for_fronts_that_take_the_places_of_all_that_died(monkeypatch):
@@ -226,7 +246,7 @@ async def test_spares_that_die_are_replaced_until_there_is_no_hope(monkeypatch, 
         described = Description(engine.name, "python", "host", engine.inputs, engine.outputs, 4, 1, 1)
     own, its = channel()
     pool.add(0, own)
-    want = Want("kind", "host", asynctrt.Options(warm_spare=True), alone=False)
+    want = Want("kind", "host", asynctrt.Options(warm_spare=True), place="", alone=False)
     pool.hear(0, To(1, want), [])
     await until(lambda: len(started) == 1)
     hears[0](Ready(described, one))
