@@ -2,9 +2,9 @@
 
 Three parts (``--only``, with commas): `fronts`, a server in one process and with several fronts, over HTTP
 (``--wrk PATH`` loads it with ``wrk``, with ``--wrk-connections``), websocket and gRPC, beside processes that
-answer whatever is asked (``--fronts 8,bare8``), which show what the machine can do; `devices`, rows/s of an
-engine with workers on one device and on several, in turn; `fed`, a model (``--onnx``) behind fronts beside
-bare loops of the same model.
+answer whatever is asked (``--fronts 8,bare8``), which show what the machine can do (``--flags`` are the
+servers', such as ``--flags=--max-rows=512``); `devices`, rows/s of an engine with workers on one device and on
+several, in turn; `fed`, a model (``--onnx``) behind fronts beside bare loops of the same model.
 """
 
 import asyncio
@@ -99,20 +99,20 @@ def attempt(what, found, measure):
 
 
 def kinds_of(options):
-    """Return the servers to compare: their names, fronts and flags. ``8x2``: eight fronts and two workers;
-    ``bare8``: eight processes that answer whatever is asked, which have no flags."""
-    kinds = []
+    """Return the servers to compare: their names, fronts, workers and flags. ``8x2``: eight fronts and two
+    workers; ``bare8``: eight processes that answer whatever is asked, which have no flags."""
+    kinds, own = [], tuple(options.flags.split())
     for text in options.fronts.split(","):
         if text.startswith("bare"):
-            kinds.append((f"{text[4:]} {BARE}", int(text[4:]), None))
+            kinds.append((f"{text[4:]} {BARE}", int(text[4:]), 0, None))
             continue
-        count, _, workers = text.partition("x")
-        devices = (f"--device={','.join(['host'] * int(workers))}",) if workers else ()
-        if count == "1":
-            kinds += [("one process", 1, ()), ("a worker", 1, ("--isolation=process",))]
+        count, workers = map(int, f"{text}x1".split("x")[:2])
+        if count == 1:
+            kinds += [("one process", 1, 0, own), ("a worker", 1, 1, ("--isolation=process", *own))]
         else:
-            name = f"{count} fronts" + (f", {workers} workers" if workers else "")
-            kinds.append((name, int(count), (f"--fronts={count}", *devices)))
+            name = f"{count} fronts" + (f", {workers} workers" if workers > 1 else "")
+            devices = f"--device={','.join(['host'] * workers)}"
+            kinds.append((name, count, workers, (f"--fronts={count}", devices, *own)))
     return kinds
 
 
@@ -159,14 +159,15 @@ def fronts(options, folder, note):
             (
                 name,
                 count,
+                workers,
                 stack.enter_context(started_bare(count) if flags is None else started(NOOP, *flags)),
             )
-            for name, count, flags in kinds_of(options)
+            for name, count, workers, flags in kinds_of(options)
         ]
         servers = {}
-        for name, count, server in starting:
+        for name, count, workers, server in starting:
             try:
-                wait_until_all_are_ready(server, count)
+                wait_until_all_are_ready(server, count, workers)
             except (RuntimeError, TimeoutError) as error:
                 failed(name, error, found)
             else:
@@ -189,7 +190,7 @@ def fronts(options, folder, note):
 def show_fronts(protocol, figures, options):
     alone = figures.get("one process")
     lines = []
-    for name, count, flags in kinds_of(options):
+    for name, count, _, flags in kinds_of(options):
         if flags is None and protocol != "HTTP":
             continue
         runs = figures.get(name)
@@ -416,7 +417,7 @@ def fed(options, folder, note):
     with ExitStack() as stack:
         server = stack.enter_context(started(f"fed={options.onnx}", *flags, "--warmup=2"))
         pool = stack.enter_context(spawn.Pool(1))  # It is terminated in the end, whatever it does then.
-        wait_until_all_are_ready(server, count)
+        wait_until_all_are_ready(server, count, workers=1)
         body = folder / "fed.body"
         json_nbytes = request_for(server, "fed", body)
 
@@ -514,6 +515,7 @@ def settings():
         __doc__,
         only=",".join(PARTS),
         fronts="1,2,4,8,8x2",
+        flags="",
         protocols=",".join(PROTOCOLS),
         wrk="",
         clients=max((os.cpu_count() or 2) // 2, 1),
@@ -534,7 +536,7 @@ def settings():
         quick=False,
     )
     if options.quick:
-        options.fronts, options.connections, options.clients = "1,2,bare2", 32, 1
+        options.fronts, options.connections, options.clients = "1,2x2,bare2", 32, 1
         options.callers, options.onnx_callers = "64", "8"
         options.fed_fronts, options.fed_connections = 2, 32
         options.seconds, options.repeats, options.max_rows = min(options.seconds, 0.3), 1, 32

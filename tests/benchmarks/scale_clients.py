@@ -107,8 +107,11 @@ def listeners(port):
     return sum(words[1].endswith(f":{port:04X}") and words[3] == LISTENS for words in lines)
 
 
-def wait_until_all_are_ready(server, fronts):
-    """Wait until every front has its models: the first one that has them answers before the others do."""
+def wait_until_all_are_ready(server, fronts, workers):
+    """Wait until every front has its models: the first one that has them answers before the others do.
+
+    :raises RuntimeError: if the server has ended, or other workers than it should have.
+    """
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s:
         if server.process.status() == psutil.STATUS_ZOMBIE:
@@ -116,6 +119,9 @@ def wait_until_all_are_ready(server, fronts):
         if listeners(server.http) == fronts and all(
             is_ready(server.url, None) for _ in range(LOOKS * fronts if fronts > 1 else 1)
         ):
+            kinds = [kind for kind, _ in server.cpu_s().values()]
+            if kinds.count("worker") != workers:
+                raise RuntimeError(f"the server has {kinds.count('worker')} workers, not {workers}")
             return
         time.sleep(0.1)
     raise TimeoutError(f"{server.url} is not ready")
