@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import multiprocessing
 import signal
 import threading
@@ -23,11 +22,8 @@ from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
-from asynctrt.process import freeze_gc, shorten_switch_interval
+from asynctrt.process import calm_gc, shorten_switch_interval
 
-GC_THRESHOLDS: Final = (20_000, 50, 1000)
-"""Thresholds of the garbage collector. With Python's own it goes through all that is alive so often that it
-takes a large part of the CPU time when hundreds of requests are in flight over HTTP."""
 LEAD_NS: Final = 100_000_000
 """Time from when every process is ready to the start of a run, so that each has been told by then."""
 CLOSE_S: Final = 10.0
@@ -120,8 +116,7 @@ async def _serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSe
                 orders.put_nowait(order)
 
         _receive(connection, loop, take, CLOSE)
-        freeze_gc()
-        gc.set_threshold(*GC_THRESHOLDS)
+        calm_gc()
         connection.send(Ready(local.target.name, local.target.kind))
         while isinstance(order := await orders.get(), Order):
             plan = local.plan(order.settings, share, order.settings.processes)

@@ -23,7 +23,7 @@ import anyio
 from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.loading import limit_gpu_memory
-from asynctrt.process import freeze_gc
+from asynctrt.process import calm_gc
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
 from asynctrt.serving.dashboard import dashboard_pages
@@ -178,11 +178,11 @@ class Server:
             raise
 
     def freeze(self) -> None:
-        """Exempt all that exists from garbage collection, once models are loaded: see :func:`freeze_gc`.
+        """Exempt all that exists from garbage collection, once models are loaded: see :func:`calm_gc`.
 
         The pause that it takes is meant, and is not reported as one.
         """
-        freeze_gc()
+        calm_gc()
         if self._stalls is not None:
             self._stalls.restart()
 

@@ -29,7 +29,7 @@ from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, DeviceLostError, ExecutionError, InternalError, describe
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
-from asynctrt.process import shorten_switch_interval
+from asynctrt.process import calm_gc, shorten_switch_interval
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
@@ -488,6 +488,7 @@ async def _run(end: socket.socket, start: Start) -> None:
     async with engine:
         worker = Worker(loop, engine, end)
         statistics = engine.statistics()
+        calm_gc()
         send(
             end,
             Ready(

@@ -78,7 +78,7 @@ async def test_the_pause_in_which_the_heap_is_frozen_is_not_reported(caplog, mon
         def freeze():
             frozen.append(hold(lambda: stalls._seen is not None))
 
-        monkeypatch.setattr("asynctrt.serving.server.freeze_gc", freeze)
+        monkeypatch.setattr("asynctrt.serving.server.calm_gc", freeze)
         server.freeze()
         assert frozen
         assert stalls._seen is None
