@@ -28,7 +28,7 @@ from asynctrt.errors import (
     UsageError,
     once_begun,
 )
-from asynctrt.inputs import Inputs
+from asynctrt.inputs import Checked, Inputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
@@ -287,6 +287,24 @@ class Engine:
         future.driver = lane._driver
         future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future)
         return future
+
+    def _submit_for(
+        self,
+        future: Any,
+        checked: Checked,
+        timeout_ns: int | None,
+        priority: int,
+    ) -> "tuple[Driver, Request] | None":
+        """Queue rows that were checked for something that stands for the future of their request.
+
+        :returns: what runs them, and their request; ``None``, and nothing is queued, if they are more than a
+            batch holds.
+        """
+        arrays, rows, key = checked
+        if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
+            return None
+        driver = self._lane(priority)._driver
+        return driver, driver.submit(arrays, rows, key, priority, timeout_ns, future)
 
     def slot(self, *, rows: int = 1, dims: Mapping[str, Dims] | None = None) -> Slot:
         """Rows of a slab to write inputs straight into: ``async with engine.slot(rows=4) as slot``.

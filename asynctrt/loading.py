@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from collections import Counter
+from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -21,6 +22,10 @@ ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 logger = logging.getLogger("asynctrt")
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
+
+ENGINE_NAME: ContextVar[str] = ContextVar("ENGINE_NAME", default="")
+"""What an engine that is opened in this context is called in every front of a server. Those that are called
+the same share their workers, and no others do."""
 
 _gpu_memory_nbytes: int | None = None
 

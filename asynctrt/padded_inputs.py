@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from asynctrt.errors import InputError
-from asynctrt.inputs import InputCheck, Inputs
+from asynctrt.inputs import Checked, InputCheck, Inputs
 from asynctrt.options import Options
 from asynctrt.padding import Padding
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
@@ -34,7 +34,7 @@ class PaddedInputCheck(InputCheck):
         self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
         self._changes = padding.changes
 
-    def validate(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
+    def validate(self, inputs: Inputs) -> Checked:
         """Return what :meth:`InputCheck.validate` does, with the inputs that were left out.
 
         :raises InputError: as there, and for what is longer than the largest size.
@@ -83,7 +83,7 @@ class PaddedInputCheck(InputCheck):
                 )
         return key
 
-    def _check(self, inputs: Inputs) -> tuple[tuple[Array, ...], int, BatchKey]:
+    def _check(self, inputs: Inputs) -> Checked:
         arrays, rows, key = super()._check(inputs)
         if key.on_device:
             symbols = self.symbols([array.shape[1:] for array in arrays])

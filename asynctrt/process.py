@@ -9,8 +9,8 @@ SWITCH_INTERVAL_S: Final = 0.0005
 """How soon a computing thread gets the GIL back from the loop. Python's own 5 ms is too long for a server."""
 
 GC_THRESHOLDS: Final = (10_000, 10, 10)
-"""Thresholds of the garbage collector for a process of ours. With Python's own, of which the first is 700, it goes
-through what hundreds of requests in flight consist of again and again: a quarter of a worker's CPU time."""
+"""Thresholds of the garbage collector for a process of ours. With Python's own, of which the first is 700, it
+goes through hundreds of requests in flight again and again: that took a fifth of a worker's CPU time."""
 
 
 def shorten_switch_interval() -> None:

@@ -299,3 +299,9 @@ def test_nan_is_found_in_a_field():
 def test_types_without_nan_pass(dtype):
     spec = TensorSpec("x", dtype)
     assert validated(np.zeros(2, dtype), spec, check_finite=True)[1] == 2
+
+
+def test_what_looks_at_values_does_not_go_by_shapes_alone():
+    """A worker checks the arrays of a block once, and whatever comes there later has passed."""
+    assert InputCheck([FLOATS]).looks_at_shapes_alone
+    assert not InputCheck([FLOATS], check_finite=True).looks_at_shapes_alone

@@ -307,6 +307,7 @@ TWO = (TensorSpec("x", "float32", ("n", "m")), TensorSpec("mask", "int8", ("n",)
 
 def test_a_dimension_that_is_not_padded_stays_as_it_is():
     check = PaddedInputCheck(TWO, padding({"n": (4, 8)}, {"mask": "mask"}, TWO))
+    assert not check.looks_at_shapes_alone
     keys = [check.validate(np.ones((1, *dims), np.float32))[2].shape for dims in ((3, 2), (4, 2), (3, 5))]
     assert keys == [(("n", 4), ("m", 2)), (("n", 4), ("m", 2)), (("n", 4), ("m", 5))]
 

@@ -8,10 +8,9 @@ from typing import Any, Final, Self
 import asynctrt
 from asynctrt.engine import Engine
 from asynctrt.errors import ModelError, OptionsError
-from asynctrt.loading import name_of
+from asynctrt.loading import ENGINE_NAME, name_of
 from asynctrt.options import Options
 from asynctrt.serving.warmup import WARMUP, warm_all_sizes
-from asynctrt.workers.spawn import ENGINE
 
 FILES_MAX: Final = 10_000
 """Files that a model may have: whoever gives a home directory by mistake is told so."""
@@ -105,13 +104,13 @@ class ModelSource:
         rounds = warmup if self.warmup is None else self.warmup
 
         async def opened() -> Engine:
-            token = ENGINE.set(f"{self.name}:{self.version}")
+            token = ENGINE_NAME.set(f"{self.name}:{self.version}")
             try:
                 engine = await asynctrt.open(
                     self.path, device=self.device or device, options=Options(**self.settings)
                 )
             finally:
-                ENGINE.reset(token)
+                ENGINE_NAME.reset(token)
             try:
                 await warm_all_sizes(engine, rounds)
             except BaseException:

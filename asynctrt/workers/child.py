@@ -79,6 +79,10 @@ EXIT_LOST: Final = 70
 IN_LARGE: Final = 1
 """Last word of an answer that lies in a block of its own."""
 
+# A member of an enumeration is looked up in its class each time.
+SUBMIT: Final = Kind.SUBMIT
+ANSWER: Final = Kind.ANSWER
+
 logger = logging.getLogger("asynctrt")
 
 
@@ -112,6 +116,7 @@ class Served:
         second = ring_nbytes(message.capacity)
         self._sender = Sender(ring_memory, second, message.capacity, front)
         self._layouts = Layouts(engine.inputs, engine.outputs)
+        self._check = engine._input_check.validate
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
         # Those that are over but for batches which may still read their blocks, each with its error; `None`
@@ -134,8 +139,8 @@ class Served:
         self._is_closed = True
         self._loop.remove_reader(self._receiver.eventfd)
         for work in list(self._works.values()):
-            if work.future is not None:
-                work.future.cancel()
+            if not work.is_over:
+                work.cancel()
         self._blocks.close()
         self._layouts.forget_arrays()
         for number in self._eventfds:
@@ -151,9 +156,8 @@ class Served:
             return
         for kind, _, number, id_, time_ns, block, rows, start, capacity, pages in self._receiver.take():
             try:
-                if kind == Kind.SUBMIT:
-                    where = Where(block, rows, start, capacity or None, pages)
-                    self._submit(id_, where, number, time_ns)
+                if kind == SUBMIT:
+                    self._submit(id_, Where(block, rows, start, capacity or None, pages), number, time_ns)
                 elif kind == Kind.CANCEL:
                     self._cancel(id_)
                 else:
@@ -171,34 +175,50 @@ class Served:
             sizes = tuple(self.words[first : first + self._layouts.symbols])
         layout = self._layouts.of_sizes(sizes)
         work = self._works[id_] = Work(self, id_, where, layout)
-        timeout = None
+        timeout_ns = None
         if deadline_ns != NO_DEADLINE_NS:
-            timeout = max(deadline_ns - clock.now_ns(), 0) / 1e9
-        inputs = layout.inputs(self._memory, block, rows, start, capacity)
+            timeout_ns = max(deadline_ns - clock.now_ns(), 0)
         try:
-            future = self._engine.submit(inputs, timeout=timeout, priority=priority)
+            if capacity is None:
+                arrays = work.arrays = layout.block(self._memory, block, rows)
+                checked = arrays.checked
+                if checked is None:
+                    checked = self._check(arrays.inputs)
+                    if self._engine._input_check.looks_at_shapes_alone:
+                        arrays.checked = checked
+            else:
+                checked = self._check(layout.inputs(self._memory, block, rows, start, capacity))
+            queued = self._engine._submit_for(work, checked, timeout_ns, priority)
+            if queued is None:
+                self._submit_parts(work, timeout_ns, priority)
+                return
         except AsynctrtError as error:
+            work.is_over = True
             self._failed(work, error)
             return
-        work.future = future
-        if isinstance(future, asyncio.Task):
-            # It was split; which of its parts runs when is not seen from here.
-            work.on_launch()
-            work.requests = future.requests  # type: ignore[attr-defined]
-        else:
-            request = future.request  # type: ignore[attr-defined]
-            request.future = work
-            work.requests = (request,)
-            if layout.is_large:
-                request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
-        future.add_done_callback(partial(self._done, work))
+        work.queued(*queued)
+        if layout.is_large:
+            request = queued[1]
+            request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
+
+    def _submit_parts(self, work: Work, timeout_ns: int | None, priority: int) -> None:
+        """Submit more rows than a batch holds."""
+        block, rows, start, capacity, _ = work.where
+        inputs = work.layout.inputs(self._memory, block, rows, start, capacity)
+        timeout = None if timeout_ns is None else timeout_ns / 1e9
+        task: Any = self._engine.submit(inputs, timeout=timeout, priority=priority)
+        work.on_launch()  # Which of the parts runs when is not seen from here.
+        work.task, work.requests = task, task.requests
+        task.add_done_callback(partial(self._done, work))
 
     def _cancel(self, id_: int) -> None:
         work = self._works.get(id_)
         if work is None:
             return  # Its answer is on the way.
-        if work.future is not None:
-            work.future.cancel()
+        if not work.is_over:
+            work.cancel()
+            if work.task is None:
+                self._leave(work, None)
         elif self._large.pop(id_, None) is not None:
             self._gone(work)
 
@@ -229,12 +249,22 @@ class Served:
         for work, error in leaving:
             self._leave(work, error)
 
-    def _done(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
-        work.future = None
-        try:
-            self._end(work, future)
-        except Exception as error:
-            self._broken(work.id, error)
+    def _done(self, work: Work, task: "asyncio.Future[InferResult]") -> None:
+        """End what was split as its task ended."""
+        error = None if task.cancelled() else task.exception()
+        if task is not work.task:
+            return  # It broke a rule, which was answered.
+        work.is_over = True
+        if task.cancelled():
+            self._end(work, None)
+        elif error is not None:
+            self._end(work, error)
+        else:
+            self.answer(work, task.result())
+
+    def fail_soon(self, work: Work, error: BaseException) -> None:
+        """Answer with an error, when what ended the batch is through."""
+        self._loop.call_soon(self._end, work, error)
 
     def answer(self, work: Work, result: InferResult) -> None:
         """Answer rows that were computed. It raises nothing, as the answers of others follow."""
@@ -253,28 +283,24 @@ class Served:
         work = self._works.get(id_)
         if work is not None:
             self._large.pop(id_, None)
-            future, work.future = work.future, None
-            if future is not None:
-                future.cancel()
+            if not work.is_over:
+                work.cancel()
+                work.task = None
             self._leave(work, why)
 
-    def _end(self, work: Work, future: "asyncio.Future[InferResult]") -> None:
+    def _end(self, work: Work, error: BaseException | None) -> None:
+        """End what was not computed; without an error, it was cancelled."""
         if self._is_closed:
-            if not future.cancelled():
-                future.exception()  # Looked at here, as nobody else does.
             return
-        if future.cancelled():
-            self._leave(work, None)
-            return
-        error = future.exception()
-        if isinstance(error, DeviceLostError):
-            self._lose(error)
-        elif isinstance(error, Exception):
-            self._leave(work, error)
-        elif error is not None:
-            self._failed(work, error)
-        else:
-            self._answer_with(work, future.result())
+        try:
+            if isinstance(error, DeviceLostError):
+                self._lose(error)
+            elif error is None or isinstance(error, Exception):
+                self._leave(work, error)
+            else:
+                self._failed(work, error)
+        except Exception as broken:
+            self._broken(work.id, broken)
 
     def _answer_with(self, work: Work, result: InferResult) -> None:
         if not work.layout.has_outputs:
@@ -282,10 +308,15 @@ class Served:
             self._large[work.id] = work, result, placed
             self._answer(Kind.LARGE, work, result, placed.nbytes)
         else:
-            block, rows, start, capacity, _ = work.where
-            for name, array in work.layout.outputs(self._memory, block, rows, start, capacity).items():
+            arrays = work.arrays
+            if arrays is not None:
+                outputs = arrays.outputs
+            else:
+                block, rows, start, capacity, _ = work.where
+                outputs = work.layout.outputs(self._memory, block, rows, start, capacity)
+            for name, array in outputs.items():
                 array[...] = result[name]
-            self._answer(Kind.ANSWER, work, result, 0)
+            self._answer(ANSWER, work, result, 0)
 
     def _answer(self, kind: Kind, work: Work, result: InferResult, nbytes: int) -> None:
         batches = result._batches
@@ -299,7 +330,7 @@ class Served:
             copy_in_ns, compute_ns, copy_out_ns = timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns
         times_ns = launched_ns, copy_in_ns, compute_ns, copy_out_ns
         self._put(kind, number, rows, work.id, *times_ns, nbytes, IN_LARGE if nbytes else 0)
-        if kind is Kind.ANSWER:
+        if kind is ANSWER:
             del self._works[work.id]
 
     def _failed(self, work: Work, error: BaseException) -> None:

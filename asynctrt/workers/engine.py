@@ -14,6 +14,7 @@ from typing import Final
 from asynctrt import clock
 from asynctrt.engine import STREAM_END_S, Engine, _caller
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
+from asynctrt.loading import ENGINE_NAME
 from asynctrt.loops import see_through_in_thread, wait_shielded
 from asynctrt.options import Options
 from asynctrt.padded_inputs import front_check
@@ -26,7 +27,7 @@ from asynctrt.workers.front import Front
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
-from asynctrt.workers.spawn import ENGINE, SPAWNER, OwnWorkers
+from asynctrt.workers.spawn import SPAWNER, OwnWorkers
 from asynctrt.workers.suspension import WorkerSuspension
 
 SHARE_OF_MEMORY: Final = 0.5
@@ -245,7 +246,7 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
         int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY)
     )
     spawner = SPAWNER.get() or OwnWorkers()
-    name = ENGINE.get()
+    name = ENGINE_NAME.get()
     links = [
         Link(loop, model, device, own, memory, spawner, f"{name}, worker {number}")
         for number, device in enumerate(devices)

@@ -7,10 +7,11 @@ group has so many of its rows, from its ``start`` on.
 import json
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
+from asynctrt.inputs import Checked
 from asynctrt.tensors import Array, Dims, TensorSpec
 from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
@@ -38,13 +39,20 @@ def symbols_of(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-class BlockArrays(NamedTuple):
+class BlockArrays:
     """The arrays of a block that one group has to itself. The mappings are shared, and not to be changed."""
 
-    layout: "Layout"
-    memory: SharedMemory
-    inputs: dict[str, Array]
-    outputs: dict[str, Array]
+    __slots__ = ("checked", "inputs", "layout", "memory", "outputs")
+
+    def __init__(
+        self, layout: "Layout", memory: SharedMemory, inputs: dict[str, Array], outputs: dict[str, Array]
+    ) -> None:
+        self.layout = layout
+        self.memory = memory
+        self.inputs = inputs
+        self.outputs = outputs
+        self.checked: Checked | None = None
+        """What a worker's check of the inputs has returned, if it looks at nothing but their shapes."""
 
 
 KnownArrays = dict[tuple[int, int], BlockArrays]
@@ -112,7 +120,7 @@ class Layout:
     ) -> dict[str, Array]:
         """Return the inputs that lie in a block, by name, each ``(rows, *dims)``."""
         if capacity is None:
-            return self._arrays(memory, block, rows).inputs
+            return self.block(memory, block, rows).inputs
         return self._inputs_at(memory, block, rows, self.offsets(rows, start, capacity))
 
     def outputs(
@@ -120,10 +128,11 @@ class Layout:
     ) -> dict[str, Array]:
         """Return the outputs, likewise."""
         if capacity is None:
-            return self._arrays(memory, block, rows).outputs
+            return self.block(memory, block, rows).outputs
         return self._outputs_at(memory, block, rows, self.offsets(rows, start, capacity))
 
-    def _arrays(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
+    def block(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
+        """Return the arrays of a block that a group of so many rows has to itself."""
         known = self._known.get((block, rows))
         if known is None or known.layout is not self or known.memory is not memory:
             if len(self._known) >= ARRAYS_KEPT:

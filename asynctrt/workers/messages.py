@@ -9,6 +9,7 @@ import fcntl
 import os
 import pickle
 import socket
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -205,7 +206,9 @@ def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int =
     text = pickle.dumps(message)
     if len(text) > MESSAGE_NBYTES_MAX:
         raise ValueError(f"{type(message).__name__} has {len(text)} bytes; {MESSAGE_NBYTES_MAX} fit")
-    socket.send_fds(end, [text], list(fds), flags)
+    # Not by `socket.send_fds`, which ignores the flags.
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    end.sendmsg([text], rights, flags)
 
 
 class Outbox:

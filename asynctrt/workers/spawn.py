@@ -189,7 +189,3 @@ class SharedWorkers:
 
 SPAWNER: ContextVar[Spawner | None] = ContextVar("SPAWNER", default=None)
 """Where engines that are opened in this context have their workers from; ``None``: from themselves."""
-
-ENGINE: ContextVar[str] = ContextVar("ENGINE", default="")
-"""What an engine that is opened in this context is called in every front of a server. Those that are called the
-same share their workers, and no others do."""

@@ -8,7 +8,14 @@ from asynctrt.runtime.shared import SharedRows
 from asynctrt.scheduling.request import Request, State
 from asynctrt.tensors import InferResult
 from asynctrt.workers.blocks import Where
-from asynctrt.workers.layout import Layout
+from asynctrt.workers.layout import BlockArrays, Layout
+
+
+class Driver(Protocol):
+    """What runs the requests of the engine."""
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request that nobody waits for any more."""
 
 
 class Desk(Protocol):
@@ -19,6 +26,9 @@ class Desk(Protocol):
 
     def answer(self, work: "Work", result: InferResult) -> None:
         """Answer rows that were computed. It raises nothing."""
+
+    def fail_soon(self, work: "Work", error: BaseException) -> None:
+        """Answer rows with an error, when what ended their batch is through. It raises nothing."""
 
 
 class Work:
@@ -31,37 +41,69 @@ class Work:
     :param where: where they lie.
     """
 
-    __slots__ = ("_desk", "future", "id", "layout", "requests", "shared", "where")
+    __slots__ = (
+        "_desk",
+        "_driver",
+        "arrays",
+        "id",
+        "is_over",
+        "layout",
+        "requests",
+        "shared",
+        "task",
+        "where",
+    )
 
     def __init__(self, desk: Desk, id_: int, where: Where, layout: Layout) -> None:
         self._desk = desk
+        self._driver: Driver | None = None
         self.id = id_
         self.where = where
         self.layout = layout
-        self.future: asyncio.Future[InferResult] | None = None
+        self.arrays: BlockArrays | None = None
+        """Those of the block, if the group has it to itself."""
+        self.is_over = False
+        """Whether it was computed, has failed or was cancelled. Its answer may still be on the way."""
+        self.task: asyncio.Task[InferResult] | None = None
+        """What joins the parts of more rows than a batch holds. It says how they end."""
         self.requests: Sequence[Request] = ()
-        """Those of the engine: one, or the parts of more rows than a batch holds."""
+        """Those of the engine: one, or those of the parts."""
         self.shared: SharedRows | None = None
         """Large rows, which batches may use as they lie in the block."""
+
+    def queued(self, driver: Driver, request: Request) -> None:
+        """Note what its request is, and what runs it."""
+        self._driver = driver
+        self.requests = (request,)
 
     def on_launch(self) -> None:
         """Note in the block that a batch with it is launched."""
         block, _, start, _, _ = self.where
         self._desk.words[block // 8 + self.layout.launched(start)] = 1
 
+    def cancel(self) -> None:
+        """End it without an answer; what is in flight is computed all the same."""
+        self.is_over = True
+        if self.task is not None:
+            self.task.cancel()
+        elif self._driver is not None:
+            self._driver.cancel(self.requests[0])
+
+    # What a driver does with the future of a request.
+
     def done(self) -> bool:
         """Return whether it is over."""
-        return self.future is None or self.future.done()
+        return self.is_over
 
     def set_result(self, result: InferResult) -> None:
         """Answer with the result."""
-        self.future = None
+        self.is_over = True
         self._desk.answer(self, result)
 
     def set_exception(self, error: BaseException) -> None:
-        """End with an error, which is answered when what ended the batch is through."""
-        if self.future is not None:
-            self.future.set_exception(error)
+        """Answer with an error."""
+        self.is_over = True
+        self._desk.fail_soon(self, error)
 
     @property
     def is_read(self) -> bool:

@@ -2,9 +2,9 @@
 
 Three parts (``--only``, with commas): `fronts`, a server in one process and with several fronts, over HTTP
 (``--wrk PATH`` loads it with ``wrk``, with ``--wrk-connections``), websocket and gRPC, beside processes that
-answer whatever is asked (``--fronts 8,bare8``), which show what the machine can do (``--flags`` are the
-servers', such as ``--flags=--max-rows=512``); `devices`, rows/s of an engine with workers on one device and on
-several, in turn; `fed`, a model (``--onnx``) behind fronts beside bare loops of the same model.
+answer whatever is asked (``--fronts 8,bare8``), which show what the machine can do; `devices`, rows/s of an
+engine with workers on one device and on several, in turn; `fed`, a model (``--onnx``) behind fronts beside
+bare loops of the same model. ``--flags`` are the servers' own, such as ``--flags=--max-rows=512``.
 """
 
 import asyncio

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from asynctrt.errors import InputError
-from asynctrt.scheduling.key import FIXED_SHAPE
+from asynctrt.inputs import InputCheck
 from asynctrt.scheduling.request import Request
 from asynctrt.workers.child import Served
 from asynctrt.workers.layout import Layouts
@@ -29,19 +29,27 @@ class Broken:
     """Raises, or answers with what is no result."""
 
     inputs, outputs = (ROW,), (ROW,)
+    _input_check = InputCheck(inputs)
 
-    def submit(self, inputs, **_):
-        if inputs["x"][0, 0] == 1:
+    def _submit_for(self, future, checked, *_):
+        (array,), rows, key = checked
+        if array[0, 0] == 1:
             raise RuntimeError("a rule of ours is broken")
-        if inputs["x"][0, 0] == 2:
+        if array[0, 0] == 2:
             raise OwnError("in its own words")
-        future = asyncio.get_running_loop().create_future()
-        request = future.request = Request(1, FIXED_SHAPE, 0, 0)
-        if inputs["x"][0, 0] == 3:
-            future.set_result("no result")
-        else:  # As a driver answers the requests of a batch.
-            asyncio.get_running_loop().call_soon(lambda: request.future.set_result("no result"))
-        return future
+        if array[0, 0] == 3:
+            return None
+        # As a driver answers the requests of a batch.
+        asyncio.get_running_loop().call_soon(future.set_result, "no result")
+        return None, Request(rows, key, 0, 0)
+
+    def submit(self, _inputs, **_):
+        async def answer():
+            return "no result"
+
+        task = asyncio.create_task(answer())
+        task.requests = ()
+        return task
 
 
 async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):

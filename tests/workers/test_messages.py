@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import socket
+import threading
 
 import pytest
 
-from asynctrt.workers.messages import Close, Kill, Outbox, To, channel, receive
+from asynctrt.workers.messages import Close, Kill, Outbox, To, channel, receive, send
 from asynctrt.workers.process import WorkerProcess
 from asynctrt.workers.spawn import SharedWorker, SharedWorkers
 from tests.helpers import WAIT_S, until
@@ -50,6 +52,29 @@ async def test_what_is_not_read_at_once_comes_later_and_in_order(ends):
     await until(lambda: outbox.is_empty)
     outbox.put("at once")
     assert receive(other) == ("at once", [])
+
+
+def test_nobody_waits_for_an_end_that_does_not_read_unless_he_means_to():
+    """A worker's socket blocks, as a thread waits at it; its event loop must not."""
+    own, other = channel()
+    told = []
+
+    def send_all():
+        try:
+            for number in range(COUNT):
+                send(own, number, flags=socket.MSG_DONTWAIT)
+        except OSError as error:
+            told.append(error)
+
+    with own:
+        with other:
+            thread = threading.Thread(target=send_all)
+            thread.start()
+            thread.join(WAIT_S)
+            was_alive = thread.is_alive()
+        thread.join()  # With the other end gone it is over in any case.
+    assert not was_alive
+    assert [type(error) for error in told] == [BlockingIOError]
 
 
 async def test_descriptors_that_are_closed_meanwhile_come_along(ends):

@@ -1,16 +1,13 @@
 """Rows that a worker is asked for stand for the future of their request of the engine."""
 
-import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from asynctrt.errors import ExecutionError
 from asynctrt.tensors import TensorSpec
 from asynctrt.workers.blocks import Where
 from asynctrt.workers.layout import LARGE_ROW_NBYTES_MIN, LAUNCHED, Layouts
 from asynctrt.workers.work import Work
-
-pytestmark = pytest.mark.anyio
 
 SMALL = (TensorSpec("x", "float32", (4,)),)
 LARGE = (TensorSpec("x", "uint8", (LARGE_ROW_NBYTES_MIN,)),)
@@ -27,44 +24,36 @@ class Desk:
         assert work.done()
         self.answers.append((work, result))
 
+    fail_soon = answer
+
 
 def make(specs=SMALL, *, start=0, capacity=None):
     desk = Desk()
-    work = Work(desk, 1, Where(64, 2, start, capacity, 0), Layouts(specs, specs).of_sizes(()))
-    work.future = asyncio.get_running_loop().create_future()
-    return work, desk
+    return Work(desk, 1, Where(64, 2, start, capacity, 0), Layouts(specs, specs).of_sizes(())), desk
 
 
-async def test_a_result_is_answered_at_once_and_is_its_end():
+@pytest.mark.parametrize("end", [Work.set_result, Work.set_exception])
+def test_an_answer_is_its_end(end):
     work, desk = make()
-    future = work.future
     assert not work.done()
-    work.set_result("the result")
-    assert desk.answers == [(work, "the result")]
-    assert work.future is None
-    assert not future.done(), "its callback would answer once more"
+    end(work, "the answer")
+    assert desk.answers == [(work, "the answer")]
 
 
-async def test_an_error_is_left_to_the_future():
+def test_to_cancel_it_cancels_its_request_and_answers_nothing():
     work, desk = make()
-    work.set_exception(ExecutionError("it failed"))
+    cancelled = []
+    work.queued(SimpleNamespace(cancel=cancelled.append), "the request")
+    work.cancel()
     assert work.done()
-    with pytest.raises(ExecutionError, match="it failed"):
-        await work.future
-    assert not desk.answers
-
-
-async def test_one_that_was_cancelled_is_over():
-    work, _ = make()
-    work.future.cancel()
-    assert work.done()
+    assert (cancelled, desk.answers) == (["the request"], [])
 
 
 @pytest.mark.parametrize(
     ("specs", "start", "capacity", "word"),
     [(SMALL, 0, None, LAUNCHED), (LARGE, 0, 8, LAUNCHED), (LARGE, 3, 8, 3)],
 )
-async def test_a_launch_is_noted_in_the_block(specs, start, capacity, word):
+def test_a_launch_is_noted_in_the_block(specs, start, capacity, word):
     work, desk = make(specs, start=start, capacity=capacity)
     work.on_launch()
     assert [at for at, value in enumerate(desk.words) if value] == [64 // 8 + word]
