@@ -3,7 +3,6 @@
 One process sends an open loop of Poisson arrivals, with each way of waiting in turn.
 """
 
-import gc
 from functools import partial
 
 import numpy as np
@@ -11,8 +10,7 @@ import uvloop
 
 from asynctrt import clock, loadtest
 from asynctrt.loadtest.arrivals import LoadProfile, Schedule
-from asynctrt.loadtest.processes import GC_THRESHOLDS
-from asynctrt.process import freeze_gc
+from asynctrt.process import calm_gc
 from tests.benchmarks.common import arguments, in_turn, median, save, show, spread
 from tests.loadtest.support import Target
 
@@ -66,8 +64,7 @@ def main():
     for rate in RATES:
         runs["a bare loop", rate] = partial(bare, rate, options.seconds)
     # As the child processes of the command do.
-    freeze_gc()
-    gc.set_threshold(*GC_THRESHOLDS)
+    calm_gc()
     results = in_turn(runs, options.repeats, "lateness")
     lines, figures = [], {}
     for (pacing, rate), done in results.items():
