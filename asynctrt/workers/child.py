@@ -79,7 +79,7 @@ EXIT_LOST: Final = 70
 IN_LARGE: Final = 1
 """Last word of an answer that lies in a block of its own."""
 
-# A member of an enumeration is looked up in its class each time.
+# To look a member of an enumeration up takes longer than to compare it.
 SUBMIT: Final = Kind.SUBMIT
 ANSWER: Final = Kind.ANSWER
 

@@ -85,6 +85,16 @@ def limited():
     return FunctionModel(look, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="limited")
 
 
+def collects():
+    """Answer with how often garbage is collected, and how much never is."""
+    import gc
+
+    def look(inputs):
+        return np.full_like(inputs["x"], [*gc.get_threshold(), gc.get_freeze_count()])
+
+    return FunctionModel(look, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="collects")
+
+
 def shapes():
     """Take two inputs whose rows vary in length, of several dtypes."""
     return FunctionModel(

@@ -25,6 +25,7 @@ from asynctrt.errors import (
     QueueFullError,
     UsageError,
 )
+from asynctrt.process import GC_THRESHOLDS
 from tests.doctor.support import compiled
 from tests.doctor.test_probes import DRIVER
 from tests.gpu.support import gpu_is_here
@@ -261,6 +262,13 @@ async def test_the_limit_of_gpu_memory_is_that_of_each_worker():
                 assert (await engine.infer(rows(1)))["y"][0, 0] == (nbytes or -1)
     finally:
         asynctrt.limit_gpu_memory(None)
+
+
+async def test_a_worker_collects_garbage_seldom_and_not_what_was_there_before():
+    async with opened("tests.workers.models:collects") as engine:
+        (*thresholds, frozen) = (await engine.infer(rows(1)))["y"][0]
+    assert tuple(thresholds) == GC_THRESHOLDS
+    assert frozen > 10_000
 
 
 @no_gpu
