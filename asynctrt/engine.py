@@ -289,12 +289,8 @@ class Engine:
         return future
 
     def _submit_for(
-        self,
-        future: Any,
-        checked: Checked,
-        timeout_ns: int | None,
-        priority: int,
-    ) -> "tuple[Driver, Request] | None":
+        self, future: Any, checked: Checked, timeout_ns: int | None, priority: int
+    ) -> tuple[Driver, Request] | None:
         """Queue rows that were checked for something that stands for the future of their request.
 
         :returns: what runs them, and their request; ``None``, and nothing is queued, if they are more than a
