@@ -291,7 +291,7 @@ class Engine:
     def _submit_for(
         self, future: Any, checked: Checked, timeout_ns: int | None, priority: int
     ) -> tuple[Driver, Request] | None:
-        """Queue rows that were checked for something that stands for the future of their request.
+        """Queue checked rows. What stands for the future of their request is answered as that would be.
 
         :returns: what runs them, and their request; ``None``, and nothing is queued, if they are more than a
             batch holds.

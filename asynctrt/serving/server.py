@@ -178,7 +178,7 @@ class Server:
             raise
 
     def freeze(self) -> None:
-        """Exempt all that exists from garbage collection, once models are loaded: see :func:`calm_gc`.
+        """Collect garbage seldom, and nothing of what exists once models are loaded: see :func:`calm_gc`.
 
         The pause that it takes is meant, and is not reported as one.
         """

@@ -117,6 +117,7 @@ class Served:
         self._sender = Sender(ring_memory, second, message.capacity, front)
         self._layouts = Layouts(engine.inputs, engine.outputs)
         self._check = engine._input_check.validate
+        self._checks_once = engine._input_check.looks_at_shapes_alone
         self._works: dict[int, Work] = {}
         self._large: dict[int, bytes | tuple[Work, InferResult, Placed]] = {}
         # Those that are over but for batches which may still read their blocks, each with its error; `None`
@@ -141,6 +142,10 @@ class Served:
         for work in list(self._works.values()):
             if not work.is_over:
                 work.cancel()
+        # They refer to this, and the front's memory would stay mapped until garbage is collected.
+        self._works.clear()
+        self._large.clear()
+        self._leaving.clear()
         self._blocks.close()
         self._layouts.forget_arrays()
         for number in self._eventfds:
@@ -178,16 +183,13 @@ class Served:
         timeout_ns = None
         if deadline_ns != NO_DEADLINE_NS:
             timeout_ns = max(deadline_ns - clock.now_ns(), 0)
+        arrays = work.arrays = layout.arrays(self._memory, block, rows, start, capacity)
         try:
-            if capacity is None:
-                arrays = work.arrays = layout.block(self._memory, block, rows)
-                checked = arrays.checked
-                if checked is None:
-                    checked = self._check(arrays.inputs)
-                    if self._engine._input_check.looks_at_shapes_alone:
-                        arrays.checked = checked
-            else:
-                checked = self._check(layout.inputs(self._memory, block, rows, start, capacity))
+            checked = arrays.checked
+            if checked is None:
+                checked = self._check(arrays.inputs)
+                if self._checks_once:
+                    arrays.checked = checked
             queued = self._engine._submit_for(work, checked, timeout_ns, priority)
             if queued is None:
                 self._submit_parts(work, timeout_ns, priority)
@@ -203,10 +205,8 @@ class Served:
 
     def _submit_parts(self, work: Work, timeout_ns: int | None, priority: int) -> None:
         """Submit more rows than a batch holds."""
-        block, rows, start, capacity, _ = work.where
-        inputs = work.layout.inputs(self._memory, block, rows, start, capacity)
         timeout = None if timeout_ns is None else timeout_ns / 1e9
-        task: Any = self._engine.submit(inputs, timeout=timeout, priority=priority)
+        task: Any = self._engine.submit(work.arrays.inputs, timeout=timeout, priority=priority)
         work.on_launch()  # Which of the parts runs when is not seen from here.
         work.task, work.requests = task, task.requests
         task.add_done_callback(partial(self._done, work))
@@ -255,9 +255,7 @@ class Served:
         if task is not work.task:
             return  # It broke a rule, which was answered.
         work.is_over = True
-        if task.cancelled():
-            self._end(work, None)
-        elif error is not None:
+        if error is not None or task.cancelled():
             self._end(work, error)
         else:
             self.answer(work, task.result())
@@ -308,13 +306,7 @@ class Served:
             self._large[work.id] = work, result, placed
             self._answer(Kind.LARGE, work, result, placed.nbytes)
         else:
-            arrays = work.arrays
-            if arrays is not None:
-                outputs = arrays.outputs
-            else:
-                block, rows, start, capacity, _ = work.where
-                outputs = work.layout.outputs(self._memory, block, rows, start, capacity)
-            for name, array in outputs.items():
+            for name, array in work.arrays.outputs.items():
                 array[...] = result[name]
             self._answer(ANSWER, work, result, 0)
 

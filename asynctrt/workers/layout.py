@@ -40,7 +40,7 @@ def symbols_of(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
 
 
 class BlockArrays:
-    """The arrays of a block that one group has to itself. The mappings are shared, and not to be changed."""
+    """The arrays of a group in its block. The mappings are shared, and not to be changed."""
 
     __slots__ = ("checked", "inputs", "layout", "memory", "outputs")
 
@@ -120,7 +120,7 @@ class Layout:
     ) -> dict[str, Array]:
         """Return the inputs that lie in a block, by name, each ``(rows, *dims)``."""
         if capacity is None:
-            return self.block(memory, block, rows).inputs
+            return self._known_arrays(memory, block, rows).inputs
         return self._inputs_at(memory, block, rows, self.offsets(rows, start, capacity))
 
     def outputs(
@@ -128,11 +128,20 @@ class Layout:
     ) -> dict[str, Array]:
         """Return the outputs, likewise."""
         if capacity is None:
-            return self.block(memory, block, rows).outputs
+            return self._known_arrays(memory, block, rows).outputs
         return self._outputs_at(memory, block, rows, self.offsets(rows, start, capacity))
 
-    def block(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
-        """Return the arrays of a block that a group of so many rows has to itself."""
+    def arrays(
+        self, memory: SharedMemory, block: int, rows: int, start: int = 0, capacity: int | None = None
+    ) -> BlockArrays:
+        """Return both. Those of a group that has its block to itself are kept."""
+        if capacity is None:
+            return self._known_arrays(memory, block, rows)
+        offsets = self.offsets(rows, start, capacity)
+        inputs = self._inputs_at(memory, block, rows, offsets)
+        return BlockArrays(self, memory, inputs, self._outputs_at(memory, block, rows, offsets))
+
+    def _known_arrays(self, memory: SharedMemory, block: int, rows: int) -> BlockArrays:
         known = self._known.get((block, rows))
         if known is None or known.layout is not self or known.memory is not memory:
             if len(self._known) >= ARRAYS_KEPT:

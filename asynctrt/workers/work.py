@@ -15,7 +15,7 @@ class Driver(Protocol):
     """What runs the requests of the engine."""
 
     def cancel(self, request: Request) -> None:
-        """Drop a request that nobody waits for any more."""
+        """Drop a request whose caller has gone."""
 
 
 class Desk(Protocol):
@@ -54,14 +54,15 @@ class Work:
         "where",
     )
 
+    arrays: BlockArrays
+    """The rows, and where their outputs go."""
+
     def __init__(self, desk: Desk, id_: int, where: Where, layout: Layout) -> None:
         self._desk = desk
         self._driver: Driver | None = None
         self.id = id_
         self.where = where
         self.layout = layout
-        self.arrays: BlockArrays | None = None
-        """Those of the block, if the group has it to itself."""
         self.is_over = False
         """Whether it was computed, has failed or was cancelled. Its answer may still be on the way."""
         self.task: asyncio.Task[InferResult] | None = None

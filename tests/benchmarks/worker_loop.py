@@ -49,7 +49,7 @@ class Front:
         worker.send(message, [self._memory.fd, self._rings.fd, *self._eventfds])
 
     def fill(self, groups, rows):
-        """Have so many groups of so many rows with the worker."""
+        """Send groups, each of so many rows, until the worker has this many of them."""
         step = -(-self._layout.nbytes(rows) // 64) * 64
         given = 0
         while len(self._blocks) < groups:
@@ -76,7 +76,7 @@ class Front:
 
 
 def keep_busy(fronts, groups, rows, seconds):
-    """Keep so many groups with the worker; return how many were answered."""
+    """Let the worker never run out of groups; return how many it answered."""
     before = sum(front.answered for front in fronts)
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:
@@ -97,7 +97,7 @@ def drain(fronts):
 
 
 def measure(worker, fronts, rows, options):
-    """Return rows/s and the worker's CPU time for groups of so many rows."""
+    """Measure groups of one size: rows/s, and what they cost the worker."""
     groups = max(options.in_flight // len(fronts) // rows, 1)
     keep_busy(fronts, groups, rows, WARM_UP_S)
     before, began_s = sum(worker.cpu_times()[:2]), time.perf_counter()

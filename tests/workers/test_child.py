@@ -1,12 +1,16 @@
 """A worker's side of a front, with an engine that does what no engine should."""
 
 import asyncio
+import gc
 import json
 import os
+import threading
+import weakref
 
 import numpy as np
 import pytest
 
+from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import InputError
 from asynctrt.inputs import InputCheck
 from asynctrt.scheduling.request import Request
@@ -15,8 +19,9 @@ from asynctrt.workers.layout import Layouts
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Kind
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
-from tests.helpers import until
-from tests.workers.models import ROW
+from tests.helpers import WAIT_S, until
+from tests.workers import local
+from tests.workers.models import ROW, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 
@@ -50,6 +55,34 @@ class Broken:
         task = asyncio.create_task(answer())
         task.requests = ()
         return task
+
+
+async def test_the_memory_of_a_front_that_goes_is_let_go_of_whatever_it_had_asked_for():
+    """At once: a worker collects garbage seldom."""
+    go = threading.Event()
+
+    def wait(inputs):
+        go.wait(WAIT_S)
+        return {"x": inputs["x"]}
+
+    async with local.opened(FunctionModel(wait, inputs=ROW, outputs=ROW), device="host", max_rows=2) as (
+        engine,
+        _,
+        workers,
+    ):
+        calls = [engine.submit(rows(*range(count))) for count in (1, 2, 5, 1)]
+        served = workers.served
+        await until(lambda: len(served._works) == len(calls))
+        memory = weakref.ref(served._memory)
+        gc.disable()
+        try:
+            served = None
+            workers.all[-1].end("ended by SIGKILL")
+            go.set()
+            await until(lambda: memory() is None)
+        finally:
+            gc.enable()
+        assert [len(answer["x"]) for answer in await asyncio.gather(*calls)] == [1, 2, 5, 1]
 
 
 async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
