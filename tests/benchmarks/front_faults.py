@@ -95,10 +95,14 @@ class Server:
     def look(self):
         """Return what the parent has, and the workers: descriptors, mapped memory of fronts, resident MB."""
         workers = self.all("workers.child")
-        # Whoever has just asked for metrics may not have been hung up on yet.
-        asking = [one for one in self.parent.net_connections("tcp") if one.status != psutil.CONN_LISTEN]
+        # Whoever has just asked for metrics may not have been hung up on yet. To subtract such connections
+        # would not do: one may go between the two counts.
+        end_s = time.monotonic() + LOST_S
+        while any(one.status != psutil.CONN_LISTEN for one in self.parent.net_connections("tcp")):
+            assert time.monotonic() < end_s, "the parent does not hang up"
+            time.sleep(0.01)
         return {
-            "parent_descriptors": self.parent.num_fds() - len(asking),
+            "parent_descriptors": self.parent.num_fds(),
             "parent_resident_mb": self.parent.memory_info().rss / 1e6,
             "workers": len(workers),
             "worker_descriptors": max(worker.num_fds() for worker in workers),
