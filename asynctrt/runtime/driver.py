@@ -755,14 +755,10 @@ class Driver:
         # The device gets its next batch before callers are answered; if that is done at once, in their order.
         if self._to_deliver is not None:
             self._deliver()
-        if self._in_pump:
+        if self._in_pump or not self._scheduler.has_to_launch:
             staging.deliver(batch.requests, outputs, record)
             self._answering = ()
-            return
-        if self._scheduler.is_idle:
-            staging.deliver(batch.requests, outputs, record)
-            self._answering = ()
-            self._pump()
+            self._tell_if_idle()
             return
         self._to_deliver = batch.requests, outputs, record
         self._answering = ()

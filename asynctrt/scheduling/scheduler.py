@@ -216,9 +216,14 @@ class Scheduler:
         return 0 if self._lanes is None else self._policy.lanes_max
 
     @property
+    def has_to_launch(self) -> bool:
+        """Return whether anything waits to be launched, for the first time or again."""
+        return self._queued_rows > 0 or bool(self._again)
+
+    @property
     def is_idle(self) -> bool:
         """Return whether nothing is queued and nothing is in flight."""
-        return not self._queued_rows and not self._in_flight and not self._again
+        return not self.has_to_launch and not self._in_flight
 
     @property
     def has_to_expire(self) -> bool:
@@ -534,7 +539,7 @@ class Scheduler:
 
     def _is_left_to_others(self, share: Share, now_ns: int) -> bool:
         """Return whether others on the device go before what is queued here; note until when."""
-        if not self._queued_rows and not self._again:
+        if not self.has_to_launch:
             return False
         until_ns = share.hold_until(now_ns)
         self._bides = False
@@ -543,7 +548,7 @@ class Scheduler:
 
     def _wants_device(self) -> bool:
         """Return whether there is something to launch now, or when what is in flight ends."""
-        if not self._queued_rows and not self._again:
+        if not self.has_to_launch:
             return False
         return bool(self._in_flight) or (not self._bides and self._contexts.free > 0)
 
