@@ -16,7 +16,6 @@ On the host device a model that sleeps stands in for it.
 """
 
 import asyncio
-import gc
 import statistics
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -191,6 +190,7 @@ async def engine_under_load(device, subject, contexts, rates, options, figures):
     settings = {"contexts": contexts, "max_rows": SIZES[-1]}
     async with asynctrt.open(subject.model, device=device, **settings) as engine:
         await subject.check_all(engine)
+        asynctrt.tune_process()
         for share, rate in rates.items():
             await Poisson(engine, subject.images, rate, options.seconds / 3, 2).run()
             runs = []
@@ -319,9 +319,7 @@ def main():
         by_hand = (SleepsByHand if options.device == "host" else ByHand)(device, subject)
         service = service_s(by_hand, subject.images)
     subject.model.enqueue_may_block = options.may_block
-    # Collections of what torch has loaded would hold the loop for 50 ms.
-    gc.collect()
-    gc.freeze()
+    asynctrt.tune_process()  # Collections of what torch has loaded would hold the loop for 50 ms.
     capacity = SIZES[-1] / service[SIZES[-1]]["compute"]
     rates = {f"{share:.0%}": share * capacity for share in map(float, options.shares.split(","))}
     load = {share: {} for share in rates}

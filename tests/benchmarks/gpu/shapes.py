@@ -13,7 +13,6 @@ Answers are checked. On the host device the kernels sleep.
 """
 
 import asyncio
-import gc
 import heapq
 import statistics
 from collections import deque
@@ -160,6 +159,8 @@ async def engine_under_load(device, kernels, width, rows, rates, options):
     found = {}
     contexts = max(width + width // 2, 4)
     async with asynctrt.open(model, device=device, contexts=contexts, max_rows=ROWS) as engine:
+        await check_all(engine, rows)
+        asynctrt.tune_process()
         for share, rate in rates.items():
             await Poisson(engine, rows, rate, options.seconds / 3, 9).run()
             runs = found[share] = []
@@ -202,8 +203,7 @@ def main():
     )
     device = open_device(options.device)
     kernels = kernels_on(device)
-    gc.collect()
-    gc.freeze()
+    asynctrt.tune_process()
     figures = {}
     try:
         for name, width in (("small", SMALL), ("fills", 1)):

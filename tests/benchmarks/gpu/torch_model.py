@@ -1,4 +1,8 @@
-"""ResNet-50 of torchvision as a model of the engine: one CUDA graph for each batch size and slab."""
+"""ResNet-50 of torchvision as a model of the engine: one CUDA graph for each batch size and slab.
+
+Torch captures the graphs, and the driver launches them, in one call as TensorRT does: torch's own way to
+choose the stream is Python, and takes most of the time of a launch.
+"""
 
 from copy import copy
 
@@ -7,6 +11,7 @@ import torch
 import torchvision
 
 from asynctrt.backends.base import ModelBase
+from asynctrt.devices.cuda.bindings import driver
 from asynctrt.tensors import TensorSpec
 
 IMAGE = (3, 224, 224)
@@ -96,13 +101,13 @@ class Binding:
     """The graphs over one slab's memory."""
 
     def __init__(self, context, source, target):
-        self._device = context.model.device
-        self._graphs = {}
-        self._streams = {}
         model = context.model
+        self._captures, self._graphs = [], {}
         # The largest first, so that the smaller ones find room in what it took.
         for rows in sorted(model.sizes, reverse=True):
-            self._graphs[rows] = self._captured(context, model, source, target, rows)
+            captured = self._captured(context, model, source, target, rows)
+            self._captures.append(captured)
+            self._graphs[rows] = driver.CUgraphExec(captured.raw_cuda_graph_exec())
 
     @torch.inference_mode()
     def _captured(self, context, model, source, target, rows):
@@ -123,13 +128,9 @@ class Binding:
         graph = self._graphs.get(rows)
         if graph is None:
             graph = self._graphs[rows] = self._graphs[min(size for size in self._graphs if size > rows)]
-        external = self._streams.get(stream.handle)
-        if external is None:
-            external = self._streams[stream.handle] = torch.cuda.ExternalStream(
-                stream.handle, device=self._device
-            )
-        with torch.cuda.stream(external):
-            graph.replay()
+        (code,) = driver.cuGraphLaunch(graph, stream.handle)
+        if code != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"launching a graph failed with {code.name}")
 
     def may_block(self, rows, *, profile):
         """Return False: what TensorRT's engines say once it was measured that an enqueue is short."""
