@@ -268,10 +268,15 @@ def gpu_shapes():
 
 
 def scale():
-    """Yield requests/s of a server by its fronts."""
+    """Yield requests/s of a server by its fronts: HTTP and the other protocols as last measured."""
     yield "", "HTTP, requests/s", "p99, ms", "websocket", "p99, ms", "gRPC", "p99, ms"
-    measured = figures("scale-fronts")["fronts"]
-    for case in measured["HTTP"]:
+    large = figures("scale-http-512")["fronts"]["HTTP"]
+    http = figures("scale-http")["fronts"]["HTTP"] | {
+        f"{case}, `--max-rows 512`": runs for case, runs in large.items()
+    }
+    measured = figures("scale-fronts")["fronts"] | {"HTTP": http}
+    cases = dict.fromkeys(case for runs in measured.values() for case in runs)
+    for case in sorted(cases, key=lambda case: ("bare" in case, *map(int, re.findall(r"\d+", case)))):
         cells = [case]
         for protocol in ("HTTP", "websocket", "gRPC"):
             runs = measured[protocol].get(case)
