@@ -254,7 +254,8 @@ class Options:
         default=None,
         check=count(1).or_none,
         doc="""Execution contexts, each with a stream and a slab. Default: what the device advises (host: two
-        for each core of the process, up to 32).""",
+        for each core of the process, up to 32). On a GPU take two at least: with one, nothing is copied while
+        a batch computes. Two in one arena need no more enqueue memory.""",
     )
     arenas: int | None = setting(
         default=None,

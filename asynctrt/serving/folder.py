@@ -105,7 +105,7 @@ class ModelFolder:
     def _source(self, folder: Path, version: str, config: ModelConfig) -> Source:
         path = _file(folder / version, config)
         device = config.device or self._device
-        settings = {**self._settings, **config.options}
+        settings = {**self._settings, **config.options_on(device)}
         model = ModelSource(folder.name, version, str(path), settings)
         opener = model.opener(device)
         stated = repr((str(path), device, settings, config.inputs, config.outputs, config.warmups))

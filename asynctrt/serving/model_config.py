@@ -132,7 +132,9 @@ class ModelConfig:
     """What a ``config.pbtxt`` says, as asynctrt's settings. Without one, all of it has defaults."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the engine."""
+    """Options of the engine, those aside that follow from the instances."""
+    instances: int | None = None
+    """How many batches compute at the same time."""
     device: str | None = None
     policy: VersionPolicy = VersionPolicy()
     warmups: tuple[WarmUp, ...] = ()
@@ -143,6 +145,19 @@ class ModelConfig:
     outputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     ignored: tuple[str, ...] = ()
     """What it states in vain, a sentence each."""
+
+    def options_on(self, device: str) -> dict[str, Any]:
+        """Return the options of the engine on this device.
+
+        On a GPU, an instance of Triton's copies the next batch while one computes. That takes two contexts,
+        and the enqueue memory of one.
+        """
+        options = dict(self.options)
+        if self.instances is not None and not device.startswith("cuda"):
+            options["contexts"] = self.instances
+        elif self.instances is not None:
+            options |= {"contexts": 2 * self.instances, "arenas": self.instances}
+        return options
 
     def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Compare the tensors that are stated with those of the model.
@@ -208,9 +223,11 @@ def interpret(text: str, folder: Path) -> ModelConfig:
         )
     device = _device(message.instance_group, ignored)
     options = _options(message, ignored)
-    Options(**options)
+    instances = sum(group.count for group in message.instance_group) or None
+    Options(**options, contexts=instances)
     return ModelConfig(
         options=options,
+        instances=instances,
         device=device,
         policy=_policy(message.version_policy),
         warmups=tuple(_warmup(item, folder) for item in message.model_warmup),
@@ -297,9 +314,6 @@ def _options(message: Any, ignored: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if message.HasField("max_batch_size"):
         options["max_rows"] = message.max_batch_size
-    counts = [group.count for group in message.instance_group if group.HasField("count")]
-    if sum(counts):
-        options["contexts"] = sum(counts)
     batching = message.dynamic_batching
     if batching.HasField("max_queue_delay_microseconds"):
         options["max_delay"] = batching.max_queue_delay_microseconds / 1e6

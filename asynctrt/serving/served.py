@@ -253,7 +253,7 @@ class ServedModel:
                 {
                     "name": self.name,
                     "kind": "KIND_CPU" if self.engine.device_name == "host" else "KIND_GPU",
-                    "count": self.engine.statistics().contexts,
+                    "count": self.engine.statistics().parallel_batches,
                 }
             ],
             "dynamic_batching": {

@@ -239,8 +239,10 @@ class TestDescriptions:
             }
 
     async def test_a_configuration_agrees_with_the_metadata(self, kind):
-        engine = {"max_rows": 16, "max_delay": 0.002, "priorities": 5}
-        async with talking(kind, {"mixed": mixed_model()}, engine=engine) as (_, client):
+        engine = {"max_rows": 16, "max_delay": 0.002, "priorities": 5, "contexts": 4, "arenas": 2}
+        model = mixed_model()
+        model.enqueue_nbytes = 1000
+        async with talking(kind, {"mixed": model}, engine=engine) as (_, client):
             content = await client.get_model_config("mixed")
             metadata = await client.get_model_metadata("mixed")
             assert content == await client.get_model_config("mixed", "1")
@@ -248,6 +250,7 @@ class TestDescriptions:
         assert content["max_batch_size"] == 16
         assert content["dynamic_batching"]["max_queue_delay_microseconds"] == 2000
         assert content["dynamic_batching"]["priority_levels"] == 5
+        assert [group["count"] for group in content["instance_group"]] == [2]
         assert "sequence_batching" not in content
         assert "ensemble_scheduling" not in content
         for side in ("input", "output"):

@@ -50,15 +50,16 @@ def test_all_that_is_read(tmp_path):
     config = interpret(WHOLE, folder)
     assert config.options == {
         "max_rows": 8,
-        "contexts": 3,
         "max_delay": 0.0015,
         "priorities": 2,
         "timeout": 0.005,
         "max_queue_rows": 100,
         "graphs": (1, 4),
     }
-    Options(**config.options)
     assert config.device == "cuda:1"
+    assert config.options_on("cuda:1") == config.options | {"contexts": 6, "arenas": 3}
+    assert config.options_on("host") == config.options | {"contexts": 3}
+    Options(**config.options_on("cuda:1"))
     assert config.policy == VersionPolicy(named=("1", "3"))
     assert config.backend == "onnxruntime"
     assert config.inputs == (("x", "FP32", (3, -1)),)
