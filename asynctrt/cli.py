@@ -31,6 +31,7 @@ from asynctrt.plans.inspection import as_json as as_plain
 from asynctrt.plans.inspection import inspect as inspect_file
 from asynctrt.plans.opened import open_file
 from asynctrt.plans.text import lines_of, lines_of_opened
+from asynctrt.process import DEVICE_LOST
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
 from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
@@ -52,9 +53,6 @@ except ImportError as error:
 
 INTERRUPTED: Final = 130
 """The exit status after Ctrl-C, as in a shell: 128 plus the number of SIGINT."""
-
-DEVICE_LOST: Final = 75
-"""The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 LEVEL_STYLES: Final = {
     Level.OK: "green",

@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 from typing import Final
 
+DEVICE_LOST: Final = 75
+"""The exit status of a server whose device was lost: EX_TEMPFAIL of sysexits.h, "try again"."""
+
 SWITCH_INTERVAL_S: Final = 0.0005
 """How soon a computing thread gets the GIL back from the loop. Python's own 5 ms is too long for a server."""
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError
 from asynctrt.loading import ATTRIBUTE
 from asynctrt.options import Options
-from asynctrt.process import add_cwd_to_path, shorten_switch_interval
+from asynctrt.process import DEVICE_LOST, add_cwd_to_path, shorten_switch_interval
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
@@ -197,7 +197,11 @@ async def serve(
         finally:
             for task in tasks:
                 task.cancel()
-            await _wait_or_leave(tasks, HURRIED_S if server.is_hurried else settings.drain_timeout)
+            await _wait_or_leave(
+                tasks,
+                HURRIED_S if server.is_hurried else settings.drain_timeout,
+                status=DEVICE_LOST if server.lost else 1,
+            )
         show("stopped")
     if server.lost:
         raise DeviceLostError(
@@ -205,10 +209,12 @@ async def serve(
         )
 
 
-async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float) -> None:
+async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float, *, status: int) -> None:
     """Wait for tasks that were cancelled; end the process if they have not ended in time, or with a signal.
 
     A model that is being loaded cannot be interrupted: its library, or the module that is imported, may hang.
+
+    :param status: the exit status of the process then.
     """
     loop, hurried = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -219,7 +225,7 @@ async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float
     if not ended.done():
         logger.error("a model that is being loaded cannot be interrupted: the process ends without it")
         logging.shutdown()
-        os._exit(1)
+        os._exit(status)
     hurry.cancel()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)

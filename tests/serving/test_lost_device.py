@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import time
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from asynctrt.errors import DeviceLostError, ModelNotReadyError
 from asynctrt.serving.entries import LOST
 from asynctrt.serving.repository import Repository
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan
+from tests.helpers import free_port
 from tests.models import double_model
 from tests.serving.support import ask, engine_of, serving
 from tests.serving.test_server import ROOT, call, command
@@ -106,22 +109,41 @@ async def test_a_model_that_is_replaced_makes_it_alive_again(losing):
         losing.go.set()
 
 
-def test_it_exits_with_a_status_of_its_own_if_it_is_told_to(tmp_path):
+def wait_until_ready(url):
+    end_s = time.monotonic() + WAIT_S
+    while True:
+        try:
+            urlopen(f"{url}/v2/models/double/ready").close()
+        except OSError:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        else:
+            return
+
+
+@pytest.mark.parametrize("loads_another", [False, True])
+def test_it_exits_with_a_status_of_its_own_if_it_is_told_to(tmp_path, loads_another):
+    """Also while a model is being loaded, which cannot be interrupted."""
     (tmp_path / "losing.py").write_text(
         "import threading\nfrom tests.models import double_model\n"
         "def hang(inputs, outputs):\n"
         "    threading.Event().wait()\n"
         "model = double_model(hang)\n"
     )
+    (tmp_path / "loading.py").write_text("import time\nwhile True:\n    time.sleep(0.1)\n")
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    flags = "--http-port 0 --no-grpc --contexts 1 --batch-timeout 0.2 --close-timeout 0.2"
-    with command("double=losing:model", *flags.split(), "--on-device-lost", "exit", env=env) as (
-        process,
-        line,
-    ):
-        url = line(r"HTTP.* (http://\S+)")
+    models = ["double=losing:model"] + ["other=loading:model"] * loads_another
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = "--no-grpc --contexts 1 --batch-timeout 0.2 --close-timeout 0.2 --drain-timeout 0.2"
+    flags += f" --http-port {port} --on-device-lost exit"
+    with command(*models, *flags.split(), env=env) as (process, line):
+        wait_until_ready(url)
         with pytest.raises(DeviceLostError):
             call(url)
         line(r"stopping, as nothing can run double any more")
-        line(r"error: nothing can run double any more in this process: start the server again")
+        if loads_another:
+            line("a model that is being loaded cannot be interrupted: the process ends without it")
+        else:
+            line(r"error: nothing can run double any more in this process: start the server again")
         assert process.wait(WAIT_S) == 75
