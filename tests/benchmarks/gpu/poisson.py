@@ -10,6 +10,9 @@ the same process and in turn:
   (measured first), with every copy hidden. No batcher that never waits on purpose can do better on average.
 - "ideal, serial": the same, copies included, one after the other.
 
+"stolen" is the time for which the host of a virtual machine kept CPUs from it. A few pauses of milliseconds
+are enough to be the p99, so only runs with next to none of it say what the engine does.
+
 With ``--may-block`` the model says, as TensorRT's engines do, that a thread may have to enqueue its batches.
 
 On the host device a model that sleeps stands in for it.
@@ -267,6 +270,7 @@ def report(figures, device):
                 f"{case['in_place_share']:.0%}" if "in_place_share" in case else "",
                 f"{case['in_place_us']:.0f}" if "in_place_us" in case else "",
                 f"{case['compute_ms']:.2f}" if "compute_ms" in case else "",
+                f"{case['stolen_ms']:.0f}" if "stolen_ms" in case else "",
                 str(int(case["errors"])) if case.get("errors") else "",
             )
             for name, case in found.items()
@@ -284,6 +288,7 @@ def report(figures, device):
             "in place",
             "by µs",
             "compute ms",
+            "stolen ms",
             "errors",
         ),
         lines,

@@ -15,6 +15,7 @@ import statistics
 from functools import partial
 
 import numpy as np
+import psutil
 import uvloop
 
 import asynctrt
@@ -177,6 +178,11 @@ async def saturation(device, subject, rows, options):
     }
 
 
+def stolen():
+    """Return for how many seconds so far this machine, if it is a virtual one, waited for its host's CPUs."""
+    return getattr(psutil.cpu_times(), "steal", 0.0)
+
+
 class Poisson:
     """Sends requests at random moments, regardless of earlier ones. Latency counts from those moments."""
 
@@ -194,6 +200,7 @@ class Poisson:
 
     async def run(self):
         """Send all of them; the first fifth is the warm-up."""
+        stolen_s = stolen()
         self._alarm.set(self._due_ns[0])
         await self._sent_all
         for future in self._futures:
@@ -203,6 +210,7 @@ class Poisson:
         return quantiles_us(self.latencies_ns) | {
             "errors": self.errors,
             "sender_late_p99_us": float(np.percentile(self.late_ns, 99)) / 1e3,
+            "stolen_ms": (stolen() - stolen_s) * 1e3,
         }
 
     def _send(self):
