@@ -223,11 +223,10 @@ def interpret(text: str, folder: Path) -> ModelConfig:
         )
     device = _device(message.instance_group, ignored)
     options = _options(message, ignored)
-    instances = sum(group.count for group in message.instance_group) or None
-    Options(**options, contexts=instances)
+    Options(**options)
     return ModelConfig(
         options=options,
-        instances=instances,
+        instances=_instances(message.instance_group),
         device=device,
         policy=_policy(message.version_policy),
         warmups=tuple(_warmup(item, folder) for item in message.model_warmup),
@@ -307,6 +306,14 @@ def _device(groups: Any, ignored: list[str]) -> str | None:
     if gpus:
         return f"cuda:{gpus.pop()}"
     return "cuda:0" if kind == "KIND_GPU" else None
+
+
+def _instances(groups: Any) -> int | None:
+    """Return how many instances all groups have together; ``None`` if they leave it open."""
+    counts = [group.count for group in groups]
+    if min(counts, default=0) < 0:
+        raise ModelError(f"instance_group.count must be ≥ 1, not {min(counts)}")
+    return sum(counts) or None
 
 
 def _options(message: Any, ignored: list[str]) -> dict[str, Any]:

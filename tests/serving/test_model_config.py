@@ -143,6 +143,7 @@ def test_devices(tmp_path, text, device):
         ("version_policy { specific {} }", "names no version"),
         ("version_policy { latest { num_versions: 0 } }", "≥ 1"),
         ("instance_group { gpus: [ 0, 1 ] kind: KIND_GPU }", "more than one device"),
+        ("instance_group [ { count: 3 }, { count: -1 } ]", r"instance_group\.count must be ≥ 1, not -1"),
         ("instance_group { kind: KIND_CPU } instance_group { kind: KIND_GPU }", "more than one device"),
         ("dynamic_batching { max_queue_delay_microseconds: 9000000 }", "max_delay"),
         ('model_warmup { inputs { key: "x" value { input_data_file: "../x" } } }', "must lie in warmup/"),
