@@ -527,7 +527,7 @@ class OutputMemory:
         return places, (marks,) if unit.itemsize <= nbytes or not nbytes else ((filled, fill), marks)
 
     def _cut(self, rows: int) -> None:
-        """Take from all of that the part of a batch of so many rows."""
+        """Keep what a batch of this many rows needs of what was laid out."""
         self._rows, nbytes = 0, rows * self._row_nbytes  # Of none, until all of it is done.
         self.places = self._part(self._all_places, rows)
         self._fills = tuple([(self._part(target, rows), fill) for target, fill in self._all_fills])

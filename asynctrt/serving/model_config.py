@@ -152,12 +152,11 @@ class ModelConfig:
         On a GPU, an instance of Triton's copies the next batch while one computes. That takes two contexts,
         and the enqueue memory of one.
         """
-        options = dict(self.options)
-        if self.instances is not None and not device.startswith("cuda"):
-            options["contexts"] = self.instances
-        elif self.instances is not None:
-            options |= {"contexts": 2 * self.instances, "arenas": self.instances}
-        return options
+        if self.instances is None:
+            return dict(self.options)
+        if device.startswith("cuda"):
+            return {**self.options, "contexts": 2 * self.instances, "arenas": self.instances}
+        return {**self.options, "contexts": self.instances}
 
     def check(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
         """Compare the tensors that are stated with those of the model.

@@ -225,7 +225,7 @@ class ServedModel:
 
     def config(self) -> dict[str, Any]:
         """Return the part of Triton's model configuration that clients read. Dims exclude the batch axis."""
-        options = self.engine.options
+        options, done = self.engine.options, self.engine.statistics()
 
         def side(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
             return [
@@ -253,7 +253,8 @@ class ServedModel:
                 {
                     "name": self.name,
                     "kind": "KIND_CPU" if self.engine.device_name == "host" else "KIND_GPU",
-                    "count": self.engine.statistics().parallel_batches,
+                    # With those in which a batch hangs: a configuration does not change.
+                    "count": done.arenas or done.contexts,
                 }
             ],
             "dynamic_batching": {

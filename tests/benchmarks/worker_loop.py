@@ -49,7 +49,7 @@ class Front:
         worker.send(message, [self._memory.fd, self._rings.fd, *self._eventfds])
 
     def fill(self, groups, rows):
-        """Send groups, each of so many rows, until the worker has this many of them."""
+        """Send groups of ``rows`` rows until the worker has ``groups`` of them."""
         step = -(-self._layout.nbytes(rows) // 64) * 64
         given = 0
         while len(self._blocks) < groups:

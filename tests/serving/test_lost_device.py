@@ -98,7 +98,9 @@ async def test_a_model_that_is_replaced_makes_it_alive_again(losing):
     repository = Repository()
     async with asynctrt.open(double_model(losing), **OPTIONS) as engine:
         repository.add("double", engine)
+        configuration = repository.find("double").config()
         await losing.lose(engine)
+        assert repository.find("double").config() == configuration
         assert repository.look_for_losses(0, 10) == ["double"]
         assert repository.is_live
         repository.look_for_losses(10, 10)

@@ -11,7 +11,7 @@ the same process and in turn:
 - "ideal, serial": the same, copies included, one after the other.
 
 "stolen" is the time for which the host of a virtual machine kept CPUs from it. A few pauses of milliseconds
-are enough to be the p99, so only runs with next to none of it say what the engine does.
+can make all of a p99, so only runs in which it is near 0 tell what the engine does.
 
 With ``--may-block`` the model says, as TensorRT's engines do, that a thread may have to enqueue its batches.
 
