@@ -10,6 +10,10 @@ does more work in the same time, in terms of what each batch takes alone, and mo
 size would; or if batches side by side hardly notice one another. Later fewer are tried, as many as what the
 device does is worth: batches that only wait for room there might as well have grown.
 
+What a batch takes alone is known from others of its size, or lies on a line through two that are not too far
+away. The first of a size in a context may take far longer than those after it. Where it matters, the next few
+batches compute alone: of a size of which nothing is known, or of one of which only the first has been seen.
+
 What is learned holds for batches by how much is in them, be it many small rows or few large ones: of one
 model, batches with less leave more of the device idle. So what a trial shows for some holds for all that are
 smaller, or for all that are larger, and sixteen shapes learn as fast as one.
@@ -18,10 +22,11 @@ Where it takes about as long to put a batch on the device as to compute it, ther
 two threads put batches there at the same time, and the device waits for them all the same.
 """
 
-from collections import OrderedDict, deque
+from bisect import bisect
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from math import ceil, sqrt
-from statistics import fmean
+from statistics import fmean, median, median_low, stdev
 from typing import Final, NamedTuple
 
 from asynctrt.scheduling.batch import Batch
@@ -97,65 +102,139 @@ at least this many lanes."""
 SURE_SAMPLES: Final = 4
 """From this many times of one size on, they are believed even if larger batches took less."""
 
+PAIRS: Final = 2
+SLOW_FIRST_MIN: Final = 1.1
+"""The first batch of a size in a context may take far longer than those after it, as what it computes with is
+put on the device. After so many that were compared with a first one, it is known whether that is so: whether
+most firsts take longer by more than this factor."""
+
+FIRST_RATIO_MAX: Final = 2
+"""If lanes would pay even if the first batches had taken so many times as long, that need not be known."""
+
+ALONE_TO_LEARN: Final = 3
+"""Batches of one size that are to compute alone where more has to be known."""
+
+BEYOND_MAX: Final = 2
+"""By what factor a batch may be larger than all that are known, for a straight line to tell its time. Smaller
+ones may be so by the factor between those that are known."""
+
+LONGER_MAX: Final = 2.5
+"""What took more than so many times as long as most counts as that: anything may hold a batch up. One that
+waits for room until another has ended takes twice as long."""
+
 SHAPES_MAX: Final = 64
+SEEN_MAX: Final = 1 << 14
 VOLUMES_MAX: Final = 1024
 WINDOW: Final = 16
 
 
-class _Times:
-    """How long batches compute alone, by their rows."""
+class _Firsts:
+    """How many times as long the first batch of a size in a context takes as those after it."""
 
-    __slots__ = ("_by_rows", "_known")
+    __slots__ = ("_ratios", "ratio")
 
     def __init__(self) -> None:
-        self._by_rows: dict[int, deque[int]] = {}
-        self._known: dict[int, float] = {}
+        self._ratios: deque[float] = deque(maxlen=WINDOW)
+        self.ratio = 1.0
 
-    def observe(self, rows: int, compute_ns: int) -> None:
-        window = self._by_rows.get(rows)
+    @property
+    def is_known(self) -> bool:
+        return len(self._ratios) >= PAIRS
+
+    def observe(self, first_ns: float, later_ns: float) -> None:
+        """Note how long the first batches of a size took, and a later one."""
+        self._ratios.append(first_ns / later_ns)
+        if self.is_known:
+            ratio = median(self._ratios)
+            self.ratio = ratio if ratio > SLOW_FIRST_MIN else 1.0
+
+
+class _Times:
+    """How long batches of a shape compute alone, by their rows."""
+
+    __slots__ = ("_first", "_firsts", "_known", "_later", "_ratio", "_sizes")
+
+    def __init__(self, firsts: _Firsts) -> None:
+        self._firsts = firsts
+        # By rows: of the first in each context, and of all others.
+        self._first: dict[int, deque[int]] = {}
+        self._later: dict[int, deque[int]] = {}
+        self._sizes: list[int] = []
+        # What follows from these, if the first ones took so many times as long.
+        self._known: dict[int, float] = {}
+        self._ratio = 1.0
+
+    def observe(self, rows: int, compute_ns: int, *, is_first: bool) -> None:
+        """Note how long a batch computed, and whether it was the first of its size in its context."""
+        if not is_first and rows in self._first:
+            self._firsts.observe(_usual(self._first[rows]), compute_ns)
+        windows = self._first if is_first else self._later
+        window = windows.get(rows)
         if window is None:
-            window = self._by_rows[rows] = deque(maxlen=WINDOW)
+            window = windows[rows] = deque(maxlen=WINDOW)
+            self._sizes = sorted({*self._first, *self._later})
         window.append(compute_ns)
         self._known.clear()
 
+    def is_sure(self, rows: int) -> bool:
+        """Return whether nothing more has to be known of this very size."""
+        return len(self._later.get(rows, ())) >= SURE_SAMPLES
+
+    def has_first(self, rows: int) -> bool:
+        """Return whether the first batch of a size was seen, so that later ones can be compared with it."""
+        return rows in self._first
+
     def is_known(self, rows: int) -> bool:
-        """Return whether this size was seen, or two others."""
-        return rows in self._by_rows or len(self._by_rows) > 1
+        """Return whether the time of a size is known, or can be told from that of two others."""
+        sizes = self._sizes
+        if rows in sizes:
+            return True
+        if len(sizes) < 2:
+            return False
+        least, most = sizes[0], sizes[-1]
+        # Two that are close to one another say little about a third.
+        span = most / least
+        return least / span <= rows <= most * min(span, BEYOND_MAX)
 
     def expected_ns(self, rows: int) -> float:
-        """Return the time of a size: what was seen, or a line through others; 0 if none was seen."""
+        """Return the time of a size: what was seen, or a line through others; 0 if none is known."""
+        if self._ratio != self._firsts.ratio:
+            self._ratio = self._firsts.ratio
+            self._known.clear()
         known = self._known.get(rows)
         if known is None:
             known = self._known[rows] = self._estimate(rows)
         return known
 
     def _estimate(self, rows: int) -> float:
-        if rows in self._by_rows:
-            return self._usual_ns(rows)
-        if len(self._by_rows) < 2:
-            return self._usual_ns(next(iter(self._by_rows))) if self._by_rows else 0.0
-        least, most = min(self._by_rows), max(self._by_rows)
-        below = max((size for size in self._by_rows if size < rows), default=least)
-        above = min((size for size in self._by_rows if size > rows), default=most)
-        if below == above or not below < rows < above:
-            # Beyond what was seen, along all of it: rather too short than too long, as larger batches
-            # seldom become cheaper by the row.
-            below, above = least, most
+        sizes = self._sizes
+        if not sizes:
+            return 0.0
+        if rows in sizes or len(sizes) < 2:
+            return self._usual_ns(rows if rows in sizes else sizes[0])
+        at = bisect(sizes, rows)
+        # Beyond what was seen, along all of it: rather too short than too long, as larger batches seldom
+        # become cheaper by the row.
+        below, above = (sizes[at - 1], sizes[at]) if 0 < at < len(sizes) else (sizes[0], sizes[-1])
         below_ns, above_ns = self._usual_ns(below), self._usual_ns(above)
         expected_ns = below_ns + (above_ns - below_ns) * (rows - below) / (above - below)
         return max(expected_ns, below_ns * min(rows / below, 1))
 
     def _usual_ns(self, rows: int) -> float:
-        """Return the usual time of a size that was seen."""
-        window = self._by_rows[rows]
-        if len(window) >= SURE_SAMPLES:
-            return _usual(window)
-        # The first of a size may take far longer, which none does than larger ones.
-        return min(_usual(other) for size, other in self._by_rows.items() if size >= rows)
+        """Return the usual time of a size that is known."""
+        if self.is_sure(rows):
+            return _usual(self._later[rows])
+        # None takes longer than larger ones.
+        return min(map(self._seen_ns, (size for size in self._sizes if size >= rows)))
+
+    def _seen_ns(self, rows: int) -> float:
+        """Return what batches of a size took after the first, as far as it is known."""
+        later = self._later.get(rows)
+        return _usual(self._first[rows]) / self._ratio if later is None else _usual(later)
 
 
 def _usual(times_ns: Collection[int]) -> float:
-    """Return the lower quartile of some times: the first of a shape may take far longer than all others."""
+    """Return the lower quartile of some times: anything may have made a batch take longer."""
     return float(sorted(times_ns)[(len(times_ns) - 1) // 4])
 
 
@@ -173,69 +252,97 @@ class _Work(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """What a batch side by side with others says."""
+    """How long a batch computed beside others: what that says depends on what is known when it is asked."""
 
     beside: float
     """How many lanes computed meanwhile, on average."""
-    longer: float
-    """How many times longer than alone it computed."""
-    growth: float
-    """How much more work batches of twice its size would do in the same time."""
+    took_ns: int
+    """How long it computed."""
+    shape: Hashable
+    times: _Times
+    """What is known of its shape."""
+    rows: int
+    """Its rows."""
+    rows_run: int
+    """The rows that the device executed for them."""
     size: int
     """Its class."""
-    alone_ns: float
-    """How long it computes alone."""
-
-
-def _work_of(samples: Sequence[_Sample]) -> _Work:
-    """Return what some batches side by side say."""
-    beside = fmean(sample.beside for sample in samples)
-    # Anything may hold a batch up, so a few that took very long say nothing.
-    ordered = sorted([(sample.longer, sample.alone_ns) for sample in samples])
-    quarter = len(ordered) // 4
-    middle, alone = zip(*ordered[quarter : len(ordered) - quarter], strict=True)
-    # All of them together: where a batch has to wait for room, short ones wait as long as others.
-    longer = fmean(middle, alone)
-    error = (middle[-1] - middle[0]) / longer / sqrt(len(ordered))
-    growth = fmean(sample.growth for sample in samples)
-    return _Work(beside, beside / longer, growth, error)
 
 
 class _Trial:
     """Other lanes for the batches of a class, and of all smaller ones, or larger ones if they are fewer."""
 
-    __slots__ = ("base", "begins", "cause", "landed", "lanes", "samples", "size", "tried", "unknown")
+    __slots__ = (
+        "base",
+        "base_samples",
+        "begins",
+        "cause",
+        "is_held",
+        "landed",
+        "lanes",
+        "least",
+        "may_grow",
+        "met",
+        "samples",
+        "size",
+        "tried",
+        "unknown",
+    )
 
-    def __init__(self, size: int, lanes: int, tried: int, base: _Work | None) -> None:
+    def __init__(self, size: int, lanes: int, tried: int, base: _Work | None, least: int) -> None:
         self.cause = self.size = size
         """The class of which batches had to wait for their turn."""
+        self.least = least
+        """The first class that would have more lanes, or has as many if they are fewer."""
         self.lanes, self.tried = lanes, tried
         self.base = base
         """What the device does with the lanes that there are. Until it is known, nothing else is tried."""
+        self.base_samples: list[_Sample] = []
+        """What says so, unless it is plain."""
         self.begins = 0
         """The last batch that was launched before."""
         self.samples: list[_Sample] = []
-        self.landed = self.unknown = 0
-        """Batches that have ended in it, and those of which it is not known what they take alone."""
+        self.landed = self.met = 0
+        """Batches that have ended in it, and how many of those it is about."""
+        self.may_grow = False
+        """Whether it was in vain only as larger batches would gain more."""
+        self.is_held = False
+        """Whether it is over, but for what the next batches alone will say."""
+        self.unknown: list[tuple[Hashable, int]] = []
+        """Their shapes and rows, where it is not known what such take alone."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.cause, self.lanes, self.tried
+
+    @property
+    def is_up(self) -> bool:
+        return self.tried > self.lanes
+
+    def begin(self, last: int) -> None:
+        """Begin, or begin its second part, with the batches that are launched after one."""
+        self.begins = last
+        self.landed = self.met = 0
+        self.unknown = []
 
     def takes(self, size: int) -> bool:
         """Return whether it is about batches of a class."""
-        return size <= self.size if self.tried > self.lanes else size >= self.size
+        return self.least <= size <= self.size if self.is_up else size >= self.size
 
     def counts(self, beside: float, at_first: int) -> bool:
-        """Return whether a batch had enough others beside it, or few enough, to say something.
+        """Return whether a batch had enough others beside it, or few enough, to say something."""
+        if self.base is None:
+            return beside >= self.lanes - ALL_BUT
+        if self.is_up:
+            return self.has_more(beside, at_first)
+        return beside <= self.lanes - SIDE_BY_SIDE * (self.lanes - self.tried)
+
+    def has_more(self, beside: float, at_first: float) -> bool:
+        """Return whether there were so many beside a batch that it says what more lanes do.
 
         Those that began before the lanes were full have not waited for what comes after them.
         """
-        if self.base is None:
-            return beside >= self.lanes - ALL_BUT
-        if self.tried > self.lanes:
-            return at_first > self.lanes and beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
-        return beside <= self.lanes - SIDE_BY_SIDE * (self.lanes - self.tried)
-
-    def work(self) -> _Work:
-        """Return what its samples say."""
-        return _work_of(self.samples)
+        return at_first > self.lanes and beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
 
     def seen(self) -> tuple[int, int]:
         """Return the classes of the smallest and of the largest batches that it has seen more than one of."""
@@ -265,7 +372,16 @@ class Lanes:
         self._landed = 0
         # Batches that are to compute alone before others are to do so side by side.
         self._to_learn = ALONE_FIRST if lanes_max > 1 else 0
+        # Batches that had to wait and of which it is not known what they take alone; after how many some are
+        # to compute alone.
+        self._strange, self._strange_max = 0, FIRST_TRIAL
+        # Of which shape those are to be, and how many rows of it there are to be in each, if that matters.
+        self._learned: tuple[Hashable, int] | None = None
         self._shapes: OrderedDict[Hashable, _Times] = OrderedDict()
+        self._firsts = _Firsts()
+        # Which contexts have had batches of which shapes and rows; the batches that are the first such.
+        self._seen: set[tuple[int, Hashable, int]] = set()
+        self._first: set[int] = set()
         self._volumes: dict[Hashable, int] = {}
         # The batches that have had the device for themselves so far.
         self._alone: set[int] = set()
@@ -275,11 +391,15 @@ class Lanes:
         # next one may begin.
         self._contended = [0] * CLASSES
         self._until_trial = 0
-        # What larger batches would have gained, summed over those.
-        self._growth = [0.0] * CLASSES
+        # What larger batches would have gained, summed over those, and over how many.
+        self._growth, self._grown = [0.0] * CLASSES, [0] * CLASSES
         self._wait = [FIRST_TRIAL] * CLASSES
         self._is_down_next = [False] * CLASSES
+        # Whether the last trial was in vain only as larger batches would have gained more.
+        self._may_grow = [False] * CLASSES
         self._trial: _Trial | None = None
+        # Those for more lanes that were given up, as few batches came that they are about.
+        self._unfinished: dict[tuple[int, int, int], _Trial] = {}
         # What a trial has just shown that was a success, for the next one.
         self._proved: _Trial | None = None
         # Of the batches on the device, by lane: since when, and how long such are copied, if known.
@@ -305,9 +425,9 @@ class Lanes:
         trial, lanes = self._trial, self._lanes[size]
         if self.is_put_slowly(shape, rows):
             return min(max(SLOW_LANES, lanes), self._lanes_max)
-        if trial is None or trial.base is None or not trial.takes(size):
+        if trial is None or trial.base is None or trial.is_held or not trial.takes(size):
             return lanes
-        return max(lanes, trial.tried) if trial.tried > trial.lanes else min(lanes, trial.tried)
+        return max(lanes, trial.tried) if trial.is_up else min(lanes, trial.tried)
 
     def is_put_slowly(self, shape: Hashable, rows: int) -> bool:
         """Return whether to put such a batch on the device takes about as long as to compute it alone."""
@@ -330,6 +450,13 @@ class Lanes:
         """Return whether nothing is to be launched beside what computes, nor behind it, unless it seems to
         hang."""
         return self._to_learn > 0
+
+    def wants_time(self, lane: int, shape: Hashable, rows_run: int) -> bool:
+        """Return whether a batch is to be timed since it computes alone, and few of its size have."""
+        if self._lanes_max == 1 or len(self._inside) > self._users[lane]:
+            return False
+        times = self._shapes.get(shape)
+        return times is None or not times.is_sure(rows_run)
 
     @property
     def is_trying(self) -> bool:
@@ -390,20 +517,43 @@ class Lanes:
         lane, now_ns = batch.lane, batch.launched_ns
         assert lane is not None
         if self._lanes_max > 1:
+            kind = batch.context, batch.key.cost_key, batch.rows_run
+            if kind not in self._seen:
+                if len(self._seen) == SEEN_MAX:
+                    self._seen.clear()
+                self._seen.add(kind)
+                self._first.add(batch.number)
             if len(self._inside) > self._users[lane]:
                 self._alone.clear()
             else:
                 self._alone.add(batch.number)
             # With the last lane taken, the next one would have to wait.
             is_last = self._users.count(0) == (not self._users[lane])
-            if (self._users[lane] or is_last) and self._is_known(batch):
-                size = self._class_of(batch.key.cost_key, batch.rows)
-                count = FULL_COUNTS if self._hurries(size) and batch.rows == self._rows_max else 1
-                self._until_trial = self._until_trial - count if self._contended[size] else 0
-                self._contended[size] += count
-                self._growth[size] += count * self._gain_of_growth(batch)
+            if self._users[lane] or is_last:
+                self._contends(batch)
         self._users[lane] += 1
         self._inside[batch.number] = lane, now_ns + STUCK_NS_MIN
+
+    def _contends(self, batch: Batch) -> None:
+        """Note a batch that had to wait for its turn, or after which the next one would have to."""
+        shape = batch.key.cost_key
+        size = self._class_of(shape, batch.rows)
+        if not self._is_known(batch):
+            # It would never compute alone beside smaller ones that have more lanes.
+            self._strange += self._lanes[size] < self._lanes[0]
+            if self._strange >= self._strange_max and not self._to_learn and self._trial is None:
+                self._strange, self._strange_max = 0, min(4 * self._strange_max, NEXT_TRIAL_MAX)
+                self._learn_from(shape, batch.rows)
+            return
+        growth = self._gain_of_growth(self._times(shape), batch.rows)
+        count = FULL_COUNTS if self._hurries(size) and batch.rows == self._rows_max else 1
+        self._growth[size] += count * growth
+        self._grown[size] += count
+        if self._may_grow[size] and growth <= FULL_GROWTH_MAX:
+            # It cannot gain from being larger, and nothing was shown of such.
+            count = self._wait[size] // FIRST_TRIAL
+        self._until_trial = self._until_trial - count if self._contended[size] else 0
+        self._contended[size] += count
 
     def started(self, batch: Batch, now_ns: int, copies_ns: tuple[int, int] | None) -> None:
         """Note that a batch is on the device, and how long such are copied in and out, if that is known."""
@@ -438,10 +588,14 @@ class Lanes:
         self._computed_ns[lane] = end_ns
         if self._landed <= WARM_UP:
             return
-        if self._trial is not None:
-            self._noted[batch.number] = self._trial, end_ns - begin_ns, *self._beside(begin_ns, end_ns)
-        elif self._until_trial <= 0:
-            self._consider(batch)
+        trial = self._trial
+        if trial is None and self._until_trial <= 0:
+            self._consider()
+        elif trial is None and self._unfinished:
+            size = self._class_of(batch.key.cost_key, batch.rows)
+            trial = next((trial for trial in self._unfinished.values() if trial.takes(size)), None)
+        if trial is not None:
+            self._noted[batch.number] = trial, end_ns - begin_ns, *self._beside(begin_ns, end_ns)
 
     def is_usual(self, batch: Batch) -> bool:
         """Return whether a timed batch had no more batches beside it than those of its size usually have."""
@@ -453,10 +607,14 @@ class Lanes:
         """Note that nothing more will be asked about a batch, and how long it computed, if measured."""
         # Only by the device: ends that are seen late, several at once, would make batches look short.
         if compute_ns > 0 and batch.number in self._alone:
-            self._times(batch.key.cost_key).observe(batch.rows_run, compute_ns)
+            times, is_first = self._times(batch.key.cost_key), batch.number in self._first
+            times.observe(batch.rows_run, compute_ns, is_first=is_first)
         self._alone.discard(batch.number)
+        self._first.discard(batch.number)
+        if (trial := self._trial) is not None and trial.is_held and not self._to_learn:
+            self._judge(trial)
         noted = self._noted.pop(batch.number, None)
-        if noted is not None and noted[0] is self._trial:
+        if noted is not None:
             # And more where the batch was on the device before that could be told, by a launch that took
             # long, as the first of a graph does.
             self._note(noted[0], batch, max(noted[1], compute_ns), noted[2], noted[3])
@@ -500,25 +658,30 @@ class Lanes:
     def _times(self, shape: Hashable) -> _Times:
         times = self._shapes.get(shape)
         if times is None:
-            times = self._shapes[shape] = _Times()
+            times = self._shapes[shape] = _Times(self._firsts)
             if len(self._shapes) > SHAPES_MAX:
                 self._shapes.popitem(last=False)
         return times
 
     def _note(self, trial: _Trial, batch: Batch, took_ns: int, beside: float, at_first: int) -> None:
-        """Note what a batch says about what is tried."""
-        if batch.number <= trial.begins:
+        """Note what a batch says about what is tried, or would be if more such came."""
+        if batch.number <= trial.begins or trial.is_held:
             return
-        shape, rows = batch.key.cost_key, batch.rows_run
-        size = self._class_of(shape, batch.rows)
+        is_tried = trial is self._trial
+        if not is_tried and self._unfinished.get(trial.key) is not trial:
+            return
         trial.landed += 1
+        shape = batch.key.cost_key
+        size = self._class_of(shape, batch.rows)
         if not self._is_known(batch):
-            trial.unknown += 1
-        elif trial.takes(size) and trial.counts(beside, at_first):
-            alone_ns = self._times(shape).expected_ns(rows)
-            longer = max(took_ns / alone_ns, 1.0)
-            trial.samples.append(_Sample(beside, longer, self._gain_of_growth(batch), size, alone_ns))
-            self._judge(trial)
+            trial.unknown.append((shape, batch.rows))
+        elif trial.takes(size):
+            trial.met += 1
+            if trial.counts(beside, at_first) if is_tried else trial.has_more(beside, at_first):
+                times = self._times(shape)
+                trial.samples.append(_Sample(beside, took_ns, shape, times, batch.rows, batch.rows_run, size))
+                if is_tried or (len(trial.samples) >= PROBE_BATCHES and self._resume(trial.key)):
+                    self._judge(trial)
         self._give_up(trial)
 
     def _pass_by(self, batch: Batch) -> None:
@@ -531,13 +694,42 @@ class Lanes:
 
     def _give_up(self, trial: _Trial) -> None:
         """End a trial that has not had enough batches side by side."""
-        if trial is not self._trial or trial.landed < GIVE_UP_BATCHES:
+        if trial is not self._trial or trial.is_held or trial.landed < GIVE_UP_BATCHES:
             return
-        if 2 * trial.unknown > trial.landed:
-            # Those that are under way count as well: to wait for four after them costs a device with work for
-            # many lanes more than it tells.
-            self._to_learn = ALONE_FIRST
+        wait = list(self._wait)
         self._end_trial(trial, is_better=None)
+        if 2 * len(trial.unknown) > trial.landed:
+            if self._learned is None:
+                self._wait = wait  # The next one will know more.
+            shape = Counter(shape for shape, _ in trial.unknown).most_common(1)[0][0]
+            self._learn_from(shape, median_low(rows for other, rows in trial.unknown if other == shape))
+        elif trial.met < PROBE_BATCHES:
+            self._wait = wait  # Hardly any had more lanes, or fewer.
+            if trial.is_up:
+                self._unfinished[trial.key] = trial
+
+    def _learn_from(self, shape: Hashable, rows: int) -> None:
+        """Let the next batches compute alone, those of a shape with so many rows each."""
+        self._learned = shape, rows
+        # Once those have ended that are under way.
+        self._to_learn = len(self._inside) + ALONE_TO_LEARN
+
+    def _doubts_firsts(self, trial: _Trial, fewer: _Work, more: _Work) -> bool:
+        """Return whether more lanes only seem to pay if the first batches took far longer, and let some
+        compute alone to show whether they did."""
+        at_worst = more._replace(rate=more.rate / FIRST_RATIO_MAX)
+        if self._firsts.is_known or _pays(fewer, at_worst, 1)[0]:
+            return False
+        one = next((one for one in trial.samples if one.times.has_first(one.rows_run)), None)
+        if one is not None:
+            self._learn_from(one.shape, one.rows)
+        return one is not None
+
+    def rows_to_learn(self, shape: Hashable, rows_max: int) -> int:
+        """Return the rows for a batch of a shape at most, if the next one is to compute alone."""
+        if self._learned is None or shape != self._learned[0]:
+            return rows_max
+        return min(rows_max, self._learned[1])
 
     def _is_known(self, batch: Batch) -> bool:
         """Return whether it is known how long a batch computes alone."""
@@ -556,49 +748,78 @@ class Lanes:
         """Return whether a class has had no trial yet, and its first one may come early."""
         return self.is_in_haste and self._wait[size] == FIRST_TRIAL
 
-    def _consider(self, batch: Batch) -> None:
+    def _consider(self) -> None:
         """Try other lanes for the largest batches of which enough have waited for their turn, and for all
-        that are smaller."""
-        chosen, waited, until = None, 0, NEXT_TRIAL_MAX
+        that are smaller and have as many."""
+        chosen, until = None, NEXT_TRIAL_MAX
+        first = waited = 0
         for size, count in enumerate(self._contended):
+            if self._lanes[size] != self._lanes[first]:
+                first, waited = size, 0
             if not count:
                 continue
             waited += count
             if waited >= self._wait[size]:
-                chosen, waited_of_chosen = size, waited
+                chosen = first, size + 1
             else:
                 until = min(until, self._wait[size] - waited)
         if chosen is None:
             self._until_trial = until
-            return
+        else:
+            those = slice(*chosen)
+            self._begin_trial(chosen[1] - 1, sum(self._growth[those]) / sum(self._grown[those]))
+
+    def _begin_trial(self, chosen: int, growth: float) -> None:
+        """Try other lanes for a class.
+
+        :param growth: how much more work larger batches would have done than those that waited.
+        """
         lanes = self._lanes[chosen]
         # What proved itself once may not any more, as others use the device too.
         is_down = lanes == self._lanes_max or (lanes > 1 and self._is_down_next[chosen])
         # How many fewer is decided when it is known what the device does with these.
         tried = lanes - 1 if is_down else min(2 * lanes, self._lanes_max)
-        base = self._proved_for(chosen, is_down=is_down)
+        base, base_samples = self._proved_for(chosen, is_down=is_down)
         self._proved = None
         if lanes == 1:
-            base = _Work(1.0, 1.0, sum(self._growth[: chosen + 1]) / waited_of_chosen)
-            if self._hurries(chosen) and base.growth <= FULL_GROWTH_MAX:
+            base = _Work(1.0, 1.0, growth)
+            if self._hurries(chosen) and growth <= FULL_GROWTH_MAX:
                 tried = self._lanes_max
-        trial = self._trial = _Trial(chosen, lanes, tried, base)
-        trial.begins = max(self._inside, default=batch.number)
+        if lanes < self._lanes[0]:
+            tried = min(tried, self._lanes[0])  # The smallest batches, which want most, want no more.
+        if self._resume((chosen, lanes, tried)):
+            return
+        least = next(size for size, its in enumerate(self._lanes) if its < tried or its == lanes)
+        trial = self._trial = _Trial(chosen, lanes, tried, base, least)
+        trial.base_samples = base_samples
+        trial.begin(self._last_launched())
         if is_down:
             # Also those that are smaller and have as many: beside them, larger ones with fewer show nothing.
-            trial.size = self._lanes.index(lanes)
+            trial.size = least
             if base is not None:
                 self._go_down(trial, base)
 
-    def _proved_for(self, size: int, *, is_down: bool) -> _Work | None:
-        """Return what the device does with the lanes of a class, if the trial before has just shown it."""
+    def _resume(self, key: tuple[int, int, int]) -> bool:
+        """Go on with a trial that was given up; return whether there is one."""
+        trial = self._unfinished.pop(key, None)
+        if trial is None:
+            return False
+        self._trial = trial
+        trial.begin(self._last_launched())
+        return True
+
+    def _last_launched(self) -> int:
+        return max(self._inside, default=0)
+
+    def _proved_for(self, size: int, *, is_down: bool) -> tuple[_Work | None, list[_Sample]]:
+        """Return what the device does with the lanes of a class, and what shows it, if the last trial has."""
         proved, lanes = self._proved, self._lanes[size]
-        if proved is None or proved.size < size or proved.tried != lanes:
-            return None
-        found = proved.work()
+        if proved is None or proved.size < size or proved.tried != lanes or lanes == 1:
+            return None, []
+        found = self._work(proved.samples)
         if is_down and (found.beside < lanes - ALL_BUT or found.error > BASE_ERROR_MAX):
-            return None
-        return found
+            return None, []
+        return found, proved.samples
 
     def _go_down(self, trial: _Trial, base: _Work) -> None:
         """Try as many lanes as would do the same work if batches in them did not notice one another.
@@ -609,9 +830,26 @@ class Lanes:
         if _is_beyond(base, trial.tried):
             self._end_trial(trial, is_better=False)
 
-    def _gain_of_growth(self, batch: Batch) -> float:
+    def _work(self, samples: Sequence[_Sample]) -> _Work:
+        """Return what some batches side by side say."""
+        alone_ns = [one.times.expected_ns(one.rows_run) for one in samples]
+        longer = [max(one.took_ns / its_ns, 1.0) for one, its_ns in zip(samples, alone_ns, strict=True)]
+        # Together, as where a batch has to wait for room, short ones wait as long as others.
+        mean, error = _mean(longer, alone_ns)
+        beside = fmean(one.beside for one in samples)
+        growth = fmean(self._gain_of_growth(one.times, one.rows) for one in samples)
+        return _Work(beside, beside / mean, growth, error)
+
+    def _are_as_good_alone(self, samples: Sequence[_Sample]) -> bool:
+        """Return whether batches are as well computed one after the other, as far as can be told."""
+        if len(samples) < PROBE_BATCHES:
+            return False
+        found = self._work(samples)
+        most = found.rate * (1 + DOUBT * found.error)
+        return most < GAIN_MIN * found.growth and not _pays(_Work(1.0, 1.0, found.growth), found, -DOUBT)[0]
+
+    def _gain_of_growth(self, times: _Times, rows: int) -> float:
         """Return how much more work batches of twice this size do in the same time, one after the other."""
-        times, rows = self._times(batch.key.cost_key), batch.rows
         larger = min(2 * rows, self._rows_max)
         alone_ns, larger_ns = times.expected_ns(rows), times.expected_ns(larger)
         return max(1.0, larger / rows * alone_ns / larger_ns) if larger_ns else 1.0
@@ -621,46 +859,57 @@ class Lanes:
         count = len(trial.samples)
         if count < PROBE_BATCHES:
             return
-        found = trial.work()
+        found = self._work(trial.samples)
         if trial.base is None:
             self._judge_base(trial, found)
             return
-        is_up = trial.tried > trial.lanes
-        fewer, more = (trial.base, found) if is_up else (found, trial.base)
+        # With fewer lanes it shows what batches take alone, so what was seen before may say something else.
+        base = self._work(trial.base_samples) if trial.base_samples else trial.base
+        fewer, more = (base, found) if trial.is_up else (found, base)
         if more.beside - fewer.beside < SIDE_BY_SIDE * abs(trial.tried - trial.lanes):
             # Beside batches of other classes there were as many before.
             fewer = _Work(1.0, 1.0, fewer.growth)
         # What there is stays unless it was shown that it should not.
-        doubt = 1 if is_up else -1
+        doubt = 1 if trial.is_up else -1
         pays, added = _pays(fewer, more, doubt)
-        surely, perhaps = (_pays(fewer, more, doubt)[0] for doubt in (DOUBT, -DOUBT))
-        if surely is not perhaps and (count < TRIAL_BATCHES or found.error > ERROR_MAX):
-            return
-        if pays and is_up:
+        if not trial.is_held:
+            surely, perhaps = (_pays(fewer, more, doubt)[0] for doubt in (DOUBT, -DOUBT))
+            if surely is not perhaps and (count < TRIAL_BATCHES or found.error > ERROR_MAX):
+                return
+            trial.is_held = pays and trial.is_up and self._doubts_firsts(trial, fewer, more)
+            if trial.is_held:
+                return
+        if pays and trial.is_up:
             # Of much larger batches it has shown nothing.
             size = trial.size + 1 if added >= FREE_MIN else trial.size
             trial.size = min(size, trial.seen()[1] + 2, CLASSES - 1)
+            # Nor, where all lanes were tried at once, of twice as many as computed.
+            twice = 2 * trial.lanes
+            while twice < more.beside:
+                twice *= 2
+            trial.tried = min(trial.tried, twice)
         if added <= FULL_MAX:
             self._wait[trial.size] = min(4 * self._wait[trial.size], NEXT_TRIAL_MAX)
-        self._end_trial(trial, is_better=pays is is_up)
+        trial.may_grow = not pays and _pays(fewer._replace(growth=1.0), more, -DOUBT)[0]
+        self._end_trial(trial, is_better=pays is trial.is_up)
 
     def _judge_base(self, trial: _Trial, found: _Work) -> None:
         """Begin to try other lanes, once it is known what those do that there are."""
-        if trial.tried > trial.lanes:
-            if _is_beyond(found, trial.tried):
-                self._end_trial(trial, is_better=False)
+        if trial.is_up:
+            if trial.has_more(found.beside, trial.tried):
+                # Smaller batches have as many, so it is known already what these do beside them.
+                self._end_trial(trial, is_better=_is_beyond(found, trial.lanes))
                 return
         elif found.error > BASE_ERROR_MAX and len(trial.samples) < BASE_BATCHES:
             return  # It costs nothing to wait for more, as nothing else is tried yet.
-        elif _are_as_good_alone([one for one in trial.samples if one.size >= trial.cause]):
+        elif self._are_as_good_alone([one for one in trial.samples if one.size >= trial.cause]):
             # There may never be few enough beside these to see that, if smaller batches have more lanes.
             trial.size, trial.tried = trial.cause, 1
             self._end_trial(trial, is_better=True)
             return
-        trial.base, trial.samples = found, []
-        trial.landed = trial.unknown = 0
-        trial.begins = max(self._inside, default=0)
-        if trial.tried < trial.lanes:
+        trial.base, trial.base_samples, trial.samples = found, trial.samples, []
+        trial.begin(self._last_launched())
+        if not trial.is_up:
             self._go_down(trial, found)
 
     def _end_trial(self, trial: _Trial, *, is_better: bool | None) -> None:
@@ -668,10 +917,11 @@ class Lanes:
 
         :param is_better: whether what was tried is; ``None`` if there was no telling.
         """
-        size, tried = trial.size, trial.tried
-        is_up = tried > trial.lanes
+        size, tried, is_up = trial.size, trial.tried, trial.is_up
         self._trial = None
-        self._contended, self._growth = [0] * CLASSES, [0.0] * CLASSES
+        if is_better:
+            self._unfinished.clear()
+        self._contended, self._growth, self._grown = [0] * CLASSES, [0.0] * CLASSES, [0] * CLASSES
         if is_better and is_up:
             self._lanes[: size + 1] = [max(tried, other) for other in self._lanes[: size + 1]]
             # If even that is not enough, the next ones are tried at once.
@@ -688,16 +938,25 @@ class Lanes:
             return
         size = trial.cause
         self._is_down_next[size] = is_up and is_better is not None
-        pause = min((2 if is_better is None else 4) * self._wait[size], NEXT_TRIAL_MAX)
-        if is_up:
-            # Neither will larger batches gain, and those smaller than all that were seen less likely.
-            if len(trial.samples) > 1:
-                size = min(size, trial.seen()[0])
-            self._wait[size:] = [max(pause, other) for other in self._wait[size:]]
-            self._wait[:size] = [max(pause // 4, other) for other in self._wait[:size]]
-        else:
-            # Nor are there too many for smaller ones.
-            self._wait[: size + 1] = [max(pause, other) for other in self._wait[: size + 1]]
+        # Where there was no telling, or nothing was tried as it could not be better, there may soon be more.
+        pause = min((4 if is_better is False and trial.samples else 2) * self._wait[size], NEXT_TRIAL_MAX)
+        if is_up and len(trial.samples) > 1:
+            # Neither will larger batches gain, but those may that are smaller than all that were seen.
+            size = min(size, trial.seen()[0])
+        for other, lanes in enumerate(self._lanes):
+            # Of those that have another number of lanes, this has shown nothing.
+            if lanes == trial.lanes:
+                is_like = other >= size if is_up else other <= size
+                self._wait[other] = max(pause if is_like else pause // 4, self._wait[other])
+                self._may_grow[other] = trial.may_grow
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return a mean of values, some of which may be far too large, and its standard error as a part of it."""
+    most = LONGER_MAX * median(values)
+    clipped = [min(value, most) for value in values]
+    mean = fmean(clipped, weights)
+    return mean, stdev(clipped) / sqrt(len(clipped)) / mean if len(clipped) > 1 else 0.0
 
 
 def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:
@@ -710,15 +969,6 @@ def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:
     # What twice as many would do, if these are not.
     gain = 1 + added * fewer.beside / max(least, 0.1)
     return added >= FREE_MIN or gain >= GAIN_MIN * fewer.growth, added
-
-
-def _are_as_good_alone(samples: Sequence[_Sample]) -> bool:
-    """Return whether batches are as well computed one after the other, as far as can be told."""
-    if len(samples) < PROBE_BATCHES:
-        return False
-    found = _work_of(samples)
-    most = found.rate * (1 + DOUBT * found.error)
-    return most < GAIN_MIN * found.growth and not _pays(_Work(1.0, 1.0, found.growth), found, -DOUBT)[0]
 
 
 def _is_beyond(found: _Work, fewer: int) -> bool:

@@ -210,6 +210,12 @@ class Scheduler:
         """Return whether it is being found out how many batches compute side by side; all are timed then."""
         return self._lanes is not None and self._lanes.is_trying
 
+    def shows_alone(self, batch: Batch) -> bool:
+        """Return whether a batch that was just launched is timed since it computes alone, and few have."""
+        if self._lanes is None or batch.lane is None:
+            return False
+        return self._lanes.wants_time(batch.lane, batch.key.cost_key, batch.rows_run)
+
     @property
     def lanes_max(self) -> int:
         """Return how many lanes there may be; 0 where the device sees to the order of batches."""
@@ -510,8 +516,8 @@ class Scheduler:
         context, arena = self._contexts.acquire(profile)
         lane = None
         if (lanes := self._lanes) is not None:
-            is_timed = is_timed or lanes.is_trying
             lane = lanes.acquire(key.cost_key, rows, self._estimator.computed_by_ns)
+            is_timed = is_timed or lanes.is_trying or lanes.wants_time(lane, key.cost_key, rows_run)
             if reason is Reason.IDLE and lanes.occupied:
                 reason = Reason.AHEAD
         # In 0.6 of the time that the constructor takes.
@@ -614,7 +620,7 @@ class Scheduler:
 
     def _is_early(self, bucket: BucketQueue, lanes: Lanes, now_ns: int) -> bool:
         """Return whether the next batch can still grow before the device would want it; note when that is."""
-        if self._buckets.full and not (self._policy.answers_in_time or lanes.wants_one_alone):
+        if bucket.is_full and not (self._policy.answers_in_time or lanes.wants_one_alone):
             return False
         rows, key = min(bucket.rows, bucket.rows_max), bucket.key
         count = lanes.allowed(key.cost_key, rows)
@@ -887,6 +893,10 @@ class Scheduler:
             # Its rows lie in one slab, which one batch runs from; there are never more than it holds.
             return bucket.rows_max
         if self._lanes is not None:
+            if self._lanes.wants_one_alone:
+                head = bucket.head()
+                rows = self._lanes.rows_to_learn(bucket.key.cost_key, bucket.rows_max)
+                return max(rows, 0 if head is None else head.rows)
             return self._rows_of_first_half(bucket) if not self._lanes.occupied else bucket.rows_max
         if bucket.rows < 2 or not self._policy.is_parallel:
             return bucket.rows_max

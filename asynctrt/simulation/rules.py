@@ -17,7 +17,7 @@ from asynctrt.scheduling.estimates import (
 )
 from asynctrt.scheduling.forecast import PROBE_NS_MIN, PROBE_TIMES
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.scheduling.lanes import ALONE_FIRST, GIVE_UP_BATCHES
+from asynctrt.scheduling.lanes import ALONE_FIRST, ALONE_TO_LEARN, PROBE_BATCHES
 from asynctrt.scheduling.policy import AGED_EVERY, DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.queues import DISPLACED_FROM_MAX, LOOKAHEAD_MAX, TURNS_KEPT
 from asynctrt.scheduling.replay import WORK_CONSERVING, Choice
@@ -208,7 +208,8 @@ class Rules:
         self.in_flight[batch.number] = batch
         # Those that fail and those that hang are no more than there are contexts.
         self._launched_alone += self._scheduler.wants_one_alone
-        most = ALONE_FIRST * (1 + batch.number // GIVE_UP_BATCHES) + self._limits.contexts
+        trials = 1 + batch.number // PROBE_BATCHES
+        most = ALONE_FIRST + ALONE_TO_LEARN * trials + self._limits.contexts
         _hold(self._launched_alone <= most, "one batch after the other is to compute alone")
         self.reasons[batch.reason] += 1
         limits = self._limits
@@ -560,8 +561,9 @@ class Rules:
         if self._limits.times_all:
             _hold(batch.is_timed, "a batch is not timed although all are")
         elif batch.number % TIMED_EVERY and self._timed[batch.key.shape, batch.rows_run] >= WINDOW:
-            known_ns = self._scheduler.usual_ns(batch)[1]
-            has_reason = known_ns >= TIMED_ALWAYS_NS or self._scheduler.is_trying_lanes
+            scheduler = self._scheduler
+            is_told = scheduler.is_trying_lanes or scheduler.shows_alone(batch)
+            has_reason = is_told or scheduler.usual_ns(batch)[1] >= TIMED_ALWAYS_NS
             _hold(not batch.is_timed or has_reason, "a known size is timed out of turn")
 
     def _check_reason(self, batch: Batch, now_ns: int) -> None:
@@ -615,7 +617,10 @@ class Rules:
             _hold(wakeup_ns is not None and wakeup_ns <= held_ns, "nobody watches what is held back")
             return
         _hold(bool(in_flight), "work waits while nothing is in flight")
-        is_free = not self._some_full() or policy.answers_in_time
+        # What has its turn may be a batch that still grows, until the device wants it.
+        early = scheduler.early_key
+        is_behind = early is not None and self._rows[early] < limits.rows_max(early)
+        is_free = not self._some_full() or policy.answers_in_time or is_behind
         _hold(is_free or scheduler.wants_one_alone, "a full batch waits although a context is free")
         if in_flight >= policy.concurrency:
             return

@@ -167,6 +167,17 @@ class TestJustInTime:
         submit(plan, rows=4, now_ns=now_ns)
         assert plan.next_batch(now_ns).reason is Reason.FULL
 
+    def test_a_batch_that_may_grow_waits_though_one_behind_it_is_full(self):
+        plan, now_ns = pipelined(rows_max=4)
+        _, free_ns = in_flight(plan, now_ns)
+        submit(plan, now_ns=now_ns)
+        submit(plan, shape="full", rows=4, now_ns=now_ns)
+        assert plan.next_batch(now_ns) is None
+        due_ns = plan.next_wakeup()
+        assert due_ns == free_ns - LEAD_NS
+        submit(plan, now_ns=due_ns - 1)
+        assert [plan.next_batch(due_ns).rows for _ in range(2)] == [2, 4]
+
     def test_a_deadline_ends_the_wait(self):
         plan, now_ns = pipelined()
         in_flight(plan, now_ns)
@@ -410,6 +421,58 @@ def test_the_first_batch_of_a_size_may_take_long():
     world.run(64, batches=WARM_UP + 2)
     world.run(*range(1, 24), batches=80)  # Of most sizes one was seen before others are tried.
     assert world.lanes.chosen() == {}
+
+
+class Alone:
+    """Lets batches compute one after the other, and says whether each was to be timed."""
+
+    def __init__(self):
+        self.lanes = Lanes(2, 64)
+        self.now_ns = self.number = 0
+
+    def run(self, rows, compute_ns, context=0):
+        lane = self.lanes.acquire("b", rows, lambda _: self.now_ns)
+        self.number += 1
+        batch = make_batch(self.number, key=KEY, rows=rows, lane=lane, context=context)
+        batch = batch._replace(launched_ns=self.now_ns)
+        wants_time = self.lanes.wants_time(lane, "b", rows)
+        self.lanes.launched(batch)
+        self.lanes.started(batch, self.now_ns, (0, 0))
+        self.now_ns += compute_ns
+        self.lanes.landed(batch, self.now_ns)
+        self.lanes.ended(batch, compute_ns)
+        return wants_time
+
+    @property
+    def times(self):
+        return self.lanes._shapes["b"]
+
+
+def test_the_first_batch_of_a_size_in_each_context_is_compared_with_later_ones():
+    """With two contexts, there may be nothing but first ones when a trial begins."""
+    alone = Alone()
+    alone.run(4, 15 * MS, context=0)
+    alone.run(4, 16 * MS, context=1)
+    assert alone.times.expected_ns(4) == 15 * MS
+    alone.run(8, 30 * MS, context=0)
+    alone.run(4, 10 * MS, context=0)
+    assert alone.times.expected_ns(4) == 10 * MS
+    assert alone.times.expected_ns(8) == 30 * MS, "one later batch says nothing yet"
+    alone.run(4, 10 * MS, context=1)
+    assert alone.times.expected_ns(8) == 20 * MS, "as the first ones took half as long again"
+    alone.run(8, 30 * MS, context=1)
+    wants_time = [alone.run(8, 22 * MS) for _ in range(5)]
+    assert wants_time == [True] * 4 + [False], "four have computed alone by then"
+    assert alone.times.expected_ns(8) == 22 * MS
+
+
+def test_what_two_sizes_say_of_others_ends_not_far_from_them():
+    alone = Alone()
+    alone.run(14, MS)
+    alone.run(16, MS)
+    assert [rows for rows in range(1, 65) if alone.times.is_known(rows)] == [13, 14, 15, 16, 17, 18]
+    alone.run(4, MS)
+    assert [rows for rows in range(1, 65) if alone.times.is_known(rows)] == list(range(1, 33))
 
 
 def test_larger_batches_get_fewer_lanes_though_smaller_ones_beside_them_have_more():
