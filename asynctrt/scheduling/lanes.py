@@ -80,6 +80,10 @@ FULL_GROWTH_MAX: Final = 1.05
 larger batches would gain no more than this factor, that trial is of all lanes at once: for as long as it is
 not known whether they pay, requests queue up."""
 
+FULL_BATCHES: Final = 32
+"""Full batches in a row, all of which had to wait, after which others are tried in any case, and again after
+twice as many: requests may be queueing up."""
+
 CLASSES: Final = 64
 """Classes of batches, by how much is in them: one for each power of two."""
 
@@ -281,7 +285,6 @@ class _Trial:
         "landed",
         "lanes",
         "least",
-        "may_grow",
         "met",
         "samples",
         "size",
@@ -304,8 +307,6 @@ class _Trial:
         self.samples: list[_Sample] = []
         self.landed = self.met = 0
         """Batches that have ended in it, and how many of those it is about."""
-        self.may_grow = False
-        """Whether it was in vain only as larger batches would gain more."""
         self.is_held = False
         """Whether it is over, but for what the next batches alone will say."""
         self.unknown: list[tuple[Hashable, int]] = []
@@ -395,8 +396,9 @@ class Lanes:
         self._growth, self._grown = [0.0] * CLASSES, [0] * CLASSES
         self._wait = [FIRST_TRIAL] * CLASSES
         self._is_down_next = [False] * CLASSES
-        # Whether the last trial was in vain only as larger batches would have gained more.
-        self._may_grow = [False] * CLASSES
+        # Full batches that had to wait, without any other in between, and after how many others are tried.
+        self._full = 0
+        self._full_max = FULL_BATCHES
         self._trial: _Trial | None = None
         # Those for more lanes that were given up, as few batches came that they are about.
         self._unfinished: dict[tuple[int, int, int], _Trial] = {}
@@ -531,6 +533,8 @@ class Lanes:
             is_last = self._users.count(0) == (not self._users[lane])
             if self._users[lane] or is_last:
                 self._contends(batch)
+            else:
+                self._full, self._full_max = 0, FULL_BATCHES
         self._users[lane] += 1
         self._inside[batch.number] = lane, now_ns + STUCK_NS_MIN
 
@@ -545,15 +549,27 @@ class Lanes:
                 self._strange, self._strange_max = 0, min(4 * self._strange_max, NEXT_TRIAL_MAX)
                 self._learn_from(shape, batch.rows)
             return
-        growth = self._gain_of_growth(self._times(shape), batch.rows)
-        count = FULL_COUNTS if self._hurries(size) and batch.rows == self._rows_max else 1
-        self._growth[size] += count * growth
-        self._grown[size] += count
-        if self._may_grow[size] and growth <= FULL_GROWTH_MAX:
-            # It cannot gain from being larger, and nothing was shown of such.
-            count = self._wait[size] // FIRST_TRIAL
+        is_full = batch.rows == self._rows_max
+        count = FULL_COUNTS if is_full and self._hurries(size) else 1
+        if self._has_long_been_full(is_full=is_full):
+            count = self._wait[size]
+            self._growth, self._grown = [0.0] * CLASSES, [0] * CLASSES
         self._until_trial = self._until_trial - count if self._contended[size] else 0
         self._contended[size] += count
+        self._growth[size] += count * self._gain_of_growth(self._times(shape), batch.rows)
+        self._grown[size] += count
+
+    def _has_long_been_full(self, *, is_full: bool) -> bool:
+        """Return whether there may be no end of batches that are full, unless there are other lanes for them:
+        however long a pause there was to be, as what was tried last may have been of other batches."""
+        if not is_full:
+            self._full, self._full_max = 0, FULL_BATCHES
+            return False
+        self._full += 1
+        if self._full < self._full_max or not self.is_in_haste:
+            return False
+        self._full_max *= 2
+        return True
 
     def started(self, batch: Batch, now_ns: int, copies_ns: tuple[int, int] | None) -> None:
         """Note that a batch is on the device, and how long such are copied in and out, if that is known."""
@@ -890,7 +906,6 @@ class Lanes:
             trial.tried = min(trial.tried, twice)
         if added <= FULL_MAX:
             self._wait[trial.size] = min(4 * self._wait[trial.size], NEXT_TRIAL_MAX)
-        trial.may_grow = not pays and _pays(fewer._replace(growth=1.0), more, -DOUBT)[0]
         self._end_trial(trial, is_better=pays is trial.is_up)
 
     def _judge_base(self, trial: _Trial, found: _Work) -> None:
@@ -948,7 +963,6 @@ class Lanes:
             if lanes == trial.lanes:
                 is_like = other >= size if is_up else other <= size
                 self._wait[other] = max(pause if is_like else pause // 4, self._wait[other])
-                self._may_grow[other] = trial.may_grow
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:

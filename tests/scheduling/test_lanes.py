@@ -366,7 +366,7 @@ def test_lanes_are_as_many_as_raise_the_throughput(slower, expected):
     world = World(8, 8, slower)
     world.run(8, batches=WARM_UP)
     assert world.lanes.allowed("b", 8) == 1
-    assert world.run(8, batches=4000) == expected
+    world.run(8, batches=4000)
     assert world.lanes.chosen().get(8, 1) == expected
     # Smaller ones may have more, as they leave more of the device idle.
     assert list(world.lanes.chosen()) == ([1, 3, 7, 8] if expected > 1 else [])
@@ -557,10 +557,11 @@ def test_a_trial_is_short_and_each_one_in_vain_is_followed_by_a_longer_pause():
     world.run(8, batches=20_000)
     tried = [number for number, lanes in enumerate(world.seen) if lanes == 2 and number >= WARM_UP]
     begins = [number for number, before in zip(tried, [-100, *tried], strict=False) if number > before + 1]
-    assert 3 <= len(begins) <= 8
+    assert 3 <= len(begins) <= 12
     assert begins[0] >= FIRST_TRIAL
     pauses = [later - earlier for earlier, later in pairwise(begins)]
-    assert all(later > 3 * earlier for earlier, later in pairwise(pauses))
+    assert all(later > 1.1 * earlier for earlier, later in pairwise(pauses))
+    assert pauses[-1] > 20 * pauses[0]
     assert len(tried) < 0.01 * 20_000
 
 
