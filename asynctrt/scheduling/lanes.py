@@ -282,7 +282,6 @@ class _Trial:
         "begins",
         "cause",
         "is_held",
-        "is_in_doubt",
         "landed",
         "lanes",
         "least",
@@ -308,7 +307,6 @@ class _Trial:
         self.samples: list[_Sample] = []
         self.landed = self.met = 0
         """Batches that have ended in it, and how many of those it is about."""
-        self.is_in_doubt = False
         self.is_held = False
         """Whether it is over, but for what the next batches alone will say."""
         self.unknown: list[tuple[Hashable, int]] = []
@@ -892,8 +890,7 @@ class Lanes:
         pays, added = _pays(fewer, more, doubt)
         if not trial.is_held:
             surely, perhaps = (_pays(fewer, more, doubt)[0] for doubt in (DOUBT, -DOUBT))
-            trial.is_in_doubt = surely is not perhaps
-            if trial.is_in_doubt and (count < TRIAL_BATCHES or found.error > ERROR_MAX):
+            if surely is not perhaps and (count < TRIAL_BATCHES or found.error > ERROR_MAX):
                 return
             trial.is_held = pays and trial.is_up and self._doubts_firsts(trial, fewer, more)
             if trial.is_held:
@@ -956,9 +953,8 @@ class Lanes:
             return
         size = trial.cause
         self._is_down_next[size] = is_up and is_better is not None
-        # Where there was hardly any telling, or nothing was tried as that could not be better, there may be soon.
-        is_sure = is_better is False and trial.samples and not trial.is_in_doubt
-        pause = min((4 if is_sure else 2) * self._wait[size], NEXT_TRIAL_MAX)
+        # Where there was no telling, or nothing was tried as it could not be better, there may soon be more.
+        pause = min((4 if is_better is False and trial.samples else 2) * self._wait[size], NEXT_TRIAL_MAX)
         if is_up and len(trial.samples) > 1:
             # Neither will larger batches gain, but those may that are smaller than all that were seen.
             size = min(size, trial.seen()[0])
