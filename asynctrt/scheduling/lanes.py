@@ -122,9 +122,9 @@ BEYOND_MAX: Final = 2
 """By what factor a batch may be larger than all that are known, for a straight line to tell its time. Smaller
 ones may be so by the factor between those that are known."""
 
-LONGER_MAX: Final = 2.5
-"""What took more than so many times as long as most counts as that: anything may hold a batch up. One that
-waits for room until another has ended takes twice as long."""
+LEFT_OUT: Final = 5
+"""Of so many batches the one that took longest says nothing, as anything may hold a batch up. Fewer would let
+a machine that is busy with something else hide that batches fit; more, that some have to wait for room."""
 
 SHAPES_MAX: Final = 64
 SEEN_MAX: Final = 1 << 14
@@ -966,11 +966,11 @@ class Lanes:
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Return a mean of values, some of which may be far too large, and its standard error as a part of it."""
-    most = LONGER_MAX * median(values)
-    clipped = [min(value, most) for value in values]
-    mean = fmean(clipped, weights)
-    return mean, stdev(clipped) / sqrt(len(clipped)) / mean if len(clipped) > 1 else 0.0
+    """Return the mean of values without the largest ones, and its standard error as a part of it."""
+    ordered = sorted(zip(values, weights, strict=True))
+    kept, its_weights = zip(*ordered[: len(ordered) - len(ordered) // LEFT_OUT], strict=True)
+    mean = fmean(kept, its_weights)
+    return mean, stdev(kept) / sqrt(len(kept)) / mean if len(kept) > 1 else 0.0
 
 
 def _pays(fewer: _Work, more: _Work, doubt: int) -> tuple[bool, float]:

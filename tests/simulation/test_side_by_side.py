@@ -293,7 +293,7 @@ def test_where_only_full_batches_came_first_it_is_learned_what_others_take(seed)
 def test_a_load_that_rises_finds_lanes_for_the_larger_batches_that_come(shapes, seed):
     """Of those nothing was learned before, and with too few lanes requests queue up."""
     world = World(8, load=0.2, rises_to=0.8, shapes=shapes, contexts=12, room=8, burst=64, seed=seed)
-    assert world.run()[0].p99_ms() <= 1.6 * world.best().p99_ms()
+    assert world.run()[0].p99_ms() <= 1.8 * world.best().p99_ms()
 
 
 @pytest.mark.parametrize("seed", [2, *TIER2_SEEDS])
