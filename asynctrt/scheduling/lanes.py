@@ -566,7 +566,7 @@ class Lanes:
             self._full, self._full_max = 0, FULL_BATCHES
             return False
         self._full += 1
-        if self._full < self._full_max or not self.is_in_haste:
+        if self._full < self._full_max or self._trial is not None or not self.is_in_haste:
             return False
         self._full_max *= 2
         return True
@@ -783,7 +783,8 @@ class Lanes:
             self._until_trial = until
         else:
             those = slice(*chosen)
-            self._begin_trial(chosen[1] - 1, sum(self._growth[those]) / sum(self._grown[those]))
+            grown = sum(self._grown[those])
+            self._begin_trial(chosen[1] - 1, sum(self._growth[those]) / grown if grown else 1.0)
 
     def _begin_trial(self, chosen: int, growth: float) -> None:
         """Try other lanes for a class.
