@@ -684,13 +684,14 @@ class Lanes:
         if batch.number <= trial.begins or trial.is_held:
             return
         is_tried = trial is self._trial
-        if not is_tried and self._unfinished.get(trial.key) is not trial:
+        if not is_tried and (self._trial is not None or self._unfinished.get(trial.key) is not trial):
             return
         trial.landed += 1
         shape = batch.key.cost_key
         size = self._class_of(shape, batch.rows)
         if not self._is_known(batch):
-            trial.unknown.append((shape, batch.rows))
+            if is_tried:
+                trial.unknown.append((shape, batch.rows))
         elif trial.takes(size):
             trial.met += 1
             if trial.counts(beside, at_first) if is_tried else trial.has_more(beside, at_first):

@@ -3,6 +3,7 @@
 import itertools
 import random
 import statistics
+from collections import OrderedDict, deque
 from itertools import pairwise
 
 import pytest
@@ -11,11 +12,13 @@ from asynctrt.scheduling.batch import Reason
 from asynctrt.scheduling.estimates import LEAD_MARGIN_NS, LEAD_MARGIN_NS_MAX
 from asynctrt.scheduling.lanes import (
     ALONE_FIRST,
+    CLASSES,
     FIRST_TRIAL,
     GIVE_UP_BATCHES,
     STUCK_NS_MIN,
     WARM_UP,
     Lanes,
+    _Trial,
 )
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, Policy
 from asynctrt.scheduling.scheduler import Scheduler
@@ -473,6 +476,35 @@ def test_what_two_sizes_say_of_others_ends_not_far_from_them():
     assert [rows for rows in range(1, 65) if alone.times.is_known(rows)] == [13, 14, 15, 16, 17, 18]
     alone.run(4, MS)
     assert [rows for rows in range(1, 65) if alone.times.is_known(rows)] == list(range(1, 33))
+
+
+def test_what_is_remembered_of_batches_is_bounded():
+    """Whatever comes: shapes that are never seen again, beside a trial that few batches tell anything of."""
+    world = World(4, 64, lambda lanes, rows: 1.0)
+    world.run(4, batches=100)
+    lanes = world.lanes
+    trial = _Trial(CLASSES - 1, 4, 8, None, 0)
+    lanes._unfinished[trial.key] = trial
+    for number in range(10_000, 50_000):
+        key = KEY._replace(shape=(("length", number),))
+        lane = lanes.acquire(key.cost_key, 1, lambda _: world.now_ns)
+        batch = make_batch(number, key=key, rows=1, lane=lane)._replace(launched_ns=world.now_ns)
+        lanes.launched(batch)
+        lanes.started(batch, world.now_ns, (0, 0))
+        world.now_ns += COMPUTE_NS
+        lanes.landed(batch, world.now_ns)
+        lanes.ended(batch)
+
+    def count(value, depth=6):
+        if depth and isinstance(value, (dict, OrderedDict)):
+            return sum(count(each, depth - 1) + 1 for each in value.values())
+        if depth and isinstance(value, (list, set, deque)):
+            return sum(count(each, depth - 1) + 1 for each in value)
+        if depth and hasattr(type(value), "__slots__") and not isinstance(value, tuple):
+            return sum(count(getattr(value, name), depth - 1) for name in type(value).__slots__)
+        return 1
+
+    assert sum(count(value) for value in vars(lanes).values()) < 20_000
 
 
 def test_larger_batches_get_fewer_lanes_though_smaller_ones_beside_them_have_more():
