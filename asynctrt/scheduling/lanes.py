@@ -10,9 +10,9 @@ does more work in the same time, in terms of what each batch takes alone, and mo
 size would; or if batches side by side hardly notice one another. Later fewer are tried, as many as what the
 device does is worth: batches that only wait for room there might as well have grown.
 
-What a batch takes alone is known from others of its size, or lies on a line through two that are not too far
-away. The first of a size in a context may take far longer than those after it. Where it matters, the next few
-batches compute alone: of a size of which nothing is known, or of one of which only the first has been seen.
+What a batch takes alone is known from others of its size, or from a line through two sizes that are not far
+away. The first of a size in a context may take far longer than those after it. So where it matters, and
+nothing is known of a size or only how long its first batch took, the next few batches of it compute alone.
 
 What is learned holds for batches by how much is in them, be it many small rows or few large ones: of one
 model, batches with less leave more of the device idle. So what a trial shows for some holds for all that are
@@ -81,8 +81,8 @@ larger batches would gain no more than this factor, that trial is of all lanes a
 not known whether they pay, requests queue up."""
 
 FULL_BATCHES: Final = 32
-"""Full batches in a row, all of which had to wait, after which others are tried in any case, and again after
-twice as many: requests may be queueing up."""
+"""After this many full batches in a row that had to wait, other lanes are tried, however long the pause was
+to be, and again after twice as many: requests may be queueing up."""
 
 CLASSES: Final = 64
 """Classes of batches, by how much is in them: one for each power of two."""
@@ -108,23 +108,26 @@ SURE_SAMPLES: Final = 4
 
 PAIRS: Final = 2
 SLOW_FIRST_MIN: Final = 1.1
-"""The first batch of a size in a context may take far longer than those after it, as what it computes with is
-put on the device. After so many that were compared with a first one, it is known whether that is so: whether
-most firsts take longer by more than this factor."""
+"""The first batch of a size in a context may take far longer than those after it, because what it computes
+with is put on the device then. Once this many later batches have been compared with first ones, first ones
+count as slow if most took longer by more than this factor."""
 
 FIRST_RATIO_MAX: Final = 2
-"""If lanes would pay even if the first batches had taken so many times as long, that need not be known."""
+"""Where lanes would pay even if first batches took this many times as long as later ones, it does not matter
+whether they do."""
 
 ALONE_TO_LEARN: Final = 3
-"""Batches of one size that are to compute alone where more has to be known."""
+"""How many batches of a size compute alone when more has to be known of it."""
 
 BEYOND_MAX: Final = 2
-"""By what factor a batch may be larger than all that are known, for a straight line to tell its time. Smaller
-ones may be so by the factor between those that are known."""
+"""A straight line tells the time of batches that are larger than all known ones by this factor at most, and
+of smaller ones by no more than the factor between the smallest and the largest known one. (The latter bounds
+larger ones as well.)"""
 
 LEFT_OUT: Final = 5
-"""Of so many batches the one that took longest says nothing, as anything may hold a batch up. Fewer would let
-a machine that is busy with something else hide that batches fit; more, that some have to wait for room."""
+"""The slowest one in this many batches is ignored, as anything may hold a batch up. With fewer ignored, a
+busy machine would hide that batches fit side by side; with more, nobody would notice that some wait for
+room."""
 
 SHAPES_MAX: Final = 64
 SEEN_MAX: Final = 1 << 14
@@ -164,7 +167,7 @@ class _Times:
         self._first: dict[int, deque[int]] = {}
         self._later: dict[int, deque[int]] = {}
         self._sizes: list[int] = []
-        # What follows from these, if the first ones took so many times as long.
+        # What follows from these, and how many times as long first ones took when that was worked out.
         self._known: dict[int, float] = {}
         self._ratio = 1.0
 
@@ -256,7 +259,7 @@ class _Work(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """How long a batch computed beside others: what that says depends on what is known when it is asked."""
+    """How long a batch computed beside others. It is compared with what is known when it is asked."""
 
     beside: float
     """How many lanes computed meanwhile, on average."""
@@ -301,7 +304,7 @@ class _Trial:
         self.base = base
         """What the device does with the lanes that there are. Until it is known, nothing else is tried."""
         self.base_samples: list[_Sample] = []
-        """What says so, unless it is plain."""
+        """The batches that showed it, if it had to be shown."""
         self.begins = 0
         """The last batch that was launched before."""
         self.samples: list[_Sample] = []
@@ -310,7 +313,7 @@ class _Trial:
         self.is_held = False
         """Whether it is over, but for what the next batches alone will say."""
         self.unknown: list[tuple[Hashable, int]] = []
-        """Their shapes and rows, where it is not known what such take alone."""
+        """Shapes and rows of the batches in it of which it is not known what they take alone."""
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -319,6 +322,11 @@ class _Trial:
     @property
     def is_up(self) -> bool:
         return self.tried > self.lanes
+
+    @property
+    def beside_min(self) -> float:
+        """How many lanes have to compute on average beside a batch that is to say what more of them do."""
+        return self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
 
     def begin(self, last: int) -> None:
         """Begin, or begin its second part, with the batches that are launched after one."""
@@ -338,12 +346,12 @@ class _Trial:
             return self.has_more(beside, at_first)
         return beside <= self.lanes - SIDE_BY_SIDE * (self.lanes - self.tried)
 
-    def has_more(self, beside: float, at_first: float) -> bool:
-        """Return whether there were so many beside a batch that it says what more lanes do.
+    def has_more(self, beside: float, at_first: int) -> bool:
+        """Return whether enough others computed beside a batch for it to say what more lanes do.
 
-        Those that began before the lanes were full have not waited for what comes after them.
+        One that began before the lanes were full has not waited for what comes after it.
         """
-        return at_first > self.lanes and beside >= self.lanes + SIDE_BY_SIDE * (self.tried - self.lanes)
+        return at_first > self.lanes and beside >= self.beside_min
 
     def seen(self) -> tuple[int, int]:
         """Return the classes of the smallest and of the largest batches that it has seen more than one of."""
@@ -454,7 +462,7 @@ class Lanes:
         return self._to_learn > 0
 
     def wants_time(self, lane: int, shape: Hashable, rows_run: int) -> bool:
-        """Return whether a batch is to be timed since it computes alone, and few of its size have."""
+        """Return whether a batch is to be timed because it computes alone, as few of its size have."""
         if self._lanes_max == 1 or len(self._inside) > self._users[lane]:
             return False
         times = self._shapes.get(shape)
@@ -560,8 +568,10 @@ class Lanes:
         self._grown[size] += count
 
     def _has_long_been_full(self, *, is_full: bool) -> bool:
-        """Return whether there may be no end of batches that are full, unless there are other lanes for them:
-        however long a pause there was to be, as what was tried last may have been of other batches."""
+        """Count full batches in a row; return whether they are so many that other lanes are to be tried.
+
+        However long the pause was to be: the trial that it follows may have been of other batches.
+        """
         if not is_full:
             self._full, self._full_max = 0, FULL_BATCHES
             return False
@@ -726,14 +736,14 @@ class Lanes:
                 self._unfinished[trial.key] = trial
 
     def _learn_from(self, shape: Hashable, rows: int) -> None:
-        """Let the next batches compute alone, those of a shape with so many rows each."""
+        """Have the next batches compute alone; one of ``shape`` has at most this many rows."""
         self._learned = shape, rows
         # Once those have ended that are under way.
         self._to_learn = len(self._inside) + ALONE_TO_LEARN
 
     def _doubts_firsts(self, trial: _Trial, fewer: _Work, more: _Work) -> bool:
-        """Return whether more lanes only seem to pay if the first batches took far longer, and let some
-        compute alone to show whether they did."""
+        """Return whether more lanes may seem to pay only because first batches are slow; if so, have some
+        compute alone to find out."""
         at_worst = more._replace(rate=more.rate / FIRST_RATIO_MAX)
         if self._firsts.is_known or _pays(fewer, at_worst, 1)[0]:
             return False
@@ -743,7 +753,7 @@ class Lanes:
         return one is not None
 
     def rows_to_learn(self, shape: Hashable, rows_max: int) -> int:
-        """Return the rows for a batch of a shape at most, if the next one is to compute alone."""
+        """Return how many rows a batch that is to compute alone has at most."""
         if self._learned is None or shape != self._learned[0]:
             return rows_max
         return min(rows_max, self._learned[1])
@@ -913,7 +923,7 @@ class Lanes:
     def _judge_base(self, trial: _Trial, found: _Work) -> None:
         """Begin to try other lanes, once it is known what those do that there are."""
         if trial.is_up:
-            if trial.has_more(found.beside, trial.tried):
+            if found.beside >= trial.beside_min:
                 # Smaller batches have as many, so it is known already what these do beside them.
                 self._end_trial(trial, is_better=_is_beyond(found, trial.lanes))
                 return

@@ -211,7 +211,7 @@ class Scheduler:
         return self._lanes is not None and self._lanes.is_trying
 
     def shows_alone(self, batch: Batch) -> bool:
-        """Return whether a batch that was just launched is timed since it computes alone, and few have."""
+        """Return whether a batch that was just launched is timed because it computes alone, as few have."""
         if self._lanes is None or batch.lane is None:
             return False
         return self._lanes.wants_time(batch.lane, batch.key.cost_key, batch.rows_run)

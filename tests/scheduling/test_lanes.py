@@ -370,6 +370,7 @@ def test_lanes_are_as_many_as_raise_the_throughput(slower, expected):
     world.run(8, batches=WARM_UP)
     assert world.lanes.allowed("b", 8) == 1
     world.run(8, batches=4000)
+    assert statistics.mode(world.seen[-1000:]) == expected, "but for a trial"
     assert world.lanes.chosen().get(8, 1) == expected
     # Smaller ones may have more, as they leave more of the device idle.
     assert list(world.lanes.chosen()) == ([1, 3, 7, 8] if expected > 1 else [])
@@ -593,6 +594,7 @@ def test_a_trial_is_short_and_each_one_in_vain_is_followed_by_a_longer_pause():
     assert begins[0] >= FIRST_TRIAL
     pauses = [later - earlier for earlier, later in pairwise(begins)]
     assert all(later > 1.1 * earlier for earlier, later in pairwise(pauses))
+    assert all(later > 1.9 * earlier for earlier, later in pairwise(pauses[1:])), pauses
     assert pauses[-1] > 20 * pauses[0]
     assert len(tried) < 0.01 * 20_000
 
