@@ -18,6 +18,7 @@ from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import (
     DeviceUnavailableError,
+    ExecutionError,
     MissingExtraError,
     ModelError,
     ModelNotFoundError,
@@ -218,6 +219,7 @@ class OnnxBinding:
         self._inputs = inputs
         self._outputs = outputs
         self._output_names = [output.name for output in session.get_outputs()]
+        self._bound_outputs = [(index, memory) for index, memory in enumerate(outputs) if memory is not None]
         self._kind = kind, tuple(memory.dims for memory in inputs)
         self._binding = session.io_binding()
         self._bound_rows = 0
@@ -256,7 +258,34 @@ class OnnxBinding:
         self._bound_rows = rows
 
     def _run(self) -> None:
+        """Run the batch, and copy each output that ONNX Runtime put elsewhere to where it is bound.
+
+        ONNX Runtime leaves the bound memory of an output unwritten if it is also an input of the graph.
+
+        :raises ExecutionError: for an output of another shape than it is bound with.
+        """
         self._session.run_with_iobinding(self._binding)
+        values = self._binding.get_outputs()
+        for index, memory in self._bound_outputs:
+            value = values[index]
+            if value.data_ptr() != memory.address:
+                checked_shape(memory, value.shape(), self._bound_rows)
+                assert memory.array is not None, "the host device computes in memory that the CPU sees"
+                memory.array[: self._bound_rows] = value.numpy()
+
+
+def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Return the shape in which an output is bound, if it was given in that shape.
+
+    :raises ExecutionError: if not.
+    """
+    shape = (rows, *memory.dims)
+    if tuple(found) != shape:
+        raise ExecutionError(
+            f"ONNX Runtime gave shape {tuple(found)} for output {memory.name!r}, which the model declares as "
+            f"{shape} in a batch of {rows} rows"
+        )
+    return shape
 
 
 def read_specs(

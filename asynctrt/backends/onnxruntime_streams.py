@@ -26,7 +26,7 @@ from weakref import WeakSet
 import numpy as np
 
 from asynctrt.backends.base import TensorMemory
-from asynctrt.backends.onnxruntime import OnnxModel, ort
+from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, ort
 from asynctrt.devices.base import Buffer, Device, Stream, aligned
 from asynctrt.errors import ExecutionError, OptionsError, UsageError
 from asynctrt.tensors import Array, Dims, TensorSpec
@@ -367,8 +367,7 @@ class StreamBinding:
                 # Otherwise what the last batch of that size left would be handed out again.
                 self._bind_outputs(session, binding, rows)
         session.put(binding, stream, Batch(self._kinds, rows))
-        if session.left_on_cpu:
-            self._bring(binding, rows, session.left_on_cpu, stream)
+        self._bring(binding, rows, stream)
         for index, output in self._unbound.items():
             output.collect(binding, index, rows, stream)
 
@@ -398,20 +397,19 @@ class StreamBinding:
         if event.error is not None:
             raise event.error
 
-    def _bring(self, binding: Any, rows: int, names: Collection[str], stream: Stream) -> None:
-        """Copy outputs that ONNX Runtime put elsewhere to the memory that they are bound to.
+    def _bring(self, binding: Any, rows: int, stream: Stream) -> None:
+        """Copy each output that ONNX Runtime put elsewhere to the memory that it is bound to.
 
-        :raises ExecutionError: for one of another shape than it is bound with.
+        It does so with what it computes on the CPU, and with an output that is also an input.
+
+        :raises ExecutionError: for an output of another shape than it is bound with.
         """
-        for value, (spec, memory) in zip(binding.get_outputs(), self._outputs, strict=True):
-            if memory is not None and spec.name in names and value.data_ptr() != memory.address:
-                found, shape = tuple(value.shape()), (rows, *memory.dims)
-                if found != shape:
-                    raise ExecutionError(
-                        f"ONNX Runtime gave shape {found} for output {spec.name!r}, which is bound as {shape}"
-                    )
+        for value, (_, memory) in zip(binding.get_outputs(), self._outputs, strict=True):
+            if memory is not None and value.data_ptr() != memory.address:
+                shape = checked_shape(memory, value.shape(), rows)
                 nbytes = math.prod(shape) * memory.dtype.itemsize
-                stream.copy_bytes(memory.address, value.data_ptr(), nbytes)
+                if nbytes:
+                    stream.copy_bytes(memory.address, value.data_ptr(), nbytes)
 
     def _bind(self, session: StreamSession, rows: int) -> Any:
         binding = session.io_binding()

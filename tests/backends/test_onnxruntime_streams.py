@@ -214,7 +214,7 @@ async def test_an_output_that_is_put_elsewhere_in_another_shape_is_an_error(tmp_
         found = [await asyncio.gather(engine.infer(rows(1, 2)), return_exceptions=True) for _ in range(4)]
     failed = [one for [one] in found if isinstance(one, ExecutionError)]
     assert len(failed) == 2
-    assert r"shape (1, 4) for output 'output', which is bound as (2, 4)" in str(failed[0])
+    assert "shape (1, 4) for output 'output', which the model declares as (2, 4)" in str(failed[0])
 
 
 async def test_outputs_that_are_put_elsewhere_are_not_captured(tmp_path, caplog):
