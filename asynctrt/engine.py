@@ -39,6 +39,7 @@ from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.statistics import (
+    Batching,
     BatchStatistics,
     BatchTrace,
     ObjectiveStatistics,
@@ -90,6 +91,9 @@ class Engine:
         self._scheduler = parts.create_scheduler(options)
         self._input_check = parts.create_check(options, self._scheduler.limit)
         self._validate = self._input_check.validate
+        # Where rows of outputs are joined, if a request had to be split.
+        self._axes = {spec.name: spec.axis for spec in model.outputs if spec.axis}
+        self._is_plain = all(spec.axis == 0 for spec in (*model.inputs, *model.outputs))
         self._driver = Driver(
             loop=loop,
             scheduler=self._scheduler,
@@ -192,6 +196,16 @@ class Engine:
         return self._model.outputs
 
     @property
+    def has_plain_rows(self) -> bool:
+        """Whether the rows of every tensor lie one after the other in memory."""
+        return self._is_plain
+
+    @property
+    def batching(self) -> Batching:
+        """Whether rows of different requests share batches, and why."""
+        return self._parts.batching
+
+    @property
     def max_rows(self) -> int:
         """Rows that one batch holds at the most."""
         return self._rows_max
@@ -288,6 +302,14 @@ class Engine:
         future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future)
         return future
 
+    def keep_rows_first(self) -> None:
+        """Take and answer arrays with rows first, whatever axis the model has them on: in a worker."""
+        self._input_check = self._parts.create_check(self._options, self._scheduler.limit, rows_first=True)
+        self._validate = self._input_check.validate
+        self._axes = {}
+        for lane in self._lanes:
+            lane._driver.keep_rows_first()
+
     def _submit_for(
         self, future: Any, checked: Checked, timeout_ns: int | None, priority: int
     ) -> tuple[Driver, Request] | None:
@@ -310,6 +332,11 @@ class Engine:
         :raises InputError: for an impossible number of rows, or missing dimensions.
         """
         self._check_loop()
+        if not self._is_plain:
+            raise UsageError(
+                f"slots are rows that lie one after the other, and the rows of {self.name!r} do not: "
+                f"{self.batching}. Give its arrays to infer"
+            )
         if dims is None and self._has_fixed_shape:
             key = FIXED_SHAPE
         else:
@@ -373,6 +400,7 @@ class Engine:
             },
             row_ns_foreign=0.0,
             objective=ObjectiveStatistics.of(self._scheduler.situation()),
+            batching=self._parts.batching,
             padding=PaddingStatistics.of_all({} if padding is None or self._is_urgent else padding.chosen),
         )
 
@@ -550,9 +578,9 @@ class Engine:
             ) from None
         nbytes = sum(array.nbytes for result in results for array in result.values())
         if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
-            return InferResult.join(results)
+            return InferResult.join(results, self._axes)
         joined: list[InferResult] = []
-        await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results)), nbytes)
+        await self._driver.copy_off_loop(lambda: joined.append(InferResult.join(results, self._axes)), nbytes)
         return joined[0]
 
     def _give_up(
@@ -608,6 +636,11 @@ class Engine:
             raise InputError(
                 f"outputs must be 'host' or 'device', not {outputs!r}: an engine leaves all where they are "
                 "wanted, and only a server's clients name some"
+            )
+        if self._axes:
+            raise InputError(
+                "outputs='device' leaves rows where they are computed, and those of "
+                f"{next(iter(self._axes))!r} do not lie one after the other. Ask for outputs='host'"
             )
         if self._options.pad is not None:
             raise InputError("outputs='device' leaves no way to cut them back, and this engine pads its rows")

@@ -4,6 +4,7 @@ What passes is safe for the callers it shares a batch with: plain ``numpy.ndarra
 redefine what copying means) of the right dtype, rows and shape.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,14 +14,14 @@ from numpy import ndarray
 
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, convert
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey, Shared
+from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, convert, split_shared
 from asynctrt.validation import int_or_none, show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 
 Checked = tuple[tuple[Array, ...], int, BatchKey]
-"""Arrays in the model's order, their number of rows, and the key of the batches that they may join."""
+"""Arrays with rows first, in the model's order, their number of rows, and the key of their batches."""
 
 SHAPES_MAX: Final = 4096
 """How many shapes of inputs are remembered as valid."""
@@ -33,6 +34,12 @@ class InputCheck:
     :param check_finite: refuse NaN and infinities in floating-point inputs.
     :param check_key: what else to ask about the shape of the rows; raises ``InputError`` to refuse it.
     :param import_array: returns an array on the engine's device, or ``None`` for any other object.
+    :param ignores_extra: drop inputs that the model does not have instead of refusing them.
+    :param rows_first: take all arrays with rows first, whatever axis counts rows, and inputs without rows
+        once for each row: how a worker gets them from its front.
+    :param repeats_shared: return inputs that all rows have in common once for each row: how a front writes
+        them.
+    :param dims_are_hints: whether two inputs may disagree on the size of a dimension that they both name.
     """
 
     def __init__(
@@ -42,8 +49,24 @@ class InputCheck:
         check_finite: bool = False,
         check_key: Callable[[BatchKey], object] | None = None,
         import_array: Callable[[object], DeviceArray | None] | None = None,
+        ignores_extra: bool = False,
+        rows_first: bool = False,
+        repeats_shared: bool = False,
+        dims_are_hints: bool = False,
     ) -> None:
         self.specs = tuple(specs)
+        self._with_rows, self._shared = split_shared(self.specs)
+        self._shared_names = frozenset(spec.name for spec in self._shared)
+        self._repeats_shared = repeats_shared
+        # As callers give them.
+        self._given = (
+            tuple(dataclasses.replace(spec, axis=0) for spec in self.specs) if rows_first else self.specs
+        )
+        self._is_plain = not self._shared and all(
+            spec.axis == 0 and not spec.dtype.hasobject for spec in self._given
+        )
+        self._ignores_extra = ignores_extra
+        self._dims_are_hints = dims_are_hints
         self._check_finite = check_finite
         self._check_key = check_key
         self._import_array = import_array
@@ -55,13 +78,15 @@ class InputCheck:
     @property
     def looks_at_shapes_alone(self) -> bool:
         """Whether arrays that passed once pass again, as they are, whatever is written to them."""
-        return type(self) is InputCheck and not self._check_finite
+        return type(self) is InputCheck and not self._check_finite and not self._shared
 
     def validate(self, inputs: Inputs) -> Checked:
         """Return the arrays of a call, checked.
 
         :raises InputError: naming tensor, expected and given.
         """
+        if not self._is_plain:
+            return self._check(inputs)
         if len(self._names) == 1:
             named = type(inputs) is dict and len(inputs) == 1
             array = inputs.get(self._names[0]) if named else inputs  # type: ignore[union-attr]
@@ -82,32 +107,63 @@ class InputCheck:
 
     def _check(self, inputs: Inputs) -> Checked:
         named = self._by_name(inputs)
-        arrays = tuple(self._one(spec, named[spec.name]) for spec in self.specs)
-        if any(array is not named[spec.name] for spec, array in zip(self.specs, arrays, strict=True)):
+        given = {spec.name: self._one(spec, named.get(spec.name)) for spec in self._given}
+        placed = {spec.name: self._placed(spec, given[spec.name]) for spec in self._given}
+        arrays: tuple[Any, ...] = tuple(placed[spec.name] for spec in self._with_rows)
+        if any(array is not named[spec.name] for spec, array in zip(self._with_rows, arrays, strict=True)):
             arrays = Views(arrays)
-        rows = len(arrays[0])
-        for spec, array in zip(self.specs, arrays, strict=True):
+        first, rows = self._with_rows[0], len(arrays[0])
+        for spec, array in zip(self._with_rows, arrays, strict=True):
             if len(array) != rows:
                 raise InputError(
-                    f"input {spec.name!r} has {len(array)} rows, but {self.specs[0].name!r} has "
+                    f"input {spec.name!r} has {len(array)} rows, but {first.name!r} has "
                     f"{rows}. Give every input the same number of rows"
                 )
         if not rows:
-            raise InputError(
-                f"input {self.specs[0].name!r} has no rows. Give at least one: shape "
-                f"{(1, *self.specs[0].dims)}"
-            )
-        key = self.key_of([array.shape[1:] for array in arrays])
+            raise InputError(f"input {first.name!r} has no rows. Give at least one: shape {first.shape(1)}")
+        key = self.key_of([placed[spec.name].shape[1:] for spec in self.specs])
         if self._check_key is not None:
             self._check_key(key)
+        if self._shared:
+            arrays, key = self._with_shared(arrays, key, placed, rows)
         if any(isinstance(array, DeviceArray) for array in arrays):
             return arrays, rows, key._replace(on_device=True)
-        if not self._check_finite:  # Which looks at values, and has to each time.
+        if self._is_plain and not self._check_finite:  # Which looks at values, and has to each time.
             if len(self._known) >= SHAPES_MAX:
                 self._known.clear()
             shapes = tuple(array.shape for array in arrays)
             self._known[shapes if len(shapes) > 1 else shapes[0]] = rows, key
         return arrays, rows, key
+
+    def _with_shared(
+        self, arrays: tuple[Any, ...], key: BatchKey, placed: Mapping[str, Any], rows: int
+    ) -> tuple[tuple[Any, ...], BatchKey]:
+        """Return arrays and key with what all rows have in common."""
+        shared = {spec.name: placed[spec.name][0, ...] for spec in self._shared}
+        key = key._replace(shared=tuple(map(content_of, shared.values())))
+        if not self._repeats_shared:
+            return arrays, key
+        repeated = {name: np.broadcast_to(value, (rows, *value.shape)) for name, value in shared.items()}
+        return Views({**placed, **repeated}[spec.name] for spec in self.specs), key
+
+    def _placed(self, spec: TensorSpec, value: Any) -> Any:
+        """Return a checked value with rows first; one that all rows have in common, or a Python value, as one
+        row.
+
+        :raises InputError: for an array on the device that would have to be laid out anew there.
+        """
+        if spec.kind != "tensor":
+            return spec.rows_of(value, 1)
+        if not isinstance(value, DeviceArray) or (spec.axis == 0 and spec.name not in self._shared_names):
+            return spec.rows_first(value)
+        if spec.axis is None and spec.name not in self._shared_names:
+            return value.as_row()
+        what = (
+            "all rows of a batch have in common" if spec.axis is None else f"has its rows on axis {spec.axis}"
+        )
+        raise InputError(
+            f"input {spec.name!r}, which {what}, lies on the device. Give it as an array on the host"
+        )
 
     def key_of(self, shapes: Sequence[Dims]) -> BatchKey:
         """Return the key of a batch of such rows, from the shape of one row of each input.
@@ -148,16 +204,28 @@ class InputCheck:
     def symbols(self, shapes: Sequence[Dims]) -> dict[str, int]:
         """Return the size of each named dimension, from the shapes of one row of each input.
 
-        :raises InputError: when two inputs disagree on one.
+        :raises InputError: when two inputs disagree on one, unless names of dimensions are hints: each input
+            then has a size of its own (:attr:`TensorSpec.own_dims`).
         """
         symbols: dict[str, int] = {}
+        apart: set[str] = set()
         for spec, shape in zip(self.specs, shapes, strict=True):
             for axis, (dim, given) in enumerate(zip(spec.dims, shape, strict=True), start=1):
-                if isinstance(dim, str) and symbols.setdefault(dim, given) != given:
+                if not isinstance(dim, str) or symbols.setdefault(dim, given) == given:
+                    continue
+                if not self._dims_are_hints:
                     raise InputError(
                         f"input {spec.name!r} has size {given} on axis {axis} ({dim!r}), and {dim!r} is "
                         f"{symbols[dim]} on an earlier axis. Give both the same size"
                     )
+                apart.add(dim)
+        if not apart:
+            return symbols
+        for dim in apart:
+            del symbols[dim]
+        for spec, shape in zip(self.specs, shapes, strict=True):
+            own = zip(spec.dims, spec.own_dims, shape, strict=True)
+            symbols.update({name: given for dim, name, given in own if dim in apart})
         return symbols
 
     def _by_name(self, inputs: Inputs) -> Mapping[str, Any]:
@@ -169,22 +237,27 @@ class InputCheck:
                     f"not one {type(inputs).__name__}"
                 )
             return {names[0]: inputs}
-        missing = [name for name in names if name not in inputs]
-        unknown = [name for name in inputs if name not in names]
+        missing = [spec.name for spec in self.specs if spec.name not in inputs and spec.kind != "optional"]
+        unknown = [] if self._ignores_extra else [name for name in inputs if name not in names]
         if missing or unknown:
+            fix = " (ignore_extra=True drops what the model does not have)" if unknown and not missing else ""
             raise InputError(
                 f"the model's inputs are {names}; missing: {missing}, unknown: {show(unknown)}. "
-                "Give exactly the model's inputs, by name"
+                f"Give exactly the model's inputs, by name{fix}"
             )
         return inputs
 
     def _one(self, spec: TensorSpec, value: Any) -> Any:
-        array = self._as_array(spec, value)
+        if spec.kind != "tensor":
+            return value
+        array = as_text(spec, value) if spec.is_text else self._as_array(spec, value)
         if array.dtype != spec.dtype:
-            raise InputError(
-                f"input {spec.name!r} is {spec.dtype.name}, given {array.dtype}. Convert it yourself, "
-                f"array.astype({spec.dtype.name!r}), so that no precision is lost silently"
-            )
+            if not _converts(array, spec):
+                raise InputError(
+                    f"input {spec.name!r} is {spec.dtype.name}, given {array.dtype}. Convert it yourself, "
+                    f"array.astype({spec.dtype.name!r}), so that no precision is lost silently"
+                )
+            array = array.astype(spec.dtype)
         check_shape(spec, array.shape)
         if self._check_finite and isinstance(array, DeviceArray):
             raise InputError(
@@ -233,6 +306,51 @@ class InputCheck:
                 f"input {spec.name!r}: the {type(value).__name__} cannot be read as an array "
                 f"({describe(error)}). Give a NumPy array"
             ) from error
+
+
+def as_text(spec: TensorSpec, value: Any) -> Array:
+    """Return strings as an array of dtype ``object`` of ``str``; bytes are read as UTF-8.
+
+    :raises InputError: for anything else.
+    """
+    if isinstance(value, str | bytes):
+        value = np.array(value, object)
+    try:
+        given = np.asarray(value)
+        if given.dtype.kind == "U":
+            return given.astype(object)
+        if given.dtype.kind in "SO":
+            texts = [item.decode() if isinstance(item, bytes) else item for item in given.ravel().tolist()]
+            if all(isinstance(text, str) for text in texts):
+                found = np.empty(given.shape, object)
+                found.reshape(-1)[...] = texts
+                return found
+    except (ValueError, TypeError) as error:  # Ragged lists, bytes that are not UTF-8.
+        raise InputError(f"input {spec.name!r} takes strings, and what was given is not: {error}") from error
+    raise InputError(f"input {spec.name!r} takes strings (str, or bytes in UTF-8), given {show(given.dtype)}")
+
+
+def _converts(array: Any, spec: TensorSpec) -> bool:
+    """Return whether an array becomes one of the tensor's dtype without a change of any value.
+
+    Whole numbers may become wider ones, and bytes may be in another order. A float is never made wider: who
+    gives float32 where float64 is expected may have lost precision before.
+    """
+    if isinstance(array, DeviceArray) or array.dtype.hasobject:
+        return False
+    if array.dtype.newbyteorder("=") == spec.dtype:
+        return True
+    return (
+        array.dtype.kind in "biu"
+        and spec.dtype.kind in "iu"
+        and np.can_cast(array.dtype, spec.dtype, casting="safe")
+    )
+
+
+def content_of(value: Array) -> Shared:
+    """Return an input that all rows of a batch have in common, as keys say it."""
+    flat = value.ravel()
+    return value.shape, tuple(flat.tolist()) if value.dtype.hasobject else flat.tobytes()
 
 
 def first_row_not_finite(array: Array) -> int | None:

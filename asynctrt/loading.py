@@ -11,10 +11,12 @@ from types import FunctionType
 from typing import Any, Final, cast
 
 from asynctrt.backends.base import Model, missing_members
+from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError, describe
 from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.validation import show
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """How a model in a Python module is written: ``package.module:attribute``."""
@@ -79,8 +81,10 @@ def load_model(
     flavour: str | None = None,
     tensorrt: TensorRTOptions | None = None,
     runtime: str | None = None,
+    rows: RowSettings = FIRST_AXIS,
 ) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
+    _check_rows(model, rows)
     if tensorrt is not None and not (
         isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
     ):
@@ -121,10 +125,29 @@ def load_model(
         return plan
     if path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
-    return _onnx_model(path, device, runtime)
+    return _onnx_model(path, device, runtime, rows)
 
 
-def _onnx_model(path: Path, device: Device, runtime: str | None) -> Model:
+def _check_rows(model: object, rows: RowSettings) -> None:
+    """Check that only an ONNX file is told where its rows are.
+
+    :raises OptionsError: for any other model.
+    """
+    if (rows.batch_axis or rows.shared) and not _is_onnx_path(model):
+        raise OptionsError(
+            f"batch_axis and shared are for ONNX files, and {show(model)} is none. Leave them out; an "
+            "OnnxModel takes both as its own argument rows, and a model of your own says so in its specs"
+        )
+
+
+def _is_onnx_path(model: object) -> bool:
+    """Return whether it is taken for the path of an ONNX file: of any that is not named like a plan."""
+    if isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists():
+        return False
+    return isinstance(model, str | os.PathLike) and Path(model).suffix not in PLAN_SUFFIXES
+
+
+def _onnx_model(path: Path, device: Device, runtime: str | None, rows: RowSettings) -> Model:
     """The model in an ONNX file, on a runtime that the device has."""
     if runtime == "tensorrt":
         raise OptionsError(
@@ -135,10 +158,10 @@ def _onnx_model(path: Path, device: Device, runtime: str | None) -> Model:
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     if device.name == "host":
-        return OnnxModel(path)
+        return OnnxModel(path, rows=rows)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
 
-    model = OnnxCudaModel(path, device=device)
+    model = OnnxCudaModel(path, device=device, rows=rows)
     logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
     return model
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError
+from asynctrt.frozen import FrozenDict
 from asynctrt.pad_options import sizes_of, values_of
 from asynctrt.scheduling.target import Target
 from asynctrt.synonyms import SYNONYMS
@@ -51,9 +52,17 @@ Runtime = Literal["onnxruntime", "tensorrt"]
 """What can run a model."""
 
 
+BatchingChoice = Literal["auto", "on", "off", "probe"]
+"""Whether rows of different requests share batches."""
+
+
 class Settings(TypedDict, total=False):
     """The keywords of :func:`asynctrt.open` besides model and device: see :class:`Options`."""
 
+    batching: BatchingChoice
+    batch_axis: Mapping[str, int] | None
+    shared: Iterable[str] | None
+    ignore_extra: bool
     max_rows: int | None
     max_batch_bytes: int
     max_delay: float
@@ -134,6 +143,30 @@ def _value_of(text: str) -> Any:
         return text.strip()
 
 
+def _axes(given: Any) -> FrozenDict[str, int]:
+    """Return axes by the names of tensors, from a mapping or a list of ``NAME=1``."""
+    if isinstance(given, list | tuple):
+        if not all(isinstance(text, str) and "=" in text for text in given):
+            raise ValueError
+        given = {name.strip(): int(axis) for name, _, axis in (text.rpartition("=") for text in given)}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError
+    axes = {name: as_int(axis) for name, axis in given.items()}
+    if any(axis < 0 for axis in axes.values()):
+        raise ValueError
+    return FrozenDict(axes)
+
+
+def _names(given: Any) -> frozenset[str]:
+    """Return names, from several or from a text with commas between them."""
+    if isinstance(given, str):
+        given = given.split(",")
+    names = [name.strip() if isinstance(name, str) else name for name in given]
+    if not all(isinstance(name, str) and name for name in names):
+        raise TypeError
+    return frozenset(part.strip() for name in names for part in name.split(","))
+
+
 def _share(given: Any) -> float:
     share = float(given)
     if not 0 < share < 1:
@@ -169,6 +202,10 @@ PAD_WITH: Final = Check(
     "'NAME=VALUE'",
     values_of,
 )
+AXES: Final = Check(
+    "axes from 0 on by the names of inputs and outputs, such as {'state': 1}, or a list of 'NAME=1'", _axes
+)
+NAMES: Final = Check("names of inputs, such as {'sr'} or 'sr,mode'", _names)
 GRAPHS: Final = Check("'auto', 'off' or batch sizes ≥ 1, such as (1, 8, 64) or '1,8,64'", _graph_sizes)
 
 
@@ -180,6 +217,34 @@ class Options:
     :raises OptionsError: for a value that is not valid, or two that contradict each other.
     """
 
+    batching: BatchingChoice = setting(
+        default="auto",
+        check=choice(*get_args(BatchingChoice)),
+        doc="""Whether rows of different requests share batches. ``auto``: if they can. A few made-up rows are
+        run when the engine is opened, alone and together; where answers differ, and where the model's shapes
+        forbid it, each request runs alone, and a warning says why. ``on``: they do; what the made-up rows
+        showed is logged, and shapes that forbid it are an error. ``off``: each request runs alone, with
+        arrays of whatever shape the model takes. ``probe``: as ``auto``, also for functions and models of
+        your own, which are otherwise trusted as calling them may have effects.""",
+    )
+    batch_axis: Mapping[str, int] | None = setting(
+        default=None,
+        check=AXES.or_none,
+        doc="""The axis that counts rows, by the names of inputs and outputs of an ONNX model, where that is
+        not the first: ``{"state": 1, "stateN": 1}`` for an LSTM's. On the command line ``NAME=1``, once for
+        each.""",
+    )
+    shared: Iterable[str] | None = setting(
+        default=None,
+        check=NAMES.or_none,
+        doc="""Inputs of an ONNX model that all rows of a batch have in common, such as ``{"sr"}``: scalars
+        and others without rows. Requests share a batch if these are equal.""",
+    )
+    ignore_extra: bool = setting(
+        default=False,
+        check=FLAG,
+        doc="Drop inputs that the model does not have instead of refusing them; tokenizers give such.",
+    )
     max_rows: int | None = setting(
         default=None,
         check=count(1).or_none,
@@ -384,6 +449,11 @@ class Options:
         validate(self)
         if self.flavour is not None and isinstance(self.tensorrt, TensorRTOptions):
             object.__setattr__(self, "tensorrt", self.tensorrt.with_flavour(self.flavour))
+        if self.batching == "off" and (self.batch_axis or self.shared):
+            raise OptionsError(
+                "batch_axis and shared say how requests share batches, and with batching='off' each runs "
+                "alone. Leave them out"
+            )
         if self.max_rows is not None and self.max_rows > self.max_queue_rows:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "

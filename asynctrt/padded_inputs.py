@@ -1,6 +1,7 @@
 """The check of inputs that will be padded to common sizes, and of those that callers may leave out."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from asynctrt.errors import InputError
@@ -8,7 +9,7 @@ from asynctrt.inputs import Checked, InputCheck, Inputs
 from asynctrt.options import Options
 from asynctrt.padding import Padding
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec, check_shape
+from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, split_shared
 from asynctrt.validation import show
 
 FILLED_MAX: Final = 1024
@@ -28,9 +29,11 @@ class PaddedInputCheck(InputCheck):
         super().__init__(specs, **kw)
         self._padding = padding
         self._keeps_shapes = keeps_shapes
-        self._given = tuple(
+        self._asked = tuple(
             name for name in self._names if name not in {filled.spec.name for filled in padding.filled}
         )
+        with_rows = {spec.name for spec in self._with_rows}
+        self._given_with_rows = tuple(spec for spec in self._given if spec.name in with_rows)
         self._kept: dict[tuple[int, Dims], dict[str, Array]] = {}
         self._changes = padding.changes
 
@@ -105,27 +108,31 @@ class PaddedInputCheck(InputCheck):
             if not missing:
                 return inputs
             named = dict(inputs)
-        elif len(self._given) == 1:
-            missing, named = list(self._padding.filled), {self._given[0]: inputs}
+        elif len(self._asked) == 1:
+            missing, named = list(self._padding.filled), {self._asked[0]: inputs}
         else:
             return inputs
         symbols: dict[str, int] = {}
         rows = 0
         for dim, (number, axis) in self._padding.sources.items():
-            spec = self.specs[number]
+            spec = self._given_with_rows[number]
             if spec.name not in named:
                 return named
             array = named[spec.name] = self._as_array(spec, named[spec.name])
             check_shape(spec, array.shape)
-            symbols[dim] = array.shape[axis]
-            rows = len(array)
+            placed = self._placed(spec, array)
+            symbols[dim] = placed.shape[axis]
+            rows = len(placed)
         kept = self._kept.get((rows, tuple(symbols.values())))
         if kept is None:
             if len(self._kept) >= FILLED_MAX:
                 self._kept.clear()
             self._padding.key_of(symbols)  # What is too long is refused before anything is made for it.
             kept = self._kept[rows, tuple(symbols.values())] = {
-                filled.spec.name: filled.array(rows, symbols) for filled in self._padding.filled
+                filled.spec.name: given.as_given(filled.array(rows, symbols))
+                for filled in self._padding.filled
+                for given in self._given_with_rows
+                if given.name == filled.spec.name
             }
         return named | {filled.spec.name: kept[filled.spec.name] for filled in missing}
 
@@ -134,7 +141,11 @@ def front_check(
     name: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], options: Options
 ) -> InputCheck:
     """Return the check for an engine whose rows others pad, as they are told by its options."""
-    padding = Padding.of(name, inputs, outputs, options)
-    if padding is None:
-        return InputCheck(inputs, check_finite=options.check_finite)
-    return PaddedInputCheck(inputs, padding, keeps_shapes=True, check_finite=options.check_finite)
+    padding = Padding.of(name, split_shared(inputs)[0], outputs, options)
+    create = InputCheck if padding is None else partial(PaddedInputCheck, padding=padding, keeps_shapes=True)
+    return create(
+        inputs,
+        check_finite=options.check_finite,
+        ignores_extra=options.ignore_extra,
+        repeats_shared=True,
+    )

@@ -197,6 +197,15 @@ class Padding:
             )
         )
 
+    def pads(self, dim: str) -> bool:
+        """Return whether a dimension is padded."""
+        return dim in self._dims
+
+    def sizes_given(self, dim: str) -> tuple[int, ...]:
+        """Return the sizes that the options pad a dimension to, rising; none if it is not padded to such."""
+        given = () if dim in self._chosen_of else self._dims.get(dim, ())
+        return tuple(map(int, given))
+
     def units_of(self, shape: Hashable) -> int:
         """Return how much there is to compute of a row of this shape: the product of its varying sizes."""
         assert isinstance(shape, tuple)

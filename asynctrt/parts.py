@@ -10,9 +10,11 @@ from functools import partial
 from typing import Final, Protocol
 
 from asynctrt.backends.base import Model, PreparedModel, ProfiledModel, RangedModel, ReservingModel
+from asynctrt.backends.onnx_axes import RowSettings
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
+from asynctrt.independence import alone_of, prove, structural
 from asynctrt.inputs import InputCheck
 from asynctrt.loading import find_device, load_model
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
@@ -27,8 +29,9 @@ from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import Policy
 from asynctrt.scheduling.scheduler import Scheduler
 from asynctrt.scheduling.shapes import Shapes
+from asynctrt.statistics import TRUSTED, Batching
 from asynctrt.tensorrt_options import TensorRTOptions
-from asynctrt.tensors import Dims
+from asynctrt.tensors import Dims, split_shared
 
 SHAPES_MAX: Final = 8
 """Shapes of which graphs are captured: each takes as much memory as all those of another."""
@@ -91,12 +94,16 @@ class Capacity:
 
     @staticmethod
     def _rows_max(model: Model, options: Options) -> int:
+        if getattr(model, "alone", ""):
+            return 1
         fixed = model.rows_fixed
-        if fixed is not None and options.max_rows != fixed:
+        if fixed is not None and options.max_rows not in (fixed, None if fixed == 1 else fixed):
             raise ModelError(
                 f"{model.name!r} takes batches of exactly {fixed} rows. Export it with a dynamic first axis, "
                 f"or open it with max_rows={fixed}: every batch is then padded to that size"
             )
+        if fixed is not None:
+            return fixed
         limit = model.rows_max
         if limit is not None and (options.max_rows or 0) > limit:
             raise OptionsError(
@@ -153,6 +160,8 @@ class EngineParts:
     """What is padded."""
     urgent: "EngineParts | None" = None
     """What urgent requests have to themselves."""
+    batching: Batching = TRUSTED
+    """Whether rows of different requests share batches, and why."""
 
     def create_scheduler(self, options: Options) -> Scheduler:
         """Make the scheduler of an engine that stands on them."""
@@ -208,10 +217,13 @@ class EngineParts:
         share = join_device(loop, self.device, options.weight, overlaps=overlaps, wake=wake)
         scheduler.divide(share)
 
-    def create_check(self, options: Options, check_key: Callable[[BatchKey], object]) -> InputCheck:
+    def create_check(
+        self, options: Options, check_key: Callable[[BatchKey], object], *, rows_first: bool = False
+    ) -> InputCheck:
         """Make the check of an engine's inputs.
 
         :param check_key: what else to ask about a shape, if the model refuses some.
+        :param rows_first: whether arrays come with rows first, whatever axis of an input counts rows.
         """
         create = InputCheck if self.padding is None else partial(PaddedInputCheck, padding=self.padding)
         return create(
@@ -219,6 +231,9 @@ class EngineParts:
             check_finite=options.check_finite,
             check_key=check_key if self.shapes.has_profiles else None,
             import_array=self.device.import_array,
+            ignores_extra=options.ignore_extra,
+            rows_first=rows_first,
+            dims_are_hints=getattr(self.model, "dims_are_hints", False),
         )
 
     def create_size_chooser(self, call_soon: Callable[..., object]) -> SizeChooser | None:
@@ -278,6 +293,7 @@ def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
     def row_nbytes(shape: Hashable) -> int:
         assert isinstance(shape, tuple)
         layout = lay_out(model.inputs, model.outputs, dict(shape), rows_max=1)
+        # Memory for outputs that the model brings is not asked for, but taken all the same.
         return layout.input_row_nbytes + layout.output_row_nbytes
 
     return row_nbytes
@@ -293,19 +309,8 @@ def build_on(
     found = find_device(device)
     loaded: Model | None = None
     try:
-        tensorrt = options.tensorrt
-        assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
-        if options.runtime != "tensorrt" and options.build is None:
-            loaded = load_model(model, found, options.flavour, tensorrt, options.runtime)
-        else:
-            # Not before it is needed: few engines have their plans built.
-            from asynctrt.plans.cached import load_for  # noqa: PLC0415
-
-            loaded = load_for(model, found, options)
-        if options.urgent_share is None:
-            parts = _make(loaded, found, options, shared)
-        else:
-            parts = _make_divided(loaded, found, options, options.urgent_share, shared)
+        loaded = _load(model, found, options)
+        parts = _made_as_proven(loaded, found, options, shared)
     except BaseException as error:
         if loaded is not None and loaded is not model:
             loaded.close()
@@ -320,6 +325,47 @@ def build_on(
     if found is not device:
         owned.append(found)
     return dataclasses.replace(parts, owned=(*parts.owned, *owned))
+
+
+def _load(model: str | os.PathLike[str] | Model, device: Device, options: Options) -> Model:
+    tensorrt = options.tensorrt
+    assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+    if options.runtime != "tensorrt" and options.build is None:
+        shared = frozenset(options.shared or ())
+        rows = RowSettings(options.batching == "on", options.batch_axis or {}, shared)
+        return load_model(model, device, options.flavour, tensorrt, options.runtime, rows)
+    # Not before it is needed: few engines have their plans built.
+    from asynctrt.plans.cached import load_for  # noqa: PLC0415
+
+    return load_for(model, device, options)
+
+
+def _made_as_proven(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
+    """Make what batches need, with rows of several requests in them unless that is no good."""
+
+    def make(model: Model) -> EngineParts:
+        made = _made(model, device, options, shared)
+        return made if model is given else dataclasses.replace(made, owned=(*made.owned, model))
+
+    given, batching = model, structural(model, options)
+    parts = make(model if batching.is_on else alone_of(model, batching.reason))
+    try:
+        proven = prove(parts, options, batching, make)
+    except BaseException:
+        parts.close(UNDO_S)
+        raise
+    if batching.is_on and not proven.is_on:
+        parts.close(UNDO_S)
+        parts = make(alone_of(model, proven.reason))
+    if not proven.is_on and options.batching != "off":
+        logger.warning("%r: each request runs alone, since %s", model.name, proven.reason)
+    return dataclasses.replace(parts, batching=proven)
+
+
+def _made(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
+    if options.urgent_share is None:
+        return _make(model, device, options, shared)
+    return _make_divided(model, device, options, options.urgent_share, shared)
 
 
 def _make_divided(
@@ -375,7 +421,7 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
         capacity.rows_max,
         model.rows_fixed is not None,
     )
-    padding = Padding.of(model.name, model.inputs, model.outputs, options, limits)
+    padding = Padding.of(model.name, split_shared(model.inputs)[0], model.outputs, options, limits)
     arenas: Arenas | None = None
     try:
         if capacity.arenas:

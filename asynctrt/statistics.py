@@ -5,6 +5,7 @@ They are values: frozen, comparable, hashable; ``pickle``, ``copy`` and ``datacl
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 from asynctrt.frozen import FrozenDict
 from asynctrt.scheduling.objective import Situation
@@ -154,6 +155,23 @@ class BatchTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class Batching:
+    """Whether rows of different requests share batches, and why."""
+
+    is_on: bool = True
+    reason: str = "rows are trusted to be independent"
+    probe_ns: int = 0
+    """How long it took to find out; 0 if nothing was run."""
+
+    def __str__(self) -> str:
+        return f"{'on' if self.is_on else 'off, each request runs alone'}: {self.reason}"
+
+
+TRUSTED: Final = Batching()
+"""Nothing was tried."""
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """A snapshot of an engine. Counts and sums start when it is opened."""
 
@@ -243,6 +261,8 @@ class Statistics:
     """What is done for the ``latency_target``; ``None`` without one."""
     padding: tuple[PaddingStatistics, ...] = ()
     """What each dimension is padded to whose sizes the engine chooses."""
+    batching: Batching = TRUSTED
+    """Whether rows of different requests share batches, and why."""
 
     def __post_init__(self) -> None:
         for name in ("launched", "lanes", "by_batch_rows"):

@@ -1,11 +1,13 @@
 """The tensors of a model and of a request: specs, results, timing.
 
-A tensor's leading axis is always the batch axis. A :class:`TensorSpec` describes one row, and a request
-carries one row or more.
+A :class:`TensorSpec` describes one row of a tensor and says which axis counts rows: the first, as a rule.
+Within the engine rows always come first (:meth:`TensorSpec.rows_first`); a tensor without rows is one row
+there.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -27,30 +29,95 @@ class TensorSpec:
     :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts.
     :param dims: the dimensions of one row, without the batch axis. A string names a dimension that may differ
         from request to request; tensors that share the name have the same size there.
-    :raises ModelError: for a name, dtype or dimension that is not valid.
+    :param axis: the axis that counts rows: 1 for an LSTM's state ``(2, rows, 128)``, whose ``dims`` are
+        ``(2, 128)``. ``None`` for a tensor without rows, whose ``dims`` are its whole shape: all requests of
+        a batch have it in common or, if no input of the model has rows, each request runs alone.
+    :param kind: ``"tensor"``, or what else a runtime takes and gives: ``"sequence"``, ``"map"``,
+        ``"optional"``. These are Python values, of dtype ``object`` and without rows.
+    :raises ModelError: for a name, dtype, dimension or axis that is not valid.
     """
 
     name: str
     dtype: np.dtype[Any]
     dims: tuple[int | str, ...] = ()
+    axis: int | None = 0
+    kind: str = "tensor"
 
     if TYPE_CHECKING:
         # What it takes is more than what it keeps, which a dataclass cannot say.
-        def __init__(self, name: str, dtype: npt.DTypeLike, dims: Sequence[int | str] = ()) -> None: ...
+        def __init__(
+            self,
+            name: str,
+            dtype: npt.DTypeLike,
+            dims: Sequence[int | str] = (),
+            axis: int | None = 0,
+            kind: str = "tensor",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ModelError(f"the name of a tensor must be a string, not {show(self.name)}")
         object.__setattr__(self, "dtype", _dtype(self.name, self.dtype))
         object.__setattr__(self, "dims", _dims(self.name, self.dims))
+        object.__setattr__(self, "axis", _axis(self.name, self.axis, len(self.dims)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by making it anew, so that its dtype is the one object that NumPy has for it."""
-        return TensorSpec, (self.name, self.dtype, self.dims)
+        return TensorSpec, (self.name, self.dtype, self.dims, self.axis, self.kind)
 
     def __str__(self) -> str:
-        axes = ", ".join(["rows", *map(str, self.dims)])
-        return f"{self.name}: {self.dtype.name}[{axes}]"
+        if self.kind != "tensor":
+            return f"{self.name}: {self.kind}"
+        dtype = "string" if self.dtype.hasobject else self.dtype.name
+        return f"{self.name}: {dtype}[{', '.join(map(str, self.shape('rows')))}]"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its elements are strings, which do not lie in memory of a fixed size."""
+        return self.dtype.hasobject and self.kind == "tensor"
+
+    def shape(self, rows: Any) -> tuple[Any, ...]:
+        """Return the whole shape: ``dims`` with ``rows``, a number or any other object, at ``axis``."""
+        return shape_of(self.dims, self.axis, rows)
+
+    def rows_first(self, array: Any) -> Any:
+        """Return a view of an array as a caller gives it, with rows first; one row if it has none."""
+        if self.axis == 0:
+            return array
+        return array[None] if self.axis is None else np.moveaxis(array, self.axis, 0)
+
+    def rows_of(self, given: Any, rows: int) -> Array:
+        """Return an output that a model gave in memory of its own, with rows first; one row if it has none.
+
+        :raises ExecutionError: if it does not have that many rows.
+        """
+        if self.kind != "tensor":
+            held = np.empty(1, object)
+            held[0] = given
+            return held
+        array: Array = np.asarray(given)
+        if self.axis is not None and array.shape[self.axis : self.axis + 1] != (rows,):
+            axis = "first axis" if self.axis == 0 else f"axis {self.axis}"
+            raise ExecutionError(
+                f"output {self.name!r} has shape {array.shape} for a batch of {rows} rows: its {axis} does "
+                "not count rows, so the rows of different callers cannot be told apart. Open the model with "
+                "batching='off', so that each request runs alone"
+            )
+        rows_first: Array = self.rows_first(array)
+        return rows_first
+
+    def as_given(self, array: Any) -> Any:
+        """Return a view of rows as callers get them: the inverse of :meth:`rows_first`.
+
+        Python values (:attr:`kind`) come out of the array that holds them.
+        """
+        if self.axis == 0:
+            return array
+        if self.axis is not None:
+            return np.moveaxis(array, 0, self.axis)
+        if self.kind != "tensor":
+            return array[0]
+        return array[0, ...] if isinstance(array, np.ndarray) else array.as_given()
 
     @property
     def is_fixed(self) -> bool:
@@ -60,7 +127,36 @@ class TensorSpec:
     def resolve(self, symbols: Mapping[str, int]) -> Dims | None:
         """Return the dimensions of a row for these sizes of the named ones; ``None`` if one is missing."""
         dims = tuple(symbols.get(dim, -1) if isinstance(dim, str) else dim for dim in self.dims)
+        if -1 not in dims:
+            return dims
+        own = zip(dims, self.own_dims, strict=True)
+        dims = tuple(symbols.get(name, -1) if dim == -1 else dim for dim, name in own)
         return None if -1 in dims else dims
+
+    @property
+    def own_dims(self) -> tuple[str, ...]:
+        """Names for its dimensions that no other tensor has: for a size on which inputs do not agree."""
+        axes = (axis for axis in range(len(self.dims) + 1) if axis != self.axis)
+        return tuple(f"{self.name}.{axis}" for _, axis in zip(self.dims, axes, strict=False))
+
+
+def as_given(moved: Iterable[TensorSpec], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the outputs of a request as callers get them; the rows of ``moved`` do not come first."""
+    return {
+        **values,
+        **{spec.name: spec.as_given(values[spec.name]) for spec in moved if spec.name in values},
+    }
+
+
+def split_shared(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Return the inputs that requests bring row by row, and those that all rows of a batch have in common.
+
+    If no input has rows, each request is one row of its own, and nothing is in common.
+    """
+    with_rows = tuple(spec for spec in specs if spec.axis is not None)
+    if not with_rows:
+        return tuple(specs), ()
+    return with_rows, tuple(spec for spec in specs if spec.axis is None)
 
 
 class Timing:
@@ -103,7 +199,10 @@ class BatchRecord:
 
 
 class InferResult(Mapping[str, Array]):
-    """The outputs of one request by tensor name. The arrays belong to the caller, who may write to them."""
+    """The outputs of one request by tensor name. The arrays belong to the caller, who may write to them.
+
+    A sequence or a map that a model gives is the Python list or dictionary.
+    """
 
     __slots__ = ("_arrival_ns", "_batches", "_outputs")
 
@@ -125,7 +224,10 @@ class InferResult(Mapping[str, Array]):
         return len(self._outputs)
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name}: {value.shape}" for name, value in self._outputs.items())
+        values = self._outputs.items()
+        shapes = ", ".join(
+            f"{name}: {getattr(value, 'shape', type(value).__name__)}" for name, value in values
+        )
         return f"<InferResult {shapes} batch_rows={self.batch_rows}>"
 
     @property
@@ -167,16 +269,19 @@ class InferResult(Mapping[str, Array]):
         return sum([batch.compute_ns for batch in batches])
 
     @classmethod
-    def join(cls, parts: "Sequence[InferResult]") -> "InferResult":
+    def join(
+        cls, parts: "Sequence[InferResult]", axes: Mapping[str, int] = MappingProxyType({})
+    ) -> "InferResult":
         """Return the parts of a request that was split as one result, with the rows in order.
 
+        :param axes: the axis that counts rows, by the names of outputs where it is not the first.
         :raises ExecutionError: for a data-dependent output whose parts differ in more than their rows.
         """
         outputs = {}
         for name in parts[0]._outputs:
             arrays = [part._outputs[name] for part in parts]
             try:
-                outputs[name] = np.concatenate(arrays)
+                outputs[name] = np.concatenate(arrays, axes.get(name, 0))
             except ValueError as error:
                 raise ExecutionError(
                     f"the request was split, and its parts cannot be joined: output {name!r} has shapes "
@@ -281,14 +386,36 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
         known: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)  # None would be float64.
     except Exception:  # NumPy raises TypeError and ValueError, and whatever a foreign object raises.
         known = None
-    if known is None or known.hasobject:
+    if known is None or (known.hasobject and known != np.dtype(object)):
         raise ModelError(
-            f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', not "
-            f"{show(dtype)}"
+            f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', or "
+            f"object for strings, not {show(dtype)}"
         )
     # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.
-    own: np.dtype[Any] = np.dtype(known.str)
+    try:
+        own: np.dtype[Any] = np.dtype(known.str)
+    except TypeError:  # NumPy does not know what another library writes there: "<f1" for float8_e5m2.
+        return known
     return own if own == known else known
+
+
+def _axis(name: str, axis: Any, dims: int) -> int | None:
+    """Return the axis that counts rows of a tensor with ``dims`` other axes.
+
+    :raises ModelError: for an axis that it does not have.
+    """
+    if axis is None:
+        return None
+    try:
+        known = as_int(axis)
+    except Exception:  # Foreign objects raise what they like.
+        known = -1
+    if not 0 <= known <= dims:
+        raise ModelError(
+            f"the axis of {name!r} that counts rows must be a number from 0 to {dims}, or None if it has "
+            f"no rows, not {show(axis)}"
+        )
+    return known
 
 
 def _dims(name: str, dims: Any) -> tuple[int | str, ...]:
@@ -315,9 +442,14 @@ def _size(dim: Any) -> int:
     return size
 
 
+def shape_of(dims: Sequence[Any], axis: int | None, rows: Any) -> tuple[Any, ...]:
+    """Return the whole shape of a tensor: ``dims``, with ``rows`` at ``axis`` if it has such an axis."""
+    return tuple(dims) if axis is None else (*dims[:axis], rows, *dims[axis:])
+
+
 def shape_text(spec: TensorSpec) -> str:
     """Return the shape that an array of this spec has, as a message gives it: ``(rows, 3, length)``."""
-    return f"({', '.join(['rows', *map(str, spec.dims)])})"
+    return f"({', '.join(map(str, spec.shape('rows')))})"
 
 
 def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
@@ -325,15 +457,15 @@ def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
 
     :raises InputError: if the model cannot take it.
     """
-    dims = spec.dims
-    if len(shape) == 1 + len(dims) and all(
-        given == dim for dim, given in zip(dims, shape[1:], strict=True) if not isinstance(dim, str)
+    expected = spec.shape("rows")
+    if len(shape) == len(expected) and all(
+        given == dim for dim, given in zip(expected, shape, strict=True) if not isinstance(dim, str)
     ):
         return
-    if len(shape) == len(dims):
+    if spec.axis == 0 and len(shape) == len(spec.dims):
         fix = "For a single row, add the batch axis: array[None]"
     else:
-        fix = "The model fixes the size of every axis but the first and those with a name"
+        fix = "The model fixes the size of every axis that has no name"
     raise InputError(f"input {spec.name!r} takes shape {shape_text(spec)}, given {tuple(shape)}. {fix}")
 
 

@@ -100,10 +100,11 @@ class TestOpening:
         with pytest.raises(DeviceUnavailableError, match=says):
             await asynctrt.open(double_model(), device=device)
 
-    async def test_a_fixed_batch_axis_is_refused_and_then_accepted(self, tmp_path):
+    async def test_a_fixed_batch_axis_is_filled(self, tmp_path):
         path = double_onnx(tmp_path / "m.onnx", rows=8)
-        with pytest.raises(ModelError, match="batches of exactly 8 rows.*max_rows=8"):
-            await asynctrt.open(path)
+        for settings in ({"batching": "on"}, {"max_rows": 4}):
+            with pytest.raises(ModelError, match="batches of exactly 8 rows.*max_rows=8"):
+                await asynctrt.open(path, **settings)
         async with asynctrt.open(path, max_rows=8) as engine:
             results = await asyncio.gather(*[engine.infer(rows(value)) for value in range(11)])
             assert [result["output"][0, 0] for result in results] == [2 * value for value in range(11)]
@@ -782,8 +783,12 @@ class TestFailing:
                 await asyncio.gather(engine.infer(rows(1)), engine.infer(rows(1)))
 
     async def test_an_onnx_model_whose_output_shape_is_not_what_it_says(self, tmp_path):
+        """Each request runs alone, or fails if it must batch: what was in memory before is no answer."""
         path = lying_onnx(tmp_path / "m.onnx")
         async with asynctrt.open(path) as engine:
+            answers = await asyncio.gather(*[engine.infer(rows(n, 9, dims=(2,))) for n in range(5)])
+            assert [answer["output"].tolist() for answer in answers] == [[[n, n]] for n in range(5)]
+        async with asynctrt.open(path, batching="on") as engine:
             with pytest.raises(ExecutionError, match="output 'output'"):
                 await engine.infer(rows(1, 2, dims=(2,)))
             await engine.infer(rows(1, dims=(2,)))

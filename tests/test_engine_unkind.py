@@ -307,9 +307,9 @@ class TestCalls:
         threads = set()
         join = asynctrt.InferResult.join
 
-        def spy(parts):
+        def spy(*parts):
             threads.add(threading.current_thread().name.rpartition("-")[0])
-            return join(parts)
+            return join(*parts)
 
         monkeypatch.setattr(asynctrt.InferResult, "join", spy)
         async with asynctrt.open(double_model(), max_rows=2) as engine:
@@ -325,10 +325,10 @@ class TestCalls:
         begun, go = threading.Event(), threading.Event()
         join = asynctrt.InferResult.join
 
-        def slow(parts):
+        def slow(*parts):
             begun.set()
             assert go.wait(WAIT_S)
-            return join(parts)
+            return join(*parts)
 
         monkeypatch.setattr(asynctrt.InferResult, "join", slow)
         async with asyncio.timeout(WAIT_S), asynctrt.open(double_model(), max_rows=2) as engine:
@@ -347,7 +347,7 @@ class TestCalls:
         begun, go = threading.Event(), threading.Event()
         join = asynctrt.InferResult.join
         monkeypatch.setattr(
-            asynctrt.InferResult, "join", lambda parts: (begun.set(), go.wait(WAIT_S), join(parts))[-1]
+            asynctrt.InferResult, "join", lambda *parts: (begun.set(), go.wait(WAIT_S), join(*parts))[-1]
         )
         async with (
             asyncio.timeout(WAIT_S),

@@ -77,7 +77,9 @@ def test_an_unknown_option_is_refused_with_the_nearest(wrong, hint):
 
 
 def test_an_unknown_option_that_is_like_none():
-    with pytest.raises(OptionsError, match="unknown option 'zzz'; valid options: max_rows, max_batch_bytes"):
+    with pytest.raises(
+        OptionsError, match="unknown option 'zzz'; valid options: batching, batch_axis, shared"
+    ):
         asynctrt.open("model.onnx", zzz=1)
 
 

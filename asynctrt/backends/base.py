@@ -4,6 +4,7 @@ A model is loaded once per device and holds its weights once. Its contexts run b
 one batch at a time, and several contexts run side by side.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -11,15 +12,16 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from asynctrt.devices.base import Buffer, Device, Stream
-from asynctrt.tensors import Array, Dims, TensorSpec
+from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
     """The memory that one tensor is bound to, with room for the rows of the largest batch.
 
-    ``address`` is what the device reads or writes. ``array`` is the same memory as a NumPy array of shape
-    ``(rows_max, *dims)`` if the CPU can access it, and ``None`` otherwise.
+    ``address`` is what the device reads or writes; 0 for strings and Python values. ``array`` is the same
+    memory as a NumPy array of shape ``(rows_max, *dims)`` if the CPU can access it, and ``None`` otherwise.
+    Unless ``axis`` is 0, it is laid out anew for each number of rows: see :meth:`view`.
     """
 
     name: str
@@ -27,6 +29,22 @@ class TensorMemory:
     dims: Dims
     address: int
     array: Array | None
+    axis: int | None = 0
+    """The axis that counts rows, as in a :class:`~asynctrt.tensors.TensorSpec`."""
+
+    def shape(self, rows: int) -> Dims:
+        """Return the whole shape of ``rows`` rows, as the model has it."""
+        return shape_of(self.dims, self.axis, rows)
+
+    def view(self, rows: int) -> Array:
+        """Return the memory of ``rows`` rows as an array of :meth:`shape`, if the CPU can access it."""
+        assert self.array is not None, "the CPU cannot access it"
+        if self.axis == 0:
+            return self.array[:rows]
+        if self.axis is None:
+            view: Array = self.array[0, ...]
+            return view
+        return self.array.reshape(-1)[: rows * math.prod(self.dims)].reshape(self.shape(rows))
 
 
 class Binding(Protocol):
@@ -285,3 +303,13 @@ class ModelBase:
     is_capturable: bool = False
     occupies_device: bool = True
     enqueue_may_block: bool = False
+    alone: str = ""
+    """Why each request runs alone; empty if rows of several share batches."""
+    doubt: str = ""
+    """What leaves open whether outputs have a row for each of the inputs; empty for nothing."""
+    is_pure: bool = False
+    """Whether a batch does nothing but compute, so that made-up rows may be run to try the model."""
+    brings_outputs: bool = False
+    """Whether it brings the memory of all outputs, so that none is bound."""
+    dims_are_hints: bool = False
+    """Whether inputs may disagree on the size of a dimension that they both name."""

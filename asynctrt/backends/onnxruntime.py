@@ -1,19 +1,29 @@
 """ONNX models on the host device through ONNX Runtime. The only importer of ``onnxruntime``.
 
-One session holds the weights. Contexts are I/O bindings over it, since ``InferenceSession.run`` may be called
-from several threads at once. Inputs and outputs are bound to the slabs themselves, so nothing is copied.
+One session holds the weights. Contexts share it, since ``InferenceSession.run`` may be called from several
+threads at once. Rows of numbers are bound to the slabs themselves, so that nothing is copied; requests that
+run alone, and strings, go through ``run``, and their outputs are what it returns.
 """
 
+import copy
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
-from asynctrt.backends.base import ExecutionContext, ModelBase, TensorMemory
-from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.backends.base import Binding, ExecutionContext, ModelBase, TensorMemory
+from asynctrt.backends.onnx_axes import (
+    FIRST_AXIS,
+    ML_DTYPES,
+    ROWS,
+    RowSettings,
+    declared,
+    read_axes,
+    read_whole_axes,
+)
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import (
@@ -24,7 +34,7 @@ from asynctrt.errors import (
     ModelNotFoundError,
     UsageError,
 )
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array
 from asynctrt.validation import PATH, count
 
 # When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
@@ -38,50 +48,43 @@ except ImportError as error:
         "ONNX models need ONNX Runtime, which is not installed: pip install 'asynctrt[cpu]'"
     ) from error
 
-__all__ = ["LOG_FATAL_ONLY", "OnnxModel", "ort", "read_specs"]
-
-DTYPES: Final = {
-    "tensor(float)": "float32",
-    "tensor(double)": "float64",
-    "tensor(float16)": "float16",
-    "tensor(bool)": "bool",
-} | {f"tensor({kind}{bits})": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
-"""NumPy's dtype for each type of ONNX Runtime's that NumPy has."""
+__all__ = ["LOG_FATAL_ONLY", "OnnxModel", "element_type", "ort"]
 
 LOG_FATAL_ONLY: Final = 4
 """What ONNX Runtime reports as an error is in the exception, and need not be on stderr as well."""
 
-UNKNOWN: Final = re.compile(r"unk__\d+")
-"""How tf2onnx writes dimensions that it does not know: each has another number, so these are not names."""
+ML_NUMBERS: Final = dict(ML_DTYPES.values())
 
 THREADS_MAX: Final = 1024
 """The most threads for one batch; each of some thousands takes memory for nothing."""
-
-ROWS_ASSUMED: Final = 7919
-"""A batch size for shape inference: a prime that no other dimension has by chance."""
 
 
 class OnnxModel(ModelBase):
     """A loaded ONNX model. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
 
-    The first axis of every input and output counts rows. If an output's first axis has another name than the
-    inputs', ONNX Runtime's shape inference has to show that it counts rows all the same. A first axis without
-    a name, or with one as tf2onnx writes it (``unk__7``), is trusted when the model is loaded; a batch that
-    returns another number of rows fails.
+    Rows are on the first axis of every tensor unless ``rows`` says otherwise. A model whose shapes forbid
+    that rows share a batch takes each request as it is, and :attr:`alone` says why.
 
     :param path: the ``.onnx`` file.
+    :param rows: where rows are, as the options ``batch_axis`` and ``shared`` of an engine say it.
     :param intra_op_threads: threads that compute one batch. The default is 1, since the host device computes
         as many batches at once as there are cores, which gives the most rows per second. For a few callers,
         ``OnnxModel(path, intra_op_threads=2)`` on ``HostDevice(threads=1)`` answers sooner but uses more CPU:
         ONNX Runtime's threads spin while they wait.
     :raises OptionsError: for an argument of another kind, or a number of threads that is not valid.
     :raises ModelNotFoundError: if the file does not exist.
-    :raises ModelError: if the file is not an ONNX model, or its rows cannot be batched.
+    :raises ModelError: if the file is not an ONNX model, or has a tensor that NumPy cannot hold.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, intra_op_threads: int = 1) -> None:
+    is_pure = True
+    dims_are_hints = True
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, intra_op_threads: int = 1, rows: RowSettings = FIRST_AXIS
+    ) -> None:
         self.path: Path = PATH("path", path)
         self.intra_op_threads = count(1, THREADS_MAX)("intra_op_threads", intra_op_threads)
+        settings: RowSettings = ROWS("rows", rows)
         if not self.path.exists():
             raise ModelNotFoundError(
                 f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "
@@ -104,10 +107,12 @@ class OnnxModel(ModelBase):
         self._session: ort.InferenceSession | None = session
         # Contexts of one model take about as long for a batch, and others may be on the same device.
         self._kind = object()
-        self.inputs, self.outputs, self.rows_fixed = read_specs(
-            self.name, session.get_inputs(), session.get_outputs()
+        # Copies, as ONNX Runtime's own keep the session alive.
+        self._declared = declared(session.get_inputs()), declared(session.get_outputs())
+        self.inputs, self.outputs, self.rows_fixed, self.alone, self.doubt = read_axes(
+            self.name, self._declared[0], self._declared[1], settings
         )
-        self._check_first_axes(session.get_inputs(), session.get_outputs())
+        self._decide_memory()
 
     def _session_options(self) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -119,47 +124,29 @@ class OnnxModel(ModelBase):
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
         return ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
 
-    def _check_first_axes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Check that an output counts rows although its first axis has another name than the inputs'.
+    def whole(self, reason: str) -> Self:
+        """Return this model with each request run alone, as it is. It has the same weights, and is closed
+        apart.
 
-        Some exporters name the batch axis of each tensor differently. The axis may just as well count
-        something else, such as what was found in all rows together, and where that number happened to equal
-        the number of rows, answers would go to the wrong callers.
-
-        :raises ModelError: if ONNX Runtime's shape inference does not find the number of rows there.
+        :param reason: why, for :attr:`alone`.
         """
-        names = {arg.shape[0] for arg in inputs if isinstance(arg.shape[0], str)}
-        doubtful = [
-            arg
-            for arg in outputs
-            if isinstance(arg.shape[0], str)
-            and arg.shape[0] not in names
-            and not UNKNOWN.fullmatch(arg.shape[0])
-        ]
-        if not doubtful or not (names or self.rows_fixed):
-            return
-        inferred = self._infer_first_axes(names) if names else {}
-        for arg in doubtful:
-            if inferred.get(arg.name) != ROWS_ASSUMED:
-                raise ModelError(
-                    f"output {arg.name!r} of {self.name!r} has the first axis {arg.shape[0]!r}, that of the "
-                    f"inputs is {' and '.join(map(repr, sorted(names))) or self.rows_fixed}, and shape "
-                    "inference does not show that both count rows. Export the model with one name for the "
-                    "first axis of every input and output"
-                )
+        other = copy.copy(self)
+        other.inputs, other.outputs, other.rows_fixed, other.alone, other.doubt = read_whole_axes(
+            self.name, self._declared[0], self._declared[1], reason
+        )
+        other._decide_memory()
+        return other
 
-    def _infer_first_axes(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the first axis of each output, by its name, when all inputs have ``ROWS_ASSUMED`` rows."""
-        options = self._session_options()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        for name in names:
-            options.add_free_dimension_override_by_name(name, ROWS_ASSUMED)
-        try:
-            session = self._load(options)
-        except Exception:  # The model contradicts itself for this number of rows, so it does not batch.
-            return {}
-        return {arg.name: arg.shape[0] for arg in session.get_outputs()}
+    def _decide_memory(self) -> None:
+        """Decide whether outputs are bound to memory of ours: not those of requests that run alone, nor
+        strings.
+
+        What a file declares of their shapes need not be so, and what a request alone gets need not lie in a
+        slab.
+        """
+        specs = (*self.inputs, *self.outputs)
+        self.brings_outputs = bool(self.alone) or any(spec.dtype.hasobject for spec in specs)
+        self.rows_max = 1 if self.alone else None
 
     @property
     def session(self) -> ort.InferenceSession:
@@ -180,7 +167,7 @@ class OnnxModel(ModelBase):
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', or "
                 "open its path there: asynctrt.open(path, device='cuda:0')"
             )
-        return OnnxContext(self.session, self._kind)
+        return OnnxContext(self.session, self._kind, brings_outputs=self.brings_outputs)
 
     def close(self) -> None:
         """Release the session, and with it the weights. Idempotent."""
@@ -190,14 +177,15 @@ class OnnxModel(ModelBase):
 class OnnxContext:
     """A context over the model's one session."""
 
-    def __init__(self, session: ort.InferenceSession, kind: object) -> None:
+    def __init__(self, session: ort.InferenceSession, kind: object, *, brings_outputs: bool) -> None:
         self._session: ort.InferenceSession | None = session
         self._kind = kind
+        self._brings_outputs = brings_outputs
 
-    def bind(
-        self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
-    ) -> "OnnxBinding":
+    def bind(self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]) -> Binding:
         assert self._session is not None, "a closed context cannot be bound"
+        if self._brings_outputs:
+            return OnnxRunBinding(self._session, inputs, self._kind)
         return OnnxBinding(self._session, inputs, outputs, self._kind)
 
     def close(self) -> None:
@@ -247,14 +235,14 @@ class OnnxBinding:
         self._binding.clear_binding_outputs()
         for memory in self._inputs:
             self._binding.bind_input(
-                memory.name, "cpu", 0, memory.dtype.type, (rows, *memory.dims), memory.address
+                memory.name, "cpu", 0, element_type(memory.dtype), memory.shape(rows), memory.address
             )
         for name, bound in zip(self._output_names, self._outputs, strict=True):
             if bound is None:
                 self._binding.bind_output(name, "cpu")
             else:
-                shape = (rows, *bound.dims)
-                self._binding.bind_output(name, "cpu", 0, bound.dtype.type, shape, bound.address)
+                shape = bound.shape(rows)
+                self._binding.bind_output(name, "cpu", 0, element_type(bound.dtype), shape, bound.address)
         self._bound_rows = rows
 
     def _run(self) -> None:
@@ -270,8 +258,7 @@ class OnnxBinding:
             value = values[index]
             if value.data_ptr() != memory.address:
                 checked_shape(memory, value.shape(), self._bound_rows)
-                assert memory.array is not None, "the host device computes in memory that the CPU sees"
-                memory.array[: self._bound_rows] = value.numpy()
+                memory.view(self._bound_rows)[...] = value.numpy()
 
 
 def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tuple[int, ...]:
@@ -279,7 +266,7 @@ def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tupl
 
     :raises ExecutionError: if not.
     """
-    shape = (rows, *memory.dims)
+    shape = memory.shape(rows)
     if tuple(found) != shape:
         raise ExecutionError(
             f"ONNX Runtime gave shape {tuple(found)} for output {memory.name!r}, which the model declares as "
@@ -288,45 +275,42 @@ def checked_shape(memory: TensorMemory, found: Sequence[int], rows: int) -> tupl
     return shape
 
 
-def read_specs(
-    name: str, inputs: Sequence[Any], outputs: Sequence[Any]
-) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], int | None]:
-    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and the batch size if it is fixed.
+class OnnxRunBinding:
+    """A session that is given arrays and returns others, whatever they turn out to be."""
 
-    :raises ModelError: for a type that cannot lie in a slab, or a tensor without a batch axis.
-    """
-    # The types are checked first: a sequence or a map has no rank, but a batch axis would not help it.
-    for kind, side in (("input", inputs), ("output", outputs)):
-        for arg in side:
-            _check_type(name, kind, arg)
-    batch = BatchAxis(name, "Export the model")
-    rows_fixed = batch.fixed_rows(
-        {arg.name: arg.shape for arg in inputs}, {arg.name: arg.shape for arg in outputs}
-    )
-    batch_symbols = {arg.shape[0] for arg in inputs} - {None, rows_fixed}
-    return (
-        tuple(_read_spec(batch, "input", arg, batch_symbols) for arg in inputs),
-        tuple(_read_spec(batch, "output", arg, batch_symbols) for arg in outputs),
-        rows_fixed,
-    )
+    def __init__(self, session: ort.InferenceSession, inputs: tuple[TensorMemory, ...], kind: object) -> None:
+        self._session = session
+        self._inputs = inputs
+        self._kinds = {value.name: value.type for value in session.get_inputs()}
+        self._output_names = [output.name for output in session.get_outputs()]
+        self._kind = kind, tuple(memory.dims for memory in inputs)
+        self._values: Sequence[Any] = ()
+
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
+        assert isinstance(stream, HostStream)
+        stream.launch(partial(self._run, rows), label=(self._kind, rows))
+
+    def unbound_outputs(self, rows: int) -> Mapping[str, Any]:
+        values, self._values = self._values, ()
+        return dict(zip(self._output_names, values, strict=True))
+
+    def _run(self, rows: int) -> None:
+        feeds = {memory.name: self._feed(memory, rows) for memory in self._inputs}
+        self._values = self._session.run(self._output_names, feeds)
+        for memory in self._inputs:
+            if memory.dtype.hasobject and memory.array is not None:
+                memory.array[...] = None  # Callers' strings and values are not kept until the next batch.
+
+    def _feed(self, memory: TensorMemory, rows: int) -> Any:
+        """Return what the session is given for an input: an array, or the Python value that a caller gave."""
+        is_tensor = self._kinds[memory.name].startswith("tensor(")
+        assert is_tensor or memory.array is not None, "values lie on the host"
+        return memory.view(rows) if is_tensor else memory.array[0]  # type: ignore[index]
 
 
-def _check_type(model: str, kind: str, arg: Any) -> None:
-    if arg.type not in DTYPES:
-        raise ModelError(
-            f"{kind} {arg.name!r} of {model!r} is a {arg.type}. Rows lie in fixed memory, so tensors "
-            f"of numbers and booleans can be served: {sorted(set(DTYPES.values()))}. Do the rest (tokenising "
-            "text, naming classes: zipmap=False in skl2onnx) outside the model"
-        )
-
-
-def _read_spec(batch: BatchAxis, kind: str, arg: Any, batch_symbols: set[str]) -> TensorSpec:
-    dims = []
-    for axis, dim in enumerate(arg.shape[1:], start=1):
-        if dim in batch_symbols:
-            raise batch.second_axis_error(kind, arg.name, axis)
-        dims.append(dim if dim is not None else f"{arg.name}.{axis}")
-    return TensorSpec(arg.name, np.dtype(DTYPES[arg.type]), tuple(dims))
+def element_type(dtype: np.dtype[Any]) -> Any:
+    """Return what an I/O binding calls a dtype: NumPy's type, or ONNX's number where NumPy has none."""
+    return ML_NUMBERS.get(dtype.name, dtype.type)
 
 
 def _first_line(error: BaseException) -> str:

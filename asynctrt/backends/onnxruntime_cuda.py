@@ -22,8 +22,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
+from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, RowSettings
 from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
 from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
 from asynctrt.backends.onnxruntime_streams import (
@@ -140,6 +139,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         cpu_fallback: bool = True,
         batch_sizes: Sequence[int] | None = None,
         provider_options: Mapping[str, str] | None = None,
+        rows: RowSettings = FIRST_AXIS,
     ) -> None:
         PATH("path", path)
         self._memory_limit: int | None = count(1).or_none("memory_limit", memory_limit)
@@ -149,6 +149,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         )
         checked_launch(launch)
         checked_sizes(batch_sizes)
+        ROWS("rows", rows)
         if not isinstance(device, CudaDevice):
             raise DeviceUnavailableError(
                 f"{str(path)!r} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
@@ -160,13 +161,22 @@ class OnnxCudaModel(StreamedOnnxModel):
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
         self._was_optimised = False
-        super().__init__(path, launch=launch, batch_sizes=batch_sizes)
+        super().__init__(path, launch=launch, batch_sizes=batch_sizes, rows=rows)
+        self.is_traced = True
+
+    def _decide_memory(self) -> None:
+        super()._decide_memory()
+        texts = [spec.name for spec in (*self.inputs, *self.outputs) if spec.dtype.hasobject]
+        if texts:
+            raise ModelError(
+                f"{self.name!r} has strings or Python values ({', '.join(texts)}), which do not lie on a "
+                "GPU. Open it with device='host'"
+            )
         # What it copies to the host itself is known only while it is put on the stream.
         symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
-        self.is_capturable = symbols.issuperset(
+        self.is_capturable = not self.brings_outputs and symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
-        self.is_traced = True
 
     @property
     def device(self) -> Device:
@@ -464,8 +474,8 @@ class CudaSession(StreamSession):
         assert self._session is not None
         for rows in (batch.rows, 1):
             binding = self.io_binding()
-            for name, dtype, dims in batch.inputs:
-                binding.bind_cpu_input(name, np.zeros((rows, *dims), dtype))
+            for name, zeros in batch.zeros(rows).items():
+                binding.bind_cpu_input(name, zeros)
             for output in self._session.get_outputs():
                 binding.bind_output(output.name, self.memory, self.ordinal)
             if self._ends(binding):

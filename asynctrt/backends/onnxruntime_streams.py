@@ -26,10 +26,11 @@ from weakref import WeakSet
 import numpy as np
 
 from asynctrt.backends.base import TensorMemory
-from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, ort
+from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
+from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, element_type, ort
 from asynctrt.devices.base import Buffer, Device, Stream, aligned
 from asynctrt.errors import ExecutionError, OptionsError, UsageError
-from asynctrt.tensors import Array, Dims, TensorSpec
+from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
 from asynctrt.validation import choice, count, show
 
 Launch = Literal["threads", "thread", "loop"]
@@ -52,17 +53,14 @@ class StreamedOnnxModel(OnnxModel):
         *,
         launch: Launch = "threads",
         batch_sizes: Sequence[int] | None = None,
+        rows: RowSettings = FIRST_AXIS,
     ) -> None:
         self._launch = checked_launch(launch)
         self.batch_sizes = checked_sizes(batch_sizes)
         """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
-        super().__init__(path)
+        super().__init__(path, rows=rows)
         # That session was there to be asked for names and types.
-        assert self._session is not None
-        shapes = [tensor.shape for tensor in self._session.get_inputs()]
         super().close()
-        self._rows_names = {shape[0] for shape in shapes if isinstance(shape[0], str)}
-        self._dims_names = {dim for _, *dims in shapes for dim in dims if isinstance(dim, str)}
         self.enqueue_may_block = self._launch != "loop"
         self.turn: AbstractContextManager[object] = (
             threading.Lock() if self._launch == "thread" else nullcontext()
@@ -111,8 +109,12 @@ class StreamedOnnxModel(OnnxModel):
         run, and a graph of that copies what was there in the end.
         """
         self.check_device(device)
-        sizes = {name: size for name, size in shape.items() if name in self._dims_names}
-        context = StreamContext(self, device, dict.fromkeys(self._rows_names, rows) | sizes)
+        shapes = {arg.name: arg.shape for arg in self._declared[0]}
+        firsts = [shapes[spec.name][spec.axis] for spec in self.inputs if spec.axis is not None]
+        rows_names = [dim for dim in firsts if isinstance(dim, str)]
+        names = {dim for dims in shapes.values() for dim in dims if isinstance(dim, str)}
+        sizes = {name: size for name, size in shape.items() if name in names}
+        context = StreamContext(self, device, dict.fromkeys(rows_names, rows) | sizes)
         context.load(stream)
         return context
 
@@ -168,10 +170,14 @@ def checked_sizes(given: Any) -> tuple[int, ...] | None:
 
 
 class Batch(NamedTuple):
-    """What a run is given: for each input its name, its dtype and the dimensions of a row; how many rows."""
+    """What a run is given: its rows, and each input's name, dtype, dimensions of a row and axis of rows."""
 
-    inputs: tuple[tuple[str, np.dtype[Any], Dims], ...]
+    inputs: tuple[tuple[str, np.dtype[Any], Dims, int | None], ...]
     rows: int
+
+    def zeros(self, rows: int) -> dict[str, Array]:
+        """Return zeros for each input of a batch of ``rows`` like this one."""
+        return {name: np.zeros(shape_of(dims, axis, rows), dtype) for name, dtype, dims, axis in self.inputs}
 
 
 class StreamSession:
@@ -331,7 +337,7 @@ class StreamBinding:
         self._context = context
         self._inputs = inputs
         self._outputs = outputs
-        self._kinds = tuple((memory.name, memory.dtype, memory.dims) for memory in inputs)
+        self._kinds = tuple((memory.name, memory.dtype, memory.dims, memory.axis) for memory in inputs)
         self._bound: dict[int, tuple[StreamSession, Any]] = {}
         self._unbound = {
             index: UnboundOutput(spec, context.device)
@@ -421,8 +427,8 @@ class StreamBinding:
         where = session.memory, session.ordinal
         for memory in self._inputs:
             if memory.name in names:
-                shape = (rows, *memory.dims)
-                binding.bind_input(memory.name, *where, memory.dtype.type, shape, memory.address)
+                kind = element_type(memory.dtype), memory.shape(rows)
+                binding.bind_input(memory.name, *where, *kind, memory.address)
 
     def _bind_outputs(self, session: StreamSession, binding: Any, rows: int) -> None:
         binding.clear_binding_outputs()
@@ -431,8 +437,8 @@ class StreamBinding:
             if memory is None:
                 binding.bind_output(spec.name, *where)
             else:
-                shape = (rows, *memory.dims)
-                binding.bind_output(spec.name, *where, memory.dtype.type, shape, memory.address)
+                kind = element_type(memory.dtype), memory.shape(rows)
+                binding.bind_output(spec.name, *where, *kind, memory.address)
 
 
 def _check_can_be_captured(session: StreamSession) -> None:
@@ -498,7 +504,9 @@ class UnboundOutput:
         self._free()
 
     def _check(self, shape: Dims, rows: int) -> None:
-        expected = (rows, *self._spec.dims)
+        if self._spec.axis is None:
+            return  # A request that runs alone gets whatever there is.
+        expected = self._spec.shape(rows)
         if len(shape) != len(expected) or any(
             not isinstance(dim, str) and dim != found for dim, found in zip(expected, shape, strict=True)
         ):

@@ -385,6 +385,17 @@ class DeviceArray:
             ready=self.ready,
         )
 
+    def as_row(self) -> "DeviceArray":
+        """Return the whole array as one row, without copying it."""
+        shape = (1, *self.shape)
+        return DeviceArray(self.device, self.address, self.dtype, shape, owner=self._owner, ready=self.ready)
+
+    def as_given(self) -> "DeviceArray":
+        """Return the first row as an array, without copying it: the inverse of :meth:`as_row`."""
+        return DeviceArray(
+            self.device, self.address, self.dtype, self.shape[1:], owner=self._owner, ready=self.ready
+        )
+
     @property
     def ndim(self) -> int:
         """Return the number of axes."""
@@ -398,7 +409,7 @@ class DeviceArray:
     @property
     def nbytes(self) -> int:
         """Return the size of all rows in bytes."""
-        return len(self) * self.row_nbytes
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

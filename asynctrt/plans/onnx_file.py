@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.backends.onnx_axes import UNKNOWN, Declared, read_axes
 from asynctrt.errors import MissingExtraError, ModelError
 from asynctrt.plans.digest import digest_of
 
@@ -27,16 +27,10 @@ except ImportError as error:
 Dim = int | str | None
 """A size, a name, or ``None`` for a dimension that has neither."""
 
-SERVED: Final = frozenset(
-    {"bool", "float16", "float32", "float64"}
-    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
-)
-"""Types of inputs and outputs that ONNX models can have on the host device."""
+TYPES: Final = {"float32": "float", "float64": "double", "sequence": "seq"}
+"""What ONNX Runtime calls types that have another name here."""
 
 STANDARD_DOMAINS: Final = frozenset(("ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training"))
-
-UNKNOWN: Final = re.compile(r"unk__\d+")
-"""How tf2onnx writes dimensions that it does not know."""
 
 DATA_DEPENDENT: Final = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
 """Operators whose outputs are as large as the data says."""
@@ -84,9 +78,11 @@ class Batching:
     rows: str | int | None
     """The name of the batch axis (the first of every tensor), its fixed size, or ``None``: it has no name."""
     refusal: str | None
-    """Why rows cannot be batched, or ``None``."""
-    doubts: tuple[str, ...]
-    """What opening the model has to check."""
+    """Why the model cannot be opened, or ``None``."""
+    alone: str
+    """Why each request runs alone, as far as shapes tell; empty if rows may share batches."""
+    doubt: str
+    """What the made-up rows have to settle that are run when the model is opened; empty for nothing."""
     free_dims: tuple[str, ...]
     """Names of dimensions besides rows that differ from request to request."""
 
@@ -282,47 +278,21 @@ def _external(path: Path, tensors: Iterable[Any]) -> tuple[ExternalFile, ...]:
 
 def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[OnnxTensor, ...]) -> Batching:
     """Return what would count rows, by the rules by which ONNX models are opened."""
-    sides = (("input", inputs), ("output", outputs))
-    for kind, side in sides:
-        for one in side:
-            if one.kind != "tensor" or one.dtype not in SERVED:
-                what = one.dtype if one.kind == "tensor" else f"a {one.kind}"
-                return Batching(
-                    None,
-                    f"{kind} {one.name!r} is {what}, and rows are arrays of numbers or booleans. Do the rest "
-                    "(tokenising text, naming classes) outside the model",
-                    (),
-                    (),
-                )
-    axis = BatchAxis(model, "Export the model")
     try:
-        size = axis.fixed_rows(
-            {one.name: list(one.dims or ()) for one in inputs},
-            {one.name: list(one.dims or ()) for one in outputs},
-        )
+        axes = read_axes(model, [_declared(one) for one in inputs], [_declared(one) for one in outputs])
     except ModelError as error:
-        return Batching(None, str(error), (), ())
+        return Batching(None, str(error), "", "", ())
+    free = dict.fromkeys(dim for spec in axes.inputs for dim in spec.dims if isinstance(dim, str))
     names = {str(one.dims[0]) for one in inputs if one.dims and _is_name(one.dims[0])}
-    for kind, side in sides:
-        for one in side:
-            for number, dim in enumerate((one.dims or ())[1:], start=1):
-                if dim in names:
-                    return Batching(None, str(axis.second_axis_error(kind, one.name, number)), (), ())
-    doubts = tuple(
-        f"output {one.name!r} counts {one.dims[0]!r} on its first axis, the inputs "
-        f"{' and '.join(map(repr, sorted(names))) or size or 'rows without a name'}: opened only if shape "
-        "inference shows that both are rows"
-        for one in outputs
-        if one.dims and _is_name(one.dims[0]) and one.dims[0] not in names and (names or size)
-    )
-    free = dict.fromkeys(
-        str(dim) if _is_name(dim) else f"{one.name}.{number}"
-        for one in inputs
-        for number, dim in enumerate((one.dims or ())[1:], start=1)
-        if not isinstance(dim, int)
-    )
-    rows = size if size is not None else " or ".join(sorted(names)) or None
-    return Batching(rows, None, doubts, tuple(free))
+    rows = axes.rows_fixed if axes.rows_fixed is not None else " or ".join(sorted(names)) or None
+    return Batching(None if axes.alone else rows, None, axes.alone, axes.doubt, tuple(free))
+
+
+def _declared(one: OnnxTensor) -> Declared:
+    """Return a tensor as ONNX Runtime would describe it."""
+    if one.kind != "tensor":
+        return Declared(one.name, f"{TYPES.get(one.kind, one.kind)}()", ())
+    return Declared(one.name, f"tensor({TYPES.get(one.dtype or '', one.dtype)})", tuple(one.dims or ()))
 
 
 def _is_name(dim: Dim) -> bool:

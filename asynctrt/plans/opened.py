@@ -1,20 +1,26 @@
 """What a runtime tells of a model once it has opened it. For a plan, that is to run its code."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from asynctrt.backends.base import Model
 from asynctrt.backends.tensorrt.details import EngineDetails
 from asynctrt.backends.tensorrt.model import TensorRTModel
 from asynctrt.devices.base import Device
-from asynctrt.errors import OptionsError
+from asynctrt.errors import AsynctrtError, OptionsError
 from asynctrt.loading import find_device, load_model
 from asynctrt.options import Options
+from asynctrt.parts import build_on
 from asynctrt.plans.plan_file import is_plan, read_beginning
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import TensorSpec
+
+CLOSE_S: Final = 1.0
+"""How long the streams of what was tried may take to come to rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class OpenedTensor:
     name: str
     dtype: str
     dims: tuple[int | str, ...]
-    """Of one row; a name where it may differ."""
+    """The whole shape; a name where it may differ, ``rows`` where rows are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,8 @@ class Opened:
     outputs: tuple[OpenedTensor, ...]
     rows: tuple[int | None, int | None]
     """The smallest and the largest batch; ``None``: any."""
+    batching: str = ""
+    """Whether rows of different requests share batches, and why, or why that could not be tried."""
     profiles: tuple[OpenedProfile, ...] = ()
     unbound: tuple[str, ...] = ()
     """Outputs whose size the data decides."""
@@ -127,12 +135,24 @@ def open_file(
             else load_model(path, found, options.flavour, tensorrt)
         )
         try:
-            return describe(model, found, contexts, arenas)
+            found_out = _try_batching(model, found, options)
+            return dataclasses.replace(describe(model, found, contexts, arenas), batching=found_out)
         finally:
             model.close()
     finally:
         if found is not device:
             found.close()
+
+
+def _try_batching(model: Model, device: Device, options: Options) -> str:
+    """Run made-up rows as an engine does when it is opened, and return what came of it."""
+    try:
+        settings = dataclasses.replace(options, contexts=1, graphs="off", tensorrt=None)
+        parts = build_on(model, device, settings, None)
+    except AsynctrtError as error:
+        return f"could not be tried: {error}"
+    parts.close(CLOSE_S)
+    return str(parts.batching)
 
 
 def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened:
@@ -164,7 +184,7 @@ def describe(model: Model, device: Device, contexts: int, arenas: int) -> Opened
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
-    return tuple(OpenedTensor(spec.name, spec.dtype.name, spec.dims) for spec in specs)
+    return tuple(OpenedTensor(spec.name, spec.dtype.name, spec.shape("rows")) for spec in specs)
 
 
 def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> Memory:

@@ -49,10 +49,11 @@ def lines_of_manifest(manifest: Manifest) -> Iterator[str]:
 def lines_of_opened(opened: Opened) -> Iterator[str]:
     """Yield lines about a model that a runtime has opened."""
     yield from _row("opened by", f"{opened.runtime} on {opened.device}")
+    yield from _row("batching", opened.batching)
     for kind, tensors in (("input", opened.inputs), ("output", opened.outputs)):
         for one in tensors:
             open_end = ": as large as the data says" if one.name in opened.unbound else ""
-            yield from _row(kind, _tensor(one.name, one.dtype, ("rows", *one.dims)) + open_end)
+            yield from _row(kind, _tensor(one.name, one.dtype, one.dims) + open_end)
     low, high = opened.rows
     yield from _row("rows", f"{low} to {high or 'any number'}" if low != high else f"exactly {low}")
     for profile in opened.profiles:
@@ -134,13 +135,16 @@ def _batching(batching: "Batching") -> Iterator[str]:
     if batching.refusal:
         yield from _row("batching", f"not possible: {batching.refusal}")
         return
+    if batching.alone:
+        yield from _row("batching", f"none, each request runs alone: {batching.alone}")
+        return
     rows = batching.rows
     said = {str: f"named {rows!r}", int: f"exactly {rows} rows"}.get(
         type(rows), "of any size, without a name"
     )
-    yield from _row("batching", f"on the first axis, {said}")
-    for doubt in batching.doubts:
-        yield from _row("", doubt)
+    yield from _row("batching", f"on the first axis, {said}; --open tries whether rows are independent")
+    if batching.doubt:
+        yield from _row("", batching.doubt)
     if batching.free_dims:
         yield from _row(
             "free", f"{', '.join(batching.free_dims)}: each combination of sizes is batched apart"

@@ -94,6 +94,7 @@ class PooledContext:
     def __init__(self, device: Device, model: Model, arena: Arena | None) -> None:
         self._device = device
         self._model = model
+        self.output_specs = {spec.name: spec for spec in model.outputs}
         self.arena = arena
         self.is_direct = arena is None and not model.enqueue_may_block
         """Whether a batch can always be enqueued at once, by the event loop."""
@@ -198,23 +199,34 @@ class PooledContext:
         may_block = getattr(binding, "may_block", None)
         return may_block is None or bool(may_block(source.batch.rows_run, profile=source.batch.profile))
 
-    def enqueue(self, source: RowSource, events: BatchEvents, lane: Lane | None = None) -> None:
+    def enqueue(
+        self,
+        source: RowSource,
+        events: BatchEvents,
+        lane: Lane | None = None,
+        *,
+        scratch: Buffer | None = None,
+    ) -> None:
         """Put a whole batch on the stream and return at once. This is the one order of things.
 
         :param lane: what it computes in, after the batches that are there.
+        :param scratch: enqueue memory to work in, call by call, instead of the arena that others may use.
         """
-        stream, arena, batch = self.stream, self.arena, source.batch
+        stream, batch = self.stream, source.batch
+        arena = self.arena if scratch is None else None
         if events.begun is not None:
             stream.record(events.begun)
         if source.has_copies_in:
             source.put_in(stream)
+            source.slab.put_shared_in(stream)
             if events.copied_in is not None:
                 stream.record(events.copied_in)
-        self._wait_for_turn(lane)
+        if scratch is None:
+            self._wait_for_turn(lane)
         if (arena is not None or lane is not None) and events.started is not None:
             stream.record(events.started)
-        memory = None if arena is None else arena.memory
-        captured = self._captured_of(source)
+        memory = scratch if arena is None else arena.memory
+        captured = None if scratch is not None else self._captured_of(source)
         if captured is not None:
             captured.graph.launch(stream=stream)
         else:
@@ -413,7 +425,9 @@ class ContextPool:
         if layout is None:
             assert isinstance(shape, tuple)
             rows = self._rows_held(shape)
-            layout = lay_out(self._model.inputs, self._model.outputs, dict(shape), rows)
+            model = self._model
+            brings = getattr(model, "brings_outputs", False)
+            layout = lay_out(model.inputs, model.outputs, dict(shape), rows, brings_outputs=brings)
             self._layouts[shape] = layout
             if len(self._layouts) > SLABS_MAX:
                 self._layouts.popitem(last=False)
@@ -445,6 +459,8 @@ class ContextPool:
                 f"{self._model.name!r} is to run {batch.rows_run} rows, and said before that batches of this "
                 f"shape have at most {slab.layout.rows_max}. Mend its rows_of: it must not change its answers"
             )
+        if key.shared:
+            slab.stage_shared(key.shared)
         if key.slab is not None:
             return SlotSource(batch, slab, is_captured=context.is_captured(key.shape, batch.rows_run))
         if key.on_device or key.outputs_on_device:
@@ -461,6 +477,8 @@ class ContextPool:
     def copies_ahead(self, key: BatchKey) -> bool:
         """Return whether it is worth it to copy such rows before their batch is launched."""
         if key.slab is not None or key.on_device or key.outputs_on_device or self._padding is not None:
+            return False
+        if not self.layout(key.shape).has_rows_first:
             return False
         return AHEAD_ROW_NBYTES_MIN <= self.layout(key.shape).input_row_nbytes <= AHEAD_ROW_NBYTES_MAX
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from asynctrt.devices.base import Event
-from asynctrt.errors import ExecutionError
 from asynctrt.runtime.contexts import BatchEvents, PooledContext
 from asynctrt.runtime.jobs import Job
 from asynctrt.runtime.staging import RowSource
@@ -104,20 +103,17 @@ class InFlight:
         :raises ExecutionError: for an output whose shape turns out to have no batch axis.
         """
         slab, batch = self.source.slab, self.batch
-        bound, layout = slab.outputs, slab.layout
+        bound, layout = slab.output_views(batch.rows_run), slab.layout
         nbytes = layout.output_row_nbytes * batch.rows
         if len(bound) == len(layout.outputs):
             return bound, nbytes
         rows = batch.rows_run
         unbound = self.context.binding(self.source).unbound_outputs(rows)
-        for name, array in unbound.items():
-            if array.shape[:1] != (rows,):
-                raise ExecutionError(
-                    f"output {name!r} has shape {array.shape} for a batch of {rows} rows: its first axis "
-                    "does not count rows, so the rows of different callers cannot be told apart"
-                )
+        own = {}
+        for name, given in unbound.items():
+            array = own[name] = self.context.output_specs[name].rows_of(given, rows)
             nbytes += array.nbytes
-        return {**bound, **unbound}, nbytes
+        return {**bound, **own}, nbytes
 
     def ended(self) -> None:
         """Note that the device is done with the batch: others may have what it used."""

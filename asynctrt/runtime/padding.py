@@ -41,7 +41,7 @@ class PaddedSource(RowSource):
         batch = self.batch
         spans = self.spans or spans_of(batch.requests)
         try:
-            for index, view in enumerate(self.slab.inputs):
+            for index, view in enumerate(self.views):
                 # All of it at once: to fill what is left of each request takes a call for each.
                 view[: batch.rows] = self._padding.values[index]
                 for array, span, fit in zip(self.arrays_of(index), spans, self.fits, strict=True):
@@ -49,7 +49,7 @@ class PaddedSource(RowSource):
         except Exception:
             self._stage_one_by_one()
         if batch.rows_run != batch.rows:
-            for view in self.slab.inputs:
+            for view in self.views:
                 view[batch.rows : batch.rows_run] = view[0]
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:

@@ -160,9 +160,10 @@ class SharedSource(RowSource):
         self._rows: list[SharedRows] = [request.payload for request in batch.requests]
         self.owner = Users(self._rows)
         # Read once: a block that is pinned in the meantime is copied from by later batches only.
-        self._addresses = [rows.block.address if self.has_copies_in else None for rows in self._rows]
+        copies_rows = self.has_copies_in and slab.layout.has_rows_first
+        self._addresses = [rows.block.address if copies_rows else None for rows in self._rows]
         # A batch of several requests may be tried again in halves, and what the model wrote would be in them.
-        is_alone = len(self._rows) == 1 and batch.rows_run == batch.rows
+        is_alone = len(self._rows) == 1 and batch.rows_run == batch.rows and slab.layout.is_plain
         if is_alone and not self.has_copies_in and not is_captured:
             own = self._rows[0].block.slab(slab.layout, self._rows[0].start)
             if own is not None:
@@ -203,7 +204,7 @@ class SharedSource(RowSource):
             return
         batch = self.batch
         spans = self.spans or spans_of(batch.requests)
-        for index, view in enumerate(self.slab.inputs):
+        for index, view in enumerate(self.views):
             for rows, span, address in zip(self._rows, spans, self._addresses, strict=True):
                 if address is None:
                     copy_rows(rows[index], view[span])

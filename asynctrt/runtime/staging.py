@@ -11,6 +11,7 @@ that leaves no holes where a request was cancelled, and what only waits needs no
 busy with other batches and their own may still grow.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +26,19 @@ from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
 from asynctrt.runtime.spans import parts_of, rows_between, spans_of
 from asynctrt.scheduling.batch import Batch
+from asynctrt.scheduling.key import Shared
 from asynctrt.scheduling.request import Request
-from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, copy_rows, gather, pins
+from asynctrt.tensors import (
+    Array,
+    BatchRecord,
+    Dims,
+    InferResult,
+    TensorSpec,
+    copy_rows,
+    gather,
+    pins,
+    split_shared,
+)
 
 SHARED_NBYTES_MAX: Final = 128 * 1024
 """Up to this size a batch's output is copied as one block, of which each result is a view. A result that
@@ -51,6 +63,9 @@ class TensorSpan:
     dims: Dims
     offset: int
     row_nbytes: int
+    """0 for strings and Python values, which lie elsewhere."""
+    axis: int | None = 0
+    """The axis that counts rows, as in a :class:`~asynctrt.tensors.TensorSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,8 @@ class Layout:
     """
 
     inputs: tuple[TensorSpan, ...]
+    shared: tuple[TensorSpan, ...]
+    """Inputs that all rows of a batch have in common, once for each batch."""
     outputs: tuple[TensorSpan | None, ...]
     rows_max: int
     inputs_nbytes: int
@@ -70,6 +87,13 @@ class Layout:
     """Bytes of one row over all inputs."""
     output_row_nbytes: int
     """Bytes of one row over all outputs whose shape is known."""
+    has_rows_first: bool = True
+    """Whether the rows of every tensor lie one after the other, so that a batch is the first of them."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a batch is nothing but rows one after the other, so that it can run where they lie."""
+        return self.has_rows_first and not self.shared
 
 
 def lay_out(
@@ -77,32 +101,44 @@ def lay_out(
     outputs: Sequence[TensorSpec],
     symbols: Mapping[str, int],
     rows_max: int,
+    *,
+    brings_outputs: bool = False,
 ) -> Layout:
-    """Return the layout for these values of the dynamic dimensions."""
+    """Return the layout for these values of the dynamic dimensions.
+
+    :param brings_outputs: whether the model brings the memory of all outputs.
+    """
     end = 0
 
-    def span(spec: TensorSpec) -> TensorSpan | None:
+    def span(spec: TensorSpec, rows: int) -> TensorSpan | None:
         nonlocal end
         dims = spec.resolve(symbols)
         if dims is None:
             return None
-        row_nbytes = int(np.prod(dims, dtype=np.int64)) * spec.dtype.itemsize
-        placed = TensorSpan(spec.name, spec.dtype, dims, end, row_nbytes)
-        end = aligned(end + row_nbytes * rows_max)
+        itemsize = 0 if spec.dtype.hasobject else spec.dtype.itemsize
+        row_nbytes = int(np.prod(dims, dtype=np.int64)) * itemsize
+        placed = TensorSpan(spec.name, spec.dtype, dims, end, row_nbytes, spec.axis)
+        end = aligned(end + row_nbytes * rows)
         return placed
 
-    input_spans = tuple(placed for spec in inputs if (placed := span(spec)) is not None)
-    assert len(input_spans) == len(inputs), "inputs determine every symbol of their own"
+    with_rows, shared = split_shared(inputs)
+    input_spans = tuple(placed for spec in with_rows if (placed := span(spec, rows_max)) is not None)
+    shared_spans = tuple(placed for spec in shared if (placed := span(spec, 1)) is not None)
+    assert len(input_spans) + len(shared_spans) == len(inputs), "inputs determine every symbol of their own"
     inputs_nbytes = end
-    output_spans = tuple(span(spec) for spec in outputs)
+    output_spans = tuple(
+        None if brings_outputs or spec.dtype.hasobject else span(spec, rows_max) for spec in outputs
+    )
     return Layout(
         input_spans,
+        shared_spans,
         output_spans,
         rows_max,
         inputs_nbytes,
         end,
         sum(placed.row_nbytes for placed in input_spans),
         sum(placed.row_nbytes for placed in output_spans if placed is not None),
+        all(not spec.axis for spec in (*inputs, *outputs)),
     )
 
 
@@ -156,16 +192,55 @@ class Slab:
         spans = layout.outputs if has_outputs else ()
         self.inputs = tuple([self._array(staging, span) for span in layout.inputs])
         self.outputs = {span.name: self._array(staging, span) for span in spans if span is not None}
+        self.shared = tuple([self._array(staging, span, 1) for span in layout.shared])
+        """What all rows of a batch have in common, each an array of one row."""
+        self._views: dict[int, tuple[tuple[Array, ...], dict[str, Array]]] = {}
         self.binding: Binding | None = None
         """The context that owns this slab, tied to it."""
 
+    def input_views(self, rows: int) -> tuple[Array, ...]:
+        """Return the inputs of a batch that runs ``rows`` rows, with rows first; at least that many."""
+        return self.inputs if self.layout.has_rows_first else self._views_of(rows)[0]
+
+    def output_views(self, rows: int) -> dict[str, Array]:
+        """Return its outputs in the same way."""
+        return self.outputs if self.layout.has_rows_first else self._views_of(rows)[1]
+
+    def _views_of(self, rows: int) -> tuple[tuple[Array, ...], dict[str, Array]]:
+        """Return views of memory where the place of a row depends on how many rows the batch has."""
+        views = self._views.get(rows)
+        if views is None:
+            layout = self.layout
+            inputs = zip(layout.inputs, self.inputs, strict=True)
+            outputs = {span.name: span for span in layout.outputs if span is not None}
+            views = self._views[rows] = (
+                tuple([_rows_first(span, array, rows) for span, array in inputs]),
+                {name: _rows_first(outputs[name], array, rows) for name, array in self.outputs.items()},
+            )
+        return views
+
+    def stage_shared(self, values: Sequence[Shared]) -> None:
+        """Write what the rows of a batch have in common, as its key says it."""
+        for array, (_, content) in zip(self.shared, values, strict=True):
+            flat = content if isinstance(content, tuple) else np.frombuffer(content, array.dtype)
+            array.reshape(-1)[...] = flat
+
     def input_memory(self) -> tuple[TensorMemory, ...]:
-        """Return where the device reads the inputs."""
-        return tuple(self._tensor_memory(span) for span in self.layout.inputs)
+        """Return where the device reads the inputs: those with rows, then those of the whole batch."""
+        layout = self.layout
+        with_rows = [
+            self._tensor_memory(span, array) for span, array in zip(layout.inputs, self.inputs, strict=True)
+        ]
+        shared = [
+            self._tensor_memory(span, array) for span, array in zip(layout.shared, self.shared, strict=True)
+        ]
+        return (*with_rows, *shared)
 
     def output_memory(self) -> tuple[TensorMemory | None, ...]:
         """Return where the device writes the outputs; ``None`` for those that depend on the data."""
-        return tuple(None if span is None else self._tensor_memory(span) for span in self.layout.outputs)
+        return tuple(
+            None if span is None else self._tensor_memory(span, None) for span in self.layout.outputs
+        )
 
     def put_in(self, stream: Stream, rows: int) -> None:
         """Put the copies of the inputs to the device's buffer on a stream."""
@@ -174,6 +249,13 @@ class Slab:
         for span in self.layout.inputs:
             nbytes = span.row_nbytes * rows
             stream.copy(buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=nbytes)
+
+    def put_shared_in(self, stream: Stream) -> None:
+        """Put the copies of what the rows of a batch have in common on a stream."""
+        buffers = self.buffers
+        for span in self.layout.shared:
+            assert buffers.device_buffer is not None
+            stream.copy(buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=span.row_nbytes)
 
     def put_out(self, stream: Stream, rows: int) -> None:
         """Put the copies of the outputs from the device's buffer on a stream."""
@@ -184,13 +266,29 @@ class Slab:
                 nbytes = span.row_nbytes * rows
                 stream.copy(buffers.staging, buffers.device_buffer, offset=span.offset, nbytes=nbytes)
 
-    def _array(self, buffer: Buffer, span: TensorSpan) -> Array:
-        return buffer.array(span.dtype, (self.layout.rows_max, *span.dims), span.offset)
+    def _array(self, buffer: Buffer, span: TensorSpan, rows: int | None = None) -> Array:
+        shape = (self.layout.rows_max if rows is None else rows, *span.dims)
+        if span.dtype.hasobject:
+            return np.full(shape, "" if span.dims or span.axis is not None else None, object)
+        return buffer.array(span.dtype, shape, span.offset)
 
-    def _tensor_memory(self, span: TensorSpan) -> TensorMemory:
+    def _tensor_memory(self, span: TensorSpan, objects: Array | None) -> TensorMemory:
+        """Return where a tensor lies; strings and Python values lie in the array that they are staged in."""
+        if span.dtype.hasobject:
+            return TensorMemory(span.name, span.dtype, span.dims, 0, objects, span.axis)
         buffer = self.buffers.computed_on
-        array = self._array(buffer, span) if buffer.is_host_visible else None
-        return TensorMemory(span.name, span.dtype, span.dims, buffer.address + span.offset, array)
+        rows = 1 if span in self.layout.shared else None
+        array = self._array(buffer, span, rows) if buffer.is_host_visible else None
+        return TensorMemory(span.name, span.dtype, span.dims, buffer.address + span.offset, array, span.axis)
+
+
+def _rows_first(span: TensorSpan, array: Array, rows: int) -> Array:
+    """Return memory that is laid out for ``rows`` rows as an array of them, with rows first."""
+    if not span.axis:
+        return array
+    shape = (*span.dims[: span.axis], rows, *span.dims[span.axis :])
+    nbytes = rows * math.prod(span.dims)
+    return np.moveaxis(array.reshape(-1)[:nbytes].reshape(shape), span.axis, 0)
 
 
 class Owner(Protocol):
@@ -258,6 +356,7 @@ class AheadRows:
         """
         self.keep_to(requests)
         row_nbytes = self.slab.layout.input_row_nbytes
+        assert self.slab.layout.has_rows_first, "the place of a row depends on how many there will be"
         for request in requests[len(self.requests) :]:
             if nbytes_max <= 0:
                 return True
@@ -286,6 +385,7 @@ class RowSource:
         "refused",
         "slab",
         "spans",
+        "views",
     )
 
     owner: Owner | None = None
@@ -300,6 +400,8 @@ class RowSource:
         self.slab = slab
         self.inputs = slab
         """The slab that the model reads."""
+        self.views = slab.inputs if slab.layout.has_rows_first else slab.input_views(batch.rows_run)
+        """The inputs of the batch in the slab, with rows first."""
         self.spans: list[slice] | None = None
         """The rows of each request in the slab; ``None`` if each has one row and they lie in order."""
         if batch.rows != len(batch.requests):
@@ -329,7 +431,7 @@ class RowSource:
         batch, ahead = self.batch, self.ahead_requests
         counts = None if self.spans is None else [request.rows for request in batch.requests[ahead:]]
         try:
-            for index, view in enumerate(self.slab.inputs):
+            for index, view in enumerate(self.views):
                 arrays = self.arrays_of(index)[ahead:] if ahead else self.arrays_of(index)
                 if len(arrays) > 1:
                     gather(arrays, view[self.ahead_rows : batch.rows], counts)
@@ -338,7 +440,7 @@ class RowSource:
         except Exception:
             self._stage_one_by_one()
         if batch.rows_run != batch.rows:
-            for view in self.slab.inputs:
+            for view in self.views:
                 view[batch.rows : batch.rows_run] = view[0]
 
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
@@ -347,7 +449,7 @@ class RowSource:
         :meth:`stage` is to follow if one of them raises: it finds out whose rows cannot be staged.
         """
         # Nobody can free what they read while they do.
-        self._pins = pins(array for index in range(len(self.slab.inputs)) for array in self.arrays_of(index))
+        self._pins = pins(array for index in range(len(self.views)) for array in self.arrays_of(index))
         first = self.ahead_rows
         parts = parts_of(self.batch.rows_run - first, self.staged_nbytes, parts_max)
         if len(parts) < 2:
@@ -359,7 +461,7 @@ class RowSource:
         batch = self.batch
         end = min(stop, batch.rows)
         spans = self.spans or spans_of(batch.requests)
-        for index, view in enumerate(self.slab.inputs):
+        for index, view in enumerate(self.views):
             arrays = self.arrays_of(index)
             inside = rows_between(arrays, spans, start, end)
             if inside:
@@ -389,7 +491,7 @@ class RowSource:
 
     def put_out(self, stream: Stream) -> None:
         """Put the copies from the device on a stream."""
-        self.slab.put_out(stream, self.batch.rows)
+        self.slab.put_out(stream, self.batch.rows if self.slab.layout.has_rows_first else self.batch.rows_run)
 
     def _stage_one_by_one(self) -> None:
         """Find whose rows cannot be staged, and put a copy of a batch-mate's rows in their place."""
@@ -397,7 +499,7 @@ class RowSource:
         good = -1
         for number, (request, span) in enumerate(zip(self.batch.requests, spans, strict=True)):
             try:
-                for index, view in enumerate(self.slab.inputs):
+                for index, view in enumerate(self.views):
                     self.put(number, index, view[span])
             except Exception as error:
                 self._refuse(request, error)
@@ -407,7 +509,7 @@ class RowSource:
             raise self.refused[0][1]
         for request, _ in self.refused:
             span = spans[self.batch.requests.index(request)]
-            for view in self.slab.inputs:
+            for view in self.views:
                 view[span] = view[good]
 
     def _refuse(self, request: Request, error: Exception) -> None:
@@ -589,6 +691,7 @@ class DeviceSource(RowSource):
                 self._copies_in += [(first + other * nbytes, source, nbytes) for other in rows]
 
     def _plan_outputs(self, outputs: Sequence[dict[str, DeviceArray]]) -> None:
+        assert self.slab.layout.has_rows_first, "others are refused when they are asked for"
         computed = self.slab.buffers.computed_on.address
         for span in self.slab.layout.outputs:
             if span is None:

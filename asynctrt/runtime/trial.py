@@ -56,13 +56,15 @@ class Trial(NoTrial):
 
     def put_in(self, number: int) -> None:
         """Put the rows of a batch, and outputs that were not written, where the device works."""
-        for array in self._slab.inputs:
-            array[: self._rows] = _sample(number, array[: self._rows])
-        for array in self._slab.outputs.values():
+        slab = self._slab
+        for array in (*(view[: self._rows] for view in slab.input_views(self._rows)), *slab.shared):
+            array[...] = _sample(number, array)
+        for array in slab.outputs.values():
             array[: self._rows].reshape(-1).view(np.uint8)[...] = UNWRITTEN
         buffers = self._slab.buffers
         if buffers.device_buffer is not None:
             self._slab.put_in(self._stream, self._rows)
+            self._slab.put_shared_in(self._stream)
             for span in self._slab.layout.outputs:
                 if span is not None:
                     nbytes = span.row_nbytes * self._rows
@@ -78,7 +80,7 @@ class Trial(NoTrial):
     def note(self, number: int) -> None:
         """Note what the batch that is done computed, as what is right."""
         self._expected[number] = {
-            name: array[: self._rows].copy() for name, array in self._slab.outputs.items()
+            name: array[: self._rows].copy() for name, array in self._slab.output_views(self._rows).items()
         }
 
     def check(self, number: int) -> None:
@@ -87,7 +89,7 @@ class Trial(NoTrial):
         :raises ExecutionError: if not.
         """
         for name, expected in self._expected[number].items():
-            if not _are_close(self._slab.outputs[name][: self._rows], expected):
+            if not _are_close(self._slab.output_views(self._rows)[name][: self._rows], expected):
                 raise ExecutionError(
                     f"a graph of {self._rows} rows does not compute what the model does: output {name!r} "
                     "differs for the same rows. It may draw random numbers, or compute some of it on the CPU"

@@ -3,6 +3,9 @@
 from collections.abc import Hashable
 from typing import Final, NamedTuple
 
+Shared = tuple[tuple[int, ...], bytes | tuple[str, ...]]
+"""An input that all rows of a batch have in common: its shape, and its content as bytes or as strings."""
+
 
 class BatchKey(NamedTuple):
     """Say which requests may share a batch: those whose keys are equal."""
@@ -15,6 +18,8 @@ class BatchKey(NamedTuple):
     """Whether some of the rows lie on the device already."""
     outputs_on_device: bool = False
     """Whether the outputs stay on the device."""
+    shared: tuple[Shared, ...] = ()
+    """What the rows of a batch have in common, for each input without rows."""
 
     @property
     def cost_key(self) -> Hashable:

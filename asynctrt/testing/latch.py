@@ -101,6 +101,11 @@ class LatchDevice(HostDevice):
         return False
 
     @property
+    def holds_batches(self) -> bool:
+        """Whether batches wait to be released, so that none is tried when an engine is opened."""
+        return not self._latch.is_open
+
+    @property
     def held(self) -> int:
         """The number of batches that wait to be released."""
         return len(self._latch.held)

@@ -26,7 +26,14 @@ import uvloop
 
 from asynctrt import clock, errors
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, DeviceLostError, ExecutionError, InternalError, describe
+from asynctrt.errors import (
+    AsynctrtError,
+    DeviceLostError,
+    ExecutionError,
+    InternalError,
+    ModelError,
+    describe,
+)
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
 from asynctrt.process import calm_gc, shorten_switch_interval
@@ -115,7 +122,8 @@ class Served:
         self._receiver = Receiver(ring_memory, 0, message.capacity, own)
         second = ring_nbytes(message.capacity)
         self._sender = Sender(ring_memory, second, message.capacity, front)
-        self._layouts = Layouts(engine.inputs, engine.outputs)
+        self._layouts = Layouts(engine.inputs, engine.outputs, places_outputs=engine.batching.is_on)
+        self._runs_in_place = engine.has_plain_rows
         self._check = engine._input_check.validate
         self._checks_once = engine._input_check.looks_at_shapes_alone
         self._works: dict[int, Work] = {}
@@ -199,7 +207,7 @@ class Served:
             self._failed(work, error)
             return
         work.queued(*queued)
-        if layout.is_large:
+        if layout.is_large and self._runs_in_place:
             request = queued[1]
             request.payload = work.shared = self._blocks.rows(request.payload, layout, where)
 
@@ -501,6 +509,14 @@ async def _run(end: socket.socket, start: Start) -> None:
         if start.gpu_memory_nbytes is not None:
             limit_gpu_memory(start.gpu_memory_nbytes)
         engine = await open_engine(start.model, device=device, options=start.options)
+        texts = [spec.name for spec in (*engine.inputs, *engine.outputs) if spec.dtype.hasobject]
+        if texts:
+            await engine.aclose()
+            raise ModelError(
+                f"{engine.name!r} has strings or Python values ({', '.join(texts)}), which do not lie in "
+                "memory that processes share. Open it without isolation='process'"
+            )
+        engine.keep_rows_first()
     except Exception as error:
         send(end, Failed(_sendable(error)))
         # Not by way of the interpreter's end, which waits for whatever threads the model has started.
@@ -525,6 +541,7 @@ async def _run(end: socket.socket, start: Start) -> None:
                     statistics.contexts,
                     statistics.parallel_batches,
                     engine._device.unified,
+                    engine.batching,
                 ),
                 statistics,
             ),

@@ -20,7 +20,7 @@ from asynctrt.options import Options
 from asynctrt.padded_inputs import front_check
 from asynctrt.runtime.slots import Slot
 from asynctrt.scheduling.key import BatchKey
-from asynctrt.statistics import BatchTrace, Statistics, WorkerState
+from asynctrt.statistics import Batching, BatchTrace, Statistics, WorkerState
 from asynctrt.tensors import Dims, TensorSpec
 from asynctrt.validation import timeout_ns_of
 from asynctrt.workers.front import Front
@@ -73,6 +73,8 @@ class IsolatedEngine(Engine):
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
         self._input_check = front_check(description.name, description.inputs, description.outputs, options)
         self._validate = self._input_check.validate
+        self._axes = {spec.name: spec.axis for spec in description.outputs if spec.axis}
+        self._is_plain = all(spec.axis == 0 for spec in (*description.inputs, *description.outputs))
         self._front = Front(loop, description, options, memory, Heap(memory), len(links))
         self._front.links = links
         for link in links:
@@ -127,6 +129,11 @@ class IsolatedEngine(Engine):
     def outputs(self) -> tuple[TensorSpec, ...]:
         """What the model gives."""
         return self._description.outputs
+
+    @property
+    def batching(self) -> Batching:
+        """Whether rows of different requests share batches, as the workers found out."""
+        return self._description.batching
 
     @property
     def workers(self) -> tuple[WorkerState, ...]:

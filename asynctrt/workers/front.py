@@ -36,7 +36,7 @@ from asynctrt.runtime.jobs import Copiers
 from asynctrt.runtime.spans import copy_out, spans_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
-from asynctrt.tensors import Array, BatchRecord, InferResult
+from asynctrt.tensors import Array, BatchRecord, InferResult, as_given
 from asynctrt.workers.groups import PIECES, Group, copied, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
@@ -111,7 +111,11 @@ class Front:
         in_flight = description.max_rows * description.contexts
         self._rows_bound = (options.max_queue_rows + in_flight) * workers
         self._pace = Pace(description.parallel_batches * workers)
-        self._layouts = Layouts(description.inputs, description.outputs)
+        self._layouts = Layouts(
+            description.inputs, description.outputs, places_outputs=description.batching.is_on
+        )
+        # Workers answer with rows first; callers get the model's own shapes.
+        self._moved = tuple(spec for spec in description.outputs if spec.axis != 0)
         self._memory = memory
         self._heap = heap
         self._slabs = Slabs(heap, memory, rows_max=self._rows_max, nbytes_max=options.max_batch_bytes)
@@ -511,6 +515,8 @@ class Front:
         self, group: Group, outputs: list[dict[str, Array]], records: tuple[BatchRecord, ...]
     ) -> None:
         group.free(self._heap)
+        if self._moved:
+            outputs = [as_given(self._moved, values) for values in outputs]
         now_ns = self._now_ns()
         counters = self.counters
         record = records[0]

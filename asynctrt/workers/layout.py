@@ -64,6 +64,8 @@ class Layout:
 
     :param symbols: the sizes of the dimensions that vary.
     :param arrays: those that are kept of all layouts of a front or a worker.
+    :param places_outputs: whether outputs have the shapes that their specs say, so that there can be room for
+        them.
     """
 
     def __init__(
@@ -72,13 +74,15 @@ class Layout:
         outputs: Sequence[TensorSpec],
         symbols: Mapping[str, int],
         arrays: KnownArrays,
+        *,
+        places_outputs: bool = True,
     ) -> None:
         self._known = arrays
         self.symbols = tuple(symbols[name] for name in symbols_of(inputs))
         self._inputs = [(spec.name, spec.dtype, _dims(spec, symbols)) for spec in inputs]
         known = [(spec.name, spec.dtype, spec.resolve(symbols)) for spec in outputs]
         self._outputs = [(name, dtype, dims) for name, dtype, dims in known if dims is not None]
-        self.has_outputs = len(self._outputs) == len(known)
+        self.has_outputs = places_outputs and len(self._outputs) == len(known)
         """Whether the shapes of the outputs follow from those of the inputs, so that there is room for them
         in the block."""
         if not self.has_outputs:
@@ -202,8 +206,11 @@ class Layouts:
 
     KEPT = 4096
 
-    def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], *, places_outputs: bool = True
+    ) -> None:
         self._specs = tuple(inputs), tuple(outputs)
+        self._places_outputs = places_outputs
         self._names = symbols_of(inputs)
         self.symbols = len(self._names)
         """How many dimensions vary."""
@@ -217,7 +224,9 @@ class Layouts:
             if len(self._known) >= self.KEPT:
                 self._known.clear()
             symbols = dict(zip(self._names, sizes, strict=True))
-            known = self._known[sizes] = Layout(*self._specs, symbols, self._arrays)
+            known = self._known[sizes] = Layout(
+                *self._specs, symbols, self._arrays, places_outputs=self._places_outputs
+            )
         return known
 
     def forget_arrays(self) -> None:

@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import Any, Final
 
 from asynctrt.options import Options
-from asynctrt.statistics import Statistics
+from asynctrt.statistics import TRUSTED, Batching, Statistics
 from asynctrt.tensors import TensorSpec
 
 MESSAGE_NBYTES_MAX: Final = 128 << 10
@@ -75,6 +75,8 @@ class Description:
     """Batches that may compute side by side."""
     is_unified: bool = True
     """Whether its device works in the host's memory."""
+    batching: Batching = TRUSTED
+    """Whether rows of different requests share batches, and why."""
 
 
 @dataclass(frozen=True, slots=True)

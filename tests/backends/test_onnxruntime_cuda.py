@@ -212,7 +212,7 @@ def test_what_operators_on_the_cpu_read_and_write_is_known(places, found):
 
 
 def batch_of(rows):
-    return Batch((("x", np.dtype("float32"), (2,)),), rows)
+    return Batch((("x", np.dtype("float32"), (2,), 0),), rows)
 
 
 def end_session(stream, *, runs=1, fails=False, is_lost=False, stale=0, count=8):
@@ -328,6 +328,7 @@ WRONG = {
     "memory_limit must be a whole number ≥ 1": (
         "memory_limit", 0, -1, "8MiB", 0.5, True, [1], np.float64(3), object(),
     ),
+    "rows must be a RowSettings": ("rows", None, 1, "sr", {"sr"}, {"state": 1}, object()),
     "cpu_fallback must be True or False": ("cpu_fallback", None, 0, 1, "no", "", [], np.True_),
     "provider_options must be options of the CUDA provider": (
         "provider_options", 8, 0, True, "use_tf32=0", b"", ["use_tf32"], [("use_tf32", "0")], {8: "0"},
@@ -341,9 +342,17 @@ WRONG = {
 """What a message says, the argument that it is about, and values of a wrong kind."""
 
 TAKEN = {
-    OnnxModel: {"path", "intra_op_threads"},
-    HostSessions: {"path", "launch", "batch_sizes"},
-    OnnxCudaModel: {"path", "launch", "batch_sizes", "memory_limit", "cpu_fallback", "provider_options"},
+    OnnxModel: {"path", "intra_op_threads", "rows"},
+    HostSessions: {"path", "launch", "batch_sizes", "rows"},
+    OnnxCudaModel: {
+        "path",
+        "launch",
+        "batch_sizes",
+        "memory_limit",
+        "cpu_fallback",
+        "provider_options",
+        "rows",
+    },
 }
 
 

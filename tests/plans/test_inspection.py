@@ -31,7 +31,7 @@ def test_text_of_an_onnx_model(tmp_path):
     assert "exactly 4 rows" in text(double_onnx(tmp_path / "fixed.onnx", rows=4))
     assert "of any size, without a name" in text(double_onnx(tmp_path / "none.onnx", rows=None))
     assert "float32[?, 4]" in text(double_onnx(tmp_path / "none.onnx", rows=None))
-    assert "not possible: " in text(double_onnx(tmp_path / "two.onnx", dims=("batch",)))
+    assert "none, each request runs alone: " in text(double_onnx(tmp_path / "two.onnx", dims=("batch",)))
     assert "16.0 KiB" in text(scale_onnx(tmp_path / "w.onnx", 2)) or "16,384 bytes" in text(
         tmp_path / "w.onnx"
     )

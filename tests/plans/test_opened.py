@@ -44,8 +44,8 @@ def test_an_engine_with_profiles(opened):
     found = opened(spec)
     assert found.runtime.startswith("tensorrt 11.")
     assert [(one.name, one.dtype, one.dims) for one in found.inputs] == [
-        ("tokens", "int32", ("tokens.1",)),
-        ("mask", "float32", (4,)),
+        ("tokens", "int32", ("rows", "tokens.1")),
+        ("mask", "float32", ("rows", 4)),
     ]
     assert found.rows == (1, 32)
     small, large = found.profiles
@@ -88,7 +88,7 @@ def test_an_engine_that_can_be_refitted_or_streamed(opened):
 def test_an_onnx_model(tmp_path):
     found = open_file(sequence_onnx(tmp_path / "m.onnx"))
     assert (found.device, found.rows, found.engine, found.memory) == ("host", (1, None), None, None)
-    assert found.inputs[0].dims == ("length",)
+    assert found.inputs[0].dims == ("rows", "length")
     assert "1 to any number" in text(found)
     fixed = open_file(double_onnx(tmp_path / "fixed.onnx", rows=4))
     assert "exactly 4" in text(fixed)

@@ -146,7 +146,7 @@ class Unbound:
         self.array = array
 
     def unbound_outputs(self, count):
-        return {"extra": self.array}
+        return {"output": self.array}
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 5)])
@@ -158,8 +158,8 @@ def test_outputs_that_the_model_brought_are_added(device, shape):
     object.__setattr__(layout, "outputs", (None,))
     flight.source.slab.binding = Unbound(np.ones(shape, np.float32))
     outputs, nbytes = flight.outputs()
-    assert outputs["extra"].shape == shape
-    assert nbytes == outputs["extra"].nbytes
+    assert outputs["output"].shape == shape
+    assert nbytes == outputs["output"].nbytes
     assert flight.context.close(WAIT_S)
 
 
@@ -169,6 +169,6 @@ def test_those_without_a_row_for_each_are_refused(device, shape):
     object.__setattr__(flight.source.slab.layout, "outputs", (None,))
     flight.source.slab.outputs = {}
     flight.source.slab.binding = Unbound(np.ones(shape, np.float32))
-    with pytest.raises(ExecutionError, match=r"output 'extra' has shape .* for a batch of 2 rows"):
+    with pytest.raises(ExecutionError, match=r"output 'output' has shape .* for a batch of 2 rows"):
         flight.outputs()
     assert flight.context.close(WAIT_S)

@@ -21,7 +21,7 @@ def test_requests_share_a_batch_only_if_nothing_about_them_differs():
 
 
 def test_the_key_of_rows_on_the_host_of_one_shape():
-    assert BatchKey() == FIXED_SHAPE == ((), None, False, False)
+    assert BatchKey() == FIXED_SHAPE == ((), None, False, False, ())
 
 
 def test_what_is_computed_costs_by_its_shape_alone():

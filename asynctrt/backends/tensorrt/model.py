@@ -67,6 +67,9 @@ class TensorRTModel:
     :raises OptionsError: for an option that the package or the plan does not have.
     """
 
+    is_pure = True
+    """A batch does nothing but compute, so that made-up rows may be run to try the plan."""
+
     def __init__(
         self,
         plan: str | os.PathLike[str] | bytes | bytearray | memoryview | Plan,

@@ -1,0 +1,276 @@
+"""Which axis of each tensor of an ONNX model counts rows, or why each request has to run alone."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from asynctrt.errors import ModelError, OptionsError
+from asynctrt.tensors import TensorSpec
+from asynctrt.validation import Check
+
+DTYPES: Final = {
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(bool)": "bool",
+    "tensor(string)": "object",
+} | {f"tensor({kind}{bits})": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+"""NumPy's dtype for each type of ONNX Runtime's that NumPy has."""
+
+ML_DTYPES: Final = {
+    "tensor(bfloat16)": ("bfloat16", 16),
+    "tensor(float8e4m3fn)": ("float8_e4m3fn", 17),
+    "tensor(float8e5m2)": ("float8_e5m2", 19),
+}
+"""The dtype of the package ``ml_dtypes`` for each type that NumPy does not have, and ONNX's number of it."""
+
+UNKNOWN: Final = re.compile(r"|\?|-1|None|dynamic|unk__\d+")
+"""What exporters write for a dimension that they do not know. It is no name: two of them may differ."""
+
+KINDS: Final = {"seq": "sequence", "map": "map", "optional": "optional", "sparse_tensor": "sparse tensor"}
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """What the options of an engine say of a model's rows: see :class:`asynctrt.Options`."""
+
+    must_batch: bool = False
+    """Refuse a model whose requests cannot share batches instead of running each alone."""
+    batch_axis: Mapping[str, int] = field(default_factory=dict)
+    shared: frozenset[str] = frozenset()
+
+
+FIRST_AXIS: Final = RowSettings()
+"""Rows are on the first axis of every tensor."""
+
+
+def _row_settings(given: Any) -> RowSettings:
+    if not isinstance(given, RowSettings):
+        raise TypeError
+    return given
+
+
+ROWS: Final = Check("a RowSettings, such as RowSettings(shared=frozenset({'sr'}))", _row_settings)
+
+
+class Axes(NamedTuple):
+    """The tensors of a model, and what is known of its rows."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    rows_fixed: int | None
+    alone: str
+    """Why each request has to run alone; empty if rows may share batches."""
+    doubt: str
+    """What leaves open whether an output has a row for each that the inputs have; empty for nothing."""
+
+
+class Declared(NamedTuple):
+    """An input or output as ONNX Runtime's ``NodeArg`` describes it."""
+
+    name: str
+    type: str
+    shape: tuple[int | str | None, ...]
+
+
+def declared(args: Sequence[Any]) -> tuple[Declared, ...]:
+    """Return what ONNX Runtime's ``NodeArg`` objects say, in objects that do not keep the session alive."""
+    return tuple(Declared(arg.name, arg.type, tuple(arg.shape or ())) for arg in args)
+
+
+class Arg(NamedTuple):
+    """An input or output as the file declares it: dimensions are sizes, names, or ``None`` where unknown."""
+
+    name: str
+    side: str
+    dtype: np.dtype[Any]
+    kind: str
+    shape: tuple[int | str | None, ...]
+
+    def spec(self, axis: int | None) -> TensorSpec:
+        """Return the spec with rows on ``axis``; a dimension without a name is called by tensor and axis."""
+        dims = [
+            f"{self.name}.{at}" if dim is None else dim for at, dim in enumerate(self.shape) if at != axis
+        ]
+        return TensorSpec(self.name, self.dtype, dims, axis, self.kind)
+
+
+def read_axes(
+    name: str, inputs: Sequence[Any], outputs: Sequence[Any], settings: RowSettings = FIRST_AXIS
+) -> Axes:
+    """Return the specs that ONNX Runtime's ``NodeArg`` objects describe, and what is known of their rows.
+
+    :raises OptionsError: for settings that name a tensor or an axis that the model does not have.
+    :raises ModelError: for a type that NumPy cannot hold, and, if the model must batch, for one that cannot.
+    """
+    given = [_read(name, "input", arg) for arg in inputs]
+    results = [_read(name, "output", arg) for arg in outputs]
+    if not results:
+        raise ModelError(f"{name!r} has no outputs")
+    _check_names(name, given, results, settings)
+    rows = _Rows(given, results, settings)
+    alone = rows.why_alone()
+    if alone and settings.must_batch:
+        raise ModelError(
+            f"{alone}, so requests to {name!r} cannot share batches. Open it with batching='auto' or "
+            "'off', and each request runs alone"
+        )
+    if alone:
+        return whole_axes(given, results, alone)
+    return Axes(
+        tuple(arg.spec(rows.axis(arg)) for arg in given),
+        tuple(arg.spec(rows.axis(arg)) for arg in results),
+        rows.fixed,
+        "",
+        rows.doubt(),
+    )
+
+
+def read_whole_axes(name: str, inputs: Sequence[Any], outputs: Sequence[Any], reason: str) -> Axes:
+    """Return the same for requests that run alone, whose tensors have no rows."""
+    given = [_read(name, "input", arg) for arg in inputs]
+    return whole_axes(given, [_read(name, "output", arg) for arg in outputs], reason)
+
+
+def whole_axes(inputs: Sequence[Arg], outputs: Sequence[Arg], reason: str) -> Axes:
+    """Return the axes of a model whose requests run alone."""
+    specs = [tuple(arg.spec(None) for arg in side) for side in (inputs, outputs)]
+    return Axes(specs[0], specs[1], None, reason, "")
+
+
+class _Rows:
+    """What the declared shapes say of the rows of a model."""
+
+    def __init__(self, inputs: Sequence[Arg], outputs: Sequence[Arg], settings: RowSettings) -> None:
+        self._settings = settings
+        self._with_rows = [arg for arg in inputs if arg.name not in settings.shared]
+        self._inputs, self._outputs = inputs, outputs
+        firsts = [self._rows_of(arg) for arg in self._with_rows if self._has_axis(arg)]
+        self._names = {dim for dim in firsts if isinstance(dim, str)}
+        self._sizes = {dim if isinstance(dim, int) else None for dim in firsts}
+        self.fixed = next(iter(self._sizes)) if len(self._sizes) == 1 else None
+
+    def axis(self, arg: Arg) -> int | None:
+        """Return the axis that counts rows."""
+        if arg.side == "input" and arg.name in self._settings.shared:
+            return None
+        return self._settings.batch_axis.get(arg.name, 0)
+
+    def _has_axis(self, arg: Arg) -> bool:
+        axis = self.axis(arg)
+        return axis is not None and axis < len(arg.shape)
+
+    def _rows_of(self, arg: Arg) -> int | str | None:
+        axis = self.axis(arg)
+        assert axis is not None
+        return arg.shape[axis]
+
+    def why_alone(self) -> str:
+        """Return why the shapes forbid that rows share a batch; empty if they do not."""
+        for arg in (*self._inputs, *self._outputs):
+            if arg.kind != "tensor":
+                return f"{arg.side} {arg.name!r} is a {arg.kind}"
+        if not self._with_rows:
+            return "no input has rows" if self._inputs else "the model has no inputs"
+        return self._why_inputs() or self._why_outputs()
+
+    def _why_inputs(self) -> str:
+        for arg in self._with_rows:
+            if not self._has_axis(arg):
+                return (
+                    f"input {arg.name!r} has no axis for rows (shared={{{arg.name!r}}} says that all rows "
+                    "of a batch have it in common)"
+                )
+        if len(self._sizes) > 1:
+            shapes = {arg.name: _shown(arg.shape) for arg in self._with_rows}
+            return (
+                f"the inputs do not have their rows on one axis: {shapes} (batch_axis={{name: axis}} says "
+                "where rows are, and shared={names} which inputs a whole batch has in common)"
+            )
+        for arg in (*self._inputs, *self._outputs):
+            for at, dim in enumerate(arg.shape):
+                if at != self.axis(arg) and dim in self._names:
+                    return (
+                        f"{arg.side} {arg.name!r} has the size {dim!r}, which counts rows, on axis {at} "
+                        "too, so rows of one batch would see each other"
+                    )
+        return ""
+
+    def _why_outputs(self) -> str:
+        for arg in self._outputs:
+            if not self._has_axis(arg):
+                return f"output {arg.name!r} is a scalar, or its rank is unknown: it has no rows"
+            first = self._rows_of(arg)
+            if isinstance(first, int) and first != self.fixed:
+                return f"output {arg.name!r} has the fixed size {first} where rows would be counted"
+            if self.fixed == 1 and isinstance(first, str):
+                return f"output {arg.name!r} counts {first!r} on its first axis, and the inputs have one row"
+        return ""
+
+    def doubt(self) -> str:
+        """Return which output is not said to have the rows of the inputs; empty for none."""
+        if self.fixed == 1:
+            return ""  # There is one row, or the output has another number of them and is refused.
+        names = " and ".join(map(repr, sorted(self._names))) or self.fixed or "without a name"
+        for arg in self._outputs:
+            first = self._rows_of(arg)
+            if first not in self._names and first != self.fixed:
+                found = "without a name" if first is None else repr(first)
+                return f"the first axis of output {arg.name!r} is {found}, that of the inputs {names}"
+            if first is None:
+                return f"the first axis of output {arg.name!r} is without a name"
+        return ""
+
+
+def _read(model: str, side: str, arg: Any) -> Arg:
+    dtype, kind = _type_of(model, side, arg)
+    shape = tuple(
+        None if dim is None or (isinstance(dim, str) and UNKNOWN.fullmatch(dim)) or dim == -1 else dim
+        for dim in (arg.shape or ())
+    )
+    return Arg(arg.name, side, dtype, kind, shape if kind == "tensor" else ())
+
+
+def _type_of(model: str, side: str, arg: Any) -> tuple[np.dtype[Any], str]:
+    """Return the dtype and the kind of a tensor's type, as ONNX Runtime writes it: ``tensor(float)``."""
+    if arg.type in DTYPES:
+        return np.dtype(DTYPES[arg.type]), "tensor"
+    if arg.type in ML_DTYPES:
+        try:
+            import ml_dtypes  # noqa: PLC0415  (an optional package, for the few models that need it)
+        except ImportError:
+            raise ModelError(
+                f"{side} {arg.name!r} of {model!r} is a {arg.type}, which NumPy does not have: "
+                "pip install ml_dtypes"
+            ) from None
+        return np.dtype(getattr(ml_dtypes, ML_DTYPES[arg.type][0])), "tensor"
+    kind = KINDS.get(arg.type.partition("(")[0])
+    if kind is None or kind == "sparse tensor":
+        raise ModelError(
+            f"{side} {arg.name!r} of {model!r} is a {arg.type}, which NumPy cannot hold. Tensors of "
+            f"{', '.join(sorted(set(DTYPES.values()) - {'object'}))} and strings, sequences and maps can "
+            "be served"
+        )
+    return np.dtype(object), kind
+
+
+def _check_names(model: str, inputs: Sequence[Arg], outputs: Sequence[Arg], settings: RowSettings) -> None:
+    ranks = {arg.name: len(arg.shape) for arg in (*inputs, *outputs)}
+    for name, axis in settings.batch_axis.items():
+        if name not in ranks:
+            raise OptionsError(f"batch_axis names {name!r}, and the tensors of {model!r} are {sorted(ranks)}")
+        if axis >= ranks[name]:
+            raise OptionsError(
+                f"batch_axis says that axis {axis} of {name!r} counts rows, and it has {ranks[name]} axes"
+            )
+    names = {arg.name for arg in inputs}
+    unknown = settings.shared - names
+    if unknown:
+        raise OptionsError(f"shared names {sorted(unknown)}, and the inputs of {model!r} are {sorted(names)}")
+
+
+def _shown(shape: Sequence[int | str | None]) -> str:
+    return f"[{', '.join('?' if dim is None else str(dim) for dim in shape)}]"

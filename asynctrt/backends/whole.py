@@ -1,0 +1,129 @@
+"""Any model with each request run alone: its batch axis becomes one more dimension of the request."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from asynctrt.backends.base import (
+    Binding,
+    ExecutionContext,
+    Model,
+    ModelBase,
+    ProfiledModel,
+    TensorMemory,
+)
+from asynctrt.devices.base import Buffer, Device, Stream
+from asynctrt.errors import InputError
+from asynctrt.tensors import Array, Dims, TensorSpec
+
+ROWS = "rows"
+"""What the first dimension is called. All inputs have it, so that they have to agree on its size."""
+
+
+def run_alone(model: Model, reason: str) -> Model:
+    """Return a model whose requests each run alone. It has the weights of ``model`` and is closed apart.
+
+    :param reason: why, for its ``alone``.
+    """
+    whole = getattr(model, "whole", None)
+    if whole is not None:
+        made: Model = whole(reason)
+        return made
+    return ProfiledWhole(model, reason) if isinstance(model, ProfiledModel) else WholeModel(model, reason)
+
+
+class WholeModel(ModelBase):
+    """A model whose tensors have no rows, over one whose first axes count them."""
+
+    def __init__(self, model: Model, reason: str) -> None:
+        self._model = model
+        self.alone = reason
+        self.name, self.platform = model.name, model.platform
+        self.inputs = tuple(map(self._whole, model.inputs))
+        self.outputs = tuple(map(self._whole, model.outputs))
+        self.rows_max = 1
+        self.enqueue_nbytes = model.enqueue_nbytes
+        self.occupies_device = model.occupies_device
+        self.enqueue_may_block = model.enqueue_may_block
+        self.is_pure = getattr(model, "is_pure", False)
+        # Only of a fixed shape is it known beforehand what to capture.
+        self.is_capturable = model.is_capturable and model.rows_fixed is not None
+        self.reserves_arenas = getattr(model, "reserves_arenas", False)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._model!r}>"
+
+    def _whole(self, spec: TensorSpec) -> TensorSpec:
+        return dataclasses.replace(spec, dims=spec.shape(self._model.rows_fixed or ROWS), axis=None)
+
+    def create_context(self, device: Device) -> ExecutionContext:
+        return WholeContext(self._model.create_context(device))
+
+    def close(self) -> None:
+        """Do nothing: the model below is closed apart."""
+
+
+class ProfiledWhole(WholeModel):
+    """The same for a model with optimisation profiles, which are asked with the rows that a request has."""
+
+    _model: ProfiledModel
+
+    def profile_of(self, dims: tuple[Dims, ...], rows: int) -> int:
+        return self._model.profile_of(*_split(dims))
+
+    def rows_of(self, dims: tuple[Dims, ...]) -> tuple[tuple[int, int], ...]:
+        inner, rows = _split(dims)
+        ranges = self._model.rows_of(inner)
+        if not any(least <= rows <= most for least, most in ranges):
+            raise InputError(
+                f"a request to {self.name!r} runs alone, and no profile of the plan takes {rows} rows of "
+                f"{inner}: they take {', '.join(f'{least} to {most}' for least, most in ranges)}"
+            )
+        return ((1, 1),)
+
+
+class WholeContext:
+    """A context whose batches are one request each."""
+
+    def __init__(self, context: ExecutionContext) -> None:
+        self._context = context
+
+    def bind(self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]) -> Binding:
+        bound = self._context.bind(
+            tuple(_with_rows(memory) for memory in inputs),
+            tuple(None if memory is None else _with_rows(memory) for memory in outputs),
+        )
+        return WholeBinding(bound, inputs[0].dims[0])
+
+    def close(self) -> None:
+        """Close the context below. Idempotent."""
+        self._context.close()
+
+
+class WholeBinding:
+    """A binding to the memory of one request with ``rows`` rows."""
+
+    def __init__(self, binding: Binding, rows: int) -> None:
+        self._binding = binding
+        self._rows = rows
+
+    def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
+        self._binding.enqueue(self._rows, profile=profile, stream=stream, arena=arena)
+
+    def may_block(self, rows: int, *, profile: int | None) -> bool:
+        may_block: Any = getattr(self._binding, "may_block", None)
+        return may_block is None or bool(may_block(self._rows, profile=profile))
+
+    def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
+        return self._binding.unbound_outputs(self._rows)
+
+
+def _split(dims: tuple[Dims, ...]) -> tuple[tuple[Dims, ...], int]:
+    """Return the dimensions of a row of each input, and how many rows there are."""
+    return tuple(own[1:] for own in dims), dims[0][0]
+
+
+def _with_rows(memory: TensorMemory) -> TensorMemory:
+    """Return the memory of one request as that of its rows."""
+    array = None if memory.array is None else memory.array[0]
+    return dataclasses.replace(memory, dims=memory.dims[1:], array=array, axis=0)
