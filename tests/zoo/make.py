@@ -1,13 +1,14 @@
-"""Make the small models in `files/` with the exporters that people use: `python -m tests.zoo.make [NAME ...]`.
+"""Make the models in `files/` with the exporters that people use: `python -m tests.zoo.make [NAME ...]`.
 
-The files are committed, so the tests need none of the exporters. `files/made.json` says which exporter and which
-version made each. Weights are random: what matters here is how an exporter declares inputs and outputs.
+The files are committed, so the tests need none of the exporters. `files/made.json` says which exporter and
+which version made each. Weights are random: what matters is how an exporter declares inputs and outputs.
 
 The packages, best in separate environments (TensorFlow and Paddle pin others' versions):
 `torch torchvision transformers onnxscript onnx skl2onnx onnxmltools lightgbm onnxruntime` for most,
 `tensorflow-cpu tf2onnx` for `keras_*`, `paddlepaddle paddle2onnx` for `paddle_*`.
 """
 
+import itertools
 import json
 import sys
 from importlib.metadata import version
@@ -106,7 +107,7 @@ def lstm_batch_first():
 
 @maker
 def gru_stream():
-    """A step of a stream: the state that it returns is the state of the next call, rows on its second axis."""
+    """A step of a stream: it takes the state that the last call returned, rows on its second axis."""
     import torch
 
     return torch_export(
@@ -263,15 +264,24 @@ def detector(width=8):
             self.body = torch.nn.Sequential(
                 *[
                     part
-                    for one, other in zip(sizes, sizes[1:], strict=False)
+                    for one, other in itertools.pairwise(sizes)
                     for part in (torch.nn.Conv2d(one, other, 3, 2, 1), torch.nn.SiLU())
                 ],
                 torch.nn.Conv2d(width, 8, 1),
             )
 
         def forward(self, images):
-            found = self.body(images).flatten(2)
-            return torch.cat((found[:, :4].sigmoid() * 64, found[:, 4:].sigmoid()), 1)
+            found = self.body(images)
+            places = torch.stack(
+                (
+                    torch.arange(found.shape[3]).expand(found.shape[2:]),
+                    torch.arange(found.shape[2])[:, None].expand(found.shape[2:]),
+                )
+            )
+            corners = (places + found[:, :2]) * 8
+            return torch.cat(
+                (corners, (8 * found[:, 2:4]).exp() * 12, (30 * found[:, 4:]).sigmoid()), 1
+            ).flatten(2)
 
     torch.manual_seed(0)
     return Detector()
@@ -297,7 +307,7 @@ def yolo_dynamic():
 
 @maker
 def yolo_nms():
-    """A detector that drops overlapping boxes itself: its rows are the boxes found in all pictures together."""
+    """A detector that drops overlapping boxes itself: its rows are boxes, of all pictures together."""
     import torch
     from torchvision.ops import batched_nms
 
@@ -312,7 +322,7 @@ def yolo_nms():
             found = found.reshape(-1, found.shape[2])
             boxes = torch.cat((found[:, :2], found[:, :2] + found[:, 2:4]), 1)
             score, kind = found[:, 4:].max(1)
-            kept = batched_nms(boxes, score, picture, 0.5)
+            kept = batched_nms(boxes, score, picture, 0.3)
             columns = (picture[:, None].float(), boxes, score[:, None], kind[:, None].float())
             return torch.cat(columns, 1)[kept]
 
