@@ -52,15 +52,21 @@ def leaves(value):
         yield np.asarray(value)
 
 
+def pairs(ours, direct):
+    """Return the arrays of two answers in pairs; ``None`` if one has what the other has not."""
+    if set(ours) != set(direct):
+        return None
+    sides = [[leaf for name in direct for leaf in leaves(side[name])] for side in (ours, direct)]
+    return list(zip(*sides, strict=True)) if len(sides[0]) == len(sides[1]) else None
+
+
 def difference(ours, direct):
     """Return how far an answer is from a direct one, over the largest value in each tensor.
 
     Infinity stands for other names, shapes, dtypes, strings or integers.
     """
-    pairs = list(zip(leaves(dict(ours)), leaves(dict(direct)), strict=False))
-    if len(pairs) != len(list(leaves(dict(direct)))):
-        return math.inf
-    return max(_difference(*pair) for pair in pairs)
+    found = pairs(ours, direct)
+    return math.inf if found is None else max(_difference(*pair) for pair in found)
 
 
 def _difference(ours, direct):
@@ -78,9 +84,9 @@ def _difference(ours, direct):
 
 def is_same(ours, direct):
     """Return whether two answers are equal bit for bit."""
-    ours, direct = list(leaves(dict(ours))), list(leaves(dict(direct)))
-    return len(ours) == len(direct) and all(
+    found = pairs(ours, direct)
+    return found is not None and all(
         (one.shape, one.dtype) == (other.shape, other.dtype)
         and (np.array_equal(one, other) if one.dtype == object else one.tobytes() == other.tobytes())
-        for one, other in zip(ours, direct, strict=True)
+        for one, other in found
     )

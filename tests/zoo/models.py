@@ -41,7 +41,9 @@ class Entry:
     @property
     def origin(self) -> str:
         """Who made it."""
-        return self.wheel.replace("==", " ") or json.loads((FILES / "made.json").read_text())[self.file_stem]
+        if self.wheel:
+            return f"wheel {self.wheel.replace('==', ' ')}"
+        return json.loads((FILES / "made.json").read_text())[self.file_stem]
 
     @property
     def file_stem(self) -> str:
@@ -105,6 +107,16 @@ def vad(samples: int, *, rate: int | None = 16000) -> Request:
         return inputs if rate is None else {**inputs, "sr": np.array(rate, np.int64)}
 
     return request
+
+
+def times(rng, size):
+    """Steps of a series, the rows on the second axis."""
+    return {"input": normal(rng, length(size), rows(size), 8)}
+
+
+def sampling(rng, size):
+    """Rows to be sampled, at one of two temperatures."""
+    return {"x": normal(rng, rows(size), 8), "temperature": np.array(0.5 + size % 2, np.float32)}
 
 
 def vad_sequence(rng, size):
@@ -216,7 +228,13 @@ OF_WHEELS = (
 """Models that wheels bring."""
 
 OF_EXPORTERS = (
-    Entry("lstm_time_first", lambda rng, size: {"input": normal(rng, length(size), rows(size), 8)}),
+    Entry("lstm_time_first", times),
+    Entry(
+        "lstm_time_first with options",
+        times,
+        "lstm_time_first",
+        settings={"batch_axis": dict.fromkeys(("input", "output", "hidden", "cell"), 1)},
+    ),
     Entry("lstm_batch_first", lambda rng, size: {"input": normal(rng, rows(size), length(size), 8)}),
     Entry(
         "gru_stream",
@@ -230,13 +248,8 @@ OF_EXPORTERS = (
     Entry("yolo_dynamic", pictures("images", 32)),
     Entry("yolo_nms", lambda rng, size: {"images": picture(rng, rows(size), 3, 64, 64)}),
     Entry("graph", graph),
-    Entry(
-        "scalar",
-        lambda rng, size: {
-            "x": normal(rng, rows(size), 8),
-            "temperature": np.array(0.5 + size % 2, np.float32),
-        },
-    ),
+    Entry("scalar", sampling),
+    Entry("scalar with options", sampling, "scalar", settings={"shared": {"temperature"}}),
     Entry("two_towers", towers),
     Entry("voice", speaking),
     Entry("speech", spectrogram),

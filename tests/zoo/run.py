@@ -83,7 +83,7 @@ async def measured(entry, cache, args):
         try:
             found |= await compared(entry, engine, session, requests[:COMPARED_MAX])
             found |= await rates(engine, path, session, requests, args.repeats)
-        except* AsynctrtError as errors:
+        except* Exception as errors:  # The table shows it, and the other models are tried.
             found["failed"] = shortened(errors.exceptions[0])
     return found
 
@@ -91,13 +91,13 @@ async def measured(entry, cache, args):
 async def compared(entry, engine, session, requests):
     """Return how far answers to concurrent callers are from direct ones."""
     answers = await ask(engine, requests, CALLERS)
-    pairs = [(ours, direct_answer(session, one)) for ours, one in zip(answers, requests, strict=True)]
-    worst = max(difference(*pair) for pair in pairs)
+    both = [(ours, direct_answer(session, one)) for ours, one in zip(answers, requests, strict=True)]
+    worst = max(difference(*pair) for pair in both)
     return {
-        "compared": len(pairs),
+        "compared": len(both),
         "difference": worst if worst < float("inf") else None,
         "is_within_tolerance": worst <= entry.tolerance,
-        "same_bit_for_bit": sum(is_same(*pair) for pair in pairs),
+        "same_bit_for_bit": sum(is_same(*pair) for pair in both),
     }
 
 
@@ -137,7 +137,9 @@ def main():
         for entry in entries:
             progress.update(task, description=entry.name)
             figures[entry.name] = asyncio.run(measured(entry, args.cache, args))
-            progress.console.print(f"{entry.name}: {figures[entry.name]['opens_as']}")
+            found = figures[entry.name]
+            opened = f", opened in {found['open_s']:.3f} s" if "open_s" in found else ""
+            progress.console.print(f"{entry.name}: {found['opens_as']}{opened}")
             progress.advance(task)
     print(markdown(zoo_lines(figures)))
     save(args.json, "The zoo of models", figures)
