@@ -622,6 +622,46 @@ def gpu_onnx():
         yield tuple(cells)
 
 
+def zoo():
+    """Yield the models of the zoo as last measured."""
+    yield from zoo_lines(figures("zoo"))
+
+
+def zoo_lines(models):
+    """Yield how each model of the zoo opens, whether its answers are right, and its requests/s."""
+    yield (
+        *("model", "from", "opens as", "why", "answers equal to direct ones", "rows a batch"),
+        *("requests/s", "a loop, 1 thread", "a loop, all cores"),
+    )
+    for name, found in models.items():
+        options = ", ".join(f"`{option}`" for option in found["settings"])
+        cells = [
+            f"{name} ({options})" if options else name,
+            found["from"],
+            found["opens_as"],
+            found["reason"],
+        ]
+        if "requests_per_s" in found:
+            cells += [zoo_answers(found), f"{found['batch_rows']:.1f}"]
+            cells += [
+                f"{round(rate, -1) if rate > 1000 else rate:,.0f}"
+                for rate in found["requests_per_s"].values()
+            ]
+        else:
+            cells += [found.get("failed", ""), "", "", "", ""]
+        yield tuple(cell.replace("|", "\\|") for cell in cells)
+
+
+def zoo_answers(found):
+    """Say how far the answers of one model are from direct ones."""
+    if found["same_bit_for_bit"] == found["compared"]:
+        return "bit for bit"
+    if found["difference"] is None:
+        return "**no**"
+    within = f"to {found['difference']:.0e}"
+    return within if found["is_within_tolerance"] else f"**no**, {within} only"
+
+
 TABLES = {
     "six": six,
     "extras": extras,
@@ -661,12 +701,18 @@ TABLES = {
     "gpu-urgent": gpu_urgent,
     "gpu-resnet": gpu_resnet,
     "gpu-shapes": gpu_shapes,
+    "zoo": zoo,
 }
 
 
 def table(name):
+    """Return the table of a name in Markdown."""
+    return markdown(TABLES[name]())
+
+
+def markdown(lines):
     """Return a table in Markdown: a line for the header, one for its rule, one for each case."""
-    header, *lines = TABLES[name]()
+    header, *lines = lines
     return "".join(
         "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|\n"
         for cells in (header, ["---"] * len(header), *lines)
