@@ -1,11 +1,12 @@
 """The tensors of a model and of a request: specs, results, timing.
 
-A tensor's leading axis is always the batch axis. A :class:`TensorSpec` describes one row, and a request
-carries one row or more.
+A :class:`TensorSpec` describes one row of a tensor and names the axis along which a request carries one row
+or more: the leading one of most tensors. A tensor without rows is described whole.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -24,33 +25,55 @@ class TensorSpec:
     """One input or output of a model.
 
     :param name: the tensor's name.
-    :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts.
-    :param dims: the dimensions of one row, without the batch axis. A string names a dimension that may differ
-        from request to request; tensors that share the name have the same size there.
-    :raises ModelError: for a name, dtype or dimension that is not valid.
+    :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts; ``object`` for strings.
+    :param dims: the dimensions of one row, without the axis that counts rows. A string names a dimension that
+        may differ from request to request; tensors that share the name have the same size there.
+    :param axis: the axis that counts rows. ``None``: the tensor has no rows, and ``dims`` is its whole shape.
+    :param kind: ``"tensor"``, or ``"sequence"``, ``"map"`` or ``"optional"`` for a runtime's other values.
+    :raises ModelError: for a name, dtype, dimension or axis that is not valid.
     """
 
     name: str
     dtype: np.dtype[Any]
     dims: tuple[int | str, ...] = ()
+    axis: int | None = 0
+    kind: str = "tensor"
 
     if TYPE_CHECKING:
         # What it takes is more than what it keeps, which a dataclass cannot say.
-        def __init__(self, name: str, dtype: npt.DTypeLike, dims: Sequence[int | str] = ()) -> None: ...
+        def __init__(
+            self,
+            name: str,
+            dtype: npt.DTypeLike,
+            dims: Sequence[int | str] = (),
+            axis: int | None = 0,
+            kind: str = "tensor",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ModelError(f"the name of a tensor must be a string, not {show(self.name)}")
         object.__setattr__(self, "dtype", _dtype(self.name, self.dtype))
         object.__setattr__(self, "dims", _dims(self.name, self.dims))
+        if self.axis is not None and self.axis not in range(len(self.dims) + 1):
+            raise ModelError(
+                f"the axis of {self.name!r} that counts rows must be 0 to {len(self.dims)}, or None for a "
+                f"tensor without rows, not {show(self.axis)}"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by making it anew, so that its dtype is the one object that NumPy has for it."""
-        return TensorSpec, (self.name, self.dtype, self.dims)
+        return TensorSpec, (self.name, self.dtype, self.dims, self.axis, self.kind)
 
     def __str__(self) -> str:
-        axes = ", ".join(["rows", *map(str, self.dims)])
+        axes = ", ".join(map(str, self.shape("rows")))
         return f"{self.name}: {self.dtype.name}[{axes}]"
+
+    def shape(self, rows: Any) -> tuple[Any, ...]:
+        """Return the whole shape, with ``rows`` at the axis that counts them."""
+        if self.axis is None:
+            return self.dims
+        return (*self.dims[: self.axis], rows, *self.dims[self.axis :])
 
     @property
     def is_fixed(self) -> bool:
@@ -167,16 +190,19 @@ class InferResult(Mapping[str, Array]):
         return sum([batch.compute_ns for batch in batches])
 
     @classmethod
-    def join(cls, parts: "Sequence[InferResult]") -> "InferResult":
+    def join(
+        cls, parts: "Sequence[InferResult]", axes: Mapping[str, int] = MappingProxyType({})
+    ) -> "InferResult":
         """Return the parts of a request that was split as one result, with the rows in order.
 
+        :param axes: the axis that counts rows, by the names of outputs where it is not the first.
         :raises ExecutionError: for a data-dependent output whose parts differ in more than their rows.
         """
         outputs = {}
         for name in parts[0]._outputs:
             arrays = [part._outputs[name] for part in parts]
             try:
-                outputs[name] = np.concatenate(arrays)
+                outputs[name] = np.concatenate(arrays, axes.get(name, 0))
             except ValueError as error:
                 raise ExecutionError(
                     f"the request was split, and its parts cannot be joined: output {name!r} has shapes "
@@ -281,10 +307,10 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
         known: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)  # None would be float64.
     except Exception:  # NumPy raises TypeError and ValueError, and whatever a foreign object raises.
         known = None
-    if known is None or known.hasobject:
+    if known is None or (known.hasobject and known.kind != "O"):
         raise ModelError(
-            f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', not "
-            f"{show(dtype)}"
+            f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', or "
+            f"object for strings, not {show(dtype)}"
         )
     # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.
     own: np.dtype[Any] = np.dtype(known.str)
@@ -317,7 +343,7 @@ def _size(dim: Any) -> int:
 
 def shape_text(spec: TensorSpec) -> str:
     """Return the shape that an array of this spec has, as a message gives it: ``(rows, 3, length)``."""
-    return f"({', '.join(['rows', *map(str, spec.dims)])})"
+    return f"({', '.join(map(str, spec.shape('rows')))})"
 
 
 def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
@@ -325,15 +351,15 @@ def check_shape(spec: TensorSpec, shape: Sequence[int]) -> None:
 
     :raises InputError: if the model cannot take it.
     """
-    dims = spec.dims
-    if len(shape) == 1 + len(dims) and all(
-        given == dim for dim, given in zip(dims, shape[1:], strict=True) if not isinstance(dim, str)
+    known = spec.shape("rows")
+    if len(shape) == len(known) and all(
+        given == dim for dim, given in zip(known, shape, strict=True) if not isinstance(dim, str)
     ):
         return
-    if len(shape) == len(dims):
+    if spec.axis == 0 and len(shape) == len(spec.dims):
         fix = "For a single row, add the batch axis: array[None]"
     else:
-        fix = "The model fixes the size of every axis but the first and those with a name"
+        fix = "The model fixes its number of axes, and the size of each that has no name"
     raise InputError(f"input {spec.name!r} takes shape {shape_text(spec)}, given {tuple(shape)}. {fix}")
 
 
