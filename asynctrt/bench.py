@@ -301,10 +301,10 @@ def random_inputs(
     rng = rng or np.random.default_rng(rows)
     inputs: dict[str, Array] = {}
     for spec in specs:
-        shape = (rows, *(dims[dim] if isinstance(dim, str) else dim for dim in spec.dims))
-        if spec.dtype.kind == "S":
+        shape = [dims[dim] if isinstance(dim, str) else dim for dim in spec.shape(rows)]
+        if spec.dtype.kind in "SO":
             letters = rng.integers(97, 123, (*shape, 1)).astype(np.uint8).view("S1")[..., 0]
-            inputs[spec.name] = letters.astype(spec.dtype)
+            inputs[spec.name] = letters.astype(str).astype(spec.dtype)
         elif spec.dtype.kind in "fV":  # NumPy gives bfloat16 the kind V.
             inputs[spec.name] = rng.uniform(-1, 1, shape).astype(np.float32).astype(spec.dtype)
         else:

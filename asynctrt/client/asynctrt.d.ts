@@ -10,7 +10,7 @@ export type TensorData =
 
 export interface Tensor {
   datatype: Datatype;
-  /** The first number counts the rows. */
+  /** The first number mostly counts the rows. That of a scalar is []. */
   shape: number[];
   /** Of an answer's BYTES: one Uint8Array an element. */
   data: TensorData;

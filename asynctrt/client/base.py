@@ -67,9 +67,10 @@ class Client(ABC):
         """Run rows through a model of the server.
 
         :param model: the model's name; ignored on the websocket of a single model.
-        :param inputs: an array, for a model with one input; or arrays by tensor name, each ``(rows, *dims)``
-            of the tensor's dtype; for BYTES, byte strings or text. Nested lists and numbers become arrays of
-            that dtype. The name of a model's only input, and the dtypes for lists, are asked for once.
+        :param inputs: an array, for a model with one input; or arrays by tensor name, each of the tensor's
+            shape, mostly ``(rows, *dims)``, and dtype; for BYTES, bytes or text. Nested lists and numbers
+            become arrays of that dtype. The name of a model's only input, and the dtypes for lists, are asked
+            for once.
         :param version: the model's version; the newest if empty.
         :param outputs: the names of the wanted outputs; all by default. An engine's ``outputs=`` is about
             where they are, which a client has no say in.
@@ -78,6 +79,7 @@ class Client(ABC):
         :param deadline: seconds until there has to be an answer, with all attempts. The server learns of it
             as the longest time in its queue.
         :param idempotent: whether the request may be computed twice; as given to ``connect`` by default.
+        :returns: arrays by output name; of BYTES, objects that are bytes.
         :raises AsynctrtError: the server's error, as :meth:`asynctrt.Engine.infer` would raise it.
         :raises ConnectionLostError: if the connection is lost before the answer arrives.
         :raises DeadlineError: if there is no answer within ``deadline``, or the request was queued for longer

@@ -9,6 +9,7 @@ from asynctrt.errors import AsynctrtError, InputError, ModelError, RequestError
 from asynctrt.kserve.codec import PlacedTensor, read_tensors
 from asynctrt.kserve.datatypes import (
     DATATYPES,
+    TEXT,
     Buffer,
     check_nbytes,
     dtype_of,
@@ -39,41 +40,41 @@ def as_arrays(inputs: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def as_array(name: str, value: Any) -> Array:
-    """Return an input as an array in native byte order. Text, and objects that are text or bytes, become byte
-    strings.
+    """Return an input as an array in native byte order. Text, and objects that are text or bytes, become
+    objects that are bytes.
 
     :raises InputError: if the protocol has no datatype for it.
     """
     array = np.asarray(value)
-    if array.dtype.kind == "U":
-        array = np.char.encode(array, "utf-8")
-    elif array.dtype.kind == "O":
+    if array.dtype.kind in "US" and array is not value:
+        array = np.asarray(value, object)  # NumPy's own strings lose the NULs at their ends.
+    if array.dtype.kind in "UO":
         array = _byte_strings(name, array)
-    if array.dtype.kind != "S" and array.dtype.name not in DATATYPES:
+    if array.dtype.kind not in TEXT and array.dtype.name not in DATATYPES:
         raise InputError(
             f"KServe has no datatype for {array.dtype}, the dtype of input {name!r}. It has datatypes for "
-            f"{', '.join(DATATYPES)} and for byte strings"
+            f"{', '.join(DATATYPES)} and for strings"
         )
     # The wire is little-endian, and so is every machine that this runs on.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _byte_strings(name: str, array: Array) -> Array:
-    """Convert an array of objects, which is how file readers and Triton's client hold strings."""
-    elements = [item.encode() if isinstance(item, str) else item for item in array.ravel().tolist()]
-    for element in elements:
-        if not isinstance(element, bytes):
-            raise InputError(
-                f"input {name!r} holds objects of type {type(element).__name__}, not bytes or text"
-            )
-        if element.endswith(b"\0"):
-            raise InputError(f"input {name!r} has bytes that end in a NUL, which NumPy's strings drop")
-    return np.array(elements, "S").reshape(array.shape)
+    """Encode text, and objects of which each is text or bytes."""
+    strings = np.empty(array.size, object)
+    for index, item in enumerate(array.reshape(-1).tolist()):
+        if not isinstance(item, str | bytes):
+            raise InputError(f"input {name!r} holds objects of type {type(item).__name__}, not bytes or text")
+        try:
+            strings[index] = item.encode() if isinstance(item, str) else item
+        except UnicodeEncodeError as error:
+            raise InputError(f"input {name!r} has text that UTF-8 cannot hold: {error}") from error
+    return strings.reshape(array.shape)
 
 
 def describe(name: str, array: Array) -> dict[str, Any]:
     """Return name, datatype and shape of an input that :func:`as_array` returned."""
-    datatype = "BYTES" if array.dtype.kind == "S" else DATATYPES[array.dtype.name]
+    datatype = "BYTES" if array.dtype.kind in TEXT else DATATYPES[array.dtype.name]
     return {"name": name, "datatype": datatype, "shape": list(array.shape)}
 
 
@@ -146,8 +147,8 @@ def write_json(inputs: Mapping[str, Any], priority: int) -> bytes:
 def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
     """Return the specs of a model's tensors from their descriptions in its metadata.
 
-    The first axis is that of the rows, even if its size is fixed: a client of a model that takes exactly 3
-    rows sends 3 rows. Other open axes are called ``NAME.AXIS``.
+    The first axis counts rows if its size is open. If not, the tensor is always sent whole. Other open axes
+    are called ``NAME.AXIS``.
 
     :raises AnswerError: if a description cannot be read or a datatype is unknown.
     """
@@ -155,9 +156,10 @@ def read_specs(tensors: Iterable[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
     try:
         for item in tensors:
             name, datatype = str(item["name"]), item["datatype"]
-            sizes = [int(size) for size in item["shape"]][1:]
-            dims = [size if size >= 0 else f"{name}.{axis}" for axis, size in enumerate(sizes, start=1)]
-            specs.append(TensorSpec(name, _dtype(name, datatype), tuple(dims)))
+            sizes = [int(size) for size in item["shape"]]
+            dims = [size if size >= 0 else f"{name}.{axis}" for axis, size in enumerate(sizes)]
+            has_rows = sizes[:1] == [-1]
+            specs.append(TensorSpec(name, _dtype(name, datatype), dims[has_rows:], 0 if has_rows else None))
     except UNREADABLE as error:
         raise AnswerError(f"the model's metadata cannot be read: {_text_of(error)}") from error
     return tuple(specs)
@@ -213,7 +215,7 @@ def read_outputs(outputs: Sequence[PlacedTensor], body: Buffer, start: int) -> d
             "header"
         )
     try:
-        return read_tensors(outputs, body, start)
+        return read_tensors(outputs, body, start, decodes=False)
     except UNREADABLE as error:
         raise AnswerError(f"the answer cannot be read: {_text_of(error)}") from error
 
@@ -225,7 +227,7 @@ def read_output(name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> 
     """
     spec = TensorSpec(name, _dtype(name, datatype))
     check_nbytes(spec, shape, len(raw))
-    return read_tensor(spec, shape, raw, 0, len(raw))
+    return read_tensor(spec, shape, raw, 0, len(raw), decodes=False)
 
 
 def read_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any]) -> Array:
@@ -234,10 +236,8 @@ def read_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     :raises ValueError: if the datatype is unknown, or the values, or their number, do not fit.
     """
     dtype = _dtype(name, datatype)
-    if dtype.kind == "S":
-        flat = np.array(values, object).ravel().tolist()
-        elements = [item if isinstance(item, bytes) else item.encode() for item in flat]
-        return np.array(elements, dtype).reshape(shape)
+    if dtype.kind == "O":
+        return _byte_strings(name, np.array(values, object)).reshape(shape)
     if dtype.kind in "fV":  # bfloat16 is of kind V, which NumPy does not know as a float.
         with np.errstate(over="ignore"):
             return np.array(values, np.float64).astype(dtype).reshape(shape)

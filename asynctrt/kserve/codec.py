@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from asynctrt.errors import InputError, RequestError, TooLargeError, UnsupportedError
-from asynctrt.kserve.datatypes import DIMS_MAX, PIECE, Buffer, brief, datatype_of, read_tensor, size_of
+from asynctrt.kserve.datatypes import DIMS_MAX, PIECE, TEXT, Buffer, brief, datatype_of, read_tensor, size_of
 from asynctrt.kserve.json_pieces import Pause, no_pause
 from asynctrt.tensors import Array, InferResult, TensorSpec, check_shape, too_many_rows
 
@@ -40,6 +40,12 @@ ANSWER_NBYTES_MAX: Final = 1 << 30
 
 STRINGS_MAX: Final = 1 << 18
 """The largest number of elements of a BYTES tensor: reading more would hold the event loop too long."""
+
+FAST_STRINGS_NBYTES: Final = 1 << 20
+"""Characters of a tensor of strings up to this number are encoded by the event loop."""
+
+STRING_NBYTES: Final = 64
+"""About what Python adds to each string."""
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -81,12 +87,12 @@ class RequestLayout:
         """Raw bytes of all inputs."""
         self.raw_numbers = _raw_numbers_of(inputs)
         """Name, shape, dtype and offset of each input, if all are raw numbers that may have any value."""
-        self.rows = max([shape[0] for _, shape, _, _ in inputs], default=0)
+        self.rows = _rows_of(inputs)
         self.outputs = outputs
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
         self.answer_nbytes = _nbytes_of(inputs, [spec for spec, _ in outputs], _symbols_of(inputs, {}))
         """Raw bytes of the wanted outputs, as far as the inputs' shapes tell."""
-        self.is_simple = all(binary and spec.dtype.kind != "S" for spec, binary in outputs)
+        self.is_simple = all(binary and spec.dtype.kind not in TEXT for spec, binary in outputs)
         """Whether every output is wanted as raw numbers, so that there is nothing to encode."""
         self.priority = priority
         """As on the wire: 1 is the most urgent, 0 means the model's default."""
@@ -106,12 +112,14 @@ class RequestLayout:
 class DecodedRequest:
     """One inference request: its id, its layout, and its inputs by name."""
 
-    __slots__ = ("id", "inputs", "layout")
+    __slots__ = ("id", "inputs", "layout", "nbytes")
 
     def __init__(self, layout: RequestLayout, request_id: str, inputs: dict[str, Array]) -> None:
         self.layout = layout
         self.id = request_id
         self.inputs = inputs
+        self.nbytes = layout.binary_nbytes if layout.raw_numbers else sum(map(_memory_of, inputs.values()))
+        """Bytes of memory of its inputs."""
 
 
 class ModelCodec:
@@ -152,7 +160,7 @@ class ModelCodec:
         # Raw tensors of which every value is looked at, and from what size on that takes long.
         kinds = {spec.dtype.kind for spec in inputs}
         self._slow_nbytes = (
-            FAST_NBYTES if "S" in kinds else FAST_BOOLS_NBYTES if "b" in kinds else sys.maxsize
+            FAST_NBYTES if kinds & set(TEXT) else FAST_BOOLS_NBYTES if "b" in kinds else sys.maxsize
         )
 
     @staticmethod
@@ -161,9 +169,9 @@ class ModelCodec:
         if layout.is_simple:
             return False
         return any(
-            result[spec.name].size > PIECE
+            _is_much(result[spec.name])
             for spec, binary in layout.outputs
-            if not binary or spec.dtype.kind == "S"
+            if not binary or spec.dtype.kind in TEXT
         )
 
     def _checked_layout(
@@ -207,14 +215,14 @@ class ModelCodec:
         """
         shape = read_shape(spec.name, given)
         check_shape(spec, shape)
-        if self.rows_max is not None and shape[0] > self.rows_max:
-            raise too_many_rows(shape[0], self.rows_max)
+        if self.rows_max is not None and spec.axis is not None and shape[spec.axis] > self.rows_max:
+            raise too_many_rows(shape[spec.axis], self.rows_max)
         if 0 in shape and size_of([size for size in shape if size]) > EMPTY_SIZE_MAX:
             raise TooLargeError(
                 f"input {spec.name!r} has no elements, and its other sizes are too large for that: "
                 f"{brief(list(shape))}; at most {EMPTY_SIZE_MAX} as a product are accepted"
             )
-        if spec.dtype.kind == "S" and size_of(shape) > STRINGS_MAX:
+        if spec.dtype.kind in TEXT and size_of(shape) > STRINGS_MAX:
             raise TooLargeError(
                 f"input {spec.name!r} has {size_of(shape)} elements of BYTES; at most {STRINGS_MAX} are "
                 "accepted"
@@ -242,16 +250,25 @@ def read_inputs(layout: RequestLayout, body: Buffer, start: int, pause: Pause = 
 
 
 def read_tensors(
-    placed: Sequence[PlacedTensor], body: Buffer, start: int, pause: Pause = no_pause
+    placed: Sequence[PlacedTensor],
+    body: Buffer,
+    start: int,
+    pause: Pause = no_pause,
+    *,
+    decodes: bool = True,
 ) -> dict[str, Array]:
     """Return tensors by name, those that are raw as they follow one another in ``body`` from ``start`` on.
 
     :param pause: called between pieces of work.
+    :param decodes: whether strings are decoded to text.
     :raises InputError: if the bytes of one are not such a tensor.
     """
     arrays = {}
     for spec, shape, nbytes, array in placed:
-        arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes, pause) if array is None else array
+        if array is None:
+            arrays[spec.name] = read_tensor(spec, shape, body, start, nbytes, pause, decodes=decodes)
+        else:
+            arrays[spec.name] = array
         start += nbytes
     return arrays
 
@@ -262,7 +279,7 @@ def _raw_numbers_of(
     found = []
     start = 0
     for spec, shape, nbytes, array in placed:
-        if array is not None or spec.dtype.kind in "Sb":
+        if array is not None or spec.dtype.kind in TEXT + "b":
             return ()
         found.append((spec.name, shape, spec.dtype, start))
         start += nbytes
@@ -273,7 +290,8 @@ def _symbols_of(inputs: Sequence[PlacedTensor], pad: Mapping[str, Sequence[int] 
     """Return the sizes of the open dimensions, those that are padded as they are then."""
     symbols: dict[str, int] = {}
     for spec, shape, _, _ in inputs:
-        symbols |= {dim: size for dim, size in zip(spec.dims, shape[1:], strict=True) if isinstance(dim, str)}
+        row = shape if spec.axis is None else (*shape[: spec.axis], *shape[spec.axis + 1 :])
+        symbols |= {dim: size for dim, size in zip(spec.dims, row, strict=True) if isinstance(dim, str)}
     for dim, sizes in pad.items():
         if dim not in symbols:
             continue
@@ -290,13 +308,37 @@ def _nbytes_of(
     inputs: Sequence[PlacedTensor], specs: Sequence[TensorSpec], symbols: Mapping[str, int]
 ) -> int:
     """Return the bytes of tensors in a request, as far as the sizes of the open dimensions tell."""
-    rows = max([shape[0] for _, shape, _, _ in inputs], default=0)
+    rows = _rows_of(inputs)
     nbytes = 0
     for spec in specs:
         dims = spec.resolve(symbols)
         if dims is not None:
-            nbytes += rows * size_of(dims) * spec.dtype.itemsize
+            nbytes += (1 if spec.axis is None else rows) * size_of(dims) * spec.dtype.itemsize
     return nbytes
+
+
+def _rows_of(inputs: Sequence[PlacedTensor]) -> int:
+    """Return the rows of a request: 1 if none of its inputs counts any."""
+    return max([shape[spec.axis] for spec, shape, _, _ in inputs if spec.axis is not None], default=1)
+
+
+def _memory_of(array: Array) -> int:
+    """Return about how many bytes of memory an input takes."""
+    if array.dtype.kind != "O":
+        return array.nbytes
+    return array.nbytes + STRING_NBYTES * array.size + _characters_of(array)
+
+
+def _characters_of(strings: Array) -> int:
+    """Return the length of all strings together. What is none counts nothing."""
+    return sum([len(item) for item in strings.reshape(-1).tolist() if isinstance(item, str | bytes)])
+
+
+def _is_much(output: Array) -> bool:
+    """Return whether encoding an output that is not raw numbers would hold the event loop."""
+    if output.size > PIECE:
+        return True
+    return output.dtype.kind == "O" and _characters_of(output) > FAST_STRINGS_NBYTES
 
 
 def remember(known: dict[K, V], key: K, value: V) -> None:
@@ -313,11 +355,11 @@ def read_shape(name: str, shape: Any) -> tuple[int, ...]:
     """
     if (
         not isinstance(shape, list)
-        or not 1 <= len(shape) <= DIMS_MAX
+        or len(shape) > DIMS_MAX
         or not all(type(size) is int and size >= 0 for size in shape)
     ):
         raise RequestError(
-            f"shape of {name!r} must be a list of 1 to {DIMS_MAX} sizes, none negative, not {brief(shape)}"
+            f"shape of {name!r} must be a list of at most {DIMS_MAX} sizes, none negative, not {brief(shape)}"
         )
     # Zeros are left out: NumPy refuses shapes that would overflow without them.
     if size_of([size for size in shape if size]) > SIZE_MAX:

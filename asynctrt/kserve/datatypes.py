@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import InputError, MissingExtraError, ModelError, RequestError
+from asynctrt.errors import ExecutionError, InputError, MissingExtraError, ModelError, RequestError
 from asynctrt.kserve.json_pieces import Pause, no_pause
 from asynctrt.tensors import Array, TensorSpec, convert, shape_text
 
@@ -29,10 +29,13 @@ DATATYPES: Final = {
     "float64": "FP64",
     "bfloat16": "BF16",
 }
-"""KServe's datatype for each NumPy dtype; ``bfloat16`` is that of ``ml_dtypes``. Byte strings are BYTES."""
+"""KServe's datatype for each NumPy dtype; ``bfloat16`` is that of ``ml_dtypes``. Strings are BYTES."""
 
 DTYPES: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 """The name of NumPy's dtype for each of KServe's datatypes."""
+
+TEXT: Final = "SO"
+"""The kinds of NumPy's dtypes of BYTES: byte strings of a fixed size, and objects, which are strings."""
 
 LENGTH_NBYTES: Final = 4
 """Bytes of the little-endian length before each element of a BYTES tensor."""
@@ -62,25 +65,31 @@ def datatype_of(spec: TensorSpec) -> str:
     :raises ModelError: if KServe has no datatype for its dtype.
     """
     dtype = spec.dtype
-    if dtype.kind == "S" and dtype.itemsize:
+    if spec.kind != "tensor":
+        raise ModelError(
+            f"KServe carries tensors alone, and {spec.name!r} is a {spec.kind}: export the model without it "
+            "(a classifier from skl2onnx with zipmap=False)"
+        )
+    if dtype.kind in TEXT and dtype.itemsize:
         return "BYTES"
     name = DATATYPES.get(dtype.name)
     if name is None or not dtype.isnative:
         raise ModelError(
             f"KServe has no datatype for {dtype}, the dtype of tensor {spec.name!r}. It has datatypes for "
-            f"{', '.join(sorted(DATATYPES))} and for byte strings of a fixed size, such as 'S32'"
+            f"{', '.join(sorted(DATATYPES))}, for strings, which are 'object', and for byte strings of a "
+            "fixed size, such as 'S32'"
         )
     return name
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for a datatype. That of BYTES has no size: arrays take the longest element's.
+    """Return NumPy's dtype for a datatype. That of BYTES is ``object``.
 
     :raises KeyError: if KServe has no such datatype.
     :raises MissingExtraError: for BF16 without ``ml_dtypes``.
     """
     if datatype == "BYTES":
-        return np.dtype("S")
+        return np.dtype(object)
     name = DTYPES[datatype]
     with contextlib.suppress(TypeError):
         return np.dtype(name)
@@ -102,18 +111,20 @@ def read_tensor(
     start: int,
     nbytes: int,
     pause: Pause = no_pause,
+    *,
+    decodes: bool = True,
 ) -> Array:
     """Read a tensor from the ``nbytes`` of a message that begin at ``start``. Numbers are not copied.
 
     The caller has compared ``nbytes`` with the shape (see :func:`check_nbytes`).
 
     :param pause: called between pieces of work.
-
+    :param decodes: as for :func:`strings`.
     :raises InputError: if the bytes are not such a tensor.
     """
-    if spec.dtype.kind == "S":
+    if spec.dtype.kind in TEXT:
         raw = memoryview(body)[start : start + nbytes]
-        return read_bytes(spec, raw, size_of(shape), pause).reshape(shape)
+        return read_bytes(spec, raw, size_of(shape), pause, decodes=decodes).reshape(shape)
     return read_raw(spec, shape, body, start)
 
 
@@ -128,7 +139,9 @@ def read_raw(spec: TensorSpec, shape: Sequence[int], body: Buffer, start: int = 
     return array
 
 
-def read_bytes(spec: TensorSpec, raw: memoryview, count: int, pause: Pause = no_pause) -> Array:
+def read_bytes(
+    spec: TensorSpec, raw: memoryview, count: int, pause: Pause = no_pause, *, decodes: bool = True
+) -> Array:
     """Read the ``count`` elements of a BYTES tensor, calling ``pause`` now and then.
 
     :raises InputError: if lengths and bytes disagree, or an element does not fit the spec (see
@@ -152,7 +165,7 @@ def read_bytes(spec: TensorSpec, raw: memoryview, count: int, pause: Pause = no_
         raise InputError(
             f"tensor {spec.name!r}: {len(raw) - position} bytes are left after its {count} elements"
         )
-    return strings(spec, elements, pause)
+    return strings(spec, elements, pause, decodes=decodes)
 
 
 def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
@@ -160,7 +173,7 @@ def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
 
     :raises InputError: if they disagree.
     """
-    if spec.dtype.kind == "S":
+    if spec.dtype.kind in TEXT:
         if nbytes < LENGTH_NBYTES * size_of(shape):
             raise InputError(f"tensor {spec.name!r} has {nbytes} bytes, too few for shape {list(shape)}")
     elif nbytes != size_of(shape) * spec.dtype.itemsize:
@@ -171,8 +184,11 @@ def check_nbytes(spec: TensorSpec, shape: Sequence[int], nbytes: int) -> None:
 
 
 def write_tensor(array: Array, pause: Pause = no_pause) -> Buffer:
-    """Return the wire form of a tensor: its bytes in C order, or :func:`write_bytes`."""
-    if array.dtype.kind == "S":
+    """Return the wire form of a tensor: its bytes in C order, or :func:`write_bytes`.
+
+    :raises ExecutionError: for objects that are not strings.
+    """
+    if array.dtype.kind in TEXT:
         return write_bytes(array, pause)
     if not array.size:
         return b""
@@ -184,37 +200,60 @@ def write_tensor(array: Array, pause: Pause = no_pause) -> Buffer:
 
 
 def write_bytes(array: Array, pause: Pause = no_pause) -> bytes:
-    """Return the wire form of a BYTES tensor, calling ``pause`` now and then."""
+    """Return the wire form of a BYTES tensor, calling ``pause`` now and then. Text is encoded as UTF-8.
+
+    :raises ExecutionError: for objects that are not strings.
+    """
     flat, parts, pack = array.reshape(-1), [], LENGTH.pack
     for start in range(0, flat.size, PIECE):
-        elements = [bytes(element) for element in flat[start : start + PIECE].tolist()]
+        elements = [_utf8(element) for element in flat[start : start + PIECE].tolist()]
         parts.append(b"".join([part for item in elements for part in (pack(len(item)), item)]))
         pause()
     return b"".join(parts)
 
 
-def strings(spec: TensorSpec, elements: list[bytes], pause: Pause = no_pause) -> Array:
-    """Return elements as a one-dimensional array of the spec's dtype.
+def strings(
+    spec: TensorSpec, elements: list[bytes], pause: Pause = no_pause, *, decodes: bool = True
+) -> Array:
+    """Return elements as a one-dimensional array of the spec's dtype: of ``object``, decoded from UTF-8.
 
-    A dtype with a size is that of a model, which sees an element end at its first trailing NUL: such elements
-    are refused. A dtype without a size (see :func:`dtype_of`) grows to the longest element, and trailing NULs
-    are lost, as NumPy's byte strings lose them.
+    A dtype of byte strings is that of a model which sees an element end at its first trailing NUL: such
+    elements are refused.
 
-    :raises InputError: for an element that is too long or ends in a NUL.
+    :param decodes: whether elements of ``object`` are text. If not, they stay bytes.
+    :raises InputError: for an element that is not UTF-8, is too long or ends in a NUL.
     """
-    longest = spec.dtype.itemsize
-    if not longest:
-        return np.array(elements, spec.dtype)
+    is_text = spec.dtype.kind == "O"
     array = np.empty(len(elements), spec.dtype)
     for start in range(0, len(elements), PIECE):
         piece = elements[start : start + PIECE]
-        sizes = list(map(len, piece))
-        array[start : start + PIECE] = piece
-        # What is too long is cut off, and NULs at the end are not seen: either changes the size.
-        if int(np.char.str_len(array[start : start + PIECE]).sum()) != sum(sizes):
-            raise _unfit(spec, piece, start)
+        if is_text:
+            array[start : start + PIECE] = _decoded(spec, piece, start) if decodes else piece
+        else:
+            array[start : start + PIECE] = piece
+            # What is too long is cut off, and NULs at the end are not seen: either changes the size.
+            if int(np.char.str_len(array[start : start + PIECE]).sum()) != sum(map(len, piece)):
+                raise _unfit(spec, piece, start)
         pause()
     return array
+
+
+def _decoded(spec: TensorSpec, elements: list[bytes], first: int) -> list[str]:
+    """Return elements as text.
+
+    :param first: the number of the first, for the message.
+    :raises InputError: for one that is not UTF-8.
+    """
+    found: list[str] = []
+    try:
+        for element in elements:
+            found.append(element.decode())  # noqa: PERF401  (it tells which one failed)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"tensor {spec.name!r}: element {first + len(found)} is not UTF-8 text ({error.reason} at byte "
+            f"{error.start}), and the model takes text"
+        ) from error
+    return found
 
 
 def _unfit(spec: TensorSpec, elements: list[bytes], first: int) -> InputError:
@@ -243,7 +282,9 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...], pause: Pause 
     :raises InputError: if its values, or their number, do not fit.
     """
     if not isinstance(data, list):
-        raise InputError(f"input {spec.name!r}: data must be a list, not {type(data).__name__}")
+        if shape:
+            raise InputError(f"input {spec.name!r}: data must be a list, not {type(data).__name__}")
+        data = [data]
     values = _flat(spec, data, pause)
     if len(values) != size_of(shape):
         raise InputError(f"input {spec.name!r} has {len(values)} values, but shape {list(shape)}")
@@ -258,7 +299,7 @@ def from_json(spec: TensorSpec, data: Any, shape: tuple[int, ...], pause: Pause 
 
 def _converted(spec: TensorSpec, values: list[Any]) -> Array:
     """Convert a flat list from JSON."""
-    if spec.dtype.kind == "S":
+    if spec.dtype.kind in TEXT:
         return strings(spec, [_encoded(spec, item) for item in values])
     if str in set(map(type, values)):
         # NumPy would give every element the length of the longest string before it refused any of them.
@@ -272,6 +313,7 @@ def to_json(array: Array) -> Any:
     """Return the values of a tensor, flat, in a form that JSON can hold. NaN becomes null.
 
     :raises RequestError: if JSON cannot hold them.
+    :raises ExecutionError: for objects that are not strings.
     """
     return _jsonable(np.ascontiguousarray(array).reshape(-1))
 
@@ -284,9 +326,9 @@ def pieces_for_json(array: Array) -> Iterator[Any]:
 
 
 def _jsonable(flat: Array) -> Any:
-    if flat.dtype.kind == "S":
+    if flat.dtype.kind in TEXT:
         try:
-            return [item.decode() for item in flat.tolist()]
+            return [_utf8(item).decode() for item in flat.tolist()]
         except UnicodeDecodeError as error:
             raise RequestError(
                 "a tensor holds bytes that are not UTF-8 text, which JSON cannot carry: use binary_data"
@@ -341,3 +383,18 @@ def _encoded(spec: TensorSpec, item: Any) -> bytes:
             f"input {spec.name!r} is BYTES, so in JSON its values must be strings, not {brief(item)}"
         )
     return item.encode()
+
+
+def _utf8(item: Any) -> bytes:
+    """Return a string of an output as bytes.
+
+    :raises ExecutionError: if it is not one.
+    """
+    if isinstance(item, bytes):
+        return item
+    try:
+        return str.encode(item)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ExecutionError(
+            f"a tensor of strings holds {brief(item)} of type {type(item).__name__}: give str or bytes"
+        ) from error

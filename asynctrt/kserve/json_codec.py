@@ -30,6 +30,7 @@ from asynctrt.kserve.datatypes import (
     check_nbytes,
     from_json,
     pieces_for_json,
+    size_of,
     write_tensor,
 )
 from asynctrt.kserve.json_pieces import Pause, loads_in_pieces, no_pause
@@ -155,16 +156,15 @@ class JsonCodec(ModelCodec):
                 f"a raw body holds one input, but {self.name!r} has {len(self._inputs)}: send a JSON header"
             )
         ((spec, datatype),) = self._inputs.values()
-        open_dims = [dim for dim in spec.dims if isinstance(dim, str)]
-        fixed = 1
-        for dim in spec.dims:
-            fixed *= 1 if isinstance(dim, str) else dim
+        row = spec.shape(1)
+        open_dims = [dim for dim in row if isinstance(dim, str)]
+        fixed = size_of([dim for dim in row if not isinstance(dim, str)])
         count, left = (1, 0) if datatype == "BYTES" else divmod(len(body), spec.dtype.itemsize)
         if len(open_dims) > 1 or left or not fixed or count % fixed or (not open_dims and count != fixed):
             raise RequestError(
                 f"a raw body of {len(body)} bytes is not one row of {spec}: send a JSON header with the shape"
             )
-        shape = (1, *(count // fixed if isinstance(dim, str) else dim for dim in spec.dims))
+        shape = tuple([count // fixed if isinstance(dim, str) else dim for dim in row])
         if datatype == "BYTES":
             body = b"".join((len(body).to_bytes(LENGTH_NBYTES, "little"), body))
         outputs = tuple((spec, True) for spec, _ in self._outputs.values())

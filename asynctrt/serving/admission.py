@@ -220,9 +220,12 @@ class Admission:
         self._engine = engine
         options = engine.options
         self._timeout_ns = None if options.timeout is None else timeout_ns_of(options.timeout)
+        is_pipeline = engine.platform == PLATFORM
+        self._axes = {spec.name: spec.axis for spec in engine.inputs}
         # What a pipeline gives for some rows cannot always be joined to what it gives for others.
-        self._splits = engine.platform != PLATFORM
-        self.gate = self._batch_gate(nbytes_max) if self._splits else self._pipeline_gate(nbytes_max)
+        self._splits = not is_pipeline and all(spec.axis is not None for spec in engine.outputs)
+        self._join = partial(InferResult.join, axes={spec.name: spec.axis or 0 for spec in engine.outputs})
+        self.gate = self._pipeline_gate(nbytes_max) if is_pipeline else self._batch_gate(nbytes_max)
         self._is_filling = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = NO_DEADLINE_NS
@@ -342,9 +345,7 @@ class Admission:
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
         if timeout_ns is not None:
             submission.deadline_ns = clock.now_ns() + timeout_ns
-        submission.nbytes = request.layout.binary_nbytes or sum(
-            [array.nbytes for array in request.inputs.values()]
-        )
+        submission.nbytes = request.nbytes
         crowded, has_room = gate.make_room(submission)
         for ticket in crowded:
             self._refuse(ticket, self._too_much())
@@ -370,7 +371,8 @@ class Admission:
         submission.go_on(future)
         inputs, rows = submission.request.inputs, submission.rows
         for start in range(0, rows, gate.batch_rows):
-            part = {name: array[start : start + gate.batch_rows] for name, array in inputs.items()}
+            span = slice(start, start + gate.batch_rows)
+            part = {name: _part_of(array, span, self._axes[name]) for name, array in inputs.items()}
             nbytes = sum([array.nbytes for array in part.values()])
             whole.parts.append(_Part(whole, part, min(gate.batch_rows, rows - start), nbytes))
         whole.left = len(whole.parts)
@@ -441,9 +443,9 @@ class Admission:
             parts, whole.parts = whole.parts, []
             results = [part.future.result() for part in parts if part.future is not None]
             if sum(array.nbytes for one in results for array in one.values()) <= JOIN_ON_LOOP_NBYTES_MAX:
-                _finish(whole.future, partial(InferResult.join, results))
+                _finish(whole.future, partial(self._join, results))
             else:
-                joining = asyncio.create_task(asyncio.to_thread(InferResult.join, results))
+                joining = asyncio.create_task(asyncio.to_thread(self._join, results))
                 self._joining.add(joining)
                 joining.add_done_callback(partial(self._joined, whole.future))
 
@@ -519,6 +521,11 @@ def counted(future: "asyncio.Future[InferResult]") -> int:
     if parts is not None:
         return sum(map(counted, parts))
     return int(has_result(future))
+
+
+def _part_of(array: Array, rows: slice, axis: int | None) -> Array:
+    """Return some rows of an input, or the whole of one without rows."""
+    return array if axis is None else array[(slice(None),) * axis + (rows,)]
 
 
 def _finish(future: "asyncio.Future[InferResult]", work: Callable[[], InferResult]) -> None:

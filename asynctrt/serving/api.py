@@ -263,10 +263,7 @@ class Api:
         """
         if self.in_flight >= self.settings.max_requests:
             raise QueueFullError(f"the server is answering {self.in_flight} requests, its limit: retry later")
-        layout = request.layout
-        nbytes = layout.answer_nbytes + (
-            layout.binary_nbytes or sum([array.nbytes for array in request.inputs.values()])
-        )
+        nbytes = request.layout.answer_nbytes + request.nbytes
         hold = self.hold(caller, nbytes) if nbytes > SMALL_NBYTES else None
         name = self.client(caller, headers)
         inference = served.submit(request, caller, name, began_ns, headers, self._ended)

@@ -99,6 +99,7 @@ def _described(served: ServedModel) -> dict[str, Any]:
         "device": served.engine.device_name,
         "state": done.state,
         "max_rows": served.engine.max_rows,
+        "batching": served.why_batched,
         "batch_bounds": batch_bounds(served.engine.max_rows),
         "answered": served.succeeded(done),
         "rows": done.rows,

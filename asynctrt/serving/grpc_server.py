@@ -340,8 +340,12 @@ class GrpcServer:
         request, result = inference.request, inference.future.result()
         self._check_answer(sum([result[spec.name].nbytes for spec, _ in request.layout.outputs]))
         if codec.is_slow_answer(request.layout, result):
-            return await self._api.worker.run(lambda: wrap(codec.encode(request, result, pause)))
-        return wrap(codec.encode(request, result))
+            answer = await self._api.worker.run(lambda: wrap(codec.encode(request, result, pause)))
+        else:
+            answer = wrap(codec.encode(request, result))
+        if not request.layout.is_simple:
+            self._check_answer(len(answer))  # How long strings are is not known before.
+        return answer
 
     async def _stream(self, _: Any, context: Any) -> None:
         try:

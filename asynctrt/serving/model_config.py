@@ -13,7 +13,7 @@ from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.protobuf import parse_model_config
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
-from asynctrt.serving.warmup import WarmUp, WarmUpTensor
+from asynctrt.serving.warmup import WarmUp, WarmUpTensor, row_text, stated_shape
 from asynctrt.tensors import TensorSpec
 
 CONFIG: Final = "config.pbtxt"
@@ -141,7 +141,8 @@ class ModelConfig:
     backend: str = ""
     filename: str = ""
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    """Name, datatype and dims of a row, where they are stated. Other inputs are not checked."""
+    """Name, datatype and dims of a row or of the whole tensor, where they are stated. Other inputs are not
+    checked."""
     outputs: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     ignored: tuple[str, ...] = ()
     """What it states in vain, a sentence each."""
@@ -173,10 +174,9 @@ class ModelConfig:
                     raise ModelError(
                         f"{CONFIG} has {side} {name!r} as {datatype}; in the model it is {datatype_of(spec)}"
                     )
-                if dims and not _fits(dims, spec):
+                if dims and stated_shape(spec, dims, -1) is None:
                     raise ModelError(
-                        f"{CONFIG} has {side} {name!r} with dims {list(dims)}; a row of the model's has "
-                        f"{list(spec.dims)}"
+                        f"{CONFIG} has {side} {name!r} with dims {list(dims)}; {row_text(side, spec)}"
                     )
 
 
@@ -215,10 +215,10 @@ def interpret(text: str, folder: Path) -> ModelConfig:
             ignored.append(f"{path} is ignored: {IGNORED.get(path, 'asynctrt has no such setting')}")
     if message.name and message.name != folder.name:
         raise ModelError(f"its name is {message.name!r}, and that of its folder {folder.name!r}")
-    if message.HasField("max_batch_size") and message.max_batch_size < 1:
+    if message.max_batch_size < 0:
         raise ModelError(
-            "max_batch_size is 0, which keeps requests apart, and asynctrt runs them together along the "
-            "first axis. If that axis counts rows, leave max_batch_size out or say how many may run together"
+            f"max_batch_size is {message.max_batch_size}: state how many rows may run together, or 0 for a "
+            "model whose requests run alone"
         )
     device = _device(message.instance_group, ignored)
     options = _options(message, ignored)
@@ -318,10 +318,18 @@ def _instances(groups: Any) -> int | None:
 def _options(message: Any, ignored: list[str]) -> dict[str, Any]:
     """Return the options of the engine that are stated."""
     options: dict[str, Any] = {}
-    if message.HasField("max_batch_size"):
+    is_alone = message.HasField("max_batch_size") and message.max_batch_size == 0
+    if is_alone:
+        options["batching"] = "off"
+    elif message.HasField("max_batch_size"):
         options["max_rows"] = message.max_batch_size
     batching = message.dynamic_batching
-    if batching.HasField("max_queue_delay_microseconds"):
+    if is_alone and batching.max_queue_delay_microseconds:
+        ignored.append(
+            "dynamic_batching.max_queue_delay_microseconds is ignored: requests run alone, as max_batch_size "
+            "is 0"
+        )
+    elif batching.HasField("max_queue_delay_microseconds"):
         options["max_delay"] = batching.max_queue_delay_microseconds / 1e6
     if batching.priority_levels:
         options["priorities"] = batching.priority_levels
@@ -331,7 +339,11 @@ def _options(message: Any, ignored: list[str]) -> dict[str, Any]:
             )
     return (
         options
-        | _queue_options(batching.default_queue_policy, options.get("max_rows", MAX_ROWS_DEFAULT), ignored)
+        | _queue_options(
+            batching.default_queue_policy,
+            1 if is_alone else options.get("max_rows", MAX_ROWS_DEFAULT),
+            ignored,
+        )
         | _graphs(message.optimization.cuda)
     )
 
@@ -386,10 +398,3 @@ def _warmup(item: Any, folder: Path) -> WarmUp:
                 )
         tensors[name] = WarmUpTensor(_datatype(given), tuple(given.dims), given.random_data, path)
     return WarmUp(item.name, max(1, item.batch_size), max(1, item.count), tensors)
-
-
-def _fits(dims: tuple[int, ...], spec: TensorSpec) -> bool:
-    """Return whether stated dims can be those of a row; -1 fits a dimension that the model leaves open."""
-    return len(dims) == len(spec.dims) and all(
-        isinstance(known, str) or dim == known for dim, known in zip(dims, spec.dims, strict=True)
-    )

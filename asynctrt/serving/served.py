@@ -1,7 +1,7 @@
 """Serve one version of a model: decode its requests, count them, describe it to clients."""
 
 import asyncio
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Final
 
 from asynctrt import clock
@@ -116,6 +116,10 @@ class ServedModel:
         self.latencies_ns: list[int] = []
         """Of the answers since the last sample."""
         self.latencies = Latencies()
+        batching = getattr(engine, "batching", None)
+        self._is_batched: bool = batching is None or batching.is_on
+        self.why_batched: str | None = None if batching is None else batching.reason
+        """Why rows of different requests share its batches, or do not."""
         self.mark: Any = None
         """What its engine was made of: see :class:`Source`."""
 
@@ -224,25 +228,33 @@ class ServedModel:
         }
 
     def config(self) -> dict[str, Any]:
-        """Return the part of Triton's model configuration that clients read. Dims exclude the batch axis."""
+        """Return the part of Triton's model configuration that clients read.
+
+        Where ``max_batch_size`` is more than 0, clients put a batch axis in front of the dims. So it is 0,
+        and the dims are whole, if requests run alone or a tensor has its rows elsewhere.
+        """
         options, done = self.engine.options, self.engine.statistics()
+        is_batched = self._is_batched
+        has_batch_axis = is_batched and all(
+            spec.axis == 0 for spec in (*self.engine.inputs, *self.engine.outputs)
+        )
 
         def side(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
             return [
                 {
                     "name": spec.name,
                     "data_type": "TYPE_" + datatype_of(spec).replace("BYTES", "STRING"),
-                    "dims": _dims(spec),
+                    "dims": _sizes(spec.dims if has_batch_axis else spec.shape("rows")),
                     "is_shape_tensor": False,
                 }
                 for spec in specs
             ]
 
-        return {
+        config: dict[str, Any] = {
             "name": self.name,
             "platform": self.engine.platform,
             "backend": self.engine.platform.split("_")[0],
-            "max_batch_size": self.engine.max_rows,
+            "max_batch_size": self.engine.max_rows if has_batch_axis else 0,
             "version_policy": {"all": {}},
             "input": [
                 item | {"format": "FORMAT_NONE", "optional": item["name"] in options.filled}
@@ -257,13 +269,17 @@ class ServedModel:
                     "count": done.arenas or done.contexts,
                 }
             ],
-            "dynamic_batching": {
+        }
+        if is_batched:
+            config["dynamic_batching"] = {
                 "preferred_batch_size": [self.engine.max_rows],
                 "max_queue_delay_microseconds": int(options.max_delay * 1e6),
                 "priority_levels": options.priorities,
                 "default_priority_level": options.priorities,
-            },
-        }
+            }
+        if self.why_batched is not None:
+            config["parameters"] = {"batching": {"string_value": self.why_batched}}
+        return config
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics extension's figures. Counts are of requests unless they say executions.
@@ -325,9 +341,10 @@ def reason_of(error: BaseException) -> str:
     return "BACKEND" if error.http_status >= 500 else "OTHER"
 
 
-def _dims(spec: TensorSpec) -> list[int]:
-    return [-1 if isinstance(dim, str) else dim for dim in spec.dims]
+def _sizes(shape: Iterable[int | str]) -> list[int]:
+    """Return sizes, with -1 for those that may differ from request to request."""
+    return [-1 if isinstance(size, str) else size for size in shape]
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "datatype": datatype_of(spec), "shape": [-1, *_dims(spec)]}
+    return {"name": spec.name, "datatype": datatype_of(spec), "shape": _sizes(spec.shape("rows"))}

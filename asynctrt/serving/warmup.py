@@ -11,7 +11,7 @@ import numpy as np
 
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError
-from asynctrt.kserve.datatypes import check_nbytes, datatype_of, read_tensor
+from asynctrt.kserve.datatypes import TEXT, check_nbytes, datatype_of, read_tensor
 from asynctrt.tensors import Array, TensorSpec
 from asynctrt.validation import count
 
@@ -26,7 +26,8 @@ logger = logging.getLogger("asynctrt.serving")
 
 @dataclass(frozen=True, slots=True)
 class WarmUpTensor:
-    """One input of a warm-up request: its datatype, the dims of a row, and where its values come from."""
+    """One input of a warm-up request: its datatype, the dims of a row or of the whole tensor, and where its
+    values come from."""
 
     datatype: str
     dims: tuple[int, ...]
@@ -35,18 +36,15 @@ class WarmUpTensor:
     """A file with the raw values of all rows; without one and not random, zeros."""
 
     def read(self, spec: TensorSpec, rows: int) -> Array:
-        """Return the values, ``(rows, *dims)``. Blocks.
+        """Return the values of ``rows`` rows, or of the whole tensor if the dims are its. Blocks.
 
         :raises ModelError: if they cannot be read or are not what the model takes.
         """
         if self.datatype != datatype_of(spec):
             raise ModelError(f"input {spec.name!r} is {datatype_of(spec)}, not {self.datatype}")
-        fits = len(self.dims) == len(spec.dims) and all(
-            isinstance(known, str) or known == dim for dim, known in zip(self.dims, spec.dims, strict=True)
-        )
-        if not fits:
-            raise ModelError(f"a row of input {spec.name!r} is {list(spec.dims)}, not {list(self.dims)}")
-        shape = (rows, *self.dims)
+        shape = stated_shape(spec, self.dims, rows)
+        if shape is None:
+            raise ModelError(f"{row_text('input', spec)}, not {list(self.dims)}")
         if self.path is None:
             return filled(spec, shape, is_random=self.is_random)
         try:
@@ -103,7 +101,7 @@ async def warm_all_sizes(engine: Engine, rounds: int) -> None:
     wave = max(1, min(known.contexts, WAVE_MAX, engine.options.max_queue_rows // rows_max))
     try:
         for rows in sorted({1, *known.graphs, rows_max}) * rounds:
-            arrays = {spec.name: filled(spec, (rows, *_fixed(spec.dims))) for spec in engine.inputs}
+            arrays = {spec.name: filled(spec, spec.shape(rows)) for spec in engine.inputs}
             together = wave if rows == rows_max else 1
             await asyncio.gather(*(engine.infer(arrays) for _ in range(together)))
     except AsynctrtError as error:
@@ -114,7 +112,9 @@ async def warm_all_sizes(engine: Engine, rounds: int) -> None:
 
 def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -> Array:
     """Return zeros, or random values, of a tensor's dtype. Strings are empty."""
-    if not is_random or spec.dtype.kind == "S":
+    if spec.dtype.kind == "O":
+        return np.full(shape, "", object)
+    if not is_random or spec.dtype.kind in TEXT:
         return np.zeros(shape, spec.dtype)
     generator = np.random.default_rng(0)
     if spec.dtype.kind in "iub":
@@ -124,5 +124,24 @@ def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -
     return array
 
 
-def _fixed(dims: Sequence[int | str]) -> tuple[int, ...]:
-    return tuple(dim for dim in dims if isinstance(dim, int))
+def stated_shape(spec: TensorSpec, dims: tuple[int, ...], rows: int) -> tuple[int, ...] | None:
+    """Return the shape that stated dims mean: of ``rows`` rows if they are those of a row.
+
+    They may be those of the whole tensor, too; ``None`` if they are neither. Any size, also -1, fits a
+    dimension that the model leaves open.
+    """
+    if _fits(dims, spec.dims):
+        return dims if spec.axis is None else (*dims[: spec.axis], rows, *dims[spec.axis :])
+    return dims if _fits(dims, spec.shape("rows")) else None
+
+
+def _fits(dims: tuple[int, ...], known: tuple[int | str, ...]) -> bool:
+    return len(dims) == len(known) and all(
+        isinstance(size, str) or dim == size for dim, size in zip(dims, known, strict=True)
+    )
+
+
+def row_text(side: str, spec: TensorSpec) -> str:
+    """Return the dims that a configuration may state, as a message says it."""
+    of_row = "" if spec.axis is None else "a row of "
+    return f"{of_row}{side} {spec.name!r} is {list(spec.dims)}"

@@ -53,12 +53,31 @@ class TestRequests:
         [
             (np.zeros(1, complex), "no datatype for complex128, the dtype of input 'x'"),
             (np.array([{}], object), "'x' holds objects of type dict, not bytes or text"),
-            (np.array([b"a\0"], object), "'x' has bytes that end in a NUL"),
+            (["a", "\ud800"], "'x' has text that UTF-8 cannot hold"),
         ],
     )
     def test_what_cannot_be_sent(self, value, says):
         with pytest.raises(InputError, match=says):
             as_arrays({"x": value})
+
+    @pytest.mark.parametrize(
+        "value", [[b"a\0", "bä"], ["a\0", "bä"], np.array([b"a\0", "bä"], object), np.array(["a\0b", "c"])]
+    )
+    def test_strings_are_sent_to_their_last_byte(self, value):
+        body, head_nbytes = write_binary({"x": value}, 0)
+        elements = [item if isinstance(item, bytes) else item.encode() for item in list(value)]
+        assert body[head_nbytes:] == b"".join(len(one).to_bytes(4, "little") + one for one in elements)
+
+    def test_a_single_string_and_a_single_number(self):
+        body, head_nbytes = write_binary({"w": "bä", "x": np.array(1, np.int16)}, 0)
+        assert [item["shape"] for item in json.loads(body[:head_nbytes])["inputs"]] == [[], []]
+        assert body[head_nbytes:] == b"\3\0\0\0b\xc3\xa4" + b"\1\0"
+        assert json.loads(write_json({"w": "bä", "x": np.array(1.5)}, 0)) == {
+            "inputs": [
+                {"name": "w", "datatype": "BYTES", "shape": [], "data": ["bä"]},
+                {"name": "x", "datatype": "FP64", "shape": [], "data": [1.5]},
+            ]
+        }
 
     def test_objects(self):
         given = as_arrays({"x": np.array([["a", b"bc"]], object), "none": np.zeros((0, 2), object)})
@@ -128,11 +147,29 @@ def test_fewer_bytes_than_an_answer_says():
 
 
 def test_byte_strings_of_an_answer_may_end_in_nul():
-    """NumPy drops the NULs; the answer, and a connection that carries others, is still good."""
+    """They are bytes as they came, whether or not that is text."""
     outputs = place_outputs({"outputs": [output("BYTES", parameters={"binary_data_size": 11})]})
-    assert read_outputs(outputs, b"\1\0\0\0\0\2\0\0\0ab", 0)["y"].tolist() == [b"", b"ab"]
+    assert read_outputs(outputs, b"\1\0\0\0\0\2\0\0\0\xffb", 0)["y"].tolist() == [b"\0", b"\xffb"]
     with pytest.raises(AnswerError, match="element 1 of 2 ends"):
         read_outputs(outputs, b"\1\0\0\0\0\3\0\0\0ab", 0)
+
+
+def test_outputs_without_axes():
+    outputs = place_outputs(
+        {
+            "outputs": [
+                output(shape=(), parameters={"binary_data_size": 4}),
+                output("BYTES", (), parameters={"binary_data_size": 5}) | {"name": "w"},
+                output("INT64", (), data=[7]) | {"name": "j"},
+            ]
+        }
+    )
+    given = read_outputs(outputs, np.float32(1.5).tobytes() + b"\1\0\0\0a", 0)
+    assert {name: (array.shape, array.tolist()) for name, array in given.items()} == {
+        "y": ((), 1.5),
+        "w": ((), b"a"),
+        "j": ((), 7),
+    }
 
 
 def test_outputs_that_stand_alone():
@@ -145,8 +182,13 @@ def test_outputs_that_stand_alone():
 
 
 def test_specs_from_metadata():
-    shapes = {"x": [-1, 3, -1], "y": [2]}
+    shapes = {"x": [-1, 3, -1], "y": [2], "state": [2, -1, 3], "all": []}
     specs = read_specs({"name": name, "datatype": "FP32", "shape": shape} for name, shape in shapes.items())
-    assert [spec.dims for spec in specs] == [(3, "x.2"), ()]
+    assert [(spec.dims, spec.axis) for spec in specs] == [
+        ((3, "x.2"), 0),
+        ((2,), None),
+        ((2, "state.1", 3), None),
+        ((), None),
+    ]
     with pytest.raises(AnswerError, match="metadata cannot be read: 'name' is missing"):
         read_specs([{}])

@@ -135,9 +135,8 @@ class TestTensorsInPieces:
         with pytest.raises(InputError, match="int32"):
             from_json(spec, values, (1, self.COUNT))
 
-    @pytest.mark.parametrize("size", [8, 0])
-    def test_byte_strings(self, size):
-        spec = TensorSpec("x", np.dtype(f"S{size}"), ("n",))
+    def test_byte_strings(self):
+        spec = TensorSpec("x", np.dtype("S8"), ("n",))
         elements = [str(number).encode() for number in range(self.COUNT)]
         array = strings(spec, elements)
         assert array.tolist() == elements

@@ -375,7 +375,7 @@ BAD = {
     "wrong datatype": (InputError, "'x' is FP32, not 'INT8'", request(datatype="INT8")),
     "no datatype": (InputError, "'x' is FP32, not ''", request(datatype="")),
     "negative": (RequestError, "none negative", request((-1, -2))),
-    "no shape": (RequestError, "shape of 'x'", request(())),
+    "no shape": (InputError, "takes shape \\(rows, 2\\), given \\(\\)", request(())),
     "many dimensions": (RequestError, "shape of 'x'", request((1,) * 33)),
     "huge": (RequestError, "more elements than any message", request((2**62, 2**62))),
     "few bytes": (InputError, "takes 8 bytes, but 7", request(raw=b"1234567")),

@@ -193,11 +193,11 @@ class ServerContract:
         model = copy_model(**{name: "S8" if name == "words" else a.dtype for name, a in ARRAYS.items()})
         async with self.served({"copy": model}) as server, self.open(server, "copy") as target:
             kinds = [spec.dtype.name for spec in target.inputs]
-            assert kinds == ["bytes", "bool", "float16", "bfloat16", "int64", "uint8"]
+            assert kinds == ["object", "bool", "float16", "bfloat16", "int64", "uint8"]
             outputs = await answer(target, ARRAYS)
             for name, sent in ARRAYS.items():
                 given = outputs[f"{name}_out"]
-                assert given.dtype.kind == sent.dtype.kind
+                assert given.dtype.kind == sent.dtype.kind.replace("S", "O")
                 assert (given.tolist(), given.shape) == (sent.tolist(), sent.shape)
 
     async def test_what_is_text_and_what_is_turned_around(self):

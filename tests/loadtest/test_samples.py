@@ -45,6 +45,7 @@ def told(**changed):
         (np.complex64, {0, 1}),
         ("S1", {bytes([letter]) for letter in range(97, 123)}),
         ("S32", {bytes([letter]) for letter in range(97, 123)}),
+        (object, {chr(letter) for letter in range(97, 123)}),
     ],
 )
 def test_random_values_of_every_type(dtype, allowed):
@@ -62,6 +63,21 @@ def test_random_values_of_every_type(dtype, allowed):
         assert abs(wide.mean()) < 5 * (1 / 3 / wide.size) ** 0.5
     else:
         assert set(values.ravel().tolist()) == allowed
+
+
+def test_random_tensors_have_their_rows_where_the_model_has_them():
+    specs = [
+        TensorSpec("state", "float32", (2, "n"), axis=1),
+        TensorSpec("scale", "float32", (), axis=None),
+        TensorSpec("note", object, (), axis=None),
+    ]
+    inputs = make_samples(told(rows=3, dims="n=5"), specs)[0].inputs
+    assert {name: array.shape for name, array in inputs.items()} == {
+        "state": (2, 3, 5),
+        "scale": (),
+        "note": (),
+    }
+    assert inputs["note"].dtype == object
 
 
 def test_the_same_seed_is_the_same_rows():

@@ -55,10 +55,10 @@ SCHEMAS = {
         outputs=listed(TENSOR),
     ),
     "ModelConfig": record(
-        ["name", "platform", "max_batch_size", "input", "output", "dynamic_batching"],
+        ["name", "platform", "max_batch_size", "input", "output"],
         name=STRING,
         platform=STRING,
-        max_batch_size={"type": "integer", "minimum": 1},
+        max_batch_size={"type": "integer", "minimum": 0},
         input=listed(record(["name", "data_type", "dims"], name=STRING, dims=listed({"type": "integer"}))),
         output=listed(record(["name", "data_type", "dims"], name=STRING, dims=listed({"type": "integer"}))),
     ),

@@ -31,7 +31,8 @@ CHROMIUM_FLAGS = (
 async def serving(models=None, *, engine=None, **settings):
     """A server with these models, ``double`` if there are none: by name, or by (name, version).
 
-    ``engine`` are the options of their engines, ``settings`` those of the server.
+    ``engine`` are the options of their engines, ``settings`` those of the server. A model may be a pair, with
+    options of its own.
     """
     # On a busy machine the loop has pauses that no test is about.
     settings = {"http_port": 0, "grpc_port": 0, "grpc": False, "max_pause": 1000.0} | settings
@@ -44,6 +45,9 @@ async def serving(models=None, *, engine=None, **settings):
     for key, model in (models or {"double": double_model()}).items():
         name, version = key if isinstance(key, tuple) else (key, "1")
         options = {} if engine is None else dict(engine)
+        if isinstance(model, tuple):
+            model, own = model
+            options |= own
         repository.add(name, version=version, opener=_opener(model, options))
     try:
         async with Server(repository, ServerSettings(**settings)) as server:

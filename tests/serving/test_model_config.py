@@ -131,8 +131,7 @@ def test_devices(tmp_path, text, device):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_batch_size: 0", "keeps requests apart"),
-        ("max_batch_size: -1", "keeps requests apart"),
+        ("max_batch_size: -1", "max_batch_size is -1: state how many rows"),
         ("max_batch: 3", r'1:1.*no field named "max_batch"'),
         ("max_batch_size: 'x'", "1:17"),
         ("max_batch_size: 8\ninput {", "2:"),
@@ -206,6 +205,7 @@ def test_a_default_that_is_stated_is_not_worth_a_word(tmp_path):
 
 
 X, Y = TensorSpec("x", "float32", (3, "n")), TensorSpec("y", "int64", ())
+H, W = TensorSpec("h", "float32", (2, 4), axis=1), TensorSpec("w", object, ("n", 4), axis=None)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,13 @@ X, Y = TensorSpec("x", "float32", (3, "n")), TensorSpec("y", "int64", ())
         ('input { name: "x" data_type: TYPE_FP32 dims: [ 3, -1 ] }', None),
         ('output { name: "y" data_type: TYPE_INT64 }', None),
         ('input { name: "x" dims: [ 3, 7 ] }', None),
-        ('input { name: "z" }', "the model has x"),
+        ('input { name: "x" dims: [ -1, 3, -1 ] }', None),
+        ('input { name: "h" dims: [ 2, -1, 4 ] }', None),
+        ('input { name: "h" dims: [ 2, 4 ] }', None),
+        ('input { name: "w" data_type: TYPE_STRING dims: [ -1, 4 ] }', None),
+        ('input { name: "h" dims: [ -1, 2, 4 ] }', r"dims \[-1, 2, 4\]; a row of input 'h' is \[2, 4\]"),
+        ('input { name: "w" dims: [ 4 ] }', r"dims \[4\]; input 'w' is \['n', 4\]"),
+        ('input { name: "z" }', "the model has x, h, w"),
         ('output { name: "x" }', "the model has y"),
         ('input { name: "x" data_type: TYPE_FP16 }', "it is FP32"),
         ('input { name: "x" dims: [ 3 ] }', "dims"),
@@ -224,7 +230,7 @@ X, Y = TensorSpec("x", "float32", (3, "n")), TensorSpec("y", "int64", ())
 def test_tensors_are_compared_with_the_models(tmp_path, text, says):
     config = interpret(text, tmp_path)
     if says is None:
-        config.check([X], [Y])
+        config.check([X, H, W], [Y])
     else:
         with pytest.raises(ModelError, match=says):
-            config.check([X], [Y])
+            config.check([X, H, W], [Y])

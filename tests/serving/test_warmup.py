@@ -6,6 +6,7 @@ import pytest
 import asynctrt
 from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import ModelError
+from asynctrt.kserve.datatypes import datatype_of, write_tensor
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.warmup import WarmUp, WarmUpTensor, filled, warm_all_sizes
 from asynctrt.tensors import TensorSpec
@@ -103,11 +104,30 @@ async def test_requests_that_the_model_does_not_take(tmp_path, tensors, says):
             await WarmUp("w", 1, 1, placed).run(engine)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint64", "bool", "S4"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint64", "bool", "S4", "object"])
 def test_random_values_are_of_every_dtype(dtype):
     values = filled(TensorSpec("x", dtype, (50,)), (2, 50), is_random=True)
     assert values.dtype == np.dtype(dtype)
-    assert values.any() or dtype == "S4"
+    assert values.any() or (dtype in ("S4", "object") and set(values.flat) <= {b"", ""})
+
+
+@pytest.mark.parametrize(
+    ("spec", "dims", "shape"),
+    [
+        (TensorSpec("h", "float32", (2, "n"), axis=1), (2, 7), (2, 3, 7)),
+        (TensorSpec("h", "float32", (2, "n"), axis=1), (2, 5, 7), (2, 5, 7)),
+        (TensorSpec("x", "float32", (2,)), (4, 2), (4, 2)),
+        (TensorSpec("w", "float32", (2, "n"), axis=None), (2, 7), (2, 7)),
+        (TensorSpec("w", object, (), axis=None), (), ()),
+    ],
+)
+def test_dims_are_of_a_row_or_of_the_whole_tensor(tmp_path, spec, dims, shape):
+    datatype = datatype_of(spec)
+    assert WarmUpTensor(datatype, dims).read(spec, 3).shape == shape
+    path = tmp_path / "values"
+    written = np.full(shape, "a", object) if datatype == "BYTES" else np.ones(shape, np.float32)
+    path.write_bytes(write_tensor(written))
+    assert np.array_equal(WarmUpTensor(datatype, dims, path=path).read(spec, 3), written)
 
 
 async def test_a_model_whose_warm_up_fails_leaves_nothing_open():

@@ -459,6 +459,8 @@
     if (model !== undefined) {
       text("model-title", model.name);
       text("about", `Version ${model.version}, ${model.platform} on ${model.device}, up to ${count(model.max_rows)} rows in a batch`);
+      text("batching", model.batching ?? "");
+      show("batching", Boolean(model.batching));
       show("quiet", model.answered === 0);
       text("quiet", `No request has been answered yet. Send one to POST /v2/models/${encodeURIComponent(model.name)}/infer.`);
       drawTiles(model, newest);

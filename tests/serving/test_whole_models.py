@@ -1,0 +1,484 @@
+"""Models of strings, of scalars, and of rows on another axis than the first, called by every client."""
+
+import asyncio
+import json
+
+import grpc
+import numpy as np
+import onnx
+import pytest
+import tritonclient.grpc.aio as triton_grpc
+import tritonclient.grpc.service_pb2 as pb
+import tritonclient.http.aio as triton_http
+from onnx import TensorProto
+from tritonclient.utils import InferenceServerException
+from websockets.asyncio.client import connect as open_websocket
+
+import asynctrt
+from asynctrt.client import connect, connect_blocking
+from asynctrt.errors import InputError, RequestError, TooLargeError
+from asynctrt.options import Options
+from asynctrt.serving.folder import ModelFolder
+from asynctrt.serving.grpc_server import SERVICE
+from asynctrt.serving.model_config import interpret
+from asynctrt.serving.repository import Repository
+from asynctrt.serving.server import Server
+from asynctrt.serving.settings import ServerSettings
+from asynctrt.testing import LatchDevice
+from tests.helpers import until
+from tests.models import double_onnx, node, save
+from tests.serving.support import WAIT_S, address, ask, serving
+from tests.serving.test_dashboard import Site
+from tests.test_javascript_client import Page
+
+pytestmark = pytest.mark.anyio
+
+WORDS = [["bär", ""], ["\U0001f600", "x\0"]]
+TWICE = [["bärbär", ""], ["\U0001f600\U0001f600", "x\0x\0"]]
+
+
+def strings_onnx(path):
+    """Every string twice."""
+    nodes = [node("StringConcat", "text text", "twice")]
+    tensors = [[(name, TensorProto.STRING, ["batch", 2])] for name in ("text", "twice")]
+    model = onnx.load(save(path, nodes, *tensors))
+    model.opset_import[0].version = 20
+    onnx.save(model, path)
+    return str(path)
+
+
+def state_onnx(path):
+    """A state ``[2, rows, 3]`` to which rows are added, and the sum of both of its layers."""
+    return str(
+        save(
+            path,
+            [node("Add", "state x", "next"), node("ReduceSum", "next first", "sum", keepdims=0)],
+            [("x", TensorProto.FLOAT, ["batch", 3]), ("state", TensorProto.FLOAT, [2, "batch", 3])],
+            [("next", TensorProto.FLOAT, [2, "batch", 3]), ("sum", TensorProto.FLOAT, ["batch", 3])],
+            [("first", np.array([0], np.int64))],
+        )
+    )
+
+
+def alone_onnx(path):
+    """Tensors without rows: a number times a table, and a string as it is."""
+    return str(
+        save(
+            path,
+            [
+                node("Mul", "table factor", "scaled"),
+                node("Identity", "note", "said"),
+                node("Neg", "factor", "neg"),
+            ],
+            [
+                ("factor", TensorProto.FLOAT, []),
+                ("table", TensorProto.FLOAT, [2, 3]),
+                ("note", TensorProto.STRING, []),
+            ],
+            [
+                ("scaled", TensorProto.FLOAT, [2, 3]),
+                ("said", TensorProto.STRING, []),
+                ("neg", TensorProto.FLOAT, []),
+            ],
+        )
+    )
+
+
+@pytest.fixture
+def models(tmp_path):
+    return {
+        "strings": strings_onnx(tmp_path / "strings.onnx"),
+        "state": (state_onnx(tmp_path / "state.onnx"), {"batch_axis": {"state": 1, "next": 1}}),
+        "alone": alone_onnx(tmp_path / "alone.onnx"),
+    }
+
+
+TABLE = np.arange(6, dtype=np.float32).reshape(2, 3)
+ALONE = {"factor": np.array(0.5, np.float32), "table": TABLE, "note": np.array("bär", object)}
+
+
+def state(*values):
+    x = np.repeat(np.array(values, np.float32)[:, None], 3, 1)
+    return {"x": x, "state": np.stack([x * 10, x * 100])}
+
+
+def as_text(array):
+    """An array of strings as nested lists of text: clients give bytes, text, or either by the encoding."""
+    text = [item.decode() if isinstance(item, bytes) else item for item in array.reshape(-1).tolist()]
+    return np.array(text, object).reshape(array.shape).tolist()
+
+
+# ---- Triton's clients, over HTTP with JSON and raw tensors and over gRPC
+
+
+class Triton:
+    """One of Triton's clients, unmodified."""
+
+    def __init__(self, server, kind):
+        self.kind = kind
+        self.module = triton_grpc if kind == "grpc" else triton_http
+        where = server.grpc_target if kind == "grpc" else "{}:{}".format(*address(server))
+        self.client = self.module.InferenceServerClient(where)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        await self.client.close()
+
+    async def infer(self, model, inputs, outputs):
+        raw = {} if self.kind == "grpc" else {"binary_data": self.kind == "binary"}
+        given = []
+        for name, array in inputs.items():
+            datatype = "BYTES" if array.dtype.kind == "O" else "FP32"
+            tensor = self.module.InferInput(name, list(array.shape), datatype)
+            tensor.set_data_from_numpy(array, **raw)
+            given.append(tensor)
+        wanted = [self.module.InferRequestedOutput(name, **raw) for name in outputs]
+        result = await self.client.infer(model, given, outputs=wanted)
+        return {name: result.as_numpy(name) for name in outputs}
+
+    async def described(self, model):
+        """Metadata and configuration."""
+        as_json = {"as_json": True} if self.kind == "grpc" else {}
+        metadata = await self.client.get_model_metadata(model, **as_json)
+        config = await self.client.get_model_config(model, **as_json)
+        return metadata, config["config"] if self.kind == "grpc" else config
+
+
+@pytest.fixture(params=["json", "binary", "grpc"])
+async def triton(request, models):
+    async with (
+        asyncio.timeout(WAIT_S),
+        serving(models, grpc=True) as server,
+        Triton(server, request.param) as client,
+    ):
+        client.server = server
+        yield client
+
+
+def shapes(metadata):
+    return {
+        item["name"]: (item["datatype"], [int(size) for size in item.get("shape", [])])
+        for item in metadata["inputs"] + metadata["outputs"]
+    }
+
+
+def dims(config):
+    return {
+        item["name"]: (item["data_type"], [int(size) for size in item.get("dims", [])])
+        for item in config["input"] + config["output"]
+    }
+
+
+class TestTritonsClients:
+    async def test_strings(self, triton):
+        outputs = await triton.infer("strings", {"text": np.array(WORDS, object)}, ["twice"])
+        assert as_text(outputs["twice"]) == TWICE
+        metadata, config = await triton.described("strings")
+        assert shapes(metadata) == dict.fromkeys(("text", "twice"), ("BYTES", [-1, 2]))
+        assert {kind for kind, _ in dims(config).values()} == {"TYPE_STRING"}
+
+    async def test_rows_on_another_axis(self, triton):
+        for values in ((1,), (1, 2, 3)):
+            given = state(*values)
+            outputs = await triton.infer("state", given, ["next", "sum"])
+            assert outputs["next"].tolist() == (given["state"] + given["x"]).tolist()
+            assert outputs["sum"].tolist() == (112 * given["x"]).tolist()
+        metadata, config = await triton.described("state")
+        assert shapes(metadata) == {
+            "x": ("FP32", [-1, 3]),
+            "state": ("FP32", [2, -1, 3]),
+            "next": ("FP32", [2, -1, 3]),
+            "sum": ("FP32", [-1, 3]),
+        }
+        assert config.get("max_batch_size", 0) == 0
+        assert dims(config) == {
+            name: ("TYPE_" + kind, shape) for name, (kind, shape) in shapes(metadata).items()
+        }
+
+    async def test_tensors_without_rows(self, triton):
+        outputs = await triton.infer("alone", ALONE, ["scaled", "said", "neg"])
+        assert outputs["scaled"].tolist() == (TABLE / 2).tolist()
+        assert (outputs["neg"].shape, outputs["neg"].item()) == ((), -0.5)
+        assert (outputs["said"].shape, as_text(outputs["said"])) == ((), "bär")
+        metadata, config = await triton.described("alone")
+        assert shapes(metadata) == {
+            "factor": ("FP32", []),
+            "table": ("FP32", [2, 3]),
+            "note": ("BYTES", []),
+            "scaled": ("FP32", [2, 3]),
+            "said": ("BYTES", []),
+            "neg": ("FP32", []),
+        }
+        assert config.get("max_batch_size", 0) == 0
+        assert "dynamic_batching" not in config
+        assert dims(config) == {
+            name: ("TYPE_" + kind.replace("BYTES", "STRING"), shape)
+            for name, (kind, shape) in shapes(metadata).items()
+        }
+
+    async def test_why_requests_share_batches_or_not(self, triton):
+        for name in ("strings", "state", "alone"):
+            engine = triton.server.repository.find(name).engine
+            _, config = await triton.described(name)
+            assert engine.batching.reason
+            assert config["parameters"] == {"batching": {"string_value": engine.batching.reason}}
+            assert ("dynamic_batching" in config) == engine.batching.is_on
+            assert engine.batching.is_on == (name != "alone")
+
+
+@pytest.mark.parametrize(("kind", "status"), [("binary", "400"), ("grpc", "StatusCode.INVALID_ARGUMENT")])
+async def test_bytes_that_are_not_text(models, kind, status):
+    async with serving(models, grpc=True) as server, Triton(server, kind) as client:
+        with pytest.raises(InferenceServerException) as caught:
+            await client.infer("strings", {"text": np.array([[b"a", b"\xff"]], object)}, ["twice"])
+        assert "tensor 'text': element 1 is not UTF-8 text" in caught.value.message()
+        assert caught.value.status() == status
+
+
+# ---- ours
+
+
+@pytest.fixture(params=["http", "ws"])
+def url(request):
+    """How a server's address is made one of a client over HTTP or a websocket."""
+    if request.param == "http":
+        return lambda server: server.http_url
+    return lambda server: server.http_url.replace("http", "ws", 1) + "/v2/ws"
+
+
+class TestOurClients:
+    @pytest.mark.parametrize(
+        "given",
+        [
+            WORDS,
+            np.array(WORDS, object),
+            [[word.encode() for word in row] for row in WORDS],
+        ],
+        ids=["lists", "objects", "bytes"],
+    )
+    async def test_strings(self, models, url, given):
+        async with serving(models) as server, connect(url(server)) as client:
+            for inputs in (given, {"text": given}):
+                assert as_text((await client.infer("strings", inputs))["twice"]) == TWICE
+            with pytest.raises(InputError, match="element 0 is not UTF-8 text"):
+                await client.infer("strings", [[b"\xff", b"a"]])
+            with pytest.raises(InputError, match=r"'text' takes shape \(rows, 2\), given \(2,\)"):
+                await client.infer("strings", ["a", "b"])
+
+    async def test_rows_on_another_axis(self, models, url):
+        async with serving(models) as server, connect(url(server)) as client:
+
+            async def call(*values):
+                given = state(*values)
+                outputs = await client.infer("state", given)
+                assert outputs["next"].tolist() == (given["state"] + given["x"]).tolist()
+                assert outputs["sum"].tolist() == (112 * given["x"]).tolist()
+
+            async with asyncio.timeout(WAIT_S):
+                await asyncio.gather(*[call(*range(n, n + 1 + n % 3)) for n in range(60)])
+            lists = {name: array.tolist() for name, array in state(4).items()}
+            assert (await client.infer("state", lists))["sum"].tolist() == [[448] * 3]
+            stats = server.repository.find("state").statistics()
+            assert stats["inference_count"] == 121
+
+    async def test_tensors_without_rows(self, models, url):
+        async with serving(models) as server, connect(url(server)) as client:
+            for given in (ALONE, {"factor": 0.5, "table": TABLE.tolist(), "note": "bär"}):
+                outputs = await client.infer("alone", given)
+                assert {name: (array.shape, array.tolist()) for name, array in outputs.items()} == {
+                    "scaled": ((2, 3), (TABLE / 2).tolist()),
+                    "said": ((), "bär".encode()),
+                    "neg": ((), -0.5),
+                }
+            with pytest.raises(InputError, match=r"'factor' takes shape \(\), given \(1,\)"):
+                await client.infer("alone", ALONE | {"factor": np.ones(1, np.float32)})
+            # A request that has no rows counts as one.
+            stats = server.repository.find("alone").statistics()
+            assert (stats["inference_count"], stats["inference_stats"]["success"]["count"]) == (2, 2)
+
+    async def test_from_a_thread(self, models, url):
+        async with serving(models) as server:
+
+            def call():
+                with connect_blocking(url(server)) as client:
+                    return client.infer("strings", WORDS)["twice"], client.infer("alone", ALONE)["said"]
+
+            twice, said = await asyncio.to_thread(call)
+            assert (as_text(twice), as_text(said)) == (TWICE, "bär")
+
+
+# ---- by hand
+
+
+async def test_json_over_http_and_websocket(models):
+    scalars = [
+        {"name": "factor", "datatype": "FP32", "shape": [], "data": 2},
+        {"name": "table", "datatype": "FP32", "shape": [2, 3], "data": TABLE.tolist()},
+        {"name": "note", "datatype": "BYTES", "shape": [], "data": ["bär"]},
+    ]
+    text = [{"name": "text", "datatype": "BYTES", "shape": [2, 2], "data": WORDS}]
+    expected = {
+        "scaled": (TABLE * 2).ravel().tolist(),
+        "said": ["bär"],
+        "neg": [-2],
+        "twice": [word for row in TWICE for word in row],
+    }
+    async with (
+        serving(models) as server,
+        open_websocket(f"{server.http_url.replace('http', 'ws', 1)}/v2/ws") as socket,
+    ):
+        for model, inputs in (("alone", scalars), ("strings", text)):
+            status, _, body = await ask(
+                server, f"/v2/models/{model}/infer", json.dumps({"inputs": inputs}).encode()
+            )
+            assert status == 200
+            await socket.send(json.dumps({"model_name": model, "inputs": inputs}))
+            for answer in (body, await socket.recv()):
+                for output in json.loads(answer)["outputs"]:
+                    assert output["data"] == expected[output["name"]]
+                    assert output["shape"] == (
+                        [2, 3] if output["name"] == "scaled" else [2, 2] * (model == "strings")
+                    )
+
+
+async def test_contents_by_grpc(models):
+    request = pb.ModelInferRequest(model_name="strings")
+    tensor = request.inputs.add(name="text", datatype="BYTES", shape=[2, 2])
+    tensor.contents.bytes_contents.extend(word.encode() for row in WORDS for word in row)
+    async with serving(models, grpc=True) as server, grpc.aio.insecure_channel(server.grpc_target) as channel:
+        call = channel.unary_unary(f"/{SERVICE}/ModelInfer")
+        answer = pb.ModelInferResponse.FromString(await call(request.SerializeToString()))
+    raw = [word.encode() for row in TWICE for word in row]
+    assert answer.raw_output_contents[0] == b"".join(len(one).to_bytes(4, "little") + one for one in raw)
+
+
+@pytest.mark.parametrize(
+    ("shape", "raw", "error"),
+    [
+        ([1, 2], b"\1\0\0\0a\xff\xff\xff\xff", InputError),
+        ([1, 2], b"\1\0\0\0a\1\0\0\0", InputError),
+        ([1, 2], b"\1\0\0\0a\0\0\0\0a", InputError),
+        ([1, 2], b"\1\0\0\0a", InputError),
+        ([1 << 38, 2], b"\1\0\0\0a", (InputError, TooLargeError)),
+        ([-1, 2], b"\1\0\0\0a", RequestError),
+    ],
+)
+async def test_strings_that_are_none_are_refused_and_the_connection_goes_on(models, url, shape, raw, error):
+    async with serving(models) as server, connect(url(server)) as client:
+        head = {
+            "model_name": "strings",
+            "inputs": [
+                {
+                    "name": "text",
+                    "datatype": "BYTES",
+                    "shape": shape,
+                    "parameters": {"binary_data_size": len(raw)},
+                }
+            ],
+        }
+        status, headers, _ = await ask(
+            server,
+            "/v2/models/strings/infer",
+            json.dumps(head).encode() + raw,
+            Inference_Header_Content_Length=len(json.dumps(head)),
+        )
+        kinds = error if isinstance(error, tuple) else (error,)
+        assert (status, headers["asynctrt-error"]) in {(kind.http_status, kind.__name__) for kind in kinds}
+        assert as_text((await client.infer("strings", WORDS))["twice"]) == TWICE
+
+
+async def test_strings_that_are_too_long_for_a_message_of_grpc(models):
+    async with (
+        serving(models, grpc=True, max_grpc_message=1 << 20) as server,
+        Triton(server, "grpc") as client,
+    ):
+        short = np.array([["a" * 1000, "b"]], object)
+        assert as_text((await client.infer("strings", {"text": short}, ["twice"]))["twice"])[0][1] == "bb"
+        with pytest.raises(InferenceServerException, match="at most 1048576 are sent over gRPC"):
+            await client.infer("strings", {"text": np.array([["a" * 600_000, ""]], object)}, ["twice"])
+
+
+# ---- the way into the engine
+
+
+async def test_a_large_request_with_rows_on_another_axis_waits_in_parts(models):
+    device = LatchDevice(concurrency=1)
+    engine = {"device": device, "contexts": 1, "max_rows": 2, "max_queue_rows": 16}
+    models = {"state": models["state"]}
+    async with serving(models, engine=engine) as server, connect(server.http_url) as client:
+        gate = server.repository.find("state").admission.gate
+        given = [state(*range(1, 7)), state(*range(11, 17))]
+        calls = [asyncio.ensure_future(client.infer("state", inputs)) for inputs in given]
+        await until(lambda: server.api.in_flight == 2)
+        assert gate.waiting == 3
+        device.open()
+        for inputs, call in zip(given, calls, strict=True):
+            outputs = await call
+            assert outputs["next"].tolist() == (inputs["state"] + inputs["x"]).tolist()
+            assert outputs["sum"].tolist() == (112 * inputs["x"]).tolist()
+
+
+# ---- Triton's configuration
+
+
+def test_a_max_batch_size_of_0_is_batching_off(tmp_path):
+    config = interpret(
+        "max_batch_size: 0 dynamic_batching { max_queue_delay_microseconds: 100 priority_levels: 2 "
+        "default_queue_policy { max_queue_size: 5 } }",
+        tmp_path,
+    )
+    assert config.options == {"batching": "off", "priorities": 2, "max_queue_rows": 5}
+    assert [sentence.split()[0] for sentence in config.ignored] == [
+        "dynamic_batching.max_queue_delay_microseconds",
+        "dynamic_batching.default_priority_level",
+    ]
+    assert Options(**config.options).batching == "off"
+    assert "batching" not in interpret("max_batch_size: 4", tmp_path).options
+    assert "batching" not in interpret("", tmp_path).options
+
+
+async def test_a_folder_with_a_max_batch_size_of_0(tmp_path):
+    (tmp_path / "m/1").mkdir(parents=True)
+    double_onnx(tmp_path / "m/1/model.onnx")
+    (tmp_path / "m/config.pbtxt").write_text(
+        "max_batch_size: 0 "
+        'input { name: "input" data_type: TYPE_FP32 dims: [ -1, 4 ] } '
+        'model_warmup { name: "w" inputs { key: "input" value { data_type: TYPE_FP32 dims: [ 3, 4 ] } } }'
+    )
+    repository = Repository()
+    repository.add_place(ModelFolder(tmp_path))
+    settings = ServerSettings(http_port=0, grpc_port=0)
+    async with asyncio.timeout(WAIT_S), Server(repository, settings) as server:
+        await repository.load_all()
+        served = repository.find("m")
+        assert not served.engine.batching.is_on
+        config = served.config()
+        assert (config["max_batch_size"], config["input"][0]["dims"]) == (0, [-1, 4])
+        assert served.metadata(["1"])["inputs"][0]["shape"] == [-1, 4]
+        assert served.engine.statistics().rows == 1  # The warm-up, whatever its shape.
+        async with connect(server.http_url) as client:
+            outputs = await client.infer("m", np.ones((5, 4), np.float32))
+            assert outputs["output"].tolist() == [[2.0] * 4] * 5
+
+
+async def test_the_dashboard_says_why(models):
+    for name in ("strings", "alone"):
+        async with asynctrt.open(models[name]) as engine:
+            answer = await Site((name, engine)).get("/dashboard/recent")
+            (model,) = json.loads(b"".join(answer.body))["models"]
+            assert model["batching"] == engine.batching.reason
+
+
+async def test_the_client_for_browsers(models, chromium):
+    async with serving(models) as server, Page(server, chromium) as page:
+        assert await page.run(
+            """const text = ({ shape, data }) => [shape, data.map((one) => new TextDecoder().decode(one))];
+            const { twice } = await client.infer("strings", { text: tensor("BYTES", [1, 2], ["bär", ""]) });
+            const { said, neg } = await client.infer("alone", {
+              factor: tensor("FP32", [], [2]), table: tensor("FP32", [2, 3], Array(6).fill(1)),
+              note: tensor("BYTES", [], ["ü"]),
+            });
+            return [text(twice), text(said), [neg.shape, Array.from(neg.data)]];"""
+        ) == [[[1, 2], ["bärbär", ""]], [[], ["ü"]], [[], [-2]]]
