@@ -14,6 +14,8 @@ from asynctrt.backends.base import Model, missing_members
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError, describe
+from asynctrt.onnx_objects import OnnxObject, is_onnx_object, is_session, shown
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.tensorrt_options import TensorRTOptions
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -74,30 +76,27 @@ def gpu_memory_limit() -> int | None:
 
 
 def load_model(
-    model: str | os.PathLike[str] | Model,
+    model: str | os.PathLike[str] | OnnxObject | Model,
     device: Device,
     flavour: str | None = None,
     tensorrt: TensorRTOptions | None = None,
     runtime: str | None = None,
+    onnx: OnnxOptions | None = None,
 ) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
-    if tensorrt is not None and not (
-        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
-    ):
-        raise OptionsError(
-            f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {model!r} is none. "
-            "Leave it out; a TensorRTModel takes it as its own argument options"
-        )
+    _check_options(model, tensorrt, onnx)
+    if is_onnx_object(model):
+        return _onnx_model(model, device, runtime, onnx)
     if isinstance(cast("object", model), FunctionType):
         raise ModelError(
-            f"{model!r} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
+            f"{shown(model)} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
             "outputs=...)"
         )
     if not isinstance(model, str | os.PathLike):
         if not isinstance(model, Model):
             raise ModelError(
-                f"{model!r} is not a path and not a model: it lacks {', '.join(missing_members(model))}. "
-                "A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
+                f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
+                ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
                 "and adds name, inputs, outputs, create_context and close"
             )
         return _checked(model)
@@ -121,24 +120,50 @@ def load_model(
         return plan
     if path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
-    return _onnx_model(path, device, runtime)
+    return _onnx_model(path, device, runtime, onnx)
 
 
-def _onnx_model(path: Path, device: Device, runtime: str | None) -> Model:
-    """The model in an ONNX file, on a runtime that the device has."""
+def _check_options(model: object, tensorrt: TensorRTOptions | None, onnx: OnnxOptions | None) -> None:
+    """Check that the model is of the kind that options of a runtime are for."""
+    if tensorrt is not None and not (
+        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
+    ):
+        raise OptionsError(
+            f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {shown(model)} is "
+            "none. Leave it out; a TensorRTModel takes it as its own argument options"
+        )
+    if onnx is not None and not _takes_onnx_options(model):
+        raise OptionsError(
+            f"the option onnx says how ONNX Runtime loads a model, which it does not do with "
+            f"{shown(model)}. Leave it out; an OnnxModel takes it as its own argument options"
+        )
+
+
+def _takes_onnx_options(model: object) -> bool:
+    """Whether ONNX Runtime loads the model. A session of the user's own it has loaded before."""
+    if not isinstance(model, str | os.PathLike):
+        return is_onnx_object(model) and not is_session(model)
+    is_attribute = isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists()
+    return not is_attribute and Path(model).suffix not in PLAN_SUFFIXES
+
+
+def _onnx_model(
+    path: Path | OnnxObject, device: Device, runtime: str | None, onnx: OnnxOptions | None
+) -> Model:
+    """The model in an ONNX file or object, on a runtime that the device has."""
     if runtime == "tensorrt":
         raise OptionsError(
-            f"{str(path)!r} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
+            f"{shown(path)} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
             "build MODEL.onnx; or leave runtime out"
         )
     # Not before it is needed: it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     if device.name == "host":
-        return OnnxModel(path)
+        return OnnxModel(path, onnx)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
 
-    model = OnnxCudaModel(path, device=device)
+    model = OnnxCudaModel(path, onnx, device=device)
     logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
     return model
 

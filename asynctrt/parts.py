@@ -15,6 +15,8 @@ from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
 from asynctrt.inputs import InputCheck
 from asynctrt.loading import find_device, load_model
+from asynctrt.onnx_objects import OnnxObject
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.padded_inputs import PaddedInputCheck
 from asynctrt.padding import Limits, Padding
@@ -284,7 +286,10 @@ def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
 
 
 def build_on(
-    model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
+    model: str | os.PathLike[str] | OnnxObject | Model,
+    device: str | Device,
+    options: Options,
+    shared: Arenas | None,
 ) -> EngineParts:
     """Load a model and make what its batches need. Blocks; what fails leaves nothing behind.
 
@@ -295,8 +300,10 @@ def build_on(
     try:
         tensorrt = options.tensorrt
         assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+        onnx = options.onnx
+        assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
         if options.runtime != "tensorrt" and options.build is None:
-            loaded = load_model(model, found, options.flavour, tensorrt, options.runtime)
+            loaded = load_model(model, found, options.flavour, tensorrt, options.runtime, onnx)
         else:
             # Not before it is needed: few engines have their plans built.
             from asynctrt.plans.cached import load_for  # noqa: PLC0415
@@ -316,7 +323,7 @@ def build_on(
         raise ModelError(
             f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
         ) from error
-    owned: list[Closable] = [loaded] if isinstance(model, str | os.PathLike) else []
+    owned: list[Closable] = [] if loaded is model else [loaded]
     if found is not device:
         owned.append(found)
     return dataclasses.replace(parts, owned=(*parts.owned, *owned))

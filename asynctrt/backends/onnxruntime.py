@@ -1,4 +1,4 @@
-"""ONNX models on the host device through ONNX Runtime. The only importer of ``onnxruntime``.
+"""ONNX models on the host device through ONNX Runtime.
 
 One session holds the weights. Contexts are I/O bindings over it, since ``InferenceSession.run`` may be called
 from several threads at once. Inputs and outputs are bound to the slabs themselves, so nothing is copied.
@@ -7,35 +7,27 @@ from several threads at once. Inputs and outputs are bound to the slabs themselv
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from asynctrt.backends.base import ExecutionContext, ModelBase, TensorMemory
 from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.backends.onnxruntime_session import (
+    LOG_FATAL_ONLY,
+    Source,
+    bindable,
+    check_host_providers,
+    ort,
+    session_options,
+    threads_of,
+)
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
-from asynctrt.errors import (
-    DeviceUnavailableError,
-    MissingExtraError,
-    ModelError,
-    ModelNotFoundError,
-    UsageError,
-)
+from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ModelError, UsageError
+from asynctrt.onnx_objects import OnnxObject
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import PATH, count
-
-# When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
-# home directory. An application that wants it sets the variable itself.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-
-try:
-    import onnxruntime as ort
-except ImportError as error:
-    raise MissingExtraError(
-        "ONNX models need ONNX Runtime, which is not installed: pip install 'asynctrt[cpu]'"
-    ) from error
 
 __all__ = ["LOG_FATAL_ONLY", "OnnxModel", "ort", "read_specs"]
 
@@ -47,14 +39,8 @@ DTYPES: Final = {
 } | {f"tensor({kind}{bits})": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 """NumPy's dtype for each type of ONNX Runtime's that NumPy has."""
 
-LOG_FATAL_ONLY: Final = 4
-"""What ONNX Runtime reports as an error is in the exception, and need not be on stderr as well."""
-
 UNKNOWN: Final = re.compile(r"unk__\d+")
 """How tf2onnx writes dimensions that it does not know: each has another number, so these are not names."""
-
-THREADS_MAX: Final = 1024
-"""The most threads for one batch; each of some thousands takes memory for nothing."""
 
 ROWS_ASSUMED: Final = 7919
 """A batch size for shape inference: a prime that no other dimension has by chance."""
@@ -68,38 +54,35 @@ class OnnxModel(ModelBase):
     a name, or with one as tf2onnx writes it (``unk__7``), is trusted when the model is loaded; a batch that
     returns another number of rows fails.
 
-    :param path: the ``.onnx`` file.
-    :param intra_op_threads: threads that compute one batch. The default is 1, since the host device computes
-        as many batches at once as there are cores, which gives the most rows per second. For a few callers,
-        ``OnnxModel(path, intra_op_threads=2)`` on ``HostDevice(threads=1)`` answers sooner but uses more CPU:
-        ONNX Runtime's threads spin while they wait.
-    :raises OptionsError: for an argument of another kind, or a number of threads that is not valid.
+    :param path: the ``.onnx`` file; or, as an object, the content of one (bytes, an ``onnx.ModelProto``), or
+        an ``onnxruntime.InferenceSession`` of your own, which runs batches from several threads at once and
+        is not ended when the model is closed.
+    :param options: :class:`~asynctrt.onnx_options.OnnxOptions`, or a mapping of their names.
+    :raises OptionsError: for an argument of another kind, or an option that is not valid.
     :raises ModelNotFoundError: if the file does not exist.
-    :raises ModelError: if the file is not an ONNX model, or its rows cannot be batched.
+    :raises ModelError: if it is not an ONNX model, or its rows cannot be batched.
+    :raises DeviceUnavailableError: if a provider that the options name is not here, or does not load.
+    :raises MissingExtraError: if a package that the options name is not installed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, intra_op_threads: int = 1) -> None:
-        self.path: Path = PATH("path", path)
-        self.intra_op_threads = count(1, THREADS_MAX)("intra_op_threads", intra_op_threads)
-        if not self.path.exists():
-            raise ModelNotFoundError(
-                f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "
-                f"directory is {str(Path.cwd())!r}"
-            )
-        self.name = self.path.stem
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | OnnxObject,
+        options: OnnxOptions | Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = OnnxOptions.of(options)
+        self.source = Source(path)
+        self.path = self.source.path
+        """The file, or ``None`` for a model that was given as an object."""
         self.platform = "onnxruntime_onnx"
         try:
             session = self._load(self._session_options())
+        except AsynctrtError:
+            raise
         except Exception as error:
-            if "INVALID_PROTOBUF" in str(error):
-                raise ModelError(
-                    f"{str(self.path)!r} is not an ONNX model, or is damaged: ONNX Runtime {ort.__version__} "
-                    "cannot parse it. Export the model to ONNX, for example with torch.onnx.export"
-                ) from error
-            raise ModelError(
-                f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__}: "
-                f"{_first_line(error)}. Check it with onnx.checker.check_model"
-            ) from error
+            raise self.source.refused(error, self.options) from error
+        self.name = self.source.name_for(session)
+        self.intra_op_threads = threads_of(session)
         self._session: ort.InferenceSession | None = session
         # Contexts of one model take about as long for a batch, and others may be on the same device.
         self._kind = object()
@@ -109,14 +92,11 @@ class OnnxModel(ModelBase):
         self._check_first_axes(session.get_inputs(), session.get_outputs())
 
     def _session_options(self) -> ort.SessionOptions:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.intra_op_threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = LOG_FATAL_ONLY
-        return options
+        return session_options(self.options)
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
-        return ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+        check_host_providers(self.options.providers)
+        return self.source.load(options, self.options.providers)
 
     def _check_first_axes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Check that an output counts rows although its first axis has another name than the inputs'.
@@ -167,7 +147,7 @@ class OnnxModel(ModelBase):
         :raises UsageError: after :meth:`close`.
         """
         if self._session is None:
-            raise UsageError(f"{self!r} is closed. Load it again: OnnxModel({str(self.path)!r})")
+            raise UsageError(f"{self!r} is closed. Load it again: OnnxModel({self.source})")
         return self._session
 
     def __repr__(self) -> str:
@@ -179,7 +159,7 @@ class OnnxModel(ModelBase):
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', or "
                 "open its path there: asynctrt.open(path, device='cuda:0')"
             )
-        return OnnxContext(self.session, self._kind)
+        return OnnxContext(bindable(self.session), self._kind)
 
     def close(self) -> None:
         """Release the session, and with it the weights. Idempotent."""
@@ -298,7 +278,3 @@ def _read_spec(batch: BatchAxis, kind: str, arg: Any, batch_symbols: set[str]) -
             raise batch.second_axis_error(kind, arg.name, axis)
         dims.append(dim if dim is not None else f"{arg.name}.{axis}")
     return TensorSpec(arg.name, np.dtype(DTYPES[arg.type]), tuple(dims))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
