@@ -61,8 +61,8 @@ class OnnxModel(ModelBase):
     :raises OptionsError: for an argument of another kind, or an option that is not valid.
     :raises ModelNotFoundError: if the file does not exist.
     :raises ModelError: if it is not an ONNX model, or its rows cannot be batched.
-    :raises DeviceUnavailableError: if a provider that the options name is not here, or does not load.
-    :raises MissingExtraError: if a package that the options name is not installed.
+    :raises MissingExtraError: if a provider or a package that the options name is not installed.
+    :raises DeviceUnavailableError: if a provider does not load.
     """
 
     def __init__(

@@ -45,6 +45,7 @@ from asynctrt.errors import (
     ExecutionError,
     MissingExtraError,
     ModelError,
+    OptionsError,
 )
 from asynctrt.onnx_objects import OnnxObject, is_onnx_object, shown
 from asynctrt.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
@@ -468,11 +469,11 @@ def _run_options(*, waits: bool) -> ort.RunOptions:
 def _check_providers(options: OnnxOptions) -> None:
     """Check that all providers are among those that work on memory of the GPU.
 
-    :raises DeviceUnavailableError: if not.
+    :raises OptionsError: if not.
     """
     names = [name for name, _ in options.providers if name not in (TENSORRT, CUDA, CPU)]
     if names or options.provider_libraries:
-        raise DeviceUnavailableError(
+        raise OptionsError(
             f"{' and '.join(names or options.provider_libraries)} cannot be used with a GPU of the engine's: "
             f"rows lie in its memory, which {TENSORRT}, {CUDA} and {CPU} take. Open the model with "
             "device='host', where rows lie in memory of the CPU"
@@ -516,18 +517,18 @@ def provider_settings(
 ) -> dict[str, str]:
     """Return the provider's options for a session on a stream.
 
-    :param limit_nbytes: the most that its arena may hold.
+    :param limit_nbytes: the most that its arena may hold, whatever is given.
     :param given: options that win over ours.
     """
     return {
         "device_id": str(ordinal),
         "user_compute_stream": str(stream),
-        "gpu_mem_limit": str(limit_nbytes),
         # The default doubles what it holds, of which there is one for each context.
         "arena_extend_strategy": "kSameAsRequested",
         # The default tries every algorithm for every new shape, which takes seconds.
         "cudnn_conv_algo_search": "HEURISTIC",
         **given,
+        "gpu_mem_limit": str(limit_nbytes),
     }
 
 

@@ -112,7 +112,8 @@ class Source:
         """Make a session, or return the one that was given. Blocks.
 
         :param providers: those to use. Default: the CPU provider.
-        :raises DeviceUnavailableError: if one of them is not here, or does not load.
+        :raises MissingExtraError: if the installed ONNX Runtime has no such provider.
+        :raises DeviceUnavailableError: if one of them does not load.
         """
         if self.session is not None:
             return self.session
@@ -263,12 +264,12 @@ class RepeatedBinding:
 def check_available(names: Sequence[str]) -> None:
     """Check that the installed ONNX Runtime has these providers.
 
-    :raises DeviceUnavailableError: if it lacks one; the message lists those that it has.
+    :raises MissingExtraError: if it lacks one; the message lists those that it has.
     """
     there = ort.get_available_providers()
     for name in names:
         if name not in there:
-            raise DeviceUnavailableError(
+            raise MissingExtraError(
                 f"the installed ONNX Runtime ({ort.__version__}) has no {show(name)}; it has "
                 f"{', '.join(there)}. Install the package of ONNX Runtime that brings it, or name its plugin "
                 "in provider_libraries (and it has none here, if this machine has no device for it)"
@@ -301,11 +302,11 @@ def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str
 def check_host_providers(providers: Providers) -> None:
     """Check that providers take and give memory of the CPU.
 
-    :raises DeviceUnavailableError: for those of a GPU's own device.
+    :raises OptionsError: for those that work on memory of a GPU.
     """
     for name, _ in providers:
         if name in (CUDA, TENSORRT):
-            raise DeviceUnavailableError(
+            raise OptionsError(
                 f"{name} runs on a GPU, where rows are copied by the engine: open the model with "
                 "device='cuda:0' and the same options"
             )

@@ -328,7 +328,7 @@ def test_what_does_not_load_is_told_with_its_options(model):
 
 
 def test_a_provider_that_is_not_here_is_an_error_that_lists_those_there_are(model):
-    with pytest.raises(DeviceUnavailableError, match=f"has no 'XnnpackExecutionProvider'; it has .*{CPU}"):
+    with pytest.raises(MissingExtraError, match=f"has no 'XnnpackExecutionProvider'; it has .*{CPU}"):
         OnnxModel(model, {"providers": ["XnnpackExecutionProvider", CPU]})
 
 
@@ -343,7 +343,7 @@ def test_a_provider_that_does_not_load_is_an_error(model, monkeypatch):
 
 @pytest.mark.parametrize("name", [CUDA, TENSORRT])
 def test_providers_of_a_gpu_lead_to_the_device(model, name):
-    with pytest.raises(DeviceUnavailableError, match=f"{name} runs on a GPU.*device='cuda:0'"):
+    with pytest.raises(OptionsError, match=f"{name} runs on a GPU.*device='cuda:0'"):
         OnnxModel(model, {"providers": [name]})
 
 

@@ -43,8 +43,9 @@ def test_a_session_is_tied_to_its_stream_and_bounded():
 
 
 def test_options_of_the_provider_that_are_given_win():
-    given = {"use_tf32": "0", "cudnn_conv_algo_search": "EXHAUSTIVE"}
+    given = {"use_tf32": "0", "cudnn_conv_algo_search": "EXHAUSTIVE", "gpu_mem_limit": "9"}
     settings = provider_settings(0, 1, 1, given)
+    assert settings["gpu_mem_limit"] == "1", "what is free, or less"
     assert settings["use_tf32"] == "0"
     assert settings["cudnn_conv_algo_search"] == "EXHAUSTIVE"
 
@@ -79,7 +80,7 @@ def test_a_limit_of_memory_that_is_none_is_refused(limit):
 
 def test_providers_that_know_no_memory_of_a_gpu_are_refused_there(tmp_path):
     options = {"providers": "OpenVINOExecutionProvider"}
-    with pytest.raises(DeviceUnavailableError, match="OpenVINOExecutionProvider cannot be used with a GPU"):
+    with pytest.raises(OptionsError, match="OpenVINOExecutionProvider cannot be used with a GPU"):
         OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), options, device=HostDevice())
 
 
