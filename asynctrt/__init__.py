@@ -52,6 +52,7 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.loading import limit_gpu_memory
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.opening import Opening, open  # noqa: A004  (as in io.open and tarfile.open)
 from asynctrt.options import Options
 from asynctrt.pipeline import Pipeline
@@ -120,6 +121,7 @@ __all__ = [
     "ModelNotFoundError",
     "ModelNotReadyError",
     "ObjectiveStatistics",
+    "OnnxOptions",
     "Opening",
     "Options",
     "OptionsError",

@@ -5,6 +5,7 @@ of them. Medians and spreads are reported.
 """
 
 import asyncio
+import dataclasses
 import platform
 import statistics
 import sys
@@ -23,6 +24,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice, InPlace, cores
 from asynctrt.errors import ModelError, OptionsError
 from asynctrt.loading import PLAN_SUFFIXES, find_device
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.tensors import Array, TensorSpec
 
@@ -226,7 +228,7 @@ def model_report(
     path: Path,
     options: Options,
     dims: Mapping[str, int],
-    intra_op_threads: int,
+    intra_op_threads: int | None,
     repeats: int,
     device: str = "host",
 ) -> BenchReport:
@@ -236,6 +238,7 @@ def model_report(
     The raw runtime runs one batch at a time, with the engine's own session settings and with all cores; on a
     GPU by ``InferenceSession.run`` with the CUDA provider, which copies and waits.
 
+    :param intra_op_threads: threads that compute one batch. Default: what ``options.onnx`` says, or 1.
     :raises OptionsError: when the model has dynamic dimensions that ``dims`` does not name.
     :raises ModelError: for a TensorRT plan, which has no raw runtime here to be compared with.
     """
@@ -247,18 +250,23 @@ def model_report(
     # Imported only when it is needed, because it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
-    model = OnnxModel(path, intra_op_threads=intra_op_threads)
+    onnx = OnnxOptions.of(options.onnx)
+    if device == "host":
+        model = OnnxModel(path, onnx.with_threads(intra_op_threads))
+        options = dataclasses.replace(options, onnx=None)  # The model has them.
+    else:  # It is there for its names and shapes, and runs nothing.
+        model = OnnxModel(path, dataclasses.replace(onnx, providers=(), session_config={}))
     missing = {dim for spec in model.inputs for dim in spec.dims if isinstance(dim, str) and dim not in dims}
     if missing:
         flags = " ".join(f"--dims {name}=..." for name in sorted(missing))
         raise OptionsError(f"{model.name!r} has dynamic dimensions: set their sizes with {flags}")
-    sessions: dict[int, Any] = {intra_op_threads: model}
+    sessions: dict[int, Any] = {model.intra_op_threads: model}
     if device != "host":
         from asynctrt.backends.onnxruntime_cuda import RawModel  # noqa: PLC0415
 
-        sessions = {1: RawModel(path, find_device(device))}
+        sessions = {1: RawModel(path, find_device(device), onnx)}
     elif cores() not in sessions:
-        sessions[cores()] = OnnxModel(path, intra_op_threads=cores())
+        sessions[cores()] = OnnxModel(path, onnx.with_threads(cores()))
     fixed = model.rows_fixed
     cases = [
         BenchCase(
@@ -282,7 +290,7 @@ def model_report(
         "model": path.name,
         "inputs": [str(spec) for spec in model.inputs],
         "max_rows": options.max_rows or 64,
-        "intra_op_threads": intra_op_threads,
+        "intra_op_threads": model.intra_op_threads,
     }
     return BenchReport(f"{model.name} against raw ONNX Runtime", settings, cases, repeats)
 

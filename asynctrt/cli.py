@@ -226,16 +226,21 @@ def bench(
     max_rows: Annotated[int | None, typer.Option(min=1, help="The most rows in a batch.")] = None,
     max_delay: Annotated[float, _time_option(0, "How long a batch may wait for more rows.")] = 0.0,
     contexts: Annotated[int | None, typer.Option(min=1, help="Execution contexts.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that compute one batch.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that compute one batch. Default: 1.")
+    ] = None,
     dims: Annotated[
         list[str] | None, typer.Option(help="The size of a dynamic dimension: NAME=SIZE.")
     ] = None,
     loop: Annotated[Literal["uvloop", "asyncio"], typer.Option(help="The event loop.")] = "uvloop",
     device: Annotated[str, typer.Option(help="[bold]host[/bold] or [bold]cuda:0[/bold].")] = "host",
+    onnx: Annotated[
+        list[str] | None, typer.Option(help="How ONNX Runtime loads it: NAME=VALUE, once for each.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare a model with plain ONNX Runtime; or measure [bold]overhead[/bold], the engine alone."""
-    options = Options(max_rows=max_rows, max_delay=max_delay, contexts=contexts)
+    options = Options(max_rows=max_rows, max_delay=max_delay, contexts=contexts, onnx=onnx)  # type: ignore[arg-type]  # Its check converts it.
     if model == "overhead":
         report = benchmarks.overhead_report(options, repeats)
     else:
@@ -313,6 +318,9 @@ def _inspect(
     tensorrt: Annotated[
         list[str] | None, typer.Option(help="How a plan is opened: NAME=VALUE, once for each.")
     ] = None,
+    onnx: Annotated[
+        list[str] | None, typer.Option(help="How an ONNX model is opened: NAME=VALUE, once for each.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what can be known of a model: tensors and their names, versions, sizes, weights, batching.
@@ -321,7 +329,8 @@ def _inspect(
     inspect model.onnx, or asynctrt inspect model.plan --open --contexts 8. The exit status is 1 if the file
     cannot be read or opened.
     """
-    path, options = Path(file), Options(flavour=flavour, tensorrt=tensorrt)  # type: ignore[arg-type]  # Its check converts it.
+    path = Path(file)
+    options = Options(flavour=flavour, tensorrt=tensorrt, onnx=onnx)  # type: ignore[arg-type]  # Their checks convert them.
     found = inspect_file(path)
     opened, refusal = None, None
     if open_it:

@@ -240,7 +240,7 @@ def _predict_by_hand(path: Path, device: str) -> Predict:
     if device == "host":
         from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
-        session = OnnxModel(path, intra_op_threads=cores()).session
+        session = OnnxModel(path, {"intra_op_num_threads": cores()}).session
     else:
         from asynctrt.backends.onnxruntime_cuda import RawModel  # noqa: PLC0415
 

@@ -15,8 +15,9 @@ from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError, describe
+from asynctrt.onnx_objects import OnnxObject, is_onnx_object, is_session, shown
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.tensorrt_options import TensorRTOptions
-from asynctrt.validation import show
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """How a model in a Python module is written: ``package.module:attribute``."""
@@ -76,32 +77,28 @@ def gpu_memory_limit() -> int | None:
 
 
 def load_model(
-    model: str | os.PathLike[str] | Model,
+    model: str | os.PathLike[str] | OnnxObject | Model,
     device: Device,
     flavour: str | None = None,
     tensorrt: TensorRTOptions | None = None,
     runtime: str | None = None,
     rows: RowSettings = FIRST_AXIS,
+    onnx: OnnxOptions | None = None,
 ) -> Model:
     """The model at a path, by what kind of file it is, or the object that was given. Blocks."""
-    _check_rows(model, rows)
-    if tensorrt is not None and not (
-        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
-    ):
-        raise OptionsError(
-            f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {model!r} is none. "
-            "Leave it out; a TensorRTModel takes it as its own argument options"
-        )
+    _check_options(model, tensorrt, onnx, rows)
+    if is_onnx_object(model):
+        return _onnx_model(model, device, runtime, onnx, rows)
     if isinstance(cast("object", model), FunctionType):
         raise ModelError(
-            f"{model!r} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
+            f"{shown(model)} is not a model. Make one of it: asynctrt.FunctionModel(function, inputs=..., "
             "outputs=...)"
         )
     if not isinstance(model, str | os.PathLike):
         if not isinstance(model, Model):
             raise ModelError(
-                f"{model!r} is not a path and not a model: it lacks {', '.join(missing_members(model))}. "
-                "A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
+                f"{shown(model)} is not a path and not a model: it lacks {', '.join(missing_members(model))}"
+                ". A model of your own has all of these if it derives from asynctrt.backends.base.ModelBase "
                 "and adds name, inputs, outputs, create_context and close"
             )
         return _checked(model)
@@ -125,43 +122,61 @@ def load_model(
         return plan
     if path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
-    return _onnx_model(path, device, runtime, rows)
+    return _onnx_model(path, device, runtime, onnx, rows)
 
 
-def _check_rows(model: object, rows: RowSettings) -> None:
-    """Check that only an ONNX file is told where its rows are.
-
-    :raises OptionsError: for any other model.
-    """
-    if (rows.batch_axis or rows.shared) and not _is_onnx_path(model):
+def _check_options(
+    model: object, tensorrt: TensorRTOptions | None, onnx: OnnxOptions | None, rows: RowSettings
+) -> None:
+    """Check that the model is of the kind that options of a runtime are for."""
+    if tensorrt is not None and not (
+        isinstance(model, str | os.PathLike) and Path(model).suffix in PLAN_SUFFIXES
+    ):
         raise OptionsError(
-            f"batch_axis and shared are for ONNX files, and {show(model)} is none. Leave them out; an "
+            f"the option tensorrt is for TensorRT plans ({', '.join(PLAN_SUFFIXES)}), and {shown(model)} is "
+            "none. Leave it out; a TensorRTModel takes it as its own argument options"
+        )
+    if onnx is not None and (not _is_onnx(model) or is_session(model)):  # A session was loaded before.
+        raise OptionsError(
+            f"the option onnx says how ONNX Runtime loads a model, which it does not do with "
+            f"{shown(model)}. Leave it out; an OnnxModel takes it as its own argument options"
+        )
+    if (rows.batch_axis or rows.shared) and not _is_onnx(model):
+        raise OptionsError(
+            f"batch_axis and shared are for ONNX models, and {shown(model)} is none. Leave them out; an "
             "OnnxModel takes both as its own argument rows, and a model of your own says so in its specs"
         )
 
 
-def _is_onnx_path(model: object) -> bool:
-    """Return whether it is taken for the path of an ONNX file: of any that is not named like a plan."""
-    if isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists():
-        return False
-    return isinstance(model, str | os.PathLike) and Path(model).suffix not in PLAN_SUFFIXES
+def _is_onnx(model: object) -> bool:
+    """Whether ONNX Runtime runs the model."""
+    if not isinstance(model, str | os.PathLike):
+        return is_onnx_object(model)
+    is_attribute = isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists()
+    return not is_attribute and Path(model).suffix not in PLAN_SUFFIXES
 
 
-def _onnx_model(path: Path, device: Device, runtime: str | None, rows: RowSettings) -> Model:
-    """The model in an ONNX file, on a runtime that the device has."""
+def _onnx_model(
+    path: Path | OnnxObject,
+    device: Device,
+    runtime: str | None,
+    onnx: OnnxOptions | None,
+    rows: RowSettings,
+) -> Model:
+    """The model in an ONNX file or object, on a runtime that the device has."""
     if runtime == "tensorrt":
         raise OptionsError(
-            f"{str(path)!r} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
+            f"{shown(path)} is an ONNX model, and TensorRT runs plans. Build one from it: asynctrt "
             "build MODEL.onnx; or leave runtime out"
         )
     # Not before it is needed: it loads ONNX Runtime.
     from asynctrt.backends.onnxruntime import OnnxModel  # noqa: PLC0415
 
     if device.name == "host":
-        return OnnxModel(path, rows=rows)
+        return OnnxModel(path, onnx, rows=rows)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel  # noqa: PLC0415
 
-    model = OnnxCudaModel(path, device=device, rows=rows)
+    model = OnnxCudaModel(path, onnx, device=device, rows=rows)
     logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
     return model
 

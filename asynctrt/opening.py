@@ -15,6 +15,7 @@ from asynctrt.devices.base import Device
 from asynctrt.engine import STREAM_END_S, Engine
 from asynctrt.errors import DeviceUnavailableError, OptionsError, UsageError
 from asynctrt.loops import in_thread, running_loop
+from asynctrt.onnx_objects import OnnxObject, shown
 from asynctrt.options import Options, Settings
 from asynctrt.parts import EngineParts, build_on
 from asynctrt.propagation import unlimited
@@ -26,7 +27,7 @@ GPU: Final = re.compile(r"cuda:\d+")
 
 
 def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.open)
-    model: str | os.PathLike[str] | Model,
+    model: str | os.PathLike[str] | OnnxObject | Model,
     *,
     device: str | Device | Sequence[str] = "host",
     shared_arenas: Arenas | None = None,
@@ -40,7 +41,9 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
 
     :param model: a path to an ``.onnx`` file, or to a TensorRT plan (``.plan``, ``.engine``, ``.trt``), which
         is code: open only plans that you trust; ``"module:attribute"``, a model in a Python module or a
-        function there that makes one; or a model object, which stays the caller's to close.
+        function there that makes one; the content of an ``.onnx`` file, as bytes or an ``onnx.ModelProto``;
+        or an object that stays the caller's to close: a model or, on the host device, an
+        ``onnxruntime.InferenceSession``.
     :param device: ``"host"``, ``"cuda:0"`` and so on, or a device object. With ``isolation="process"`` also
         several, as a list of names or ``"cuda:0,cuda:1"``: each has a worker process of its own, and requests
         go where they are expected to be done first.
@@ -55,7 +58,10 @@ def open(  # noqa: A001  (it is the module's verb, as in io.open and tarfile.ope
 
 
 def _build(
-    model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
+    model: str | os.PathLike[str] | OnnxObject | Model,
+    device: str | Device,
+    options: Options,
+    shared: Arenas | None,
 ) -> EngineParts:
     """Make what an engine stands on; where a GPU cannot be used, ask the doctor why."""
     try:
@@ -74,7 +80,7 @@ class Opening:
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Model,
+        model: str | os.PathLike[str] | OnnxObject | Model,
         device: str | Device | Sequence[str],
         shared_arenas: Arenas | None,
         options: Options,
@@ -86,7 +92,7 @@ class Opening:
         self._engine: Engine | None = None
 
     def __repr__(self) -> str:
-        return f"<asynctrt.open({self._model!r}): not entered yet, use 'async with' or 'await'>"
+        return f"<asynctrt.open({shown(self._model)}): not entered yet, use 'async with' or 'await'>"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Engine, name):
@@ -154,7 +160,7 @@ class Opening:
         if not isinstance(self._model, str | os.PathLike):
             raise UsageError(
                 f"isolation='process' opens the model in another process, so it needs its path or "
-                f"'module:attribute', not {self._model!r}"
+                f"'module:attribute', not {shown(self._model)}"
             )
         if self._shared_arenas is not None or not all(isinstance(device, str) for device in devices):
             raise UsageError(

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from asynctrt.build_options import BuildOptions
 from asynctrt.errors import OptionsError
 from asynctrt.frozen import FrozenDict
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.pad_options import sizes_of, values_of
 from asynctrt.scheduling.target import Target
 from asynctrt.synonyms import SYNONYMS
@@ -83,6 +84,7 @@ class Settings(TypedDict, total=False):
     runtime: Runtime | None
     flavour: str | None
     tensorrt: TensorRTOptions | Mapping[str, Any] | None
+    onnx: OnnxOptions | Mapping[str, Any] | None
     build: BuildOptions | Mapping[str, Any] | None
     waiting: Waiting
     check_finite: bool
@@ -119,6 +121,16 @@ def _tensorrt_options(given: Any) -> TensorRTOptions:
     if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
         named = (text.partition("=") for text in given)
         return TensorRTOptions.from_settings({name.strip(): _value_of(text) for name, _, text in named})
+    raise ValueError
+
+
+def _onnx_options(given: Any) -> OnnxOptions:
+    """Return the options of an ONNX model, from a mapping or from a list of ``NAME=VALUE``."""
+    if isinstance(given, OnnxOptions | Mapping):
+        return OnnxOptions.of(given)
+    if isinstance(given, list | tuple) and all(isinstance(text, str) and "=" in text for text in given):
+        named = (text.partition("=") for text in given)
+        return OnnxOptions.of({name.strip(): _value_of(text) for name, _, text in named})
     raise ValueError
 
 
@@ -186,6 +198,10 @@ WEIGHT: Final = number(WEIGHT_MIN, WEIGHT_MAX)
 TENSORRT: Final = Check(
     "an asynctrt.TensorRTOptions, a mapping such as {'allow_host_code': True}, or a list of 'NAME=VALUE'",
     _tensorrt_options,
+)
+ONNX: Final = Check(
+    "an asynctrt.OnnxOptions, a mapping such as {'intra_op_num_threads': 2}, or a list of 'NAME=VALUE'",
+    _onnx_options,
 )
 BUILD: Final = Check(
     "an asynctrt.BuildOptions, a mapping such as {'dims': {'length': '1:128:512'}}, or a list of "
@@ -379,6 +395,12 @@ class Options:
         doc="""How a TensorRT plan is loaded and run: ``TensorRTOptions``, or a mapping of its names, such as
         ``{"memory_budget": 2 << 30}``; on the command line ``NAME=VALUE``, once for each.""",
     )
+    onnx: OnnxOptions | Mapping[str, Any] | None = setting(
+        default=None,
+        check=ONNX.or_none,
+        doc="""How ONNX Runtime loads and runs a model: ``OnnxOptions``, or a mapping of its names, such as
+        ``{"providers": "OpenVINOExecutionProvider"}``; on the command line ``NAME=VALUE``, once for each.""",
+    )
     build: BuildOptions | Mapping[str, Any] | None = setting(
         default=None,
         check=BUILD.or_none,
@@ -449,11 +471,7 @@ class Options:
         validate(self)
         if self.flavour is not None and isinstance(self.tensorrt, TensorRTOptions):
             object.__setattr__(self, "tensorrt", self.tensorrt.with_flavour(self.flavour))
-        if self.batching == "off" and (self.batch_axis or self.shared):
-            raise OptionsError(
-                "batch_axis and shared say how requests share batches, and with batching='off' each runs "
-                "alone. Leave them out"
-            )
+        self._check_model()
         if self.max_rows is not None and self.max_rows > self.max_queue_rows:
             raise OptionsError(
                 f"max_queue_rows ({self.max_queue_rows}) must be ≥ max_rows ({self.max_rows}), or no batch "
@@ -484,6 +502,19 @@ class Options:
                     f"{name} ({value}) must be ≤ contexts ({self.contexts}), since each batch in flight "
                     "holds a context"
                 )
+
+    def _check_model(self) -> None:
+        """Check what is said of the model."""
+        if self.batching == "off" and (self.batch_axis or self.shared):
+            raise OptionsError(
+                "batch_axis and shared say how requests share batches, and with batching='off' each runs "
+                "alone. Leave them out"
+            )
+        if self.onnx is not None and self.runtime == "tensorrt":
+            raise OptionsError(
+                "onnx says how ONNX Runtime loads a model, and runtime is 'tensorrt'. Leave one of them out; "
+                "options of a plan are in tensorrt, and of its build in build"
+            )
 
     @property
     def target(self) -> Target | None:

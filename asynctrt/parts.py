@@ -17,6 +17,8 @@ from asynctrt.errors import AsynctrtError, ModelError, OptionsError
 from asynctrt.independence import alone_of, prove, structural
 from asynctrt.inputs import InputCheck
 from asynctrt.loading import find_device, load_model
+from asynctrt.onnx_objects import OnnxObject
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
 from asynctrt.padded_inputs import PaddedInputCheck
 from asynctrt.padding import Limits, Padding
@@ -300,7 +302,10 @@ def row_nbytes_of(model: Model) -> Callable[[Hashable], int] | None:
 
 
 def build_on(
-    model: str | os.PathLike[str] | Model, device: str | Device, options: Options, shared: Arenas | None
+    model: str | os.PathLike[str] | OnnxObject | Model,
+    device: str | Device,
+    options: Options,
+    shared: Arenas | None,
 ) -> EngineParts:
     """Load a model and make what its batches need. Blocks; what fails leaves nothing behind.
 
@@ -321,19 +326,21 @@ def build_on(
         raise ModelError(
             f"{loaded.name!r} could not be set up on {found.name!r}: {type(error).__name__}: {error}"
         ) from error
-    owned: list[Closable] = [loaded] if isinstance(model, str | os.PathLike) else []
+    owned: list[Closable] = [] if loaded is model else [loaded]
     if found is not device:
         owned.append(found)
     return dataclasses.replace(parts, owned=(*parts.owned, *owned))
 
 
-def _load(model: str | os.PathLike[str] | Model, device: Device, options: Options) -> Model:
+def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
     tensorrt = options.tensorrt
     assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+    onnx = options.onnx
+    assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
     if options.runtime != "tensorrt" and options.build is None:
         shared = frozenset(options.shared or ())
         rows = RowSettings(options.batching == "on", options.batch_axis or {}, shared)
-        return load_model(model, device, options.flavour, tensorrt, options.runtime, rows)
+        return load_model(model, device, options.flavour, tensorrt, options.runtime, rows, onnx)
     # Not before it is needed: few engines have their plans built.
     from asynctrt.plans.cached import load_for  # noqa: PLC0415
 

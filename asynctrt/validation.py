@@ -149,6 +149,8 @@ def check_names(
 def show(value: object) -> str:
     """Return the ``repr`` of any value for a message: a short one, and one that never raises."""
     try:
+        if isinstance(value, str | bytes | bytearray):
+            value = value[:SHOWN_MAX]  # A model has megabytes, and its text some four times as many.
         text = repr(value)
     except Exception:  # Foreign code ran; and an int of more than 4,300 digits has none.
         text = f"a {type(value).__name__}"

@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import asynctrt
@@ -284,6 +285,20 @@ def test_the_commands_name_extras_that_there_are():
             assert set(named.split(",")) <= set(extras)
     for extra in extras:
         assert f"`{extra}`" in DOCUMENTS["installing.md"]
+
+
+def test_options_of_onnxruntime(tmp_path, monkeypatch):
+    double_onnx(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    for snippet in FENCED.findall(DOCUMENTS["onnx-runtime.md"]):
+        names = {"asynctrt": asynctrt, "np": np}
+        exec(snippet, names)
+        for name in {"main", "with_a_session"} & set(names):
+            assert bounded(names[name]())["output"].tolist() == [[0.0] * 4]
+    for text in re.findall(r"```toml\n(.*?)```", DOCUMENTS["onnx-runtime.md"], re.DOTALL):
+        (tmp_path / "serve.toml").write_text(text if "[[" in text[:2] else f"[[models]]\npath = 'm'\n{text}")
+        (source,) = configure({}, read_config(tmp_path / "serve.toml")).models
+        assert Options(**source.settings).onnx != asynctrt.OnnxOptions()
 
 
 def test_a_load_test_in_an_applications_tests(tmp_path):

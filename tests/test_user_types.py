@@ -116,7 +116,15 @@ def test_a_users_project_is_checked_strictly(checker, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cls", [asynctrt.Options, asynctrt.TensorRTOptions, ServerSettings, LoadSettings, SimulationSettings]
+    "cls",
+    [
+        asynctrt.Options,
+        asynctrt.TensorRTOptions,
+        asynctrt.OnnxOptions,
+        ServerSettings,
+        LoadSettings,
+        SimulationSettings,
+    ],
 )
 def test_help_shows_each_setting(cls):
     for item in dataclasses.fields(cls):

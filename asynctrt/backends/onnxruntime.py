@@ -1,4 +1,4 @@
-"""ONNX models on the host device through ONNX Runtime. The only importer of ``onnxruntime``.
+"""ONNX models on the host device through ONNX Runtime.
 
 One session holds the weights. Contexts share it, since ``InferenceSession.run`` may be called from several
 threads at once. Rows of numbers are bound to the slabs themselves, so that nothing is copied; requests that
@@ -9,7 +9,6 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
@@ -24,39 +23,25 @@ from asynctrt.backends.onnx_axes import (
     read_axes,
     read_whole_axes,
 )
+from asynctrt.backends.onnxruntime_session import (
+    LOG_FATAL_ONLY,
+    Source,
+    bindable,
+    check_host_providers,
+    ort,
+    session_options,
+    threads_of,
+)
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream
-from asynctrt.errors import (
-    DeviceUnavailableError,
-    ExecutionError,
-    MissingExtraError,
-    ModelError,
-    ModelNotFoundError,
-    UsageError,
-)
+from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, UsageError
+from asynctrt.onnx_objects import OnnxObject
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.tensors import Array
-from asynctrt.validation import PATH, count
-
-# When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
-# home directory. An application that wants it sets the variable itself.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-
-try:
-    import onnxruntime as ort
-except ImportError as error:
-    raise MissingExtraError(
-        "ONNX models need ONNX Runtime, which is not installed: pip install 'asynctrt[cpu]'"
-    ) from error
 
 __all__ = ["LOG_FATAL_ONLY", "OnnxModel", "element_type", "ort"]
 
-LOG_FATAL_ONLY: Final = 4
-"""What ONNX Runtime reports as an error is in the exception, and need not be on stderr as well."""
-
 ML_NUMBERS: Final = dict(ML_DTYPES.values())
-
-THREADS_MAX: Final = 1024
-"""The most threads for one batch; each of some thousands takes memory for nothing."""
 
 
 class OnnxModel(ModelBase):
@@ -65,45 +50,42 @@ class OnnxModel(ModelBase):
     Rows are on the first axis of every tensor unless ``rows`` says otherwise. A model whose shapes forbid
     that rows share a batch takes each request as it is, and :attr:`alone` says why.
 
-    :param path: the ``.onnx`` file.
+    :param path: the ``.onnx`` file; or, as an object, the content of one (bytes, an ``onnx.ModelProto``), or
+        an ``onnxruntime.InferenceSession`` of your own, which runs batches from several threads at once and
+        is not ended when the model is closed.
+    :param options: :class:`~asynctrt.onnx_options.OnnxOptions`, or a mapping of their names.
     :param rows: where rows are, as the options ``batch_axis`` and ``shared`` of an engine say it.
-    :param intra_op_threads: threads that compute one batch. The default is 1, since the host device computes
-        as many batches at once as there are cores, which gives the most rows per second. For a few callers,
-        ``OnnxModel(path, intra_op_threads=2)`` on ``HostDevice(threads=1)`` answers sooner but uses more CPU:
-        ONNX Runtime's threads spin while they wait.
-    :raises OptionsError: for an argument of another kind, or a number of threads that is not valid.
+    :raises OptionsError: for an argument of another kind, or an option that is not valid.
     :raises ModelNotFoundError: if the file does not exist.
-    :raises ModelError: if the file is not an ONNX model, or has a tensor that NumPy cannot hold.
+    :raises ModelError: if it is not an ONNX model, or has a tensor that NumPy cannot hold.
+    :raises MissingExtraError: if a provider or a package that the options name is not installed.
+    :raises DeviceUnavailableError: if a provider does not load.
     """
 
     is_pure = True
     dims_are_hints = True
 
     def __init__(
-        self, path: str | os.PathLike[str], *, intra_op_threads: int = 1, rows: RowSettings = FIRST_AXIS
+        self,
+        path: str | os.PathLike[str] | OnnxObject,
+        options: OnnxOptions | Mapping[str, Any] | None = None,
+        *,
+        rows: RowSettings = FIRST_AXIS,
     ) -> None:
-        self.path: Path = PATH("path", path)
-        self.intra_op_threads = count(1, THREADS_MAX)("intra_op_threads", intra_op_threads)
+        self.options = OnnxOptions.of(options)
         settings: RowSettings = ROWS("rows", rows)
-        if not self.path.exists():
-            raise ModelNotFoundError(
-                f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "
-                f"directory is {str(Path.cwd())!r}"
-            )
-        self.name = self.path.stem
+        self.source = Source(path)
+        self.path = self.source.path
+        """The file, or ``None`` for a model that was given as an object."""
         self.platform = "onnxruntime_onnx"
         try:
             session = self._load(self._session_options())
+        except AsynctrtError:
+            raise
         except Exception as error:
-            if "INVALID_PROTOBUF" in str(error):
-                raise ModelError(
-                    f"{str(self.path)!r} is not an ONNX model, or is damaged: ONNX Runtime {ort.__version__} "
-                    "cannot parse it. Export the model to ONNX, for example with torch.onnx.export"
-                ) from error
-            raise ModelError(
-                f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__}: "
-                f"{_first_line(error)}. Check it with onnx.checker.check_model"
-            ) from error
+            raise self.source.refused(error, self.options) from error
+        self.name = self.source.name_for(session)
+        self.intra_op_threads = threads_of(session)
         self._session: ort.InferenceSession | None = session
         # Contexts of one model take about as long for a batch, and others may be on the same device.
         self._kind = object()
@@ -115,14 +97,11 @@ class OnnxModel(ModelBase):
         self._decide_memory()
 
     def _session_options(self) -> ort.SessionOptions:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.intra_op_threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = LOG_FATAL_ONLY
-        return options
+        return session_options(self.options)
 
     def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
-        return ort.InferenceSession(str(self.path), options, providers=["CPUExecutionProvider"])
+        check_host_providers(self.options.providers)
+        return self.source.load(options, self.options.providers)
 
     def whole(self, reason: str) -> Self:
         """Return this model with each request run alone, as it is. It has the same weights, and is closed
@@ -155,7 +134,7 @@ class OnnxModel(ModelBase):
         :raises UsageError: after :meth:`close`.
         """
         if self._session is None:
-            raise UsageError(f"{self!r} is closed. Load it again: OnnxModel({str(self.path)!r})")
+            raise UsageError(f"{self!r} is closed. Load it again: OnnxModel({self.source})")
         return self._session
 
     def __repr__(self) -> str:
@@ -167,7 +146,10 @@ class OnnxModel(ModelBase):
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host', or "
                 "open its path there: asynctrt.open(path, device='cuda:0')"
             )
-        return OnnxContext(self.session, self._kind, brings_outputs=self.brings_outputs)
+        session = self.session
+        if not self.brings_outputs:
+            session = bindable(session)
+        return OnnxContext(session, self._kind, brings_outputs=self.brings_outputs)
 
     def close(self) -> None:
         """Release the session, and with it the weights. Idempotent."""
@@ -311,7 +293,3 @@ class OnnxRunBinding:
 def element_type(dtype: np.dtype[Any]) -> Any:
     """Return what an I/O binding calls a dtype: NumPy's type, or ONNX's number where NumPy has none."""
     return ML_NUMBERS.get(dtype.name, dtype.type)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -19,20 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from functools import cache
 from io import StringIO
-from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, RowSettings
-from asynctrt.backends.onnxruntime import LOG_FATAL_ONLY, ort
 from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
-from asynctrt.backends.onnxruntime_streams import (
-    Batch,
-    Launch,
-    StreamedOnnxModel,
-    StreamSession,
-    checked_launch,
-    checked_sizes,
+from asynctrt.backends.onnxruntime_session import (
+    LOG_FATAL_ONLY,
+    check_available,
+    check_loaded,
+    ort,
+    session_options,
 )
+from asynctrt.backends.onnxruntime_streams import Batch, StreamedOnnxModel, StreamSession, refuse_session
 from asynctrt.backends.onnxruntime_weights import SHARED_NBYTES_MIN, SharedWeights, share_weights
 from asynctrt.devices.base import Device, Stream, mib
 from asynctrt.devices.cuda import CudaDevice
@@ -48,9 +46,9 @@ from asynctrt.errors import (
     ModelError,
     OptionsError,
 )
-from asynctrt.validation import FLAG, PATH, Check, as_float, count
-
-CUDA: Final = "CUDAExecutionProvider"
+from asynctrt.onnx_objects import OnnxObject, is_onnx_object, shown
+from asynctrt.onnx_options import CPU, CUDA, NO_FALLBACK, TENSORRT, OnnxOptions
+from asynctrt.validation import PATH
 
 CUDA_MEMORY: Final = "Cuda"
 """What ONNX Runtime calls the memory of a GPU."""
@@ -68,9 +66,6 @@ SETTLE_TRIES: Final = 3
 SETTLE_EVERY: Final = 64
 """One run of a session in this many is waited for."""
 
-OURS: Final = frozenset({"device_id", "enable_cuda_graph", "user_compute_stream"})
-"""Options of the provider without which answers would be read before they are there, or captured twice."""
-
 RANDOM: Final = frozenset(
     {"Bernoulli", "Dropout", "Multinomial"}
     | {f"Random{kind}{like}" for kind in ("Normal", "Uniform") for like in ("", "Like")}
@@ -80,50 +75,15 @@ RANDOM: Final = frozenset(
 logger = logging.getLogger("asynctrt")
 
 
-def _settings(given: Any) -> dict[str, str]:
-    """Return the provider's options as texts, which is how it takes them."""
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise TypeError
-    if not OURS.isdisjoint(given):
-        raise OptionsError(
-            f"provider_options: {', '.join(sorted(OURS))} are the engine's to give, as it waits for "
-            "batches on its own stream, and captures them. Choose the GPU with device, and what is captured "
-            "with graphs"
-        )
-    return {name: _setting(value) for name, value in given.items()}
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, str | bool):
-        return str(value)
-    as_float(value)
-    return str(value)
-
-
-PROVIDER_OPTIONS: Final = Check(
-    "options of the CUDA provider and their values, each a text or a number, such as {'use_tf32': '0'}",
-    _settings,
-)
-
-
 class OnnxCudaModel(StreamedOnnxModel):
     """A loaded ONNX model for one GPU. Loading blocks: ``asynctrt.open(path, device="cuda:0")`` does it in a
     thread.
 
     :param path: the ``.onnx`` file. What is said of its axes at :class:`OnnxModel` holds here.
     :param device: the GPU, the same object as the engine's.
-    :param launch: which thread puts batches on the GPU, see :class:`StreamedOnnxModel`.
-    :param memory_limit: the most bytes that one session may hold, weights included unless they are shared by
-        all. Default: what is left of the GPU's memory, and of the device's budget, when it is loaded.
-    :param cpu_fallback: whether operators that the provider does not have run on the CPU; such are named in a
-        warning. Without it such a model is refused.
-    :param batch_sizes: the batch sizes to run, each with a session of its own in each context, to which
-        others are padded; ``()`` for all sizes, with one session and no graphs. Default: powers of two and
-        one between any two of them, captured as CUDA graphs; without graphs only if a batch of another size
-        than the one before takes much longer, as with convolutions, which cuDNN plans anew then (since ONNX
-        Runtime 1.20). Where rows vary, and ``pad`` does not name up to eight shapes, all sizes are run.
-    :param provider_options: options of the CUDA provider that win over ours, by ONNX Runtime's names:
-        ``{"use_tf32": "0"}``.
+    :param options: as for :class:`OnnxModel`. ``gpu_mem_limit`` of the CUDA provider is the most bytes that
+        one session may hold, weights included unless they are shared by all. Default, and limit: what is
+        left of the GPU's memory, and of the device's budget, when it is loaded.
     :raises MissingExtraError: if the installed ONNX Runtime has no CUDA provider.
     :raises DeviceUnavailableError: if the provider cannot be loaded: its CUDA libraries are missing, say.
     :raises ModelNotFoundError, ModelError, OptionsError: as :class:`OnnxModel`.
@@ -131,38 +91,31 @@ class OnnxCudaModel(StreamedOnnxModel):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | OnnxObject,
+        options: OnnxOptions | Mapping[str, Any] | None = None,
         *,
         device: Device,
-        launch: Launch = "threads",
-        memory_limit: int | None = None,
-        cpu_fallback: bool = True,
-        batch_sizes: Sequence[int] | None = None,
-        provider_options: Mapping[str, str] | None = None,
         rows: RowSettings = FIRST_AXIS,
     ) -> None:
-        PATH("path", path)
-        self._memory_limit: int | None = count(1).or_none("memory_limit", memory_limit)
-        self._cpu_fallback: bool = FLAG("cpu_fallback", cpu_fallback)
-        self._provider_options: dict[str, str] = (
-            PROVIDER_OPTIONS.or_none("provider_options", provider_options) or {}
-        )
-        checked_launch(launch)
-        checked_sizes(batch_sizes)
+        refuse_session(path)
+        if not is_onnx_object(path):
+            PATH("path", path)
+        options = OnnxOptions.of(options)
         ROWS("rows", rows)
+        _check_providers(options)
         if not isinstance(device, CudaDevice):
             raise DeviceUnavailableError(
-                f"{str(path)!r} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
+                f"{shown(path)} was to run on ONNX Runtime's CUDA provider, and {device!r} is no GPU. Open "
                 "it with device='cuda:0'"
             )
         check_provider()
+        check_available([name for name, _ in options.providers])
         self._device = device
         self._has_told = False
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
         self._was_optimised = False
-        super().__init__(path, launch=launch, batch_sizes=batch_sizes, rows=rows)
-        self.is_traced = True
+        super().__init__(path, options, rows=rows)
 
     def _decide_memory(self) -> None:
         super()._decide_memory()
@@ -172,9 +125,11 @@ class OnnxCudaModel(StreamedOnnxModel):
                 f"{self.name!r} has strings or Python values ({', '.join(texts)}), which do not lie on a "
                 "GPU. Open it with device='host'"
             )
-        # What it copies to the host itself is known only while it is put on the stream.
+        # What it copies to the host itself is known only while it is put on the stream, and what TensorRT
+        # does on a stream that captures is not known at all.
         symbols = {dim for spec in self.inputs for dim in spec.dims if isinstance(dim, str)}
-        self.is_capturable = not self.brings_outputs and symbols.issuperset(
+        can_capture = not self.brings_outputs and not self._has_tensorrt
+        self.is_capturable = can_capture and symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
 
@@ -190,12 +145,11 @@ class OnnxCudaModel(StreamedOnnxModel):
         except Exception as error:
             if "NOT_IMPLEMENTED" not in str(error):
                 raise
-        return ort.InferenceSession(
-            str(self.path),
-            options,
-            providers=[(CUDA, {"device_id": str(self._device.ordinal)}), "CPUExecutionProvider"],
-            enable_fallback=0,
-        )
+        return self.source.load(options, [(CUDA, {"device_id": str(self._device.ordinal)}), (CPU, {})])
+
+    @property
+    def _has_tensorrt(self) -> bool:
+        return any(name == TENSORRT for name, _ in self.options.providers)
 
     def check_device(self, device: Device) -> None:
         """Check that it is the GPU that the model was loaded for, as the same object or another."""
@@ -215,10 +169,10 @@ class OnnxCudaModel(StreamedOnnxModel):
         device.activate()
         before = device.memory()
         limit_nbytes = before.room_nbytes
-        if self._memory_limit is not None:
-            limit_nbytes = min(limit_nbytes, self._memory_limit)
+        if self.options.gpu_mem_limit is not None:
+            limit_nbytes = min(limit_nbytes, self.options.gpu_mem_limit)
         settings = provider_settings(
-            device.ordinal, stream.handle, max(limit_nbytes, 1), self._provider_options
+            device.ordinal, stream.handle, max(limit_nbytes, 1), self.options.of_provider(CUDA)
         )
         failed: BaseException
         try:
@@ -248,17 +202,20 @@ class OnnxCudaModel(StreamedOnnxModel):
     def _share_weights(self, settings: Mapping[str, str], device: CudaDevice, stream: CudaStream) -> None:
         """Put the weights on the GPU for all sessions, before the first is loaded."""
         self._was_optimised = True
-        if not self._is_large():
+        # What TensorRT has compiled cannot be written to a file.
+        if self._has_tensorrt or not self._is_large():
             return
 
         def load(options: ort.SessionOptions) -> ort.InferenceSession:
-            return self._load_from(self.path, options, settings)
+            return self._load_from(self.source.what, options, settings)
 
         where = "cuda", device.ordinal
         self._weights = share_weights(load, self._cuda_options(), device, stream, where, self.name)
 
     def _is_large(self) -> bool:
         """Whether the model may have weights that are worth sharing: they may lie in files beside it."""
+        if self.path is None:
+            return len(self.source.what or b"") >= SHARED_NBYTES_MIN
         with suppress(OSError):  # Who may not look has weights of their own for each session.
             return any(
                 path.stat().st_size >= SHARED_NBYTES_MIN
@@ -268,41 +225,43 @@ class OnnxCudaModel(StreamedOnnxModel):
         return False
 
     def _load_on_gpu(self, settings: Mapping[str, str], sizes: Mapping[str, int]) -> ort.InferenceSession:
-        options, path = self._cuda_options(), self.path
+        options, what = self._cuda_options(), self.source.what
         if self._weights is not None:
             self._weights.add_to(options)
-            path = self._weights.path
-            if sizes:  # What depends on them is computed now, by what reads the weights from their file.
+            what = str(self._weights.path)
+            if sizes and self.options.graph_optimization_level != "disable_all":
+                # What depends on them is computed now, by what reads the weights from their file.
                 options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         for name, size in sizes.items():
             options.add_free_dimension_override_by_name(name, size)
-        session = self._load_from(path, options, settings)
+        session = self._load_from(what, options, settings)
         if CUDA not in session.get_providers():
             raise DeviceUnavailableError(
                 f"ONNX Runtime {ort.__version__} could not load its CUDA provider for {self.name!r}, most "
                 "often since CUDA's libraries are missing: pip install 'asynctrt[gpu]'"
             )
+        if self._has_tensorrt:
+            check_loaded(session, [TENSORRT], repr(self.name))
         self._tell_of_nodes(session)
         return session
 
     def _load_from(
-        self, path: Path, options: ort.SessionOptions, settings: Mapping[str, str]
+        self, what: str | bytes | None, options: ort.SessionOptions, settings: Mapping[str, str]
     ) -> ort.InferenceSession:
-        # To name the CPU's provider and to forbid its use is a contradiction that is refused.
-        on_cpu = ["CPUExecutionProvider"] if self._cpu_fallback else []
+        providers: list[Any] = [(CUDA, settings)]
+        if self._has_tensorrt:
+            ours = {name: settings[name] for name in ("device_id", "user_compute_stream")}
+            providers.insert(0, (TENSORRT, ours | self.options.of_provider(TENSORRT)))
+        if self.options.allows_cpu:
+            # To name the CPU's provider and to forbid its use is a contradiction that is refused.
+            providers.append((CPU, self.options.of_provider(CPU)))
         with CAPTURING:
-            return ort.InferenceSession(
-                str(path), options, providers=[(CUDA, settings), *on_cpu], enable_fallback=0
-            )
+            return ort.InferenceSession(what, options, providers=providers, enable_fallback=0)
 
     def _cuda_options(self) -> ort.SessionOptions:
-        options = ort.SessionOptions()
-        options.log_severity_level = LOG_FATAL_ONLY
-        # They do what runs on the CPU: shapes, mostly.
-        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        """Return those of sessions that run: their threads do what runs on the CPU, shapes mostly."""
+        options = session_options(self.options)
         options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        if not self._cpu_fallback:
-            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         return options
 
     def _refused(self, error: Exception, device: CudaDevice, stream: CudaStream) -> Exception:
@@ -317,7 +276,7 @@ class OnnxCudaModel(StreamedOnnxModel):
                 "no CUDA libraries of its own: pip install 'asynctrt[gpu]', or import torch before"
             )
         return ModelError(
-            f"{str(self.path)!r} cannot be loaded by ONNX Runtime {ort.__version__} on {device.name}: "
+            f"{self.source} cannot be loaded by ONNX Runtime {ort.__version__} on {device.name}: "
             f"{meaning.said}"
         )
 
@@ -349,15 +308,20 @@ class RawModel:
     :raises MissingExtraError: if the installed ONNX Runtime has no such provider.
     """
 
-    def __init__(self, path: str | os.PathLike[str], device: Device) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], device: Device, options: OnnxOptions | None = None
+    ) -> None:
         assert isinstance(device, CudaDevice)
         check_provider()
-        options = ort.SessionOptions()
-        options.log_severity_level = LOG_FATAL_ONLY
+        given = options or OnnxOptions()
+        ours = session_options(given)
+        if given.intra_op_num_threads is None:
+            ours.intra_op_num_threads = 0  # ONNX Runtime's own default.
         settings = {"device_id": str(device.ordinal), "cudnn_conv_algo_search": "HEURISTIC"}
-        self.session = ort.InferenceSession(
-            os.fspath(path), options, providers=[(CUDA, settings), "CPUExecutionProvider"], enable_fallback=0
-        )
+        providers = [(CUDA, settings | given.of_provider(CUDA))]
+        if given.allows_cpu:
+            providers.append((CPU, given.of_provider(CPU)))
+        self.session = ort.InferenceSession(os.fspath(path), ours, providers=providers, enable_fallback=0)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.session))
 
 
@@ -512,6 +476,20 @@ def _run_options(*, waits: bool) -> ort.RunOptions:
     return options
 
 
+def _check_providers(options: OnnxOptions) -> None:
+    """Check that all providers are among those that work on memory of the GPU.
+
+    :raises OptionsError: if not.
+    """
+    names = [name for name, _ in options.providers if name not in (TENSORRT, CUDA, CPU)]
+    if names or options.provider_libraries:
+        raise OptionsError(
+            f"{' and '.join(names or options.provider_libraries)} cannot be used with a GPU of the engine's: "
+            f"rows lie in its memory, which {TENSORRT}, {CUDA} and {CPU} take. Open the model with "
+            "device='host', where rows lie in memory of the CPU"
+        )
+
+
 def check_provider() -> None:
     """Check that the installed ONNX Runtime has the CUDA provider, and load CUDA's libraries for it.
 
@@ -549,18 +527,18 @@ def provider_settings(
 ) -> dict[str, str]:
     """Return the provider's options for a session on a stream.
 
-    :param limit_nbytes: the most that its arena may hold.
+    :param limit_nbytes: the most that its arena may hold, whatever is given.
     :param given: options that win over ours.
     """
     return {
         "device_id": str(ordinal),
         "user_compute_stream": str(stream),
-        "gpu_mem_limit": str(limit_nbytes),
         # The default doubles what it holds, of which there is one for each context.
         "arena_extend_strategy": "kSameAsRequested",
         # The default tries every algorithm for every new shape, which takes seconds.
         "cudnn_conv_algo_search": "HEURISTIC",
         **given,
+        "gpu_mem_limit": str(limit_nbytes),
     }
 
 
@@ -571,8 +549,8 @@ def describe_fallback(nodes: list[tuple[str, str]]) -> str:
     more = f" and {len(nodes) - NAMED_MAX} more" if len(nodes) > NAMED_MAX else ""
     return (
         f"{len(nodes)} nodes run on the CPU ({kinds}): {names}{more}. Those that work on shapes cost little; "
-        "others make batches wait for copies to the host and back (cpu_fallback=False of OnnxCudaModel "
-        "refuses such models)"
+        "others make batches wait for copies to the host and back (session_config={'"
+        f"{NO_FALLBACK}': '1'}} refuses such models)"
     )
 
 
@@ -583,7 +561,7 @@ def device_error(meaning: Meaning, device: CudaDevice, stream: CudaStream, what:
         return DeviceMemoryError(
             f"{device.name} has no room for a buffer{asked} that ONNX Runtime needs for {what}; "
             f"{device.memory() if device.lost is None else 'the device is lost'}. Lower max_rows or "
-            "contexts, or raise memory_limit of OnnxCudaModel if that is set"
+            "contexts, or raise gpu_mem_limit of the CUDA provider if that is set"
         )
     # It may have told of something else that follows from it, so the stream itself is asked.
     if device.lost is None:

@@ -18,9 +18,9 @@ import math
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -29,41 +29,34 @@ from asynctrt.backends.base import TensorMemory
 from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.backends.onnxruntime import OnnxModel, checked_shape, element_type, ort
 from asynctrt.devices.base import Buffer, Device, Stream, aligned
-from asynctrt.errors import ExecutionError, OptionsError, UsageError
+from asynctrt.errors import ExecutionError, UsageError
+from asynctrt.onnx_objects import OnnxObject, is_session
+from asynctrt.onnx_options import NO_FALLBACK, OnnxOptions
 from asynctrt.tensors import Array, Dims, TensorSpec, shape_of
-from asynctrt.validation import choice, count, show
-
-Launch = Literal["threads", "thread", "loop"]
-"""Where batches are put on streams: a thread for each context, one after another in a thread, the loop."""
-
-LAUNCHES: Final = get_args(Launch)
 
 
 class StreamedOnnxModel(OnnxModel):
     """An ONNX model that has a session for each stream. A subclass says how a session is made and run.
 
-    :param launch: which thread puts a batch on its stream. With ONNX Runtime that takes from 0.6 to 3 ms of
-        the CPU's time, one kernel after the other, and it does not hold the GIL meanwhile: so ``threads``, up
-        to one for each context. ``thread`` puts one batch after the other there, ``loop`` holds the loop up.
+    :param path: as for :class:`OnnxModel`, but for a session: each stream needs one that works on it.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | OnnxObject,
+        options: OnnxOptions | Mapping[str, Any] | None = None,
         *,
-        launch: Launch = "threads",
-        batch_sizes: Sequence[int] | None = None,
         rows: RowSettings = FIRST_AXIS,
     ) -> None:
-        self._launch = checked_launch(launch)
-        self.batch_sizes = checked_sizes(batch_sizes)
+        refuse_session(path)
+        super().__init__(path, options)
+        self.batch_sizes = self.options.batch_sizes
         """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
-        super().__init__(path, rows=rows)
         # That session was there to be asked for names and types.
         super().close()
-        self.enqueue_may_block = self._launch != "loop"
+        self.enqueue_may_block = self.options.launch != "loop"
         self.turn: AbstractContextManager[object] = (
-            threading.Lock() if self._launch == "thread" else nullcontext()
+            threading.Lock() if self.options.launch == "thread" else nullcontext()
         )
         """Held while a batch is put on a stream."""
         self._sessions: WeakSet[StreamSession] = WeakSet()
@@ -76,10 +69,16 @@ class StreamedOnnxModel(OnnxModel):
         return f"<{type(self).__name__} {self.name} sessions={sessions}>"
 
     def _session_options(self) -> ort.SessionOptions:
+        """Return those of a session that is there to be asked for names and types, and runs nothing."""
         options = super()._session_options()
+        options.enable_profiling = False
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_prepacking", "1")
+        options.add_session_config_entry(NO_FALLBACK, "0")
         return options
+
+    def _load(self, options: ort.SessionOptions) -> ort.InferenceSession:
+        return self.source.load(options)
 
     @property
     def session(self) -> ort.InferenceSession:
@@ -129,7 +128,7 @@ class StreamedOnnxModel(OnnxModel):
         :raises UsageError: if the model is closed.
         """
         if self._closed:
-            raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({str(self.path)!r})")
+            raise UsageError(f"{self!r} is closed. Load it again: {type(self).__name__}({self.source})")
         with self._loading:
             session = self.load_session(device, stream, sizes)
             self._sessions.add(session)
@@ -147,26 +146,17 @@ class StreamedOnnxModel(OnnxModel):
         """Load a session that works on ``stream``, as :meth:`start_session` says."""
 
 
-def checked_launch(given: Any) -> Launch:
-    """Return where batches are put on streams.
+def refuse_session(given: object) -> None:
+    """Refuse a session that was made before its stream.
 
-    :raises OptionsError: for anything else.
+    :raises UsageError: for any session.
     """
-    launch: Launch = choice(*LAUNCHES)("launch", given)
-    return launch
-
-
-def checked_sizes(given: Any) -> tuple[int, ...] | None:
-    """Return batch sizes, rising; ``None`` if they are not given.
-
-    :raises OptionsError: for anything else.
-    """
-    if given is None:
-        return None
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise OptionsError(f"batch_sizes must be several whole numbers, such as (4, 16), not {show(given)}")
-    check = count(1)
-    return tuple(sorted({check("batch_sizes", size) for size in given}))
+    if is_session(given):
+        raise UsageError(
+            "on a GPU each context needs a session that works on its own stream, and a session of ONNX "
+            "Runtime's cannot change its stream. Open the path or the bytes of the model, and give what the "
+            "session was made with as the option onnx; or open the session with device='host'"
+        )
 
 
 class Batch(NamedTuple):

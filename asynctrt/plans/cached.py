@@ -11,6 +11,8 @@ from asynctrt.build_options import BuildOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError
 from asynctrt.loading import PLAN_SUFFIXES, load_model
+from asynctrt.onnx_objects import OnnxObject, shown
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.plans.cache import PlanCache
 from asynctrt.tensorrt_options import TensorRTOptions
@@ -18,28 +20,30 @@ from asynctrt.tensorrt_options import TensorRTOptions
 ONNX_SUFFIX: Final = ".onnx"
 
 
-def load_for(model: str | os.PathLike[str] | Model, device: Device, options: Options) -> Model:
+def load_for(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, options: Options) -> Model:
     """Return a model for the runtime that the options name. Blocks; a build may take long.
 
     :raises OptionsError: if the options ``runtime`` and ``build`` do not fit the model or each other.
     :raises AsynctrtError: whatever building or loading it raises.
     """
-    tensorrt, build = options.tensorrt, options.build
+    tensorrt, build, onnx = options.tensorrt, options.build, options.onnx
     assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
     assert build is None or isinstance(build, BuildOptions), "it was converted by its check"
+    assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
     suffix = Path(model).suffix if isinstance(model, str | os.PathLike) else ""
     if options.runtime == "tensorrt" and isinstance(model, str | os.PathLike) and suffix == ONNX_SUFFIX:
         return _load_built(Path(model), device, options, tensorrt or TensorRTOptions(), build)
     if options.runtime == "tensorrt" and suffix not in PLAN_SUFFIXES:
         raise OptionsError(
-            f"runtime is 'tensorrt', and {model!r} is neither an .onnx model nor a plan. Leave runtime out"
+            f"runtime is 'tensorrt', and {shown(model)} is neither an .onnx file nor a plan. Leave "
+            "runtime out"
         )
     if build is not None:
         raise OptionsError(
-            f"build says how a plan is built, and {model!r} needs none. It goes with an .onnx model and "
+            f"build says how a plan is built, and {shown(model)} needs none. It goes with an .onnx model and "
             "runtime='tensorrt'; leave it out"
         )
-    return load_model(model, device, options.flavour, tensorrt, options.runtime)
+    return load_model(model, device, options.flavour, tensorrt, options.runtime, onnx=onnx)
 
 
 def _load_built(

@@ -13,6 +13,7 @@ from asynctrt.backends.tensorrt.model import TensorRTModel
 from asynctrt.devices.base import Device
 from asynctrt.errors import AsynctrtError, OptionsError
 from asynctrt.loading import find_device, load_model
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.parts import build_on
 from asynctrt.plans.plan_file import is_plan, read_beginning
@@ -110,7 +111,7 @@ def open_file(
     :param device: Default: ``cuda:0`` for a plan, ``host`` for an ONNX model.
     :param contexts: of the engine whose memory is estimated. Default: as many as the device would have.
     :param arenas: blocks of enqueue memory that these contexts share.
-    :param options: ``flavour`` and ``tensorrt`` say how a plan is loaded.
+    :param options: ``flavour`` and ``tensorrt`` say how a plan is loaded, ``onnx`` how an ONNX model is.
     :raises ModelError, DeviceUnavailableError, DeviceMemoryError, MissingExtraError: as when an engine is
         opened.
     :raises OptionsError: if there are more arenas than contexts, or none.
@@ -128,11 +129,15 @@ def open_file(
             )
         tensorrt = options.tensorrt
         assert tensorrt is None or isinstance(tensorrt, TensorRTOptions), "it was converted by its check"
+        onnx = options.onnx
+        assert onnx is None or isinstance(onnx, OnnxOptions), "it was converted by its check"
+        if is_a_plan and onnx is not None:
+            raise OptionsError(f"onnx says how ONNX Runtime loads a model, and {str(path)!r} is a plan")
         # A plan is known by its content here, whatever its name.
         model: Model = (
             TensorRTModel(path, device=found, flavour=options.flavour, options=tensorrt)
             if is_a_plan
-            else load_model(path, found, options.flavour, tensorrt)
+            else load_model(path, found, options.flavour, tensorrt, onnx=onnx)
         )
         try:
             found_out = _try_batching(model, found, options)

@@ -161,7 +161,7 @@ def _keep_apart(
             room_nbytes,
             len(places),
             f"{len(sizes)} batch sizes of {model.name!r}",
-            "Give the sizes that matter most (batch_sizes of OnnxCudaModel)",
+            "Give the sizes that matter most (batch_sizes in the option onnx)",
         )
 
     sizes, _ = as_many_as_fit(model.name, sizes, run_first)

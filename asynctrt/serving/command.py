@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError
 from asynctrt.loading import ATTRIBUTE
+from asynctrt.onnx_options import relative_to
 from asynctrt.options import Options
 from asynctrt.process import DEVICE_LOST, add_cwd_to_path, shorten_switch_interval
 from asynctrt.serving.folder import FolderWatch, ModelFolder
@@ -99,6 +100,9 @@ def read_config(path: Path) -> dict[str, Any]:
             value = table.get(key)
             if isinstance(value, str) and not ATTRIBUTE.fullmatch(value):
                 table[key] = str(path.parent / value)
+    for table in (content, *models):
+        if isinstance(table.get("onnx"), dict):
+            table["onnx"] = relative_to(table["onnx"], path.parent)
     return content
 
 

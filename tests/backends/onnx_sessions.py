@@ -19,8 +19,8 @@ class HostSessions(StreamedOnnxModel):
     :param is_direct: whether whoever enqueues a batch runs it, as what raises on a GPU raises there.
     """
 
-    def __init__(self, path, *, is_direct=False, **kw):
-        super().__init__(path, **kw)
+    def __init__(self, path, options=None, *, is_direct=False, **kw):
+        super().__init__(path, options or kw)
         self.is_direct = is_direct
         self.made = []
 

@@ -243,8 +243,8 @@ def test_no_telemetry_is_written_into_the_home_directory(tmp_path):
 
 
 def test_a_model_without_threads(tmp_path):
-    with pytest.raises(OptionsError, match="intra_op_threads must be a whole number from 1 to 1024, not 0"):
-        OnnxModel(double_onnx(tmp_path / "m.onnx"), intra_op_threads=0)
+    with pytest.raises(OptionsError, match="intra_op_num_threads must be a whole number from 0 to 1024, not"):
+        OnnxModel(double_onnx(tmp_path / "m.onnx"), {"intra_op_num_threads": -1})
 
 
 def test_a_closed_model_says_so(tmp_path):
@@ -272,9 +272,9 @@ async def test_closing_an_engine_lets_go_of_the_weights_at_once(tmp_path):
 
 def test_without_onnxruntime_the_message_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    monkeypatch.delitem(sys.modules, "asynctrt.backends.onnxruntime")
+    monkeypatch.delitem(sys.modules, "asynctrt.backends.onnxruntime_session")
     with pytest.raises(MissingExtraError, match=r"pip install 'asynctrt\[cpu\]'"):
-        import asynctrt.backends.onnxruntime  # noqa: F401
+        import asynctrt.backends.onnxruntime_session  # noqa: F401
     monkeypatch.undo()
     assert sys.modules["onnxruntime"] is onnxruntime
 

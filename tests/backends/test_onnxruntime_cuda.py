@@ -1,6 +1,5 @@
 """What can be told of ONNX Runtime's CUDA provider without a GPU; tests/gpu has the rest."""
 
-import inspect
 import weakref
 from contextlib import suppress
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import asynctrt
 from asynctrt.backends import onnxruntime_cuda
 from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_cuda import (
-    PROVIDER_OPTIONS,
     SETTLE_EVERY,
     SETTLE_TRIES,
     CudaSession,
@@ -21,7 +19,7 @@ from asynctrt.backends.onnxruntime_cuda import (
     describe_fallback,
     provider_settings,
 )
-from asynctrt.backends.onnxruntime_streams import Batch, StreamedOnnxModel
+from asynctrt.backends.onnxruntime_streams import Batch
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeviceLostError,
@@ -30,6 +28,7 @@ from asynctrt.errors import (
     MissingExtraError,
     OptionsError,
 )
+from asynctrt.onnx_options import CUDA, OnnxOptions
 from tests.backends.onnx_sessions import HostSessions
 from tests.models import double_onnx
 
@@ -44,8 +43,9 @@ def test_a_session_is_tied_to_its_stream_and_bounded():
 
 
 def test_options_of_the_provider_that_are_given_win():
-    given = {"use_tf32": "0", "cudnn_conv_algo_search": "EXHAUSTIVE"}
+    given = {"use_tf32": "0", "cudnn_conv_algo_search": "EXHAUSTIVE", "gpu_mem_limit": "9"}
     settings = provider_settings(0, 1, 1, given)
+    assert settings["gpu_mem_limit"] == "1", "what is free, or less"
     assert settings["use_tf32"] == "0"
     assert settings["cudnn_conv_algo_search"] == "EXHAUSTIVE"
 
@@ -70,9 +70,18 @@ def test_another_device_than_a_gpu_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [-1, 0, "8MiB", 0.5, True])
-def test_a_limit_of_memory_that_is_none_is_refused(tmp_path, limit):
-    with pytest.raises(OptionsError, match="memory_limit must be a whole number ≥ 1"):
-        OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), device=HostDevice(), memory_limit=limit)
+def test_a_limit_of_memory_that_is_none_is_refused(limit):
+    with pytest.raises(
+        OptionsError, match="gpu_mem_limit of CUDAExecutionProvider must be a whole number ≥ 1"
+    ):
+        OnnxOptions(providers={CUDA: {"gpu_mem_limit": limit}})
+    assert OnnxOptions(providers={CUDA: {"gpu_mem_limit": 8 << 20}}).gpu_mem_limit == 8 << 20
+
+
+def test_providers_that_know_no_memory_of_a_gpu_are_refused_there(tmp_path):
+    options = {"providers": "OpenVINOExecutionProvider"}
+    with pytest.raises(OptionsError, match="OpenVINOExecutionProvider cannot be used with a GPU"):
+        OnnxCudaModel(double_onnx(tmp_path / "m.onnx"), options, device=HostDevice())
 
 
 class DeferringSession:
@@ -314,76 +323,32 @@ class Bytes:
         return b"m.onnx"
 
 
-WRONG = {
-    "path must be a path": ("path", None, 8, b"m.onnx", ["m.onnx"], object(), Bytes()),
-    "intra_op_threads must be a whole number from 1 to 1024": (
-        "intra_op_threads", None, "2", 2.0, True, 0, -1, 2**31, 2**70, [1], np.float32(1), np.array([1, 2]),
-    ),
-    "launch must be 'threads', 'thread' or 'loop'": (
-        "launch", None, 8, "", "process", b"loop", ["loop"], True,
-    ),
-    "batch_sizes must be": (
-        "batch_sizes", 8, "8", b"8", 2.5, True, [0], [-1], [1.5], ["4"], [None], [[1]], {"a": 1}, [True],
-    ),
-    "memory_limit must be a whole number ≥ 1": (
-        "memory_limit", 0, -1, "8MiB", 0.5, True, [1], np.float64(3), object(),
-    ),
-    "rows must be a RowSettings": ("rows", None, 1, "sr", {"sr"}, {"state": 1}, object()),
-    "cpu_fallback must be True or False": ("cpu_fallback", None, 0, 1, "no", "", [], np.True_),
-    "provider_options must be options of the CUDA provider": (
-        "provider_options", 8, 0, True, "use_tf32=0", b"", ["use_tf32"], [("use_tf32", "0")], {8: "0"},
-        {b"use_tf32": "0"}, {"use_tf32": None}, {"use_tf32": b"0"}, {"use_tf32": ["0"]}, object(),
-    ),
-    "provider_options: device_id, enable_cuda_graph, user_compute_stream": (
-        "provider_options", {"device_id": "1"}, {"use_tf32": "0", "user_compute_stream": "0"},
-        {"enable_cuda_graph": True},
-    ),
-}  # fmt: skip
-"""What a message says, the argument that it is about, and values of a wrong kind."""
-
-TAKEN = {
-    OnnxModel: {"path", "intra_op_threads", "rows"},
-    HostSessions: {"path", "launch", "batch_sizes", "rows"},
-    OnnxCudaModel: {
-        "path",
-        "launch",
-        "batch_sizes",
-        "memory_limit",
-        "cpu_fallback",
-        "provider_options",
-        "rows",
-    },
-}
+def for_a_gpu(path, options=None):
+    return OnnxCudaModel(path, options, device=HostDevice())
 
 
-def test_each_argument_of_a_backend_is_in_the_table():
-    for model, names in TAKEN.items():
-        base = StreamedOnnxModel if model is HostSessions else model
-        assert set(inspect.signature(base).parameters) - {"device"} == names
-    assert {name for name, *_ in WRONG.values()} == set().union(*TAKEN.values())
+@pytest.mark.parametrize("model", [OnnxModel, HostSessions, for_a_gpu])
+@pytest.mark.parametrize("path", [None, 8, ["m.onnx"], object(), Bytes()])
+def test_what_is_no_path_is_told_of_by_its_name(model, path):
+    """Before anything is looked for: the device, the provider."""
+    with pytest.raises(OptionsError, match="^path must be a path"):
+        model(path)
 
 
+@pytest.mark.parametrize("model", [OnnxModel, HostSessions, for_a_gpu])
 @pytest.mark.parametrize(
-    ("model", "name", "wrong", "says"),
+    ("options", "says"),
     [
-        (model, name, wrong, says)
-        for says, (name, *values) in WRONG.items()
-        for wrong in values
-        for model, names in TAKEN.items()
-        if name in names
+        (8, "^options must be an asynctrt.OnnxOptions"),
+        ("launch=thread", "^options must be an asynctrt.OnnxOptions"),
+        ({"launch": "process"}, "^launch must be 'threads', 'thread' or 'loop'"),
+        ({"lanch": "thread"}, "^unknown option of ONNX Runtime 'lanch'; did you mean 'launch'"),
     ],
 )
-def test_an_argument_of_a_wrong_kind_is_told_of_by_its_name(tmp_path, model, name, wrong, says):
-    """Before anything is loaded or looked for: the file, the device, the provider."""
-    device = {"device": HostDevice()} if model is OnnxCudaModel else {}
-    with pytest.raises(OptionsError, match=f"^{says}"):
-        model(**{"path": double_onnx(tmp_path / "m.onnx"), name: wrong}, **device)
-
-
-def test_options_of_the_provider_may_be_numbers():
-    given = {"use_tf32": 0, "cudnn_conv_use_max_workspace": True, "x": np.int64(3), "y": "z"}
-    taken = {"use_tf32": "0", "cudnn_conv_use_max_workspace": "True", "x": "3", "y": "z"}
-    assert PROVIDER_OPTIONS("provider_options", given) == taken
+def test_options_of_a_wrong_kind_are_told_of(tmp_path, model, options, says):
+    """Before anything is loaded or looked for."""
+    with pytest.raises(OptionsError, match=says):
+        model(tmp_path / "missing.onnx", options)
 
 
 @pytest.mark.anyio

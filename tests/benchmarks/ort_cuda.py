@@ -178,7 +178,7 @@ def load(device, subject, given):
         return HostSessions(path)
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
 
-    return OnnxCudaModel(path, device=device, launch=given.launch)
+    return OnnxCudaModel(path, {"launch": given.launch}, device=device)
 
 
 def bare(runners, answers, subject, seconds):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from asynctrt import errors
 from asynctrt.loadtest.settings import LoadSettings
+from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import SimulationSettings
@@ -667,6 +668,7 @@ TABLES = {
     "extras": extras,
     "options": settings_of(Options),
     "tensorrt-options": settings_of(TensorRTOptions),
+    "onnx-options": settings_of(OnnxOptions),
     "server-settings": settings_of(ServerSettings, flag=True),
     "load-settings": settings_of(LoadSettings, flag=True),
     "simulation-settings": settings_of(SimulationSettings, flag=True),

@@ -38,10 +38,11 @@ def anyio_backend():
     return "asyncio"
 
 
-def model_on(device, path, **kw):
+def model_on(device, path, *, cuda=(), **options):
     from asynctrt.backends.onnxruntime_cuda import OnnxCudaModel
 
-    return OnnxCudaModel(path, device=device, provider_options={"use_tf32": "0"}, **kw)
+    providers = {"CUDAExecutionProvider": {"use_tf32": "0", **dict(cuda)}}
+    return OnnxCudaModel(path, {"providers": providers, **options}, device=device)
 
 
 def held(device):
@@ -343,7 +344,9 @@ async def test_nodes_on_the_cpu_are_named_and_can_be_refused(tmp_path, device, c
     assert len(said) == 1, "once, not for each context"
     assert "Det" in said[0]
     with pytest.raises(ModelError, match=r"det\.onnx"):
-        await asynctrt.open(model_on(device, path, cpu_fallback=False), device=device)
+        await asynctrt.open(
+            model_on(device, path, session_config={"session.disable_cpu_ep_fallback": "1"}), device=device
+        )
     assert held(device) == 0
 
 
@@ -418,8 +421,8 @@ async def test_integers_and_shapes(tmp_path, device):
 async def test_no_room_for_the_weights(tmp_path, device):
     path = mlp_onnx(tmp_path / "mlp.onnx", weights_nbytes=64 * MIB)
     free = device.memory().free_nbytes
-    with pytest.raises(DeviceMemoryError, match=r"loading 'mlp'.*memory_limit"):
-        await asynctrt.open(model_on(device, path, memory_limit=8 * MIB), device=device)
+    with pytest.raises(DeviceMemoryError, match=r"loading 'mlp'.*gpu_mem_limit"):
+        await asynctrt.open(model_on(device, path, cuda={"gpu_mem_limit": 8 * MIB}), device=device)
     assert held(device) == 0
     assert device.memory().free_nbytes > free - 700 * MIB
 
@@ -439,7 +442,7 @@ async def test_no_room_for_a_batch_fails_it_and_smaller_ones_go_on(tmp_path, dev
         [("output", FLOAT, ["n", 1024])],
         [("one", np.array([1])), ("two", np.array([2]))],
     )
-    model = model_on(device, path, memory_limit=64 * MIB)
+    model = model_on(device, path, cuda={"gpu_mem_limit": 64 * MIB})
     async with asynctrt.open(model, device=device, contexts=1, max_rows=64, isolate_failures=False) as engine:
         sent = np.full((64, 1024), 0.01, np.float32)
         with pytest.raises((DeviceMemoryError, ExecutionError)) as caught:

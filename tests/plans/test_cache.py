@@ -301,7 +301,7 @@ def test_an_entry_that_does_not_run_is_built_again_once(opened, builder, model, 
     [
         ("m.onnx", {"runtime": "tensorrt"}, DeviceUnavailableError, "which needs a GPU"),
         ("m.plan", {"runtime": "onnxruntime"}, OptionsError, "ONNX Runtime does not run"),
-        ("m:model", {"runtime": "tensorrt"}, OptionsError, "neither an .onnx model nor a plan"),
+        ("m:model", {"runtime": "tensorrt"}, OptionsError, "neither an .onnx file nor a plan"),
         (
             "m.onnx",
             {"build": {"max_rows": 3}},

@@ -1,0 +1,392 @@
+"""How a session of ONNX Runtime is made, from what and with which options. This imports ``onnxruntime``.
+
+::
+
+    source = Source.of("model.onnx")
+    session = source.load(session_options(given), given.providers)
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.devices.host import cores
+from asynctrt.errors import (
+    DeviceUnavailableError,
+    MissingExtraError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+)
+from asynctrt.onnx_objects import content_of, is_onnx_object, is_session, shown
+from asynctrt.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
+from asynctrt.validation import PATH, show
+
+# When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
+# home directory. An application that wants it sets the variable itself.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+try:
+    import onnxruntime as ort
+except ImportError as error:
+    raise MissingExtraError(
+        "ONNX models need ONNX Runtime, which is not installed: pip install 'asynctrt[cpu]'"
+    ) from error
+
+__all__ = [
+    "LOG_FATAL_ONLY",
+    "Source",
+    "bindable",
+    "check_available",
+    "check_host_providers",
+    "check_loaded",
+    "ort",
+    "session_options",
+    "threads_of",
+]
+
+LOG_FATAL_ONLY: Final = 4
+"""What ONNX Runtime reports as an error is in the exception, and need not be on stderr as well."""
+
+LEVELS: Final = {
+    "disable_all": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+MODES: Final = {
+    "sequential": ort.ExecutionMode.ORT_SEQUENTIAL,
+    "parallel": ort.ExecutionMode.ORT_PARALLEL,
+}
+
+AS_GIVEN: Final = (
+    *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "use_deterministic_compute"),
+    *("use_per_session_threads", "enable_profiling", "log_severity_level"),
+)
+"""Options that ``SessionOptions`` has under the same names."""
+
+logger = logging.getLogger("asynctrt")
+
+Providers = Sequence[tuple[str, Mapping[str, str]]]
+"""Execution providers in their order, each with its options."""
+
+
+class Source:
+    """What sessions of one model are made from: a file, the content of one, or a session that is there.
+
+    :param given: a path, bytes, an ``onnx.ModelProto`` or an ``onnxruntime.InferenceSession``.
+    :raises OptionsError: for anything else.
+    :raises ModelNotFoundError: if the file does not exist.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.session: ort.InferenceSession | None = given if is_session(given) else None
+        """The session that was given: it is the caller's, and is never ended here."""
+        self.path: Path | None = None
+        self.what: str | bytes | None = None
+        """What ONNX Runtime makes a session from: a path, or the content of a file."""
+        self._shown = shown(given)
+        if is_onnx_object(given):
+            self.what = content_of(given)
+            return
+        self.path = PATH("path", given)
+        self.what = str(self.path)
+        if not self.path.exists():
+            raise ModelNotFoundError(
+                f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "
+                f"directory is {str(Path.cwd())!r}"
+            )
+
+    def __str__(self) -> str:
+        return self._shown
+
+    def name_for(self, session: ort.InferenceSession) -> str:
+        """Return what the model is called: as its file or, without one, as its graph."""
+        return self.path.stem if self.path is not None else str(session.get_modelmeta().graph_name) or "model"
+
+    def load(self, options: ort.SessionOptions, providers: Providers = ()) -> ort.InferenceSession:
+        """Make a session, or return the one that was given. Blocks.
+
+        :param providers: those to use. Default: the CPU provider.
+        :raises MissingExtraError: if the installed ONNX Runtime has no such provider.
+        :raises DeviceUnavailableError: if one of them does not load.
+        """
+        if self.session is not None:
+            return self.session
+        providers = providers or [(CPU, {})]
+        plugins = _plugins(providers)
+        check_available([name for name, _ in providers if name not in plugins])
+        if plugins:
+            # ONNX Runtime takes plugins by their devices. By name it leaves them out, and says nothing.
+            for name, given in providers:
+                if name in plugins:
+                    _add_plugin(options, name, plugins[name], dict(given))
+                else:
+                    options.add_provider(name, dict(given))
+            session = ort.InferenceSession(self.what, options, enable_fallback=0)
+        else:
+            pairs = [(name, dict(given)) for name, given in providers]
+            session = ort.InferenceSession(self.what, options, providers=pairs, enable_fallback=0)
+        check_loaded(session, [name for name, _ in providers], str(self))
+        return session
+
+    def refused(self, error: Exception, options: OnnxOptions) -> ModelError:
+        """Return the error for one that ONNX Runtime raised while it loaded the model."""
+        said, version = str(error), ort.__version__
+        if "INVALID_PROTOBUF" in said or "No graph was found in the protobuf" in said:
+            return ModelError(
+                f"{self} is not an ONNX model, or is damaged: ONNX Runtime {version} "
+                "cannot parse it. Export the model to ONNX, for example with torch.onnx.export"
+            )
+        fix = "Check it with onnx.checker.check_model"
+        if "not a registered function/op" in said:
+            fix = (
+                "Name the library that has the operator: onnx={'custom_ops': path}, or "
+                "'onnxruntime_extensions' for those of that package"
+            )
+        elif options != OnnxOptions():
+            fix = f"It was loaded with {options!r}: try it without"
+        return ModelError(f"{self} cannot be loaded by ONNX Runtime {version}: {_first_line(error)}. {fix}")
+
+
+def session_options(given: OnnxOptions) -> ort.SessionOptions:
+    """Return ONNX Runtime's object for these options. Libraries that they name are loaded.
+
+    :raises MissingExtraError: if a package with such a library is not installed.
+    :raises OptionsError: if a library is not what ONNX Runtime takes it for.
+    """
+    for library in given.provider_libraries:
+        _register_provider(_library(library, "provider_libraries"))
+    options = ort.SessionOptions()
+    options.log_severity_level = LOG_FATAL_ONLY
+    is_parallel = given.execution_mode == "parallel"
+    options.intra_op_num_threads = _either(given.intra_op_num_threads, 1)
+    options.inter_op_num_threads = _either(given.inter_op_num_threads, 0 if is_parallel else 1)
+    options.execution_mode = MODES[given.execution_mode or "sequential"]
+    if given.graph_optimization_level is not None:
+        options.graph_optimization_level = LEVELS[given.graph_optimization_level]
+    for name in AS_GIVEN:
+        value = getattr(given, name)
+        if value is not None:
+            setattr(options, name, value)
+    if given.profile_file_prefix is not None:
+        options.profile_file_prefix = os.fspath(given.profile_file_prefix)
+    if given.providers:
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    for name, entry in given.session_config.items():
+        options.add_session_config_entry(name, entry)
+    for name, size in given.free_dimension_overrides.items():
+        options.add_free_dimension_override_by_name(name, size)
+    for library in given.custom_ops:
+        _add_operators(options, _library(library, "custom_ops"))
+    return options
+
+
+def threads_of(session: ort.InferenceSession) -> int:
+    """Return how many threads compute one batch."""
+    return int(session.get_session_options().intra_op_num_threads) or cores()
+
+
+def bindable(session: ort.InferenceSession) -> Any:
+    """Return what contexts bind memory with, and run: the session, or a :class:`ReboundSession` over it."""
+    return session if session.get_providers() == [CPU] else ReboundSession(session)
+
+
+class ReboundSession:
+    """A session that has its memory bound anew for each run.
+
+    The CPU provider reads bound memory in every run. Others need not: the plugin of OpenVINO 1.8 leaves the
+    outputs of the first run there when a binding is run again, whatever the inputs have become.
+    """
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self._session = session
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def io_binding(self) -> "RepeatedBinding":
+        """Return an I/O binding to run with :meth:`run_with_iobinding`."""
+        return RepeatedBinding(self._session.io_binding())
+
+    def run_with_iobinding(self, binding: "RepeatedBinding", options: Any = None) -> None:
+        """Bind again what is bound, and run."""
+        self._session.run_with_iobinding(binding.repeated(), options)
+
+
+class RepeatedBinding:
+    """An I/O binding that remembers what is bound, so that it can be bound again."""
+
+    def __init__(self, binding: Any) -> None:
+        self._binding = binding
+        self._bound: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._binding, name)
+
+    def bind_input(self, *given: Any) -> None:
+        """Bind an input, as ``IOBinding``."""
+        self._bind("bind_input", given)
+
+    def bind_output(self, *given: Any) -> None:
+        """Bind an output, as ``IOBinding``."""
+        self._bind("bind_output", given)
+
+    def clear_binding_inputs(self) -> None:
+        """Unbind the inputs."""
+        self._forget("input")
+
+    def clear_binding_outputs(self) -> None:
+        """Unbind the outputs."""
+        self._forget("output")
+
+    def repeated(self) -> Any:
+        """Bind all of it again, and return ONNX Runtime's object."""
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
+        for name, given in self._bound:
+            getattr(self._binding, name)(*given)
+        return self._binding
+
+    def _bind(self, name: str, given: tuple[Any, ...]) -> None:
+        getattr(self._binding, name)(*given)
+        self._bound.append((name, given))
+
+    def _forget(self, side: str) -> None:
+        getattr(self._binding, f"clear_binding_{side}s")()
+        self._bound = [(name, given) for name, given in self._bound if name != f"bind_{side}"]
+
+
+def check_available(names: Sequence[str]) -> None:
+    """Check that the installed ONNX Runtime has these providers.
+
+    :raises MissingExtraError: if it lacks one; the message lists those that it has.
+    """
+    there = ort.get_available_providers()
+    for name in names:
+        if name not in there:
+            raise MissingExtraError(
+                f"the installed ONNX Runtime ({ort.__version__}) has no {show(name)}; it has "
+                f"{', '.join(there)}. Install the package of ONNX Runtime that brings it, or name its plugin "
+                "in provider_libraries (and it has none here, if this machine has no device for it)"
+            )
+
+
+def check_loaded(session: ort.InferenceSession, names: Sequence[str], model: str) -> None:
+    """Check that a session has the providers that were asked for: ONNX Runtime goes on without them.
+
+    One that has no node of the model is a warning.
+
+    :raises DeviceUnavailableError: if it lacks one.
+    """
+    has = session.get_providers()
+    for name in names:
+        if name not in has:
+            raise DeviceUnavailableError(
+                f"ONNX Runtime {ort.__version__} could not load {name} for {model}: most often a library "
+                f"that it needs is missing, which standard error names. It would run on {', '.join(has)}"
+            )
+    if names == [CPU]:
+        return
+    with suppress(Exception):  # An older version does not tell.
+        used = {str(part.ep_name) for part in session.get_provider_graph_assignment_info()}
+        for name in names:
+            if name not in used and name != CPU:
+                logger.warning("%s: no node of the model runs on %s", model, name)
+
+
+def check_host_providers(providers: Providers) -> None:
+    """Check that providers take and give memory of the CPU.
+
+    :raises OptionsError: for those that work on memory of a GPU.
+    """
+    for name, _ in providers:
+        if name in (CUDA, TENSORRT):
+            raise OptionsError(
+                f"{name} runs on a GPU, where rows are copied by the engine: open the model with "
+                "device='cuda:0' and the same options"
+            )
+
+
+def _either(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+def _library(named: str, option: str) -> str:
+    """Return the path of a library, which may be named by its package."""
+    if Path(named).is_file():
+        return str(Path(named).resolve())
+    try:
+        package = import_module(named)
+    except ImportError as error:
+        distribution = named.replace("_", "-")
+        raise MissingExtraError(
+            f"{option} names {named!r}, which is not a file here, nor a package that can be imported "
+            f"({error}): pip install {distribution}"
+        ) from error
+    try:
+        return str(package.get_library_path())
+    except Exception as error:
+        raise OptionsError(
+            f"{option}: the package {named!r} has no library for ONNX Runtime: {_first_line(error)}. Give "
+            "the path of the library"
+        ) from error
+
+
+def _add_operators(options: ort.SessionOptions, path: str) -> None:
+    try:
+        options.register_custom_ops_library(path)
+    except Exception as error:
+        raise OptionsError(
+            f"custom_ops: {path!r} has no operators for ONNX Runtime: {_first_line(error)}"
+        ) from error
+
+
+def _register_provider(path: str) -> None:
+    """Have ONNX Runtime load a plugin, once for the process, under its path."""
+    try:
+        register = ort.register_execution_provider_library
+    except AttributeError as error:
+        raise DeviceUnavailableError(
+            f"ONNX Runtime {ort.__version__} takes no plugins of providers: pip install -U onnxruntime"
+        ) from error
+    try:
+        register(path, path)
+    except Exception as error:
+        if "already registered" not in str(error):
+            raise OptionsError(
+                f"provider_libraries: {path!r} is not a plugin that ONNX Runtime {ort.__version__} can load: "
+                f"{_first_line(error)}"
+            ) from error
+
+
+def _plugins(providers: Providers) -> dict[str, list[Any]]:
+    """Return the devices of those providers that are plugins, by the providers' names."""
+    if not hasattr(ort, "get_ep_devices"):
+        return {}
+    devices = ort.get_ep_devices()
+    found = {name: [each for each in devices if each.ep_name == name] for name, _ in providers if name != CPU}
+    # What ONNX Runtime brings itself may have devices, too, and is taken by its name.
+    return {
+        name: those
+        for name, those in found.items()
+        if any("library_path" in dict(each.ep_metadata) for each in those)
+    }
+
+
+def _add_plugin(options: ort.SessionOptions, name: str, devices: list[Any], given: dict[str, str]) -> None:
+    kind = given.pop("device_type", None)
+    kinds = [each.device.type.name for each in devices]
+    if kind is not None and kind not in kinds:
+        raise DeviceUnavailableError(
+            f"{name} has no device of the type {show(kind)} on this machine; it has {', '.join(kinds)}"
+        )
+    options.add_provider_for_devices([devices[0 if kind is None else kinds.index(kind)]], given)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,83 @@
+"""ONNX models that are given as objects: a file's content, a ``ModelProto``, a session of ONNX Runtime.
+
+They are recognised without importing ``onnx`` or ``onnxruntime``, which a program that uses neither lacks.
+"""
+
+import os
+from typing import Any, Protocol, TypeGuard
+
+from asynctrt.errors import ModelError
+from asynctrt.validation import show
+
+
+class ModelProto(Protocol):
+    """``onnx.ModelProto``, as far as it is needed."""
+
+    @property
+    def graph(self) -> Any:
+        """The model's graph."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802  (protobuf's name)
+        """Return the content of an ``.onnx`` file."""
+
+
+class InferenceSession(Protocol):
+    """``onnxruntime.InferenceSession``, as far as it is needed."""
+
+    def get_inputs(self) -> Any:
+        """Return the inputs' names, types and shapes."""
+
+    def get_outputs(self) -> Any:
+        """Return the outputs' names, types and shapes."""
+
+    def io_binding(self) -> Any:
+        """Return a new I/O binding."""
+
+
+OnnxObject = bytes | ModelProto | InferenceSession
+
+
+def is_session(model: object) -> TypeGuard[InferenceSession]:
+    """Return whether this is an ``onnxruntime.InferenceSession``."""
+    return any(
+        kind.__name__ == "InferenceSession" and kind.__module__.partition(".")[0] == "onnxruntime"
+        for kind in type(model).__mro__
+    )
+
+
+def is_onnx_object(model: object) -> TypeGuard[OnnxObject]:
+    """Return whether this is one of the objects that ONNX Runtime can run."""
+    return isinstance(model, bytes | bytearray | memoryview) or _is_proto(model) or is_session(model)
+
+
+def content_of(model: OnnxObject) -> bytes | None:
+    """Return the content of an ``.onnx`` file; ``None`` for a session.
+
+    :raises ModelError: if a ``ModelProto`` is larger than protobuf can write at once, 2 GiB.
+    """
+    if isinstance(model, bytes | bytearray | memoryview):
+        return bytes(model)
+    if not _is_proto(model):
+        return None
+    try:
+        return model.SerializeToString()
+    except Exception as error:
+        raise ModelError(
+            f"{shown(model)} cannot be written: {show(error)}. Save it with onnx.save(model, path, "
+            "save_as_external_data=True), and open the path"
+        ) from error
+
+
+def shown(model: object) -> str:
+    """Return what a message says of a model that was given: a few words, however large it is."""
+    if isinstance(model, str | os.PathLike):
+        return repr(os.fspath(model))
+    if isinstance(model, bytes | bytearray | memoryview):
+        return f"<a model of {memoryview(model).nbytes:,} bytes>"
+    if _is_proto(model):
+        return f"<an onnx.ModelProto {show(getattr(model.graph, 'name', ''))}>"
+    return "<an onnxruntime.InferenceSession>" if is_session(model) else show(model)
+
+
+def _is_proto(model: object) -> TypeGuard[ModelProto]:
+    return hasattr(type(model), "SerializeToString") and hasattr(model, "graph")
