@@ -140,7 +140,7 @@ async def test_only_an_onnx_file_is_told_where_its_rows_are():
     model = FunctionModel(
         lambda inputs: inputs["x"], inputs=TensorSpec("x", "f4", (2,)), outputs=TensorSpec("y", "f4", (2,))
     )
-    with pytest.raises(OptionsError, match="are for ONNX files"):
+    with pytest.raises(OptionsError, match="are for ONNX models"):
         await asynctrt.open(model, shared={"x"})
 
 
