@@ -15,7 +15,7 @@ import numpy as np
 from asynctrt import clock
 from asynctrt.backends.base import Model, RangedModel
 from asynctrt.backends.whole import run_alone
-from asynctrt.devices.arenas import Arenas
+from asynctrt.devices.arenas import Arenas, GrowingBuffer
 from asynctrt.devices.base import Buffer, Device
 from asynctrt.errors import AsynctrtError, DeviceLostError, ExecutionError, ModelError, OptionsError, describe
 from asynctrt.inputs import InputCheck, content_of
@@ -116,8 +116,7 @@ def prove(parts: Parts, options: Options, batching: Batching, make: Callable[[Mo
     """
     model = parts.model
     is_tried = getattr(model, "is_pure", False) or options.batching == "probe"
-    is_sized = parts.arenas is None or not (parts.arenas.by_shapes and parts.arenas.is_shared)
-    if not is_tried or not is_sized or getattr(parts.device, "holds_batches", False):
+    if not is_tried or getattr(parts.device, "holds_batches", False):
         return batching
     start_ns = clock.now_ns()
     probe = Probe(parts)
@@ -202,9 +201,12 @@ class Probe:
         self.failed: list[tuple[Sample, Exception]] = []
         """Made-up rows that did not run, and why."""
         self._scratch: Buffer | None = None
-        if parts.arenas is not None and parts.arenas.is_shared:
+        arenas = parts.arenas
+        if arenas is not None and arenas.by_shapes:
+            self._scratch = GrowingBuffer(parts.device)  # The arenas are to grow by what callers send.
+        elif arenas is not None and arenas.is_shared:
             # Other engines may run in these arenas at any time.
-            self._scratch = parts.device.allocate(parts.arenas.arenas[0].memory.nbytes)
+            self._scratch = parts.device.allocate(arenas.arenas[0].memory.nbytes)
         parts.device.activate()
 
     def close(self) -> None:
