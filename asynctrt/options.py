@@ -246,15 +246,15 @@ class Options:
     batch_axis: Mapping[str, int] | None = setting(
         default=None,
         check=AXES.or_none,
-        doc="""The axis that counts rows, by the names of inputs and outputs of an ONNX model, where that is
-        not the first: ``{"state": 1, "stateN": 1}`` for an LSTM's. On the command line ``NAME=1``, once for
-        each.""",
+        doc="""The axis that counts rows, by the names of inputs and outputs of an ONNX model, where that is not
+        the first: ``{"state": 1, "stateN": 1}``. Default: the axis whose name is that of a batch, if every
+        tensor has one (``batch``, ``batch_size``, ``N``). On the command line ``NAME=1``, once for each.""",
     )
     shared: Iterable[str] | None = setting(
         default=None,
         check=NAMES.or_none,
-        doc="""Inputs of an ONNX model that all rows of a batch have in common, such as ``{"sr"}``: scalars
-        and others without rows. Requests share a batch if these are equal.""",
+        doc="""Inputs of an ONNX model that all rows of a batch have in common, such as ``{"sr"}``. Requests
+        share a batch if these are equal. Scalars, and inputs of the shape ``[1]``, need not be named.""",
     )
     ignore_extra: bool = setting(
         default=False,

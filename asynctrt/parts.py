@@ -347,26 +347,29 @@ def _load(model: str | os.PathLike[str] | OnnxObject | Model, device: Device, op
     return load_for(model, device, options)
 
 
-def _made_as_proven(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
+def _made_as_proven(given: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:
     """Make what batches need, with rows of several requests in them unless that is no good."""
 
     def make(model: Model) -> EngineParts:
         made = _made(model, device, options, shared)
         return made if model is given else dataclasses.replace(made, owned=(*made.owned, model))
 
-    given, batching = model, structural(model, options)
-    parts = make(model if batching.is_on else alone_of(model, batching.reason))
-    try:
-        proven = prove(parts, options, batching, make)
-    except BaseException:
+    def make_and_prove(batching: Batching) -> EngineParts:
+        parts = make(given if batching.is_on else alone_of(given, batching.reason))
+        try:
+            return dataclasses.replace(parts, batching=prove(parts, options, batching, make))
+        except BaseException:
+            parts.close(UNDO_S)
+            raise
+
+    batching = structural(given, options)
+    parts = make_and_prove(batching)
+    if batching.is_on and not parts.batching.is_on:
         parts.close(UNDO_S)
-        raise
-    if batching.is_on and not proven.is_on:
-        parts.close(UNDO_S)
-        parts = make(alone_of(model, proven.reason))
-    if not proven.is_on and options.batching != "off":
-        logger.warning("%r: each request runs alone, since %s", model.name, proven.reason)
-    return dataclasses.replace(parts, batching=proven)
+        parts = make_and_prove(parts.batching)
+    if not parts.batching.is_on and options.batching != "off":
+        logger.warning("%r: each request runs alone, since %s", given.name, parts.batching.reason)
+    return parts
 
 
 def _made(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:

@@ -46,7 +46,7 @@ from asynctrt.options import Options
 from asynctrt.propagation import Limits, hold_from_here, limits_here
 from asynctrt.runtime.slots import Slot
 from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
-from asynctrt.statistics import BatchStatistics, Statistics
+from asynctrt.statistics import Batching, BatchStatistics, Statistics
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
 from asynctrt.validation import count, priority_of, timeout_ns_of
 
@@ -241,6 +241,11 @@ class Pipeline(Engine):
     def inputs(self) -> tuple[TensorSpec, ...]:
         """What it takes."""
         return self._inputs
+
+    @property
+    def batching(self) -> Batching:
+        """On: each step batches as its own engine does, which says why."""
+        return Batching(reason="each step batches as its engine does")
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:

@@ -108,16 +108,16 @@ async def test_batching_can_be_off_for_any_model(tmp_path):
 
 async def test_shapes_that_forbid_it_are_an_error_if_it_must_batch(tmp_path):
     path = save(
-        tmp_path / "scalar.onnx",
-        [node("Mul", "x k", "y")],
-        [("x", FLOAT, ["n", 4]), ("k", FLOAT, [])],
+        tmp_path / "table.onnx",
+        [node("Gather", "table ids", "y")],
+        [("ids", TensorProto.INT64, ["n"]), ("table", FLOAT, [3, 4])],
         [("y", FLOAT, ["n", 4])],
     )
-    with pytest.raises(ModelError, match=r"input 'k' has no axis for rows.*shared=\{'k'\}"):
+    with pytest.raises(ModelError, match="do not have their rows on one axis.*shared="):
         await asynctrt.open(path, batching="on")
     async with asynctrt.open(path) as engine:
-        answer = await engine.infer({"x": rows(1, 2), "k": 3.0})
-        np.testing.assert_array_equal(answer["y"], 3 * rows(1, 2))
+        answer = await engine.infer({"ids": np.array([2, 0]), "table": rows(1, 2, 3)})
+        np.testing.assert_array_equal(answer["y"], rows(3, 1))
 
 
 async def test_a_fixed_batch_of_one_opens_by_itself_and_splits_what_has_more(tmp_path):

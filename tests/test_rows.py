@@ -1,6 +1,8 @@
 """Where rows are: on another axis, in common, nowhere; and values that are not numbers."""
 
 import asyncio
+import gc
+import sys
 
 import numpy as np
 import onnxruntime as ort
@@ -128,12 +130,63 @@ async def test_padding_and_other_devices_lay_rows_out_alike(unified, tmp_path):
         ({"batch_axis": {"state": -1}}, "batch_axis must be axes from 0 on"),
         ({"shared": {"rate"}}, "shared names"),
         ({"batching": "off", "shared": {"sr"}}, "with batching='off'"),
-        ({"batch_axis": STATE_AXES, "batching": "on"}, "shared={'sr'}"),
+        ({"batch_axis": {"state": 1}, "batching": "on"}, "'stateN' has the size 'batch'.*on axis 1 too"),
     ],
 )
 async def test_what_is_wrong_with_axes_is_said(settings, match, tmp_path):
     with pytest.raises((OptionsError, ModelError), match=match):
         await asynctrt.open(voice_onnx(tmp_path / "voice.onnx"), **settings)
+
+
+@pytest.mark.parametrize("name", ["batch", "batch_size", "N", "b"])
+async def test_rows_are_found_by_the_name_of_a_batch_and_scalars_are_in_common(name, tmp_path):
+    """As torch exports recurrent layers: times first, a state, and a temperature, say."""
+    path = save(
+        tmp_path / "times.onnx",
+        [
+            node("CumSum", "x zero", "sums"),
+            node("Mul", "sums k", "y"),
+            node("Mul", "state k", "next"),
+        ],
+        [("x", FLOAT, ["time", name, 3]), ("state", FLOAT, [2, name, 4]), ("k", FLOAT, [])],
+        [("y", FLOAT, ["time", name, 3]), ("next", FLOAT, [2, name, 4])],
+        [("zero", np.array(0))],
+    )
+    rng = np.random.default_rng(0)
+    requests = [
+        {
+            "x": rng.random((5, count, 3), np.float32),
+            "state": rng.random((2, count, 4), np.float32),
+            "k": np.array(factor, np.float32),
+        }
+        for count in (1, 3, 1, 2)
+        for factor in (1, 2)
+    ]
+    async with asynctrt.open(path) as engine:
+        assert engine.batching.is_on
+        assert [spec.axis for spec in engine.inputs] == [1, 1, None]
+        answers = await asyncio.gather(*map(engine.infer, requests))
+    for request, answer in zip(requests, answers, strict=True):
+        check(direct(path), request, answer)
+    assert max(answer.batch_rows for answer in answers) > 3
+
+
+async def test_as_many_values_in_common_as_there_are_requests_leave_nothing_behind(tmp_path):
+    """A temperature that every caller chooses: each is a batch of its own, and is forgotten."""
+    path = save(
+        tmp_path / "scaled.onnx",
+        [node("Mul", "x k", "y")],
+        [("x", FLOAT, ["n", 4]), ("k", FLOAT, [])],
+        [("y", FLOAT, ["n", 4])],
+    )
+    async with asynctrt.open(path, max_queue_rows=512) as engine:
+        for start in range(0, 20_000, 500):
+            sent = [{"x": rows(1), "k": np.float32(number)} for number in range(start, start + 500)]
+            answers = await asyncio.gather(*map(engine.infer, sent))
+            assert [answer["y"][0, 0] for answer in answers] == list(range(start, start + 500))
+            if start == 5000:
+                before = sum(sys.getsizeof(one) for one in gc.get_objects())
+        assert sum(sys.getsizeof(one) for one in gc.get_objects()) < before + (1 << 20)
 
 
 async def test_only_an_onnx_file_is_told_where_its_rows_are():

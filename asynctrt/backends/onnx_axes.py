@@ -30,6 +30,9 @@ ML_DTYPES: Final = {
 UNKNOWN: Final = re.compile(r"|\?|-1|None|dynamic|unk__\d+")
 """What exporters write for a dimension that they do not know. It is no name: two of them may differ."""
 
+BATCH: Final = re.compile(r"batch|^[nb]$|^bs$", re.IGNORECASE)
+"""Names that people give to the axis of rows."""
+
 KINDS: Final = {"seq": "sequence", "map": "map", "optional": "optional", "sparse_tensor": "sparse tensor"}
 
 
@@ -142,21 +145,48 @@ def whole_axes(inputs: Sequence[Arg], outputs: Sequence[Arg], reason: str) -> Ax
 
 
 class _Rows:
-    """What the declared shapes say of the rows of a model."""
+    """What the declared shapes say of the rows of a model.
+
+    Rows are on the first axis unless the settings say otherwise, or every tensor has one dimension with the
+    name of a batch. Inputs that are scalars, or of the shape ``[1]``, are in common to all rows.
+    """
 
     def __init__(self, inputs: Sequence[Arg], outputs: Sequence[Arg], settings: RowSettings) -> None:
         self._settings = settings
-        self._with_rows = [arg for arg in inputs if arg.name not in settings.shared]
         self._inputs, self._outputs = inputs, outputs
+        told = {arg.name for arg in inputs if arg.name in settings.shared}
+        self.guessed = {
+            arg.name
+            for arg in inputs
+            if arg.kind == "tensor" and arg.shape in ((), (1,)) and arg.name not in settings.batch_axis
+        } - told
+        if told | self.guessed == {arg.name for arg in inputs}:
+            self.guessed = set()  # There have to be rows somewhere.
+        self._common = told | self.guessed
+        self._with_rows = [arg for arg in inputs if arg.name not in self._common]
+        self.symbol = self._symbol()
         firsts = [self._rows_of(arg) for arg in self._with_rows if self._has_axis(arg)]
         self._names = {dim for dim in firsts if isinstance(dim, str)}
         self._sizes = {dim if isinstance(dim, int) else None for dim in firsts}
         self.fixed = next(iter(self._sizes)) if len(self._sizes) == 1 else None
 
+    def _symbol(self) -> str | None:
+        """Return the name that counts rows, if every tensor has one dimension of that name."""
+        if self._settings.batch_axis or not self._with_rows:
+            return None
+        shapes = [arg.shape for arg in (*self._with_rows, *self._outputs)]
+        names = {dim for dim in shapes[0] if isinstance(dim, str)}
+        found = [
+            name for name in names if BATCH.search(name) and all(shape.count(name) == 1 for shape in shapes)
+        ]
+        return found[0] if len(found) == 1 else None
+
     def axis(self, arg: Arg) -> int | None:
         """Return the axis that counts rows."""
-        if arg.side == "input" and arg.name in self._settings.shared:
+        if arg.side == "input" and arg.name in self._common:
             return None
+        if self.symbol is not None:
+            return arg.shape.index(self.symbol)
         return self._settings.batch_axis.get(arg.name, 0)
 
     def _has_axis(self, arg: Arg) -> bool:
@@ -211,9 +241,14 @@ class _Rows:
         return ""
 
     def doubt(self) -> str:
-        """Return which output is not said to have the rows of the inputs; empty for none."""
+        """Return what shapes do not say for certain: where rows are, and whether an output has them."""
         if self.fixed == 1:
             return ""  # There is one row, or the output has another number of them and is refused.
+        if self.guessed:
+            return f"{' and '.join(map(repr, sorted(self.guessed)))} seems to be in common to all rows"
+        moved = [arg.name for arg in (*self._with_rows, *self._outputs) if self.axis(arg)]
+        if self.symbol is not None and moved:
+            return f"rows of {moved[0]!r} seem to be on the axis {self.symbol!r}, by its name"
         names = " and ".join(map(repr, sorted(self._names))) or self.fixed or "without a name"
         for arg in self._outputs:
             first = self._rows_of(arg)

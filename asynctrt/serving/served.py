@@ -116,9 +116,8 @@ class ServedModel:
         self.latencies_ns: list[int] = []
         """Of the answers since the last sample."""
         self.latencies = Latencies()
-        batching = getattr(engine, "batching", None)
-        self._is_batched: bool = batching is None or batching.is_on
-        self.why_batched: str | None = None if batching is None else batching.reason
+        self._is_batched = engine.batching.is_on
+        self.why_batched = engine.batching.reason
         """Why rows of different requests share its batches, or do not."""
         self.mark: Any = None
         """What its engine was made of: see :class:`Source`."""
@@ -277,8 +276,7 @@ class ServedModel:
                 "priority_levels": options.priorities,
                 "default_priority_level": options.priorities,
             }
-        if self.why_batched is not None:
-            config["parameters"] = {"batching": {"string_value": self.why_batched}}
+        config["parameters"] = {"batching": {"string_value": self.why_batched}}
         return config
 
     def statistics(self) -> dict[str, Any]:

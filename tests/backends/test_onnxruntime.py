@@ -140,7 +140,9 @@ def test_a_scalar_input(tmp_path):
         [("input", FLOAT, ["n", 2]), ("scale", FLOAT, [])],
         [("output", FLOAT, ["n", 2])],
     )
-    assert "input 'scale' has no axis for rows (shared={'scale'}" in alone(path)
+    model = OnnxModel(path)
+    assert [spec.axis for spec in model.inputs] == [0, None]
+    assert model.doubt == "'scale' seems to be in common to all rows"
 
 
 def test_inputs_that_do_not_share_a_batch_axis(tmp_path):

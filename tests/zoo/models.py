@@ -37,6 +37,8 @@ class Entry:
     settings: dict[str, Any] = field(default_factory=dict)
     """What it is opened with; nothing is the default."""
     tolerance: float = TOLERANCE
+    shares_batches: bool = True
+    """Whether rows of different requests share batches."""
 
     @property
     def origin(self) -> str:
@@ -205,7 +207,7 @@ SILERO = "silero-vad==6.2.3"
 RAPIDOCR = "rapidocr-onnxruntime==1.4.4"
 DDDDOCR = "ddddocr==1.6.1"
 OF_WHEELS = (
-    Entry("silero-vad", vad(576), "silero_vad.onnx", SILERO),
+    Entry("silero-vad", vad(576), "silero_vad.onnx", SILERO, shares_batches=False),
     Entry(
         "silero-vad with options",
         vad(576),
@@ -215,7 +217,9 @@ OF_WHEELS = (
     ),
     Entry("silero-vad opset 18", vad(576), "silero_vad_op18_ifless.onnx", SILERO),
     Entry("silero-vad half", vad(576, rate=None), "silero_vad_half.onnx", SILERO),
-    Entry("silero-vad recordings", vad_sequence, "silero_vad_16k_sequence.onnx", SILERO),
+    Entry(
+        "silero-vad recordings", vad_sequence, "silero_vad_16k_sequence.onnx", SILERO, shares_batches=False
+    ),
     Entry("NudeNet 320n", pictures("images", 288), "320n.onnx", "nudenet==3.4.2"),
     Entry("PP-OCRv4 detection", pictures("x", 192), "ch_PP-OCRv4_det_infer.onnx", RAPIDOCR),
     Entry("PP-OCRv4 recognition", line("x", 3, 48), "ch_PP-OCRv4_rec_infer.onnx", RAPIDOCR),
@@ -242,16 +246,18 @@ OF_EXPORTERS = (
     ),
     Entry("bert", words),
     Entry("bert_dynamo", words),
-    Entry("bert_quantized", words),
+    Entry("bert_quantized", words, shares_batches=False),
     Entry("decoder_cache", decoding),
     Entry("yolo_batch_1", always("images", 1, 3, 64, 64)),
     Entry("yolo_dynamic", pictures("images", 32)),
-    Entry("yolo_nms", lambda rng, size: {"images": picture(rng, rows(size), 3, 64, 64)}),
-    Entry("graph", graph),
+    Entry(
+        "yolo_nms", lambda rng, size: {"images": picture(rng, rows(size), 3, 64, 64)}, shares_batches=False
+    ),
+    Entry("graph", graph, shares_batches=False),
     Entry("scalar", sampling),
     Entry("scalar with options", sampling, "scalar", settings={"shared": {"temperature"}}),
-    Entry("two_towers", towers),
-    Entry("voice", speaking),
+    Entry("two_towers", towers, shares_batches=False),
+    Entry("voice", speaking, shares_batches=False),
     Entry("speech", spectrogram),
     Entry(
         "half", lambda rng, size: {"input": normal(rng, rows(size), 16).astype(np.float16)}, tolerance=5e-3
@@ -260,10 +266,10 @@ OF_EXPORTERS = (
         "passed_through",
         lambda rng, size: {"x": normal(rng, rows(size), 4), "key": rng.integers(0, 1 << 40, rows(size))},
     ),
-    Entry("sklearn_table", town),
+    Entry("sklearn_table", town, shares_batches=False),
     Entry("sklearn_forest", lambda rng, size: {"X": normal(rng, rows(size), 3)}),
-    Entry("sklearn_texts", sentence),
-    Entry("lightgbm_classes", lambda rng, size: {"input": normal(rng, rows(size), 3)}),
+    Entry("sklearn_texts", sentence, shares_batches=False),
+    Entry("lightgbm_classes", lambda rng, size: {"input": normal(rng, rows(size), 3)}, shares_batches=False),
     Entry(
         "keras_texts", lambda rng, size: {"ids": rng.integers(0, 64, (rows(size), length(size)), np.int32)}
     ),

@@ -76,10 +76,9 @@ async def measured(entry, cache, args):
         return found | {"opens_as": "refused", "reason": shortened(error)}
     found["open_s"] = perf_counter() - began
     async with engine:
-        batching = getattr(engine, "batching", None)
-        is_on = batching is None or batching.is_on
-        found |= {"opens_as": "batched" if is_on else "alone"}
-        found["reason"] = shortened(batching.reason) if batching is not None else ""
+        batching = engine.batching
+        found |= {"opens_as": "batched" if batching.is_on else "alone"}
+        found |= {"reason": shortened(batching.reason), "probe_ms": batching.probe_ns / 1e6}
         try:
             found |= await compared(entry, engine, session, requests[:COMPARED_MAX])
             found |= await rates(engine, path, session, requests, args.repeats)

@@ -26,6 +26,7 @@ async def test_callers_at_once_get_the_answers_of_direct_runs(entry):
     requests = [entry.request(rng, int(size)) for size in rng.integers(0, SIZES, REQUESTS)]
     async with asynctrt.open(path, **entry.settings) as engine:
         answers = await compare.ask(engine, requests, CALLERS)
+        assert engine.batching.is_on is entry.shares_batches
     for request, answer in zip(requests, answers, strict=True):
         assert compare.difference(answer, compare.direct_answer(session, request)) <= entry.tolerance
 
