@@ -14,8 +14,8 @@ from numpy import ndarray
 
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe
-from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey, Shared
-from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, convert, split_shared
+from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
+from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, content_of, convert, split_shared
 from asynctrt.validation import int_or_none, show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -345,12 +345,6 @@ def _converts(array: Any, spec: TensorSpec) -> bool:
         and spec.dtype.kind in "iu"
         and np.can_cast(array.dtype, spec.dtype, casting="safe")
     )
-
-
-def content_of(value: Array) -> Shared:
-    """Return an input that all rows of a batch have in common, as keys say it."""
-    flat = value.ravel()
-    return value.shape, tuple(flat.tolist()) if value.dtype.hasobject else flat.tobytes()
 
 
 def first_row_not_finite(array: Array) -> int | None:

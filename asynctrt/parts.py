@@ -13,6 +13,7 @@ from asynctrt.backends.base import Model, PreparedModel, ProfiledModel, RangedMo
 from asynctrt.backends.onnx_axes import RowSettings
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
+from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
 from asynctrt.independence import alone_of, prove, structural
 from asynctrt.inputs import InputCheck
@@ -357,7 +358,8 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     def make_and_prove(batching: Batching) -> EngineParts:
         parts = make(given if batching.is_on else alone_of(given, batching.reason))
         try:
-            return dataclasses.replace(parts, batching=prove(parts, options, batching, make))
+            proven = prove(parts, options, batching, make, partial(_make_on_host, options))
+            return dataclasses.replace(parts, batching=proven)
         except BaseException:
             parts.close(UNDO_S)
             raise
@@ -370,6 +372,21 @@ def _made_as_proven(given: Model, device: Device, options: Options, shared: Aren
     if not parts.batching.is_on and options.batching != "off":
         logger.warning("%r: each request runs alone, since %s", given.name, parts.batching.reason)
     return parts
+
+
+def _make_on_host(options: Options, model: Model) -> EngineParts:
+    """Make what batches of a model need to be tried on the host, with the model to be closed with it."""
+    device = HostDevice()
+    plain = Options(
+        max_rows=options.max_rows, pad=options.pad, pad_with=options.pad_with, contexts=1, graphs="off"
+    )
+    try:
+        parts = _make(model, device, plain, None)
+    except BaseException:
+        model.close()
+        device.close()
+        raise
+    return dataclasses.replace(parts, owned=(*parts.owned, model, device))
 
 
 def _made(model: Model, device: Device, options: Options, shared: Arenas | None) -> EngineParts:

@@ -335,6 +335,12 @@ def gather(arrays: Sequence[Array], view: Array, counts: list[int] | None) -> No
         raise ValueError("the rows of some arrays are not those that were announced")
 
 
+def content_of(value: Array) -> tuple[Dims, bytes | tuple[str, ...]]:
+    """Return the shape of an array and its content, as bytes or strings: equal if the arrays are."""
+    flat = value.ravel()
+    return value.shape, tuple(flat.tolist()) if value.dtype.hasobject else flat.tobytes()
+
+
 def convert(spec: TensorSpec, value: Any) -> Array:
     """Return nested lists or a number as an array of the tensor's dtype, if that changes no value.
 

@@ -12,6 +12,7 @@ graph is looked at, and each graph is compared with what its session computed.
 """
 
 import ctypes
+import dataclasses
 import logging
 import os
 from collections import Counter
@@ -22,6 +23,7 @@ from io import StringIO
 from typing import Any, Final
 
 from asynctrt.backends.onnx_axes import FIRST_AXIS, ROWS, RowSettings
+from asynctrt.backends.onnxruntime import OnnxModel
 from asynctrt.backends.onnxruntime_errors import Meaning, meaning_of
 from asynctrt.backends.onnxruntime_session import (
     LOG_FATAL_ONLY,
@@ -111,6 +113,7 @@ class OnnxCudaModel(StreamedOnnxModel):
         check_provider()
         check_available([name for name, _ in options.providers])
         self._device = device
+        self._given, self._rows = path, rows
         self._has_told = False
         self._random: tuple[str, ...] = ()
         self._weights: SharedWeights | None = None
@@ -132,6 +135,20 @@ class OnnxCudaModel(StreamedOnnxModel):
         self.is_capturable = can_capture and symbols.issuperset(
             dim for spec in self.outputs for dim in spec.dims if isinstance(dim, str)
         )
+
+    def host_twin(self) -> OnnxModel:
+        """Return the same model on the CPU, to try what made-up rows do. Blocks.
+
+        ONNX Runtime's CUDA provider (1.31) may end the process after a run that failed.
+
+        :raises ModelError: if the CPU provider does not have its operators.
+        """
+        entries = {name: value for name, value in self.options.session_config.items() if name != NO_FALLBACK}
+        settings = dataclasses.replace(
+            self.options, providers=(), launch="threads", batch_sizes=None, session_config=entries
+        )
+        twin = OnnxModel(self._given, settings, rows=self._rows)
+        return twin.whole(self.alone) if self.alone else twin
 
     @property
     def device(self) -> Device:

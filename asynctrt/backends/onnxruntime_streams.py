@@ -49,7 +49,7 @@ class StreamedOnnxModel(OnnxModel):
         rows: RowSettings = FIRST_AXIS,
     ) -> None:
         refuse_session(path)
-        super().__init__(path, options)
+        super().__init__(path, options, rows=rows)
         self.batch_sizes = self.options.batch_sizes
         """What batches are padded to, as for :class:`~asynctrt.backends.base.PreparedModel`."""
         # That session was there to be asked for names and types.

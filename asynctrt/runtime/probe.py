@@ -1,0 +1,407 @@
+"""Made-up rows, run on the contexts of an engine that is not open yet: alone, and in a batch with others."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+
+from asynctrt.backends.base import Model, RangedModel
+from asynctrt.cancellation import current
+from asynctrt.devices.arenas import Arenas, GrowingBuffer
+from asynctrt.devices.base import Buffer, Device
+from asynctrt.errors import DeviceLostError, ExecutionError, UsageError
+from asynctrt.padding import Padding
+from asynctrt.runtime.contexts import ContextPool
+from asynctrt.runtime.inflight import InFlight
+from asynctrt.scheduling.batch import Batch, Reason
+from asynctrt.scheduling.key import BatchKey
+from asynctrt.scheduling.request import Request
+from asynctrt.scheduling.shapes import Shapes
+from asynctrt.tensors import Array, Dims, TensorSpec, content_of, split_shared
+
+PROBE_S: Final = 120.0
+"""How long a batch may take."""
+
+SIZES: Final = (8, 32, 64, 320, 1)
+"""Sizes to try for dimensions that vary: those of sequences, and of pictures with sides that 32 divides."""
+
+INTEGERS: Final = 100
+"""Whole numbers are below this on the host, or 0 and 1 if the model refuses that: they may be indices."""
+
+EXTREME: Final = 1000.0
+"""How much larger the values of an extreme row are: small enough for float16."""
+
+COMPANY_TOLERANCE: Final = 2e-4
+COMPANY_TOLERANCE_OF_HALVES: Final = 5e-3
+ON_GPU: Final = 10
+"""How far a value may be off, relative to the largest of its output, where a row has other company in a batch
+of the same size, in the same place: nothing, but for sums in no certain order, as GPUs make them."""
+
+SIZE_TOLERANCE: Final = 0.05
+"""The same where the size of the batch or the place of the row differ: libraries choose other algorithms
+then, and a model that was given nonsense may make much of rounding."""
+
+SHARE_MIN: Final = 0.99
+"""How many values must be as near as that: a steep function makes much of little here and there."""
+
+
+class Stage(Protocol):
+    """What batches run on, as far as it is needed to run made-up rows."""
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def pool(self) -> ContextPool: ...
+    @property
+    def arenas(self) -> Arenas | None: ...
+    @property
+    def shapes(self) -> Shapes: ...
+    @property
+    def padding(self) -> Padding | None: ...
+
+
+class Verdict(NamedTuple):
+    """What a probe found."""
+
+    is_independent: bool | None
+    """``None`` if it could not find out."""
+    what: str
+
+
+class NoRowsError(ExecutionError):
+    """An output does not have a row for each of the batch."""
+
+
+class Sample(NamedTuple):
+    """The sizes of dimensions that vary, and how values are made up."""
+
+    symbols: dict[str, int]
+    tame: bool
+    integers: int
+    """Whole numbers are below this."""
+
+
+class Ran(NamedTuple):
+    """Rows that ran together, a letter for each."""
+
+    sample: Sample
+    rows: str
+
+
+class Probe:
+    """Runs made-up batches on the first context of an engine that is not open yet."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._context = stage.pool.contexts[0]
+        self._cancellation = current()
+        self._with_rows, self._shared = split_shared(stage.model.inputs)
+        self.failed: list[tuple[Sample, Exception]] = []
+        """Made-up rows that did not run, and why."""
+        self.ran: Ran | None = None
+        """Rows that ran together."""
+        self._scratch: Buffer | None = None
+        arenas = stage.arenas
+        if arenas is not None and arenas.by_shapes:
+            self._scratch = GrowingBuffer(stage.device)  # The arenas are to grow by what callers send.
+        elif arenas is not None and arenas.is_shared:
+            # Other engines may run in these arenas at any time.
+            self._scratch = stage.device.allocate(arenas.arenas[0].memory.nbytes)
+        stage.device.activate()
+
+    def close(self) -> None:
+        """Give back what it took."""
+        if self._scratch is not None:
+            self._scratch.close()
+
+    def compare(self) -> Verdict:
+        """Run rows alone and together, and say whether their answers are the same."""
+        try:
+            first = self._first_that_runs()
+        except NoRowsError as error:
+            return Verdict(is_independent=False, what=said_of(error))
+        if first is None and any(self.runs(sample, "ab") for sample, _ in self.failed):
+            return Verdict(
+                is_independent=False, what="a batch of two rows runs, and one of a single row fails"
+            )
+        if first is None:
+            what = f"made-up rows could not be run: {said_of(self.failed[0][1])}"
+            return Verdict(is_independent=None, what=what)
+        sample, alone_a = first
+        limit = self._stage.shapes.limit(self._key(sample).shape)
+        if limit == 1:
+            return Verdict(is_independent=True, what="each row is a batch of its own")
+        return self._concluded(sample, alone_a, lambda: self._company(sample, limit))
+
+    def compare_again(self, ran: Ran) -> Verdict:
+        """Run rows that ran elsewhere, and say whether their answers are the same."""
+        sample, rows = ran
+        return self._concluded(sample, self.run(sample, "a"), lambda: (rows, self.run(sample, rows)))
+
+    def _concluded(
+        self,
+        sample: Sample,
+        alone_a: Mapping[str, Array],
+        company: Callable[[], tuple[str, Mapping[str, Array]]],
+    ) -> Verdict:
+        try:
+            rows, together = company()
+            verdict = self._together(sample, alone_a, rows, together)
+        except NoRowsError as error:
+            return Verdict(is_independent=False, what=said_of(error))
+        except Exception as error:
+            if self.must_end(error):
+                raise
+            return Verdict(
+                is_independent=False,
+                what=f"a batch of several rows fails, and single rows do not: {said_of(error)}",
+            )
+        if verdict.is_independent is False and self._differs(alone_a, 0, self.run(sample, "a"), 0):
+            return Verdict(is_independent=None, what="answers to one row differ from run to run")
+        self.ran = Ran(sample, rows)
+        return verdict
+
+    def _together(
+        self, sample: Sample, alone_a: Mapping[str, Array], rows: str, together: Mapping[str, Array]
+    ) -> Verdict:
+        """Compare rows with how they are among copies of themselves, in the same place, and with how they are
+        alone."""
+        differing = ""
+        # Rows of equal or extreme values are not compared: norms make much of rounding where nothing varies.
+        places = {row: place for place, row in enumerate(rows) if row in "ab"}
+        for row, place in places.items():
+            among_copies = self.run(sample, row * len(rows))
+            differing = differing or self._differs(among_copies, place, together, place)
+        alone = {row: alone_a if row == "a" else self.run(sample, row) for row in places}
+        for rows_run in (None, *self._larger_sizes(sample, len(rows))):
+            if rows_run is not None:
+                together = self.run(sample, rows, rows_run)
+            for row, place in places.items():
+                differing = differing or self._differs(alone[row], 0, together, place, SIZE_TOLERANCE)
+            if differing:
+                what = f"rows of one batch see each other: {differing} beside {len(rows) - 1} others"
+                return Verdict(is_independent=False, what=what)
+        return Verdict(is_independent=True, what="made-up rows had the same answers alone and beside others")
+
+    def _company(self, sample: Sample, limit: int) -> tuple[str, Mapping[str, Array]]:
+        """Return the rows to run together, up to ``limit``, and their answers.
+
+        One is extreme, if the model takes that. If it is in doubt whether outputs have a row for each, there
+        are zeros and ones among them: what gives a row for whatever it finds in all rows together finds more
+        in some than in others.
+        """
+        rows = ("bzoea" if getattr(self._stage.model, "doubt", "") else "bea")[-limit:]
+        found = self._attempt(sample, rows)
+        if isinstance(found, Exception):
+            rows = rows.replace("e", "c")  # Its values may be too extreme for an operator.
+            found = self.run(sample, rows)
+        return rows, found
+
+    def _larger_sizes(self, sample: Sample, rows: int) -> list[int]:
+        """Return what else a batch of ``rows`` may be padded to: the sizes that are captured or prepared."""
+        least = self._stage.shapes.padded_rows(self._key(sample).shape, rows)
+        pool = self._stage.pool
+        return sorted({size for size in (*pool.captured.sizes, *pool.prepared) if size > least})
+
+    def _first_that_runs(self) -> tuple[Sample, Mapping[str, Array]] | None:
+        """Return the first made-up row that the model takes, and its answer; ``None`` if it takes none.
+
+        :raises NoRowsError: if one has an answer that is not a row.
+        """
+        for sample in self.samples():
+            found = self._attempt(sample, "a")
+            if not isinstance(found, Exception):
+                return sample, found
+            self.failed.append((sample, found))
+        return None
+
+    def runs(self, sample: Sample, rows: str = "a") -> bool:
+        """Return whether made-up rows run; dimensions that a sample does not know have the size 1."""
+        symbols = {dim: sample.symbols.get(dim, 1) for dim in self._varying()}
+        try:
+            return not isinstance(self._attempt(sample._replace(symbols=symbols), rows), Exception)
+        except NoRowsError:
+            return False
+
+    def samples(self) -> Iterator[Sample]:
+        """Return what made-up rows may be like, the most telling first."""
+        varying = self._varying()
+        for size in SIZES if varying else (0,):
+            symbols = {dim: self._size(dim, size) for dim in varying}
+            if self._stage.device.name == "host":  # Elsewhere an index without an element may be fatal.
+                yield Sample(symbols, tame=False, integers=INTEGERS)
+            yield Sample(symbols, tame=False, integers=2)
+            yield Sample(symbols, tame=True, integers=2)
+
+    def _varying(self) -> list[str]:
+        specs = self._stage.model.inputs
+        return list(dict.fromkeys(dim for spec in specs for dim in spec.dims if isinstance(dim, str)))
+
+    def _size(self, dim: str, size: int) -> int:
+        """Return a size for a dimension: near ``size``, and one that the model and the padding take."""
+        model, padding = self._stage.model, self._stage.padding
+        if isinstance(model, RangedModel) and (ranges := model.ranges_of(dim)):
+            return max(ranges[0][0], min(size, ranges[0][1]))
+        sizes = () if padding is None else padding.sizes_given(dim)
+        return next((given for given in sizes if given >= size), sizes[-1]) if sizes else size
+
+    def _key(self, sample: Sample) -> BatchKey:
+        shared = tuple(
+            content_of(made_up(spec, dims, "s", sample))
+            for spec in self._shared
+            if (dims := spec.resolve(sample.symbols)) is not None
+        )
+        return BatchKey(tuple(sample.symbols.items()), shared=shared)
+
+    def must_end(self, error: Exception) -> bool:
+        """Return whether an error is not about what was tried."""
+        return isinstance(error, DeviceLostError) or self._cancellation.is_cancelled
+
+    def _attempt(self, sample: Sample, rows: str) -> Mapping[str, Array] | Exception:
+        """Return the answers to made-up rows, or why they do not run.
+
+        :raises NoRowsError: if the outputs do not have as many rows.
+        """
+        try:
+            return self.run(sample, rows)
+        except NoRowsError:
+            raise
+        except Exception as error:
+            if self.must_end(error):
+                raise
+            return error
+
+    def run(self, sample: Sample, rows: str, rows_run: int = 0) -> Mapping[str, Array]:
+        """Return the answers to made-up rows, one for each letter, with rows first.
+
+        :param rows_run: how many rows the batch is padded to. Default: as few as the model takes.
+        """
+        arrays = []
+        for spec in self._with_rows:
+            dims = spec.resolve(sample.symbols)
+            assert dims is not None, "every dimension has a size"
+            arrays.append(np.stack([made_up(spec, dims, row, sample) for row in rows]))
+        return self.run_arrays(tuple(arrays), self._key(sample), rows_run)
+
+    def run_arrays(self, arrays: tuple[Array, ...], key: BatchKey, rows_run: int = 0) -> Mapping[str, Array]:
+        """Return the answers to rows, padded as the key says.
+
+        :raises NoRowsError: if the outputs do not have as many rows.
+        :raises UsageError: if the opening of the engine was cancelled.
+        :raises Exception: whatever the model raises.
+        """
+        if self._cancellation.is_cancelled:
+            raise UsageError("made-up rows are not run any more, since the opening was cancelled")
+        shapes, rows = self._stage.shapes, len(arrays[0])
+        rows_run = rows_run or shapes.padded_rows(key.shape, rows)
+        batch = Batch(
+            number=0,
+            key=key,
+            requests=(Request(rows, key, 0, 0, payload=arrays),),
+            rows=rows,
+            rows_run=rows_run,
+            profile=shapes.profile(key.shape, rows_run),
+            context=0,
+            arena=None,
+            is_timed=False,
+            reason=Reason.IDLE,
+            launched_ns=0,
+        )
+        source = self._stage.pool.source(batch)
+        source.stage()
+        flight = InFlight(batch, self._context, source)
+        self._context.enqueue(source, flight.events, scratch=self._scratch)
+        if not flight.end.synchronize(PROBE_S):
+            raise DeviceLostError(f"a batch of {rows} made-up rows did not end within {PROBE_S:g} s")
+        error = flight.device_error()
+        if error is not None:
+            raise error
+        try:
+            outputs, _ = flight.outputs()
+        except ExecutionError as refused:
+            raise NoRowsError(str(refused)) from refused
+        own = source.cut(outputs)[0]
+        return {name: np.array(array) for name, array in own.items()}
+
+    def _differs(
+        self,
+        found: Mapping[str, Array],
+        row: int,
+        other: Mapping[str, Array],
+        place: int,
+        tolerance: float | None = None,
+    ) -> str:
+        """Return how the answers to one row differ; empty if they do not.
+
+        :param tolerance: relative to the largest value. Default: what company may make of a row.
+        """
+        factor = 1 if self._stage.device.name == "host" else ON_GPU
+        return differing(found, row, other, place, tolerance, factor)
+
+
+def differing(
+    found: Mapping[str, Array],
+    row: int,
+    other: Mapping[str, Array],
+    place: int,
+    tolerance: float | None = None,
+    factor: float = 1,
+) -> str:
+    """Return how row ``row`` of some outputs differs from row ``place`` of others; empty if it does not.
+
+    :param tolerance: relative to the largest value. Default: one that suits the dtype, times ``factor``.
+    """
+    for name, array in found.items():
+        ours, theirs = array[row], other[name][place]
+        if ours.shape != theirs.shape:
+            return f"output {name!r} of a row had shape {ours.shape} and then {theirs.shape}"
+        is_half = ours.dtype.itemsize == 2
+        usual = (COMPANY_TOLERANCE_OF_HALVES if is_half else COMPANY_TOLERANCE) * factor
+        error = _error(ours, theirs, usual if tolerance is None else tolerance)
+        if error:
+            return f"output {name!r} of a row differed by {error:.2g} of its largest value"
+    return ""
+
+
+def _error(ours: Array, theirs: Array, tolerance: float) -> float:
+    """Return the largest difference relative to the largest value; 0 if the tolerance explains it."""
+    if not ours.size or ours.dtype.hasobject:
+        return 0.0 if ours.tolist() == theirs.tolist() else 1.0
+    wide = ours.astype(np.float64), theirs.astype(np.float64)
+    if ours.dtype.kind in "biu":
+        # What is rounded to few bits may be rounded the other way.
+        slack = 1.0 if ours.dtype.itemsize == 1 and ours.dtype.kind in "iu" else 0.0
+        off = np.abs(wide[0] - wide[1]) > slack
+        return 0.0 if 1 - off.mean() >= SHARE_MIN else 1.0
+    finite = np.abs(wide[0][np.isfinite(wide[0])])
+    most = float(finite.max()) if finite.size else 0.0
+    near = np.isclose(*wide, rtol=0, atol=tolerance * most, equal_nan=True)
+    if near.mean() >= SHARE_MIN:
+        return 0.0
+    gaps = np.abs(wide[0] - wide[1])[~near]
+    gaps = gaps[np.isfinite(gaps)]
+    return float(gaps.max() / most) if gaps.size and most else 1.0
+
+
+def made_up(spec: TensorSpec, dims: Dims, row: str, sample: Sample) -> Array:
+    """Return made-up values of one row, the same for one letter: ``z`` zeros, ``o`` ones, ``e`` extreme."""
+    rng = np.random.default_rng([ord(row), *spec.name.encode()])
+    if spec.dtype.hasobject:
+        return rng.choice(np.array(["a", "b", "c"], object), dims)
+    if row in "zo":
+        return np.full(dims, row == "o", spec.dtype)
+    if spec.dtype.kind == "b" or (spec.dtype.kind in "iu" and spec.dtype.itemsize > 1):
+        # They may be indices, or masks. What rows have in common is a number that is not 0, such as a rate.
+        low, most = (1, 2) if row == "s" else (0, 2 if spec.dtype.kind == "b" else sample.integers)
+        return rng.integers(low, most, dims).astype(spec.dtype)
+    if spec.dtype.kind in "iu":
+        return rng.integers(0, 128, dims).astype(spec.dtype)
+    values = rng.random(dims) if sample.tame else rng.standard_normal(dims)
+    return np.asarray(values * (EXTREME if row == "e" else 1)).astype(spec.dtype)
+
+
+def said_of(error: Exception) -> str:
+    """Return the beginning of what an error says, on one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
