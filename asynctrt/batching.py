@@ -9,13 +9,12 @@ import asyncio
 import functools
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import (
     Any,
     Concatenate,
-    Final,
     Generic,
     Literal,
     ParamSpec,
@@ -36,16 +35,16 @@ from asynctrt.errors import (
     AsynctrtError,
     DeviceLostError,
     EngineClosedError,
-    ExecutionError,
     OptionsError,
     UsageError,
 )
+from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.loops import running_loop
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options
 from asynctrt.statistics import Statistics
 from asynctrt.synonyms import SYNONYMS
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array
 from asynctrt.validation import check_names, show
 
 P = ParamSpec("P")
@@ -53,15 +52,10 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
+U = TypeVar("U")
 
-GROUPS_MAX: Final = 64
-"""Different shapes and dtypes of items that wait in queues of their own; further ones share a queue."""
-
-SHARED_NBYTES_MAX: Final = 128 * 1024
-"""Up to this size the results of a batch are copied as one block, of which each caller gets a view."""
-
-INT64: Final = np.iinfo(np.int64)
-NUMBERS: Final[dict[type, type]] = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
+Names = str | tuple[str, ...] | list[str]
+"""The parameters that a key names."""
 
 
 class BatchSettings(TypedDict, total=False):
@@ -94,9 +88,42 @@ class ItemsDecorator(Protocol):
     @overload
     def __call__(self, function: Callable[[list[T]], list[R]], /) -> "Batched[[T], R]": ...
     @overload
+    def __call__(
+        self, function: Callable[[list[T], list[U]], Awaitable[list[R]]], /
+    ) -> "Batched[[T, U], R]": ...
+    @overload
+    def __call__(self, function: Callable[[list[T], list[U]], list[R]], /) -> "Batched[[T, U], R]": ...
+    @overload
     def __call__(self, function: Callable[[S, list[T]], Awaitable[list[R]]], /) -> "Batched[[S, T], R]": ...
     @overload
     def __call__(self, function: Callable[[S, list[T]], list[R]], /) -> "Batched[[S, T], R]": ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[T], list[U]], Awaitable[list[R]]], /
+    ) -> "Batched[[S, T, U], R]": ...
+    @overload
+    def __call__(self, function: Callable[[S, list[T], list[U]], list[R]], /) -> "Batched[[S, T, U], R]": ...
+
+
+class KeyedItemsDecorator(Protocol):
+    """What :func:`batch` returns with ``items=True`` and a key that names parameters: these are no lists."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[list[T], Q], Awaitable[list[R]]], /
+    ) -> "Batched[Concatenate[T, Q], R]": ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[list[T], Q], list[R]], /
+    ) -> "Batched[Concatenate[T, Q], R]": ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, list[T], Q], Awaitable[list[R]]], /
+    ) -> "Batched[Concatenate[S, T, Q], R]": ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, list[T], Q], list[R]], /
+    ) -> "Batched[Concatenate[S, T, Q], R]": ...
 
 
 @overload
@@ -104,9 +131,18 @@ def batch(function: Callable[P, Awaitable[R]], /) -> "Batched[P, R]": ...
 @overload
 def batch(function: Callable[P, R], /) -> "Batched[P, R]": ...
 @overload
-def batch(*, items: Literal[True], **settings: Unpack[BatchSettings]) -> ItemsDecorator: ...
+def batch(*, items: Literal[True], key: Names, **settings: Unpack[BatchSettings]) -> KeyedItemsDecorator: ...
 @overload
-def batch(*, items: Literal[False] = False, **settings: Unpack[BatchSettings]) -> Decorator: ...
+def batch(
+    *, items: Literal[True], key: Callable[..., Hashable] | None = None, **settings: Unpack[BatchSettings]
+) -> ItemsDecorator: ...
+@overload
+def batch(
+    *,
+    items: Literal[False] = False,
+    key: Names | Callable[..., Hashable] | None = None,
+    **settings: Unpack[BatchSettings],
+) -> Decorator: ...
 
 
 def batch(
@@ -114,6 +150,7 @@ def batch(
     /,
     *,
     items: bool = False,
+    key: Names | Callable[..., Hashable] | None = None,
     **settings: Unpack[BatchSettings],
 ) -> Any:
     """Turn a function over many items into an awaitable that takes one: ``@asynctrt.batch``.
@@ -137,6 +174,11 @@ def batch(
       dtypes or numbers of arguments form batches of their own.
     - Anything else, strings and lists among them, comes as a list with one element per item.
     - With ``items=True`` every argument comes as a list.
+    - An argument that ``key`` names comes as it is, once, since it is the same for all items of a batch. ::
+
+        @asynctrt.batch(key="model_id")
+        def predict(x, model_id):  # x: stacked; model_id: one string
+            return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
     mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: each
@@ -147,6 +189,11 @@ def batch(
     ``asyncio.run``, a ``Runner``, pytest's plugins); on another loop the function has another engine.
 
     :param items: whether the function takes lists of items, whatever they are.
+    :param key: what must be equal for calls to share a batch: the name of a parameter, such as
+        ``"model_id"``, several names, or a function that is called with a call's arguments (without ``self``)
+        on the event loop and returns a hashable. With a function, arguments are stacked or come as lists as
+        usual. A call whose key cannot be made or hashed fails alone, before it is queued. There may be any
+        number of keys: one is forgotten when no call with it waits.
     :param settings: ``max_rows`` (items of the largest batch, 64 by default), ``max_delay`` (seconds that a
         batch which is not full may wait for more while another one runs, 0 by default), ``max_queue_rows``,
         ``timeout``, ``batch_timeout``, ``close_timeout``: see :class:`asynctrt.Options`. ``contexts`` is how
@@ -154,10 +201,10 @@ def batch(
         threads. ``isolate_failures`` calls the function again with halves of a batch that raised; it is off
         by default, as a function may have effects that must not happen twice.
     :returns: a :class:`Batched`, or with options a decorator that makes one.
-    :raises OptionsError: for an unknown option, or a value that is not valid.
+    :raises OptionsError: for an unknown option or parameter, or a value that is not valid.
     :raises ModelError: for a generator function.
     """
-    check_names(settings, list(BatchSettings.__annotations__), "option", synonyms=SYNONYMS)
+    check_names(settings, ["items", "key", *BatchSettings.__annotations__], "option", synonyms=SYNONYMS)
     options = Options.from_settings(None, {"contexts": 1, "isolate_failures": False, **settings})
 
     def decorate(decorated: Callable[..., Any]) -> Batched[Any, Any]:
@@ -167,7 +214,7 @@ def batch(
                 "@asynctrt.batch(max_rows=32)"
             )
         refuse_generators(decorated)
-        return Batched(decorated, options, items=items)
+        return Batched(decorated, options, key, items=items)
 
     return decorate if function is None else decorate(function)
 
@@ -177,13 +224,14 @@ class Batched(Generic[P, R]):
 
     __wrapped__: Callable[..., Any]
 
-    def __init__(self, function: Callable[..., Any], options: Options, *, items: bool) -> None:
+    def __init__(self, function: Callable[..., Any], options: Options, key: object, *, items: bool) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         self._options = options
+        self._key = key_of(key, function, self.__name__)
         self._items = items
         self._waits = is_coroutine_function(function)
-        self._engines = Engines(function, options, self.__name__, items=items, waits=self._waits)
+        self._engines = Engines(function, options, self._key, self.__name__, items=items, waits=self._waits)
         self._instance: object = None
         # For methods, by the id of their instance, which need be neither hashable nor unequal to others.
         self._bound: dict[int, tuple[weakref.ref[Any], Engines]] = {}
@@ -209,8 +257,10 @@ class Batched(Generic[P, R]):
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Compute one item, in a batch with those of other callers.
 
+        :raises InputError: if the call's key cannot be hashed, or misses an argument.
         :raises QueueFullError, DeadlineError: under overload.
-        :raises ExecutionError: when the function failed, with what it raised as ``__cause__``.
+        :raises ExecutionError: when the function, or that of the key, failed, with what it raised as
+            ``__cause__``.
         """
         engine = self._engines.last
         if engine is None or engine.loop is not running_loop():
@@ -268,8 +318,9 @@ class Batched(Generic[P, R]):
                 "cannot be referenced weakly. Add '__weakref__' to its __slots__"
             ) from None
         method = WeakMethod(reference, self.__wrapped__)
-        name = f"{type(instance).__name__}.{self.__name__}"
-        found = reference, Engines(method, self._options, name, items=self._items, waits=self._waits)
+        name, method_key = f"{type(instance).__name__}.{self.__name__}", self._key.bound()
+        engines = Engines(method, self._options, method_key, name, items=self._items, waits=self._waits)
+        found = reference, engines
         return self._bound.setdefault(key, found)
 
 
@@ -287,16 +338,25 @@ class WeakMethod:
 class Engines:
     """The engines of one function, by event loop.
 
+    :param key: what calls must have in common to share a batch.
     :param items: whether the function takes lists, whatever the items are.
     :param waits: whether it is a coroutine function.
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, name: str, *, items: bool, waits: bool
+        self,
+        function: Callable[..., Any],
+        options: Options,
+        key: Key,
+        name: str,
+        *,
+        items: bool,
+        waits: bool,
     ) -> None:
         self._function = function
         self._waits = waits
         self._options = options
+        self._key = key
         self._name = name
         self._items = items
         self._by_loop: dict[asyncio.AbstractEventLoop, TicketEngine] = {}
@@ -341,11 +401,12 @@ class Engines:
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine":
         try:
-            tickets = Tickets(self._function, items=self._items)
+            isolates = self._options.isolate_failures
+            tickets = Tickets(self._function, self._key, items=self._items, isolates=isolates)
             model = FunctionModel(tickets, inputs=TICKET, outputs=DONE, name=self._name)
             model.occupies_device = not self._waits
             engine = await open_engine(model, options=self._options)
-            opened = TicketEngine(loop, engine, tickets)
+            opened = TicketEngine(loop, engine, tickets, Groups(self._key, items=self._items))
             await opened.attach(weakref.WeakMethod(self._forget))
             with self._lock:
                 for closed in [one for one in self._by_loop if one.is_closed()]:
@@ -363,110 +424,33 @@ class Engines:
                 self.last = None
 
 
-class Item:
-    """The arguments of one call, and then its result.
-
-    :param group: the number of the calls that it can be stacked with.
-    """
-
-    __slots__ = ("args", "group", "kwargs", "result")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], group: int) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.group = group
-        self.result: Any = None
-
-
-TICKET: Final = TensorSpec("ticket", np.dtype(np.int64), ("group",))
-"""A row is the ticket of an item, repeated, as often as the number of its group says: each has a bucket."""
-
-DONE: Final = TensorSpec("done", np.dtype(np.uint8))
-
-
-class Tickets:
-    """The items that wait for a function, and the function as the engine calls it.
-
-    :param function: called with the items of one group.
-    :param items: whether it takes lists, whatever the items are.
-    """
-
-    def __init__(self, function: Callable[..., Any], *, items: bool) -> None:
-        self._function = function
-        self.items = items
-        self.waiting: dict[int, Item] = {}
-
-    def __call__(self, inputs: dict[str, Array]) -> Any:
-        """Compute the items of one batch; may return an awaitable."""
-        tickets = inputs["ticket"]
-        done = np.ones(len(tickets), np.uint8)
-        groups = self._groups(tickets[:, 0].tolist())
-        for index, group in enumerate(groups):
-            given = self._compute(group)
-            if isinstance(given, Awaitable):
-                return self._await(given, groups[index:], done)
-            distribute(given, group)
-        return done
-
-    async def _await(self, given: Any, groups: list[list[Item]], done: Array) -> Array:
-        distribute(await given, groups[0])
-        for group in groups[1:]:
-            given = self._compute(group)
-            distribute(await given if isinstance(given, Awaitable) else given, group)
-        return done
-
-    def _groups(self, tickets: list[int]) -> list[list[Item]]:
-        """Return the items of a batch, less those whose callers went away. Nearly always there is one group.
-
-        Their callers let go of them: a batch that fails may come again in halves.
-        """
-        get = self.waiting.get
-        items = [item for ticket in tickets if (item := get(ticket)) is not None]
-        numbers = {item.group for item in items}
-        if len(numbers) <= 1:
-            return [items] if items else []
-        return [[item for item in items if item.group == number] for number in numbers]
-
-    def _compute(self, group: list[Item]) -> Any:
-        first = group[0]
-        stack = list if self.items else stacked
-        args = [stack([item.args[index] for item in group]) for index in range(len(first.args))]
-        kwargs = {name: stack([item.kwargs[name] for item in group]) for name in first.kwargs}
-        return self._function(*args, **kwargs)
-
-
 class TicketEngine:
     """An engine whose rows are tickets, on one event loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine, tickets: Tickets) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, engine: Engine, tickets: Tickets, groups: Groups
+    ) -> None:
         self.loop = loop
         self.engine = engine
         self._infer = engine.infer
-        self._items = tickets.items
         self._waiting = tickets.waiting
         self._tickets = numbered()
-        self._groups: dict[Hashable, int] = {}
-        self._groups_seen = 0
+        self._groups = groups
         self._keeper: AsyncGenerator[None, None] | None = None
 
     async def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue one item and return its result."""
-        if self._items:
-            group: Hashable = (len(args), *kwargs)
-        else:
-            # Arrays of other libraries become NumPy's here, once, for the group and for the batch.
-            args, kwargs, group = grouped(args, kwargs)
-        number = self._groups.get(group)
-        if number is None:
-            number = self._number(group)
+        # Arrays of other libraries become NumPy's here, once, for the group and for the batch.
+        args, kwargs, group = self._groups.enter(args, kwargs)
         ticket, row = next(self._tickets)
-        if number:
-            row = np.full((1, number % GROUPS_MAX + 1), ticket)
-        item = self._waiting[ticket] = Item(args, kwargs, number)
+        if group.queue:
+            row = np.full((1, group.queue + 1), ticket)
+        item = self._waiting[ticket] = Item(args, kwargs, group)
         try:
             await self._infer(row)
         finally:
             self._waiting.pop(ticket, None)
+            self._groups.leave(group)
         result = item.result
         if isinstance(result, Exception):
             raise result
@@ -481,14 +465,6 @@ class TicketEngine:
         """Close the engine."""
         if self._keeper is not None:
             await self._keeper.aclose()
-
-    def _number(self, group: Hashable) -> int:
-        """Number a group that was not seen lately."""
-        if len(self._groups) >= 16 * GROUPS_MAX:
-            self._groups.clear()
-        number = self._groups[group] = self._groups_seen
-        self._groups_seen += 1
-        return number
 
 
 async def keep_open(
@@ -517,89 +493,3 @@ def numbered() -> Iterator[tuple[int, Array]]:
         block = np.arange(start, start + size, dtype=np.int64).reshape(size, 1, 1)
         yield from enumerate(block, start)
         start += size
-
-
-def grouped(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], Hashable]:
-    """Return the arguments of a call, arrays as NumPy's, and which calls they can share a batch with."""
-    group: list[Hashable] = []
-    taken = []
-    for value in args:
-        array, kind = kind_of(value)
-        taken.append(array)
-        group.append(kind)
-    for name, value in kwargs.items():
-        kwargs[name], kind = kind_of(value)
-        group += (name, kind)
-    return tuple(taken), kwargs, tuple(group)
-
-
-def kind_of(value: Any) -> tuple[Any, Any]:
-    """Return a value, as an array if it is one of any library, and what it can be stacked with."""
-    kind = type(value)
-    if kind is np.ndarray:
-        return value, (value.shape, value.dtype)
-    if kind in NUMBERS:
-        return value, (None if kind is int and not INT64.min <= value <= INT64.max else kind)
-    if isinstance(value, str | bytes) or not hasattr(value, "__array__"):
-        return value, None
-    array = np.asarray(value)
-    return array, (array.shape, array.dtype)
-
-
-def stacked(values: list[Any]) -> Any:
-    """Return values of one kind as an array, or the list if they do not stack."""
-    first = values[0]
-    if isinstance(first, np.ndarray):
-        if not first.ndim or not first.shape[0]:
-            return np.array(values)
-        return np.concatenate(values).reshape(len(values), *first.shape)
-    if type(first) not in NUMBERS or kind_of(first)[1] is None:
-        return values
-    return np.array(values, NUMBERS[type(first)])
-
-
-def distribute(given: object, group: list[Item]) -> None:
-    """Give each item of a batch its result.
-
-    :raises ExecutionError: when there is not one result per item.
-    """
-    for item, result in zip(group, results_of(given, len(group)), strict=True):
-        item.result = result
-
-
-def results_of(given: object, count: int) -> list[Any]:
-    """Return what a function returned as one result per item. Arrays are copied: they may be used again.
-
-    :raises ExecutionError: when it is made up of anything but arrays and lists with one result per item.
-    """
-    if isinstance(given, list):
-        check_count(given, count)
-        return given
-    if isinstance(given, tuple) and given:
-        make = getattr(type(given), "_make", tuple)  # A named tuple stays one.
-        return [make(parts) for parts in zip(*[results_of(part, count) for part in given], strict=True)]
-    if isinstance(given, Mapping):
-        parts = {name: results_of(part, count) for name, part in given.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(count)]
-    if hasattr(given, "__array__") and not isinstance(given, np.generic):
-        array = np.asarray(given)
-        if array.ndim:
-            check_count(array, count)
-            return list(array.copy()) if array.nbytes <= SHARED_NBYTES_MAX else [row.copy() for row in array]
-    raise ExecutionError(
-        f"the function returned a {type(given).__name__} for {count} items. Return a list with one result "
-        "per item, an array whose first axis counts items, or a tuple or mapping of these"
-    )
-
-
-def check_count(results: Sequence[Any] | Array, count: int) -> None:
-    """Check that there is one result per item.
-
-    :raises ExecutionError: if there are more or fewer.
-    """
-    if len(results) != count:
-        raise ExecutionError(
-            f"the function returned {len(results)} results for {count} items. Return one per item, in order"
-        )

@@ -4,24 +4,26 @@ import asyncio
 import gc
 import threading
 import warnings
+import weakref
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import asynctrt
-from asynctrt.batching import GROUPS_MAX
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import (
     DeadlineError,
     DeviceLostError,
     EngineClosedError,
     ExecutionError,
+    InputError,
     ModelError,
     OptionsError,
     QueueFullError,
     UsageError,
 )
+from asynctrt.items import GROUPS_MAX
 from tests.helpers import until
 
 WAIT_S = 30
@@ -326,6 +328,262 @@ class TestItems:
             return [None] * len(values)
 
         assert run(nothing(1)) is None
+
+
+async def called_together(batched, function, calls):
+    """Return what calls give that all wait behind the first batch of a :class:`Held`, and the batches."""
+    async with batched:
+        first = asyncio.create_task(batched("first", "warm"))
+        await until(lambda: function.batches)
+        waiting = [asyncio.create_task(batched(*call)) for call in calls]
+        await until(lambda: batched.statistics().queued_rows == len(calls))
+        function.go.set()
+        await first
+        return await asyncio.gather(*waiting, return_exceptions=True), function.batches[1:]
+
+
+class HeldByKey(Held):
+    """The same with a model's name besides, as one value or as a list."""
+
+    async def __call__(self, items, model):
+        self.batches.append((list(items), model))
+        await self.go.wait()
+        return items
+
+
+class TestKey:
+    def test_calls_with_equal_keys_share_a_batch(self):
+        function = HeldByKey()
+        batched = asynctrt.batch(items=True, key="model")(function)
+        calls = [(number, f"model {number % 2}") for number in range(10)]
+        results, batches = run(called_together(batched, function, calls))
+        assert results == list(range(10))
+        assert sorted(batches) == [([0, 2, 4, 6, 8], "model 0"), ([1, 3, 5, 7, 9], "model 1")]
+
+    def test_a_function_makes_keys_of_arguments_as_they_are_given(self):
+        function = HeldByKey()
+        seen = []
+
+        def parity(item, model):
+            seen.append((item, model))
+            return len(model) % 2
+
+        batched = asynctrt.batch(key=parity)(function)
+        calls = [(number, "a" * number) for number in range(6)]
+        results, batches = run(called_together(batched, function, calls))
+        assert results == list(range(6))
+        assert seen == [("first", "warm"), *calls]
+        # What a function makes keys of may differ, so it comes for each item.
+        assert sorted(batches) == [([0, 2, 4], ["", "aa", "aaaa"]), ([1, 3, 5], ["a", "aaa", "aaaaa"])]
+
+    def test_arrays_are_stacked_and_shapes_still_matter(self):
+        batches = []
+
+        @asynctrt.batch(key=("scale", "bias"))
+        def apply(x, scale, *, bias=0):
+            batches.append((x.shape, scale, bias))
+            return x * scale + bias
+
+        async def main():
+            await apply(1.0, 1)
+            return await asyncio.gather(
+                *[apply(np.ones(number % 2 + 1), 2, bias=number % 3) for number in range(12)],
+                *[apply(np.ones(1), 3) for _ in range(2)],
+            )
+
+        for number, result in enumerate(run(main())):
+            expected = [2.0 + number % 3] * (number % 2 + 1) if number < 12 else [3.0]
+            assert result.tolist() == expected
+        assert sorted(batches[1:]) == [
+            *[((2, 1), 2, bias) for bias in range(3)],
+            ((2, 1), 3, 0),
+            *[((2, 2), 2, bias) for bias in range(3)],
+        ]
+
+    def test_an_argument_that_a_key_names_is_not_converted(self):
+        seen = []
+
+        @asynctrt.batch(key="value")
+        def look(x, value):
+            seen.append(value)
+            return x
+
+        values = [1, True, 1.0, np.float32(1), None, (1, "a"), frozenset({2})]
+        assert run(gathered(lambda value: look(0, value), *values)) == [0] * len(values)
+        assert {(type(value), value) for value in seen} == {(type(value), value) for value in values}
+
+    @pytest.mark.parametrize("key", ["lang", lambda word, lang="en": lang])
+    def test_a_default_counts(self, key):
+        batches = []
+
+        @asynctrt.batch(items=True, key=key)
+        async def translate(words, lang="en"):
+            batches.append(words)
+            return words
+
+        async def main():
+            await translate("first")
+            return await asyncio.gather(translate("a"), translate("b"), translate("c", lang="de"))
+
+        assert run(main()) == ["a", "b", "c"]
+        assert sorted(batches[1:]) == [["a", "b"], ["c"]]
+
+    def test_methods(self):
+        class Models:
+            @asynctrt.batch(key="name")
+            def named(self, name, x):
+                return [f"{name} {value}" for value in x]
+
+            @asynctrt.batch(items=True, key=lambda x, name: name)
+            async def made(self, x, name):
+                assert len(set(name)) == 1
+                return [f"{one} {value}" for one, value in zip(name, x, strict=True)]
+
+        async def main():
+            models = Models()
+            calls = [models.named(name, number) for name in "ab" for number in range(3)]
+            calls += [models.made(number, name=name) for name in "ab" for number in range(3)]
+            return await asyncio.gather(*calls)
+
+        assert run(main()) == [f"{name} {number}" for name in "ab" for number in range(3)] * 2
+
+    @pytest.mark.parametrize("key", ["model", lambda x, model: model, lambda x, model: (x, model)])
+    @pytest.mark.parametrize("items", [False, True])
+    def test_a_key_that_cannot_be_hashed_fails_its_call_alone(self, key, items):
+        @asynctrt.batch(items=items, key=key)
+        def function(x, model):
+            return list(x)
+
+        async def main():
+            results = await gathered(lambda model: function(0, model), "a", ["a"], "b")
+            return results, function.statistics().rows
+
+        (first, failed, last), rows = run(main())
+        assert (first, last, rows) == (0, 0, 2)
+        with pytest.raises(InputError, match=r"must be hashable.*TypeError: unhashable type: 'list'"):
+            raise failed
+
+    def test_a_key_function_that_raises_fails_its_call_alone(self):
+        @asynctrt.batch(key=lambda x, model: {"a": 1, "b": 2}[model])
+        def function(x, model):
+            return x
+
+        async def main():
+            results = await gathered(lambda model: function(0, model), "a", "c", "b")
+            return results, function.statistics().rows
+
+        (first, failed, last), rows = run(main())
+        assert (first, last, rows) == (0, 0, 2)
+        with pytest.raises(ExecutionError, match="key function of 'function' raised KeyError: 'c'") as caught:
+            raise failed
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    def test_an_error_of_asynctrt_from_a_key_function_is_the_callers(self):
+        def check(x):
+            raise InputError("no such model")
+
+        with pytest.raises(InputError, match="^no such model$"):
+            run(asynctrt.batch(key=check)(np.negative)(1))
+
+    def test_a_call_without_what_its_key_names(self):
+        @asynctrt.batch(key="model")
+        def function(x, model):
+            return x
+
+        with pytest.raises(InputError, match="'function' was called without 'model', which its key names"):
+            run(function(1))
+
+    def test_any_number_of_keys_and_none_is_kept(self):
+        class Name:
+            pass
+
+        names = weakref.WeakSet()
+
+        @asynctrt.batch(items=True, key="name")
+        async def function(x, name):
+            return x
+
+        async def call(number):
+            name = Name()
+            names.add(name)
+            return await function(number, name)
+
+        async def main():
+            results = await gathered(call, *range(20 * GROUPS_MAX))
+            gc.collect()
+            return results, len(names)
+
+        assert run(main()) == (list(range(20 * GROUPS_MAX)), 0)
+
+    def test_a_new_key_waits_in_a_queue_that_no_other_uses(self):
+        async def main():
+            function = HeldByKey()
+            async with asynctrt.batch(items=True, key="model")(function) as batched:
+
+                async def queued(model, rows):
+                    call = asyncio.create_task(batched(0, model))
+                    await until(lambda: batched.statistics().queued_rows == rows)
+                    return call
+
+                first = asyncio.create_task(batched(0, "first"))
+                await until(lambda: function.batches)
+                gone = await queued("gone", 1)
+                calls = [first, await queued("a", 2)]
+                gone.cancel()
+                await until(lambda: batched.statistics().queued_rows == 1)
+                calls += [await queued("b", 2), await queued("a", 3), await queued("b", 4)]
+                function.go.set()
+                await asyncio.gather(*calls)
+                assert function.batches[1:] == [([0, 0], "a"), ([0, 0], "b")]
+                assert batched.statistics().batches == 3
+
+        run(main())
+
+    @pytest.mark.parametrize("isolate", [False, True])
+    @pytest.mark.parametrize("waits", [False, True])
+    def test_a_key_whose_batch_fails_fails_no_other(self, waits, isolate):
+        """Even where keys share a queue because there are so many."""
+
+        def check(x, model):
+            if model == 70:
+                raise InputError("no such model")
+            return [value + model for value in x]
+
+        async def check_later(x, model):
+            await asyncio.sleep(0)
+            return check(x, model)
+
+        batched = asynctrt.batch(key="model", isolate_failures=isolate)(check_later if waits else check)
+
+        async def main():
+            await batched(0, 0)
+            return await gathered(lambda model: batched(1, model), *[*range(2 * GROUPS_MAX)] * 2)
+
+        for model, result in enumerate(run(main())):
+            if model % (2 * GROUPS_MAX) == 70:
+                assert isinstance(result, ExecutionError)
+                assert "no such model" in str(result)
+            else:
+                assert result == model % (2 * GROUPS_MAX) + 1
+
+    @pytest.mark.parametrize("key", [3, (), ("model", 3), {"model"}, HeldByKey()])
+    def test_values_that_are_no_keys(self, key):
+        with pytest.raises(OptionsError, match="key must be the name of a parameter"):
+            asynctrt.batch(key=key)(lambda x, model: x)
+
+    @pytest.mark.parametrize("key", ["modl", ("x", "modl"), "args"])
+    def test_a_parameter_that_is_not_there(self, key):
+        with pytest.raises(
+            OptionsError, match="unknown parameter of 'function' .*alid parameters.*: x, model"
+        ):
+
+            @asynctrt.batch(key=key)
+            def function(x, *args, model):
+                return x
+
+    def test_names_of_a_function_without_a_signature(self):
+        with pytest.raises(OptionsError, match="'min', which has no signature. Give a function of a call's"):
+            asynctrt.batch(key="x")(min)
 
 
 class TestMethods:

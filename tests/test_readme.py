@@ -20,6 +20,7 @@ from tests.benchmarks import pictures, tables
 from tests.helpers import needed
 from tests.models import double_onnx, rows
 from tests.serving.test_asgi import running
+from tests.test_rows import voice_onnx
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -104,6 +105,31 @@ def running_model(engine):
     from asynctrt.serving import kserve_app
 
     return running(kserve_app(engine))
+
+
+def test_callers_of_a_model_with_rows_on_another_axis_share_batches(tmp_path, capsys):
+    names = names_of("rows.md", "voice_in")
+    pieces = np.ones((3, 576), np.float32)
+
+    async def listen(engine):
+        return [found async for found in names["voice_in"](engine, pieces)]
+
+    async def run():
+        path = voice_onnx(tmp_path / "silero_vad.onnx", samples=576, width=128)
+        async with names["open_detector"](path) as engine:
+            found = await asyncio.gather(*[listen(engine) for _ in range(8)])
+            return found, engine.statistics().batches
+
+    found, batches = bounded(run())
+    assert found == [[16000.0] * 3] * 8
+    assert batches < 24
+
+
+def test_what_was_found_of_rows_is_printed(tmp_path, capsys):
+    bounded(names_of("rows.md", "what_was_found")["what_was_found"](double_onnx(tmp_path / "model.onnx")))
+    assert capsys.readouterr().out.startswith(
+        "True made-up rows had the same answers alone and beside others"
+    )
 
 
 def test_a_websocket_by_hand_and_with_the_client(tmp_path):

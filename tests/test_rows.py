@@ -19,7 +19,7 @@ FLOAT, INT64, STRING = TensorProto.FLOAT, TensorProto.INT64, TensorProto.STRING
 STATE_AXES = {"state": 1, "stateN": 1}
 
 
-def voice_onnx(path):
+def voice_onnx(path, samples=3, width=4):
     """As a detector of voices has it: rows, a state with rows on axis 1, and a rate that is a scalar."""
     return save(
         path,
@@ -32,8 +32,8 @@ def voice_onnx(path):
             node("Add", "scaled column", "output"),
             node("Add", "state state", "stateN"),
         ],
-        [("input", FLOAT, ["batch", 3]), ("state", FLOAT, [2, "batch", 4]), ("sr", INT64, [])],
-        [("output", FLOAT, ["batch", 3]), ("stateN", FLOAT, [2, "batch", 4])],
+        [("input", FLOAT, ["batch", samples]), ("state", FLOAT, [2, "batch", width]), ("sr", INT64, [])],
+        [("output", FLOAT, ["batch", samples]), ("stateN", FLOAT, [2, "batch", width])],
         [("last", np.array([2])), ("first", np.array([0])), ("one", np.array([1]))],
     )
 

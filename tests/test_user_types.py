@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = """
 import asyncio
 from collections.abc import Mapping
+from typing import assert_type
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,66 @@ anything: asynctrt.Array = np.ones(3)
 @asynctrt.batch(max_rows=32)
 def double(x: Floats) -> Floats:
     return x + x
+
+
+@asynctrt.batch(key="model_id")
+def keyed(x: Floats, model_id: str) -> Floats:
+    return x + len(model_id)
+
+
+def model_of(x: Floats, model_id: str) -> str:
+    return model_id
+
+
+@asynctrt.batch(key=model_of)
+async def keyed_by_function(x: Floats, model_id: str) -> Floats:
+    return x + len(model_id)
+
+
+@asynctrt.batch(items=True, key=("lang", "style"), max_rows=8)
+async def translate(texts: list[str], lang: str, *, style: int = 0) -> list[bytes]:
+    return [f"{text} {lang} {style}".encode() for text in texts]
+
+
+@asynctrt.batch(items=True, key=len)
+def shout(texts: list[str]) -> list[str]:
+    return [text.upper() for text in texts]
+
+
+def second(text: str, model: int) -> int:
+    return model
+
+
+@asynctrt.batch(items=True, key=second)
+def rate(texts: list[str], models: list[int]) -> list[float]:
+    return [float(len(text) + model) for text, model in zip(texts, models)]
+
+
+class Models:
+    @asynctrt.batch(items=True, key="model_id")
+    def predict(self, items: list[str], model_id: int) -> list[float]:
+        return [float(len(item) + model_id) for item in items]
+
+    @asynctrt.batch(items=True, key=second)
+    def rate(self, texts: list[str], models: list[int]) -> list[float]:
+        return [float(len(text)) for text in texts]
+
+    @asynctrt.batch(key="model_id")
+    async def score(self, x: Floats, *, model_id: int) -> Floats:
+        return x + model_id
+
+
+async def use_keys(x: Floats) -> None:
+    assert_type(await keyed(x, model_id="a"), Floats)
+    assert_type(await keyed_by_function(x, "a"), Floats)
+    assert_type(await translate("text", "de", style=2), bytes)
+    assert_type(await translate("text", lang="de"), bytes)
+    assert_type(await shout("text"), str)
+    assert_type(await rate("text", 3), float)
+    assert_type(await Models().rate("text", 3), float)
+    assert_type(await Models().predict("item", 3), float)
+    assert_type(await Models().predict("item", model_id=3), float)
+    assert_type(await Models().score(x, model_id=3), Floats)
 
 
 def model(inputs: Mapping[str, Floats]) -> Floats:
@@ -79,6 +140,16 @@ loadtest.run("model.onnx", rate=[3])
 asynctrt.OnnxModel(3)
 asynctrt.TensorSpec(3, "float32")
 asynctrt.open("model.onnx", max_row=3)
+asynctrt.batch(key=3)
+
+
+@asynctrt.batch(items=True, key="lang")
+def translate(texts: list[str], lang: str) -> list[str]:
+    return texts
+
+
+translate("text", 3)
+translate(["text"], "de")
 """
 
 
@@ -110,8 +181,8 @@ def test_a_users_project_is_checked_strictly(checker, tmp_path):
     )
     assert good.returncode == 0, good.stdout
     assert wrong.returncode == 1
-    assert wrong.stdout.count("error:") + wrong.stdout.count("- error") >= 5, wrong.stdout
-    for word in ('"max_row"', '"rates"', '"rate"', "wrong.py:7:"):
+    assert wrong.stdout.count("error:") + wrong.stdout.count("- error") >= 8, wrong.stdout
+    for word in ('"max_row"', '"rates"', '"rate"', *(f"wrong.py:{line}:" for line in (7, 10, 18, 19))):
         assert word in wrong.stdout, wrong.stdout
 
 

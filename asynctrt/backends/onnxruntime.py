@@ -47,8 +47,9 @@ ML_NUMBERS: Final = dict(ML_DTYPES.values())
 class OnnxModel(ModelBase):
     """A loaded ONNX model. Loading blocks: ``asynctrt.open(path)`` does it in a thread.
 
-    Rows are on the first axis of every tensor unless ``rows`` says otherwise. A model whose shapes forbid
-    that rows share a batch takes each request as it is, and :attr:`alone` says why.
+    Rows are where ``rows`` says, or on the axis with the name of a batch if every tensor has one, or on the
+    first axis. A model whose shapes forbid that rows share a batch takes each request as it is, and
+    :attr:`alone` says why.
 
     :param path: the ``.onnx`` file; or, as an object, the content of one (bytes, an ``onnx.ModelProto``), or
         an ``onnxruntime.InferenceSession`` of your own, which runs batches from several threads at once and

@@ -76,7 +76,7 @@ class Batching:
     """What would count rows, as batching needs it."""
 
     rows: str | int | None
-    """The name of the batch axis (the first of every tensor), its fixed size, or ``None``: it has no name."""
+    """The name of the axis that counts rows, its fixed size, or ``None``: it has no name."""
     refusal: str | None
     """Why the model cannot be opened, or ``None``."""
     alone: str
@@ -283,7 +283,12 @@ def find_batching(model: str, inputs: tuple[OnnxTensor, ...], outputs: tuple[Onn
     except ModelError as error:
         return Batching(None, str(error), "", "", ())
     free = dict.fromkeys(dim for spec in axes.inputs for dim in spec.dims if isinstance(dim, str))
-    names = {str(one.dims[0]) for one in inputs if one.dims and _is_name(one.dims[0])}
+    firsts = [
+        one.dims[spec.axis]
+        for one, spec in zip(inputs, axes.inputs, strict=True)
+        if one.dims and spec.axis is not None
+    ]
+    names = {str(dim) for dim in firsts if _is_name(dim)}
     rows = axes.rows_fixed if axes.rows_fixed is not None else " or ".join(sorted(names)) or None
     return Batching(None if axes.alone else rows, None, axes.alone, axes.doubt, tuple(free))
 

@@ -139,10 +139,10 @@ def _batching(batching: "Batching") -> Iterator[str]:
         yield from _row("batching", f"none, each request runs alone: {batching.alone}")
         return
     rows = batching.rows
-    said = {str: f"named {rows!r}", int: f"exactly {rows} rows"}.get(
-        type(rows), "of any size, without a name"
+    said = {str: f"axis {rows!r}", int: f"first axis, exactly {rows} rows"}.get(
+        type(rows), "first axis, of any size, without a name"
     )
-    yield from _row("batching", f"on the first axis, {said}; --open tries whether rows are independent")
+    yield from _row("batching", f"on the {said}; --open tries whether rows are independent")
     if batching.doubt:
         yield from _row("", batching.doubt)
     if batching.free_dims:

@@ -118,6 +118,11 @@ def test_doubts_are_about_outputs_with_another_name(tmp_path):
     assert doubt == "the first axis of output 'y' is 'm', that of the inputs 'n'"
 
 
+def test_rows_are_named_where_they_are(tmp_path):
+    found = read_onnx_file(with_dims(tmp_path / "m.onnx", ["time", "batch"])).batching
+    assert (found.rows, found.free_dims) == ("batch", ("time",))
+
+
 def test_other_types_than_tensors(tmp_path):
     tensor = helper.make_tensor_type_proto(FLOAT, None)
     graph = helper.make_graph(
