@@ -208,7 +208,8 @@ def _decided(verdict: "Verdict", model: Model, options: Options) -> Batching:
     if options.batching == "on":
         logger.warning("%r batches, as batching='on' says, although %s", model.name, verdict.what)
         return Batching(reason=f"it was opened with batching='on', although {verdict.what}")
-    return Batching(is_on=False, reason=f"{verdict.what} (batching='on' shares batches all the same)")
+    choice = " (batching='on' shares batches all the same)" if verdict.is_choice else ""
+    return Batching(is_on=False, reason=f"{verdict.what}{choice}")
 
 
 def _fails_as_row(

@@ -8,7 +8,7 @@ there.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from asynctrt.errors import ExecutionError, InputError, ModelError
 from asynctrt.validation import as_int, show
+
+ALONE_FIX: Final = "Open the model with batching='off', so that each request runs alone"
 
 Array = npt.NDArray[Any]
 Dims = tuple[int, ...]
@@ -100,8 +102,7 @@ class TensorSpec:
             axis = "first axis" if self.axis == 0 else f"axis {self.axis}"
             raise ExecutionError(
                 f"output {self.name!r} has shape {array.shape} for a batch of {rows} rows: its {axis} does "
-                "not count rows, so the rows of different callers cannot be told apart. Open the model with "
-                "batching='off', so that each request runs alone"
+                f"not count rows, so the rows of different callers cannot be told apart. {ALONE_FIX}"
             )
         rows_first: Array = self.rows_first(array)
         return rows_first

@@ -109,6 +109,17 @@ def unnamed_output_onnx(path):
     )
 
 
+def refusing_onnx(path):
+    """Takes whole numbers from 1000 to 1002, and fails with any other."""
+    return save(
+        path,
+        [node("Add", "x far", "at"), node("Gather", "table at", "y")],
+        [("x", TensorProto.INT64, ["n"])],
+        [("y", TensorProto.FLOAT, ["n"])],
+        [("far", np.array(-1000)), ("table", np.arange(3, dtype=np.float32))],
+    )
+
+
 def lying_onnx(path):
     """Claims to give a row for each that it takes, and gives the first of two."""
     return save(

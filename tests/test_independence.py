@@ -12,7 +12,7 @@ import asynctrt
 from asynctrt import FunctionModel, ModelError, OptionsError, TensorSpec
 from asynctrt.devices.host import HostDevice
 from tests.contract.devices import Subject
-from tests.models import double_onnx, mixed_onnx, node, rows, save, sequence_onnx
+from tests.models import double_onnx, mixed_onnx, node, refusing_onnx, rows, save, sequence_onnx
 
 pytestmark = pytest.mark.anyio
 
@@ -177,13 +177,7 @@ async def test_what_draws_random_numbers_is_not_judged_by_them(tmp_path):
 
 async def test_what_made_up_rows_cannot_be_run_through_is_trusted_by_its_names(tmp_path):
     """An index that no made-up value hits: the name of the first axis decides."""
-    path = save(
-        tmp_path / "refuses.onnx",
-        [node("Add", "x far", "at"), node("Gather", "table at", "y")],
-        [("x", TensorProto.INT64, ["n"])],
-        [("y", FLOAT, ["n"])],
-        [("far", np.array(-1000)), ("table", np.arange(3, dtype=np.float32))],
-    )
+    path = refusing_onnx(tmp_path / "refusing.onnx")
     async with asynctrt.open(path) as engine:
         assert engine.batching.is_on
         assert "could not be run" in engine.batching.reason

@@ -17,7 +17,7 @@ from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.tensors import Array, Dims, TensorSpec, content_of, split_shared
+from asynctrt.tensors import ALONE_FIX, Array, Dims, TensorSpec, content_of, split_shared
 
 PROBE_S: Final = 120.0
 """How long a batch may take."""
@@ -68,6 +68,8 @@ class Verdict(NamedTuple):
     is_independent: bool | None
     """``None`` if it could not find out."""
     what: str
+    is_choice: bool = False
+    """Whether rows could share batches all the same."""
 
 
 class NoRowsError(ExecutionError):
@@ -182,7 +184,7 @@ class Probe:
                 differing = differing or self._differs(alone[row], 0, together, place, SIZE_TOLERANCE)
             if differing:
                 what = f"rows of one batch see each other: {differing} beside {len(rows) - 1} others"
-                return Verdict(is_independent=False, what=what)
+                return Verdict(is_independent=False, what=what, is_choice=True)
         return Verdict(is_independent=True, what="made-up rows had the same answers alone and beside others")
 
     def _company(self, sample: Sample, limit: int) -> tuple[str, Mapping[str, Array]]:
@@ -321,7 +323,7 @@ class Probe:
         try:
             outputs, _ = flight.outputs()
         except ExecutionError as refused:
-            raise NoRowsError(str(refused)) from refused
+            raise NoRowsError(str(refused).removesuffix(f". {ALONE_FIX}")) from refused
         own = source.cut(outputs)[0]
         return {name: np.array(array) for name, array in own.items()}
 
