@@ -58,7 +58,7 @@ ABANDONED_S: Final = 3600.0
 """How long is waited at a time for batches that were given up."""
 
 HOST: Final = "host"
-"""The default of ``outputs``: compared by identity first, which is all that most calls pay for it."""
+"""The default of ``outputs``. Calls compare by identity first, which is cheaper and mostly enough."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -239,12 +239,12 @@ class Engine:
             Arrays on the engine's own GPU (DLPack, ``__cuda_array_interface__``) are taken where they are.
         :param timeout: seconds that the request may be queued; ``None`` takes the engine's default.
         :param priority: 0 up to the engine's ``priorities - 1``; a larger one goes first.
-        :param outputs: the names of the outputs that the answer is to have: what no caller of a batch names
-            is neither copied from the device nor out of the batch. Requests that name different ones share
-            batches. Or where all are wanted: ``device`` leaves them on the engine's GPU, each as a
+        :param outputs: the names of the outputs to answer with. An output that no caller of a batch names is
+            not copied, neither from the device nor out of the batch; requests that name different outputs
+            share batches. ``host`` copies all; ``device`` leaves all on the engine's GPU, each as a
             :class:`DeviceArray`.
-        :raises InputError: for inputs that do not fit the model and outputs that it does not have, before
-            anything is queued.
+        :raises InputError: for inputs that do not fit the model, and for an output that it does not have.
+            Nothing is queued then.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
         :raises SuspendedError: when the engine is suspended.

@@ -103,8 +103,8 @@ class Call:
     async def infer(self, engine: Engine, inputs: Inputs, *, outputs: Outputs = "host") -> InferResult:
         """Run rows through an engine, with this request's priority and what is left of its time.
 
-        :param outputs: names of outputs, of which alone copies are made; or ``device``, which leaves all on
-            the GPU, for the next engine there.
+        :param outputs: the names of the outputs to copy; or ``device``, which leaves all on the GPU, for the
+            next engine there.
         :raises DeadlineError: if the time is over, or the engine could not begin in time.
         :raises ExecutionError: if the engine cannot take the inputs: they are a stage's, not the caller's.
         :raises AsynctrtError: whatever else the engine raises.
@@ -271,8 +271,8 @@ class Pipeline(Engine):
         :param priority: for the engines within.
         :param outputs: the names of the outputs that the answer is to have; ``host`` for all. The others that
             the last stage gives are not looked at.
-        :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, for names that
-            ``outputs`` lack, and for more rows than may ever be under way.
+        :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, for a name
+            that is not among its outputs, and for more rows than may ever be under way.
         :raises QueueFullError: if too many rows are under way, here or in an engine that is its first stage.
         :raises OverloadError: if an engine within has no room when something has begun.
         :raises DeadlineError: if the timeout passed.

@@ -333,7 +333,9 @@ def output_names(outputs: Any, known: Sequence[str]) -> frozenset[str] | None:
         raise InputError(f"outputs names none. Name some of the model's outputs: {listed}; or leave it out")
     unknown = names.difference(known)
     if unknown:
-        raise InputError(f"unknown output {', '.join(map(show, unknown))}; the model's outputs: {listed}")
+        raise InputError(
+            f"unknown output {', '.join(sorted(map(show, unknown)))}; the model's outputs: {listed}"
+        )
     return None if len(names) == len(known) else names
 
 

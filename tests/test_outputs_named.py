@@ -17,6 +17,7 @@ from asynctrt.testing import LatchDevice
 from tests.helpers import until
 from tests.models import node, rows, save
 from tests.serving.support import address, serving
+from tests.test_rows import voice_onnx, voice_request
 from tests.workers import local
 
 pytestmark = pytest.mark.anyio
@@ -227,6 +228,24 @@ async def test_rows_that_are_padded_and_cut_back(device):
             for name, expected in {"tokens": array, "sum": array.sum(axis=1)}.items():
                 if name in result:
                     np.testing.assert_array_equal(result[name], expected)
+
+
+async def test_outputs_with_rows_on_another_axis(device, tmp_path):
+    path, rng = voice_onnx(tmp_path / "voice.onnx"), np.random.default_rng(0)
+    async with asynctrt.open(
+        path, batch_axis={"state": 1, "stateN": 1}, shared={"sr"}, max_rows=8, device=device
+    ) as engine:
+        requests = [voice_request(rng, count, 8000) for count in (2, 3, 20)]
+        wishes = [["stateN"], ["output"], ["stateN"]]
+        results = await asyncio.gather(
+            *[engine.infer(sent, outputs=names) for sent, names in zip(requests, wishes, strict=True)]
+        )
+    assert [list(result) for result in results] == wishes
+    for sent, result in zip(requests, results, strict=True):
+        if "stateN" in result:
+            np.testing.assert_array_equal(result["stateN"], 2 * sent["state"])
+        else:
+            assert result["output"].shape == sent["input"].shape
 
 
 def brings_outputs_onnx(path):

@@ -93,7 +93,7 @@ class Driver:
         self._bisects = bisects
         self.lost: DeviceLostError | None = None
         """Why no batch can run here ever again, once that is so."""
-        # Whether any caller has named outputs so far: else nobody is asked which.
+        # Whether any caller has named outputs so far. Until then no batch is searched for it.
         self._names_outputs = False
         self._pump_is_scheduled = False
         self._in_pump = False

@@ -125,8 +125,8 @@ class Front:
         self.lost: DeviceLostError | None = None
         """Why nothing can be computed any more, once that is so."""
         self._pending: list[Request] = []
-        # Whether any caller has named outputs so far. Workers compute all; those are copied out of their
-        # memory.
+        # Whether any caller has named outputs so far. Workers write all of them, and only those that are
+        # wanted are copied out of the shared memory.
         self._names_outputs = False
         self._flushes = False
         self._held: deque[Group] = deque()
