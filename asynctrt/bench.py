@@ -22,7 +22,8 @@ import asynctrt
 from asynctrt import clock
 from asynctrt.backends.function import FunctionModel
 from asynctrt.devices.host import HostDevice, InPlace, cores
-from asynctrt.errors import ModelError, OptionsError
+from asynctrt.errors import ExecutionError, ModelError, OptionsError, describe
+from asynctrt.independence import structural
 from asynctrt.loading import PLAN_SUFFIXES, find_device
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.options import Options
@@ -268,14 +269,18 @@ def model_report(
     elif cores() not in sessions:
         sessions[cores()] = OnnxModel(path, onnx.with_threads(cores()))
     fixed = model.rows_fixed
+    # A request that runs alone counts as one row.
+    sizes = [(rows, rows) for rows in ([fixed] if fixed else RAW_ROWS)]
+    if not structural(model, options).is_on:
+        sizes = [(fixed or 1, 1)]
     cases = [
         BenchCase(
             f"raw, {threads} thread{'s' * (threads > 1)}, batch {rows}",
             {"kind": "raw", "threads": threads, "rows": rows},
-            partial(_run_raw, raw, random_inputs(model.inputs, dims, rows)),
+            partial(_run_raw, raw, random_inputs(model.inputs, dims, size), rows),
         )
         for threads, raw in sessions.items()
-        for rows in ([fixed] if fixed else RAW_ROWS)
+        for size, rows in sizes
     ]
     cases += [
         BenchCase(
@@ -320,11 +325,16 @@ def random_inputs(
     return inputs
 
 
-async def _run_raw(model: Any, inputs: Mapping[str, Array], seconds: float) -> Measures:
-    rows = len(next(iter(inputs.values())))
+async def _run_raw(model: Any, inputs: Mapping[str, Array], rows: int, seconds: float) -> Measures:
     run = partial(model.session.run, None, dict(inputs))
-    await _repeat(run, WARM_UP_S)
-    batches, elapsed_ns, cpu_ns = await _repeat(run, seconds)
+    try:
+        await _repeat(run, WARM_UP_S)
+        batches, elapsed_ns, cpu_ns = await _repeat(run, seconds)
+    except Exception as error:  # The runtime's own, of a model that refuses random values.
+        raise ExecutionError(
+            f"ONNX Runtime failed to run a batch of random values: {describe(error)}. Measure the model "
+            "with values that it takes: asynctrt load"
+        ) from error
     return {
         "rows_per_s": batches * rows / elapsed_ns * 1e9,
         "cpu_us_per_row": cpu_ns / (batches * rows) / 1e3,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
 from asynctrt import clock
 from asynctrt.errors import (
@@ -28,7 +28,7 @@ from asynctrt.errors import (
     UsageError,
     once_begun,
 )
-from asynctrt.inputs import Checked, Inputs
+from asynctrt.inputs import Checked, Inputs, Outputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
@@ -49,13 +49,16 @@ from asynctrt.statistics import (
 )
 from asynctrt.suspension import Suspension
 from asynctrt.tensors import BatchRecord, Dims, InferResult, TensorSpec, Views, too_many_rows
-from asynctrt.validation import int_or_none, priority_of, timeout_ns_of
+from asynctrt.validation import int_or_none, output_names, priority_of, timeout_ns_of
 
 STREAM_END_S: Final = 0.1
 """How long a stream whose batches have ended may take to come to rest."""
 
 ABANDONED_S: Final = 3600.0
 """How long is waited at a time for batches that were given up."""
+
+HOST: Final = "host"
+"""The default of ``outputs``. Calls compare by identity first, which is cheaper and mostly enough."""
 
 logger = logging.getLogger("asynctrt")
 
@@ -226,7 +229,7 @@ class Engine:
         *,
         timeout: float | None = None,
         priority: int = 0,
-        outputs: Literal["host", "device"] = "host",
+        outputs: Outputs = HOST,
     ) -> InferResult:
         """Run rows through the model, batched with those of other callers.
 
@@ -236,9 +239,12 @@ class Engine:
             Arrays on the engine's own GPU (DLPack, ``__cuda_array_interface__``) are taken where they are.
         :param timeout: seconds that the request may be queued; ``None`` takes the engine's default.
         :param priority: 0 up to the engine's ``priorities - 1``; a larger one goes first.
-        :param outputs: where they are wanted: ``device`` leaves all on the engine's GPU, each as a
-            :class:`DeviceArray`. A client's ``outputs=`` has names instead.
-        :raises InputError: for inputs that do not fit the model, before anything is queued.
+        :param outputs: the names of the outputs to answer with. An output that no caller of a batch names is
+            not copied, neither from the device nor out of the batch; requests that name different outputs
+            share batches. ``host`` copies all; ``device`` leaves all on the engine's GPU, each as a
+            :class:`DeviceArray`.
+        :raises InputError: for inputs that do not fit the model, and for an output that it does not have.
+            Nothing is queued then.
         :raises QueueFullError, DeadlineError: under overload.
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
         :raises SuspendedError: when the engine is suspended.
@@ -248,8 +254,9 @@ class Engine:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
-        if outputs != "host":
-            key = self._key_on_device(outputs, key, rows)
+        names = None
+        if outputs is not HOST:
+            key, names = self._wanted(outputs, key, rows)
         lane = self
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns = self._timeout_ns
@@ -258,9 +265,9 @@ class Engine:
             lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
-            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns)
+            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns, names)
             return await lane._rejoined(requests, [request.future for request in requests])
-        request = lane._driver.submit(arrays, rows, key, priority, timeout_ns)
+        request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, None, names)
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):
@@ -269,7 +276,12 @@ class Engine:
         return result
 
     def submit(
-        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Outputs = HOST,
     ) -> "asyncio.Future[InferResult]":
         """What :meth:`infer` does, for callers that are no coroutines: a protocol's callbacks, for one.
 
@@ -280,6 +292,9 @@ class Engine:
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
         arrays, rows, key = self._validate(inputs)
+        names = None
+        if outputs is not HOST:
+            key, names = self._wanted(outputs, key, rows)
         lane = self
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
             timeout_ns = self._timeout_ns
@@ -289,7 +304,7 @@ class Engine:
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             # Queued here, not by the task: what was accepted is answered though the engine drains at once.
-            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns)
+            requests = lane._driver.submit_parts(parts, key, priority, timeout_ns, names)
             futures = [request.future for request in requests]
             task = self._loop.create_task(lane._rejoined(requests, futures))
             # A task that is cancelled before it has begun runs no line of its own.
@@ -299,7 +314,7 @@ class Engine:
             return task
         future = _Answer(loop=self._loop)
         future.driver = lane._driver
-        future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future)
+        future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
         return future
 
     def keep_rows_first(self) -> None:
@@ -630,13 +645,14 @@ class Engine:
         passed_ns = max(self._now_ns() - self._opened_ns, 1) * self._capacity.arenas
         return busy_ns / passed_ns if passed_ns else 0.0
 
-    def _key_on_device(self, outputs: str, key: BatchKey, rows: int) -> BatchKey:
+    def _wanted(self, outputs: Outputs, key: BatchKey, rows: int) -> tuple[BatchKey, frozenset[str] | None]:
+        """Return a request's key, and the names of the outputs that it wants; ``None`` for all."""
+        if isinstance(outputs, str) and outputs == "device":
+            return self._key_on_device(key, rows), None
+        return key, output_names(outputs, [spec.name for spec in self.outputs])
+
+    def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
         """Return the key of a request whose outputs stay on the device."""
-        if outputs != "device":
-            raise InputError(
-                f"outputs must be 'host' or 'device', not {outputs!r}: an engine leaves all where they are "
-                "wanted, and only a server's clients name some"
-            )
         if self._axes:
             raise InputError(
                 "outputs='device' leaves rows where they are computed, and those of "

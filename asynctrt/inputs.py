@@ -6,7 +6,7 @@ redefine what copying means) of the right dtype, rows and shape.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, conten
 from asynctrt.validation import int_or_none, show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
+
+Outputs = Literal["host", "device"] | Sequence[str]
+"""What a call's ``outputs`` may be: where it wants all of them, or the names of those that it wants."""
 
 Checked = tuple[tuple[Array, ...], int, BatchKey]
 """Arrays with rows first, in the model's order, their number of rows, and the key of their batches."""

@@ -19,7 +19,7 @@ from contextvars import copy_context
 from dataclasses import fields
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, Literal, NoReturn, TypeVar, get_origin
+from typing import Any, Final, NoReturn, TypeVar, get_origin
 
 import numpy as np
 
@@ -40,7 +40,7 @@ from asynctrt.errors import (
     describe,
     once_begun,
 )
-from asynctrt.inputs import InputCheck, Inputs
+from asynctrt.inputs import InputCheck, Inputs, Outputs
 from asynctrt.loops import running_loop, wait_shielded
 from asynctrt.options import Options
 from asynctrt.propagation import Limits, hold_from_here, limits_here
@@ -48,7 +48,7 @@ from asynctrt.runtime.slots import Slot
 from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import Batching, BatchStatistics, Statistics
 from asynctrt.tensors import Array, BatchRecord, Dims, InferResult, TensorSpec, too_many_rows
-from asynctrt.validation import count, priority_of, timeout_ns_of
+from asynctrt.validation import count, output_names, priority_of, timeout_ns_of
 
 logger = logging.getLogger("asynctrt")
 
@@ -100,12 +100,11 @@ class Call:
             raise DeadlineError(f"{self._pipeline.name!r}: the timeout passed between two stages")
         return left_ns / 1e9
 
-    async def infer(
-        self, engine: Engine, inputs: Inputs, *, outputs: Literal["host", "device"] = "host"
-    ) -> InferResult:
+    async def infer(self, engine: Engine, inputs: Inputs, *, outputs: Outputs = "host") -> InferResult:
         """Run rows through an engine, with this request's priority and what is left of its time.
 
-        :param outputs: ``device`` leaves them on the GPU, for the next engine there.
+        :param outputs: the names of the outputs to copy; or ``device``, which leaves all on the GPU, for the
+            next engine there.
         :raises DeadlineError: if the time is over, or the engine could not begin in time.
         :raises ExecutionError: if the engine cannot take the inputs: they are a stage's, not the caller's.
         :raises AsynctrtError: whatever else the engine raises.
@@ -268,16 +267,17 @@ class Pipeline(Engine):
         *,
         timeout: float | None = None,
         priority: int = 0,
-        outputs: Literal["host", "device"] = "host",
+        outputs: Outputs = "host",
     ) -> InferResult:
         """Send rows through all stages.
 
         :param inputs: as for :meth:`Engine.infer`.
         :param timeout: seconds until its last stage has begun.
         :param priority: for the engines within.
-        :param outputs: ``host``.
-        :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, and for more
-            rows than may ever be under way.
+        :param outputs: the names of the outputs that the answer is to have; ``host`` for all. The others that
+            the last stage gives are not looked at.
+        :raises InputError: for inputs that do not fit ``inputs`` or that a stage finds wrong, for a name
+            that is not among its outputs, and for more rows than may ever be under way.
         :raises QueueFullError: if too many rows are under way, here or in an engine that is its first stage.
         :raises OverloadError: if an engine within has no room when something has begun.
         :raises DeadlineError: if the timeout passed.
@@ -285,9 +285,7 @@ class Pipeline(Engine):
         :raises ExecutionError: if a stage failed, or gave something else than ``outputs``.
         :raises UsageError: on another event loop, and for ``outputs="device"``.
         """
-        if outputs != "host":
-            raise UsageError("a pipeline's own outputs are on the host; between its engines use call.infer")
-        future = self.submit(inputs, timeout=timeout, priority=priority)
+        future = self.submit(inputs, timeout=timeout, priority=priority, outputs=outputs)
         try:
             return await future
         except (asyncio.CancelledError, GeneratorExit):
@@ -295,10 +293,18 @@ class Pipeline(Engine):
             raise
 
     def submit(
-        self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Outputs = "host",
     ) -> "asyncio.Future[InferResult]":
         """Do what :meth:`infer` does, for callers that are no coroutines. To cancel the future cancels it."""
         self._check_loop()
+        if isinstance(outputs, str) and outputs == "device":
+            raise UsageError("a pipeline's own outputs are on the host; between its engines use call.infer")
+        names = output_names(outputs, [spec.name for spec in self._outputs])
         arrays, rows, _ = self._check.validate(inputs)
         level = priority_of(priority, self._options.priorities)
         timeout_ns = self._default_ns if timeout is None else timeout_ns_of(timeout)
@@ -323,7 +329,7 @@ class Pipeline(Engine):
         # The answer is not the task: a stage cannot keep its caller, and a caller sees no cancellation but
         # its own.
         answer: asyncio.Future[InferResult] = self._loop.create_future()
-        task = self._loop.create_task(self._run(arrays, rows, call, now_ns))
+        task = self._loop.create_task(self._run(arrays, rows, call, now_ns, names))
         self._tasks[task] = rows, answer
         self._counts["submitted"] += 1
         task.add_done_callback(partial(self._ended, began_ns=now_ns))
@@ -370,7 +376,14 @@ class Pipeline(Engine):
         if not future.done():
             future.set_result(outcome)
 
-    async def _run(self, arrays: tuple[Array, ...], rows: int, call: Call, arrival_ns: int) -> InferResult:
+    async def _run(
+        self,
+        arrays: tuple[Array, ...],
+        rows: int,
+        call: Call,
+        arrival_ns: int,
+        names: frozenset[str] | None,
+    ) -> InferResult:
         given: Any = {spec.name: read_only(array) for spec, array in zip(self._inputs, arrays, strict=True)}
         stages = 0
         hold_from_here(Limits(call.deadline_ns, call.priority))  # For a stage that asks engines by itself.
@@ -379,7 +392,7 @@ class Pipeline(Engine):
                 call.left()
                 given = await run(given, call)
                 stages += 1
-            outputs = self._checked_outputs(given, rows, arrays)
+            outputs = self._checked_outputs(given, rows, arrays, names)
         except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -419,10 +432,13 @@ class Pipeline(Engine):
 
         return in_thread
 
-    def _checked_outputs(self, given: Any, rows: int, inputs: tuple[Array, ...]) -> dict[str, Array]:
+    def _checked_outputs(
+        self, given: Any, rows: int, inputs: tuple[Array, ...], names: frozenset[str] | None
+    ) -> dict[str, Array]:
         """Return the outputs that the last stage gave, each of its dtype, and the caller's to write to.
 
         :param inputs: the caller's arrays, which must not lie under the outputs.
+        :param names: of the outputs that the caller wants; ``None`` for all.
         :raises ExecutionError: if one is missing, or is something else than it should be.
         """
         if not isinstance(given, Mapping):
@@ -430,6 +446,8 @@ class Pipeline(Engine):
         found = {}
         symbols = self._check.symbols([array.shape[1:] for array in inputs])
         for spec in self._outputs:
+            if names is not None and spec.name not in names:
+                continue
             if spec.name not in given:
                 raise ExecutionError(f"output {spec.name!r} is missing: the last stage gave {sorted(given)}")
             array = as_dtype(spec, np.asarray(given[spec.name]))

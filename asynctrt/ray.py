@@ -20,7 +20,7 @@ from typing import Any, Final, Unpack
 from asynctrt import clock
 from asynctrt.engine import Engine
 from asynctrt.errors import DeviceLostError, MissingExtraError, OptionsError
-from asynctrt.inputs import Inputs
+from asynctrt.inputs import Inputs, Outputs
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options, Settings
 from asynctrt.tensors import InferResult
@@ -67,9 +67,19 @@ class EngineReplica:
         self._before = self._engine.statistics()
         self._before_ns = clock.now_ns()
 
-    async def infer(self, inputs: Inputs, *, timeout: float | None = None, priority: int = 0) -> InferResult:
-        """Run rows through the model: what :meth:`asynctrt.Engine.infer` does, with its errors."""
-        return await self._running().infer(inputs, timeout=timeout, priority=priority)
+    async def infer(
+        self,
+        inputs: Inputs,
+        *,
+        timeout: float | None = None,
+        priority: int = 0,
+        outputs: Outputs = "host",
+    ) -> InferResult:
+        """Run rows through the model: what :meth:`asynctrt.Engine.infer` does, with its errors.
+
+        Name ``outputs``, and the others are not sent between processes.
+        """
+        return await self._running().infer(inputs, timeout=timeout, priority=priority, outputs=outputs)
 
     async def check_health(self) -> None:
         """Fail if the device is lost, which only a new process can use again: Ray starts one.

@@ -216,7 +216,7 @@ class InferResult(Mapping[str, Array]):
         try:
             return self._outputs[name]
         except KeyError:
-            raise KeyError(f"{name!r} is not an output; the outputs are {sorted(self._outputs)}") from None
+            raise KeyError(f"{name!r} is not an output of this answer: {sorted(self._outputs)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)

@@ -310,6 +310,35 @@ def priority_of(priority: Any, priorities: int) -> int:
     return level
 
 
+def output_names(outputs: Any, known: Sequence[str]) -> frozenset[str] | None:
+    """Return the names of the outputs that a call wants; ``None`` for all, also if it names all.
+
+    :param outputs: as given: ``host``, or names.
+    :param known: the names of the model's outputs.
+    :raises InputError: for another text, for no names, and for one that the model does not have.
+    """
+    if isinstance(outputs, str) and outputs == "host":
+        return None
+    listed = ", ".join(known)
+    try:
+        names = None if isinstance(outputs, str | bytes) else frozenset(outputs)
+    except Exception:  # Foreign objects raise what they like.
+        names = None
+    if names is None:
+        raise InputError(
+            f"outputs must be 'host' or 'device', or a list of names of the model's outputs ({listed}), not "
+            f"{show(outputs)}"
+        )
+    if not names:
+        raise InputError(f"outputs names none. Name some of the model's outputs: {listed}; or leave it out")
+    unknown = names.difference(known)
+    if unknown:
+        raise InputError(
+            f"unknown output {', '.join(sorted(map(show, unknown)))}; the model's outputs: {listed}"
+        )
+    return None if len(names) == len(known) else names
+
+
 def timeout_ns_of(timeout: Any) -> int:
     """Return a timeout in ns, given in seconds; :data:`TIMEOUT_NS_MAX` for a longer one, and for infinity.
 

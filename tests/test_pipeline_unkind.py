@@ -318,7 +318,7 @@ async def test_the_state_is_that_of_an_engine_within_that_takes_nothing():
 
 
 def submit(admission, lane, count=1):
-    layout = SimpleNamespace(rows=count, timeout=None)
+    layout = SimpleNamespace(rows=count, timeout=None, wanted="host")
     request = SimpleNamespace(layout=layout, inputs={"x": rows(*range(count))}, nbytes=16 * count)
     submission = Submission(request, 0, lane, admission, 0)
     admission.submit(submission)

@@ -155,7 +155,8 @@ class TestOnTwoNodes:
                 await handle.infer.remote({"nope": np.ones((1, 1), np.float32)})
             assert not isinstance(caught.value, asynctrt.OverloadError)
             # Arguments of `infer` are passed on; a deadline is kept where the rows are queued.
-            result = await handle.infer.remote(column(1), timeout=5.0, priority=0)
+            result = await handle.infer.remote(column(1), timeout=5.0, priority=0, outputs=["twice"])
+            assert list(result) == ["twice"]
             assert result.batch_rows == 1
             assert result.timing.compute_ns > 0
 

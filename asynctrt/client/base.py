@@ -72,8 +72,8 @@ class Client(ABC):
             become arrays of that dtype. The name of a model's only input, and the dtypes for lists, are asked
             for once.
         :param version: the model's version; the newest if empty.
-        :param outputs: the names of the wanted outputs; all by default. An engine's ``outputs=`` is about
-            where they are, which a client has no say in.
+        :param outputs: the names of the wanted outputs; all by default. The server's engine copies no others.
+            An engine's ``outputs=`` may also say where they are, which a client has no say in.
         :param timeout: seconds that the request may be queued on the server.
         :param priority: 1 is the most urgent; 0 means the model's default.
         :param deadline: seconds until there has to be an answer, with all attempts. The server learns of it

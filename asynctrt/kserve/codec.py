@@ -6,7 +6,7 @@ says besides them (:class:`RequestLayout`) is remembered by its bytes, and with 
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 
@@ -73,6 +73,7 @@ class RequestLayout:
         "raw_numbers",
         "rows",
         "timeout",
+        "wanted",
     )
 
     def __init__(
@@ -81,6 +82,7 @@ class RequestLayout:
         outputs: tuple[tuple[TensorSpec, bool], ...],
         priority: int,
         timeout: float | None,
+        wanted: Literal["host"] | tuple[str, ...] = "host",
     ) -> None:
         self.inputs = inputs
         self.binary_nbytes = sum([nbytes for _, _, nbytes, _ in inputs])
@@ -90,6 +92,8 @@ class RequestLayout:
         self.rows = _rows_of(inputs)
         self.outputs = outputs
         """The wanted outputs' specs, and whether each is wanted as raw bytes."""
+        self.wanted = wanted
+        """What the engine is asked for: their names, or ``host`` if these are all outputs."""
         self.answer_nbytes = _nbytes_of(inputs, [spec for spec, _ in outputs], _symbols_of(inputs, {}))
         """Raw bytes of the wanted outputs, as far as the inputs' shapes tell."""
         self.is_simple = all(binary and spec.dtype.kind not in TEXT for spec, binary in outputs)
@@ -199,7 +203,9 @@ class ModelCodec:
                 f"inputs of these shapes give outputs of {nbytes} bytes; at most {self.answer_max} are "
                 "accepted in one request. Send fewer rows or smaller ones, or raise max_answer"
             )
-        return RequestLayout(placed, outputs, priority, timeout)
+        if len(outputs) == len(self._outputs):
+            return RequestLayout(placed, outputs, priority, timeout)
+        return RequestLayout(placed, outputs, priority, timeout, tuple([spec.name for spec, _ in outputs]))
 
     def _check_count(self, side: str, count: int) -> None:
         """Refuse a request that names too many inputs or outputs."""

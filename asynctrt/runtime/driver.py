@@ -34,7 +34,7 @@ from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
 from asynctrt.runtime.jobs import Copiers, Jobs, SharedWork
-from asynctrt.runtime.spans import copy_out
+from asynctrt.runtime.spans import copy_out, outputs_of
 from asynctrt.runtime.staging import AheadRows, FilledSlab
 from asynctrt.scheduling.batch import Batch, RejectedBatch
 from asynctrt.scheduling.key import BatchKey
@@ -93,6 +93,8 @@ class Driver:
         self._bisects = bisects
         self.lost: DeviceLostError | None = None
         """Why no batch can run here ever again, once that is so."""
+        # Whether any caller has named outputs so far. Until then no batch is searched for it.
+        self._names_outputs = False
         self._pump_is_scheduled = False
         self._in_pump = False
         self._pumped_ns = 0
@@ -143,14 +145,21 @@ class Driver:
         priority: int,
         timeout_ns: int | None,
         future: asyncio.Future[InferResult] | None = None,
+        outputs: frozenset[str] | None = None,
     ) -> Request:
-        """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed."""
+        """Queue rows. Raises as :meth:`Scheduler.submit` does, with nothing changed.
+
+        :param outputs: the names of the outputs that the caller wants; ``None`` for all.
+        """
         # The hottest lines there are: what `_request` and `pump_soon` do, without the two calls.
         now_ns = self._now_ns()
         deadline_ns = NO_DEADLINE_NS if timeout_ns is None else now_ns + timeout_ns
         if future is None:
             future = self._create_future()
         request = Request(rows, key, priority, now_ns, deadline_ns, payload, future)
+        if outputs is not None:
+            request.outputs = outputs
+            self._names_outputs = True
         try:
             self._scheduler.submit(request)
             if not self._pump_is_scheduled:
@@ -169,6 +178,7 @@ class Driver:
         key: BatchKey,
         priority: int,
         timeout_ns: int | None,
+        outputs: frozenset[str] | None = None,
     ) -> list[Request]:
         """Queue all parts, each a payload and its rows, or none."""
         now_ns = self._now_ns()
@@ -177,6 +187,10 @@ class Driver:
             Request(rows, key, priority, now_ns, deadline_ns, payload, self._create_future())
             for payload, rows in parts
         ]
+        if outputs is not None:
+            self._names_outputs = True
+            for request in requests:
+                request.outputs = outputs
         try:
             self._scheduler.submit_all(requests)
             self.pump_soon()
@@ -368,6 +382,8 @@ class Driver:
             if self.on_launch is not None:
                 self.on_launch(batch)
             source = self._pool.source(batch, self._ahead)
+            if self._names_outputs:
+                source.wanted, source.callers_differ = outputs_of(batch.requests)
             if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
                 self._ahead = None  # Its memory is the batch's now, whatever it was for.
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
@@ -639,7 +655,7 @@ class Driver:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
             outputs, nbytes = flight.outputs()
-            if source.is_padded:
+            if source.is_padded or source.callers_differ:
                 self._cut_out(flight, landed_ns, source.cut(outputs), nbytes)
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:
@@ -659,7 +675,7 @@ class Driver:
         self._answer(flight, landed_ns, values)
 
     def _cut_out(self, flight: InFlight, landed_ns: int, views: list[dict[str, Array]], nbytes: int) -> None:
-        """Copy the outputs of a batch out that were cut back, off the loop if they are large."""
+        """Copy the outputs of each request of a batch out, off the loop if they are large."""
         if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
             self._answer(flight, landed_ns, padding.copied(views))
             return

@@ -98,22 +98,28 @@ class InFlight:
         return copy_in_ns, copy_out_ns
 
     def outputs(self) -> tuple[Mapping[str, Array], int]:
-        """Return the outputs of the batch by name, and their bytes. The next batch overwrites them.
+        """Return the outputs that its callers want by name, and their bytes. The next batch overwrites them.
 
         :raises ExecutionError: for an output whose shape turns out to have no batch axis.
         """
-        slab, batch = self.source.slab, self.batch
-        bound, layout = slab.output_views(batch.rows_run), slab.layout
+        slab, batch, wanted = self.source.slab, self.batch, self.source.wanted
+        found, layout = slab.output_views(batch.rows_run), slab.layout
         nbytes = layout.output_row_nbytes * batch.rows
-        if len(bound) == len(layout.outputs):
-            return bound, nbytes
-        rows = batch.rows_run
-        unbound = self.context.binding(self.source).unbound_outputs(rows)
-        own = {}
-        for name, given in unbound.items():
-            array = own[name] = self.context.output_specs[name].rows_of(given, rows)
-            nbytes += array.nbytes
-        return {**bound, **own}, nbytes
+        is_all_bound = len(found) == len(layout.outputs)
+        if wanted is not None:
+            spans = [span for span in layout.outputs if span is not None and span.name in wanted]
+            found = {span.name: found[span.name] for span in spans}
+            nbytes = sum([span.row_nbytes for span in spans]) * batch.rows
+            is_all_bound = len(found) == len(wanted)
+        if is_all_bound:
+            return found, nbytes
+        rows, specs = batch.rows_run, self.context.output_specs
+        found = dict(found)
+        for name, given in self.context.binding(self.source).unbound_outputs(rows).items():
+            if wanted is None or name in wanted:
+                array = found[name] = specs[name].rows_of(given, rows)
+                nbytes += array.nbytes
+        return {name: found[name] for name in specs if name in found}, nbytes
 
     def ended(self) -> None:
         """Note that the device is done with the batch: others may have what it used."""

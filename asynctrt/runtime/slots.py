@@ -276,6 +276,8 @@ class Slot:
     async def infer(self, *, timeout: float | None = None, priority: int = 0) -> InferResult:
         """Run the rows that were written. As :meth:`Engine.infer`, but without checks of values.
 
+        The answer has all outputs of the model.
+
         A call that is refused at once (``InputError``, ``QueueFullError``) may be tried again.
 
         :raises UsageError: when called twice, or outside ``async with``.

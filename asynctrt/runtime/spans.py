@@ -46,6 +46,32 @@ def rows_between(arrays: Sequence[Array], spans: Sequence[slice], start: int, st
     ]
 
 
+def outputs_of(requests: Sequence[Request]) -> tuple[frozenset[str] | None, bool]:
+    """Return the outputs that the callers of a batch want, and whether they want different ones.
+
+    :returns: the names of all outputs that any of them wants, or ``None`` if one wants all.
+    """
+    wanted = {request.outputs for request in requests}
+    if len(wanted) == 1:
+        return wanted.pop(), False
+    names = [one for one in wanted if one is not None]
+    return (frozenset().union(*names) if len(names) == len(wanted) else None), True
+
+
+def views_of(
+    outputs: Mapping[str, Array], requests: Sequence[Request], spans: Sequence[slice]
+) -> list[dict[str, Array]]:
+    """Return views of the rows of each request, in the outputs that its caller wants."""
+    return [
+        {
+            name: array[span]
+            for name, array in outputs.items()
+            if request.outputs is None or name in request.outputs
+        }
+        for request, span in zip(requests, spans, strict=True)
+    ]
+
+
 def copy_out(
     outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int, *, shared: bool
 ) -> list[dict[str, Array]]:

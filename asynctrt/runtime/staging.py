@@ -24,7 +24,7 @@ from asynctrt.backends.base import Binding, TensorMemory
 from asynctrt.devices.base import Buffer, Device, DeviceArray, Stream, aligned
 from asynctrt.errors import InputError
 from asynctrt.runtime.answers import changed_error
-from asynctrt.runtime.spans import parts_of, rows_between, spans_of
+from asynctrt.runtime.spans import parts_of, rows_between, spans_of, views_of
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.key import Shared
 from asynctrt.scheduling.request import Request
@@ -257,12 +257,15 @@ class Slab:
             assert buffers.device_buffer is not None
             stream.copy(buffers.device_buffer, buffers.staging, offset=span.offset, nbytes=span.row_nbytes)
 
-    def put_out(self, stream: Stream, rows: int) -> None:
-        """Put the copies of the outputs from the device's buffer on a stream."""
+    def put_out(self, stream: Stream, rows: int, wanted: frozenset[str] | None = None) -> None:
+        """Put the copies of the outputs from the device's buffer on a stream.
+
+        :param wanted: the names of those to copy; ``None`` for all.
+        """
         buffers = self.buffers
         assert buffers.device_buffer is not None
         for span in self.layout.outputs:
-            if span is not None:
+            if span is not None and (wanted is None or span.name in wanted):
                 nbytes = span.row_nbytes * rows
                 stream.copy(buffers.staging, buffers.device_buffer, offset=span.offset, nbytes=nbytes)
 
@@ -379,6 +382,7 @@ class RowSource:
         "ahead_requests",
         "ahead_rows",
         "batch",
+        "callers_differ",
         "has_copies_in",
         "has_copies_out",
         "inputs",
@@ -386,6 +390,7 @@ class RowSource:
         "slab",
         "spans",
         "views",
+        "wanted",
     )
 
     owner: Owner | None = None
@@ -407,6 +412,10 @@ class RowSource:
         if batch.rows != len(batch.requests):
             self.spans = spans_of(batch.requests)
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
+        self.wanted: frozenset[str] | None = None
+        """The names of the outputs to copy from the device and out of the slab; ``None`` for all."""
+        self.callers_differ = False
+        """Whether its callers want different outputs, so that each request is copied out on its own."""
         self.refused: tuple[tuple[Request, InputError], ...] = ()
         """Requests whose rows could not be staged; the others go on."""
         self.ahead_requests = self.ahead_rows = 0
@@ -481,9 +490,9 @@ class RowSource:
         copy_rows(self.arrays_of(index)[number], view)
 
     def cut(self, outputs: Mapping[str, Array]) -> list[dict[str, Array]]:
-        """Return views of the outputs of each request."""
-        spans = self.spans or spans_of(self.batch.requests)
-        return [{name: array[span] for name, array in outputs.items()} for span in spans]
+        """Return views of the outputs that the caller of each request wants."""
+        requests = self.batch.requests
+        return views_of(outputs, requests, self.spans or spans_of(requests))
 
     def put_in(self, stream: Stream) -> None:
         """Put the copies to the device on a stream."""
@@ -491,7 +500,9 @@ class RowSource:
 
     def put_out(self, stream: Stream) -> None:
         """Put the copies from the device on a stream."""
-        self.slab.put_out(stream, self.batch.rows if self.slab.layout.has_rows_first else self.batch.rows_run)
+        batch = self.batch
+        rows = batch.rows if self.slab.layout.has_rows_first else batch.rows_run
+        self.slab.put_out(stream, rows, self.wanted)
 
     def _stage_one_by_one(self) -> None:
         """Find whose rows cannot be staged, and put a copy of a batch-mate's rows in their place."""

@@ -53,7 +53,7 @@ class Request:
     """Rows that travel together, from submission to answer.
 
     The scheduler decides by ``rows``, ``key``, ``priority``, ``deadline_ns`` and ``arrival_ns``. It carries
-    ``payload`` and ``future`` for the runtime and never looks at them.
+    ``payload``, ``future`` and ``outputs`` for the runtime and never looks at them.
     """
 
     __slots__ = (
@@ -61,6 +61,7 @@ class Request:
         "deadline_ns",
         "future",
         "key",
+        "outputs",
         "payload",
         "priority",
         "reserve_ns",
@@ -86,6 +87,8 @@ class Request:
         self.payload = payload
         self.future = future
         self.state = QUEUED
+        self.outputs: frozenset[str] | None = None
+        """The names of the outputs that its caller wants; ``None`` for all. They differ within a batch."""
         self.reserve_ns = 0
         """How long before its caller's deadline ``deadline_ns`` is, so that it can be computed until then."""
 

@@ -287,8 +287,12 @@ class Admission:
         if gate.enter(submission, submission.began_ns):
             request = submission.request
             try:
+                layout = request.layout
                 submission.future = future = self._engine.submit(
-                    request.inputs, timeout=request.layout.timeout, priority=submission.priority
+                    request.inputs,
+                    timeout=layout.timeout,
+                    priority=submission.priority,
+                    outputs=layout.wanted,
                 )
             except BaseException as error:
                 gate.end(submission)
@@ -393,9 +397,12 @@ class Admission:
         timeout = None
         if ticket.deadline_ns != NO_DEADLINE_NS:
             timeout = max(1, ticket.deadline_ns - clock.now_ns()) / 1e9
-        inputs = ticket.inputs if isinstance(ticket, _Part) else ticket.request.inputs
+        request = (ticket.whole.submission if isinstance(ticket, _Part) else ticket).request
+        inputs = ticket.inputs if isinstance(ticket, _Part) else request.inputs
         try:
-            future = self._engine.submit(inputs, timeout=timeout, priority=ticket.priority)
+            future = self._engine.submit(
+                inputs, timeout=timeout, priority=ticket.priority, outputs=request.layout.wanted
+            )
         except AsynctrtError as error:
             self.ended(ticket)
             self._foretell(error)

@@ -189,9 +189,7 @@ class IsolatedEngine(Engine):
             f"{self!r} runs in worker processes and has no {name}. Open it with isolation='none' for that"
         )
 
-    def _key_on_device(self, outputs: str, key: BatchKey, rows: int) -> BatchKey:
-        if outputs != "device":
-            return super()._key_on_device(outputs, key, rows)
+    def _key_on_device(self, key: BatchKey, rows: int) -> BatchKey:
         raise InputError(
             "outputs='device' leaves them with the worker process, where nobody can use them. Leave it out, "
             "or open the engine with isolation='none'"

@@ -33,7 +33,7 @@ from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.runtime.completion import Reaper
 from asynctrt.runtime.jobs import Copiers
-from asynctrt.runtime.spans import copy_out, spans_of
+from asynctrt.runtime.spans import copy_out, outputs_of, spans_of, views_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
 from asynctrt.tensors import Array, BatchRecord, InferResult, as_given
@@ -125,6 +125,9 @@ class Front:
         self.lost: DeviceLostError | None = None
         """Why nothing can be computed any more, once that is so."""
         self._pending: list[Request] = []
+        # Whether any caller has named outputs so far. Workers write all of them, and only those that are
+        # wanted are copied out of the shared memory.
+        self._names_outputs = False
         self._flushes = False
         self._held: deque[Group] = deque()
         self._expiry: asyncio.TimerHandle | None = None
@@ -150,6 +153,7 @@ class Front:
         priority: int,
         timeout_ns: int | None,
         future: "asyncio.Future[InferResult] | None" = None,
+        outputs: frozenset[str] | None = None,
     ) -> Request:
         """Take rows, or raise with nothing changed."""
         if self._refusing is not None:
@@ -166,6 +170,9 @@ class Front:
         if future is None:
             future = self._loop.create_future()
         request = Request(rows, key, priority, now_ns, deadline_ns, payload, future)
+        if outputs is not None:
+            request.outputs = outputs
+            self._names_outputs = True
         self.counters.submitted += 1
         self.requests += 1
         self.rows += rows
@@ -176,7 +183,12 @@ class Front:
         return request
 
     def submit_parts(
-        self, parts: Sequence[tuple[Any, int]], key: BatchKey, priority: int, timeout_ns: int | None
+        self,
+        parts: Sequence[tuple[Any, int]],
+        key: BatchKey,
+        priority: int,
+        timeout_ns: int | None,
+        outputs: frozenset[str] | None = None,
     ) -> list[Request]:
         """Take all parts; the engine gives none to a front, whose workers split themselves."""
         raise NotImplementedError
@@ -477,20 +489,30 @@ class Front:
             views = Placed.read(self._memory, group.large[0], self._description.outputs)
         else:
             views = group.outputs(self._memory)
+        callers_differ = False
+        if self._names_outputs:
+            wanted, callers_differ = outputs_of(group.requests)
+            if wanted is not None:
+                views = {name: view for name, view in views.items() if name in wanted}
         size = sum([view.nbytes for view in views.values()])
         if size > COPY_ON_LOOP_NBYTES_MAX:
             outputs: list[dict[str, Array]] = []
 
             def copy() -> None:
-                outputs.extend(self._copied(group, views, size))
+                outputs.extend(self._copied(group, views, size, callers_differ=callers_differ))
 
             if self._copies(group, [copy], size, partial(self._copied_off_loop, group, records, outputs)):
                 return
-        self._deliver(group, self._copied(group, views, size), records)
+        outputs = self._copied(group, views, size, callers_differ=callers_differ)
+        self._deliver(group, outputs, records)
 
-    def _copied(self, group: Group, views: dict[str, Array], nbytes: int) -> list[dict[str, Array]]:
+    def _copied(
+        self, group: Group, views: dict[str, Array], nbytes: int, *, callers_differ: bool
+    ) -> list[dict[str, Array]]:
         """Return the outputs of each request, in arrays that are its caller's."""
         requests = group.requests
+        if callers_differ:
+            return [copied(own) for own in views_of(views, requests, spans_of(requests))]
         if len(requests) == 1:
             return [copied(views)]
         spans = None if len(requests) == group.rows else spans_of(requests)

@@ -496,7 +496,7 @@ class TestRowsOnTheDevice:
             held = (await engine.infer(rows(1), outputs="device"))["output"]
             with pytest.raises(InputError, match="check_finite=True"):
                 await engine.infer(held)
-            with pytest.raises(InputError, match="'host' or 'device', not 'gpu'"):
+            with pytest.raises(InputError, match=r"a list of names .* \(output\), not 'gpu'"):
                 await engine.infer(rows(1), outputs="gpu")
             with pytest.raises(UsageError, match="sliced by consecutive rows"):
                 held[::2]
