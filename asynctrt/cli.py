@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -512,7 +512,9 @@ def _field_flags(cls: type[Any], panel: str) -> list[inspect.Parameter]:
     flags = []
     for item in dataclasses.fields(cls):
         kind, default = kinds[item.name], item.default
-        if get_origin(kind) is tuple or any(get_origin(part) is Mapping for part in get_args(kind)):
+        if get_origin(kind) is tuple or any(
+            get_origin(part) in (Mapping, Iterable) for part in get_args(kind)
+        ):
             kind, default = list[str] | None, None
         elif str in get_args(kind):
             kind = str | None  # A rate, for example, is a number or a text.

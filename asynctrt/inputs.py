@@ -75,7 +75,8 @@ class InputCheck:
         self._import_array = import_array
         self._names = tuple(spec.name for spec in self.specs)
         self._dtypes = tuple(spec.dtype for spec in self.specs)
-        # Shapes that were checked before, and what came of it: most calls bring no new one.
+        # Shapes that were checked before, and what came of it: most calls bring no new one. Only of plain
+        # inputs: of others, values decide as well.
         self._known: dict[tuple[Any, ...], tuple[int, BatchKey]] = {}
 
     @property
@@ -88,8 +89,6 @@ class InputCheck:
 
         :raises InputError: naming tensor, expected and given.
         """
-        if not self._is_plain:
-            return self._check(inputs)
         if len(self._names) == 1:
             named = type(inputs) is dict and len(inputs) == 1
             array = inputs.get(self._names[0]) if named else inputs  # type: ignore[union-attr]

@@ -100,7 +100,8 @@ class Capacity:
         if getattr(model, "alone", ""):
             return 1
         fixed = model.rows_fixed
-        if fixed is not None and options.max_rows not in (fixed, None if fixed == 1 else fixed):
+        fits = options.max_rows == fixed or (options.max_rows is None and fixed == 1)
+        if fixed is not None and not fits:
             raise ModelError(
                 f"{model.name!r} takes batches of exactly {fixed} rows. Export it with a dynamic first axis, "
                 f"or open it with max_rows={fixed}: every batch is then padded to that size"

@@ -103,7 +103,8 @@ class InFlight:
         :raises ExecutionError: for an output whose shape turns out to have no batch axis.
         """
         slab, batch, wanted = self.source.slab, self.batch, self.source.wanted
-        found, layout = slab.output_views(batch.rows_run), slab.layout
+        layout = slab.layout
+        found = slab.outputs if layout.has_rows_first else slab.output_views(batch.rows_run)
         nbytes = layout.output_row_nbytes * batch.rows
         is_all_bound = len(found) == len(layout.outputs)
         if wanted is not None:

@@ -14,6 +14,7 @@ from asynctrt.backends.function import FunctionModel
 from asynctrt.errors import InputError
 from asynctrt.inputs import InputCheck
 from asynctrt.scheduling.request import Request
+from asynctrt.statistics import TRUSTED
 from asynctrt.workers.child import Served
 from asynctrt.workers.layout import Layouts
 from asynctrt.workers.memory import SharedMemory
@@ -34,6 +35,7 @@ class Broken:
     """Raises, or answers with what is no result."""
 
     inputs, outputs = (ROW,), (ROW,)
+    batching, has_plain_rows = TRUSTED, True
     _input_check = InputCheck(inputs)
 
     def _submit_for(self, future, checked, *_):
