@@ -383,7 +383,8 @@ class Driver:
                 self.on_launch(batch)
             source = self._pool.source(batch, self._ahead)
             if self._names_outputs:
-                source.wanted, source.callers_differ = outputs_of(batch.requests)
+                source.wanted, differ = outputs_of(batch.requests)
+                source.is_cut = source.is_cut or differ
             if self._ahead is not None and self._ahead.slab.buffers is source.slab.buffers:
                 self._ahead = None  # Its memory is the batch's now, whatever it was for.
             flight = InFlight(batch, self._pool.contexts[batch.context], source)
@@ -655,7 +656,7 @@ class Driver:
                 self._answer(flight, landed_ns, source.device_outputs)
                 return
             outputs, nbytes = flight.outputs()
-            if source.is_padded or source.callers_differ:
+            if source.is_cut:
                 self._cut_out(flight, landed_ns, source.cut(outputs), nbytes)
                 return
             if nbytes > COPY_ON_LOOP_NBYTES_MAX:

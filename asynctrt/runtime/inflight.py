@@ -102,24 +102,24 @@ class InFlight:
 
         :raises ExecutionError: for an output whose shape turns out to have no batch axis.
         """
-        slab, batch, wanted = self.source.slab, self.batch, self.source.wanted
+        batch, slab, wanted = self.batch, self.source.slab, self.source.wanted
         layout = slab.layout
         found = slab.outputs if layout.has_rows_first else slab.output_views(batch.rows_run)
-        nbytes = layout.output_row_nbytes * batch.rows
-        is_all_bound = len(found) == len(layout.outputs)
-        if wanted is not None:
-            spans = [span for span in layout.outputs if span is not None and span.name in wanted]
-            found = {span.name: found[span.name] for span in spans}
-            nbytes = sum([span.row_nbytes for span in spans]) * batch.rows
-            is_all_bound = len(found) == len(wanted)
-        if is_all_bound:
-            return found, nbytes
+        if wanted is None and len(found) == len(layout.outputs):
+            return found, layout.output_row_nbytes * batch.rows
+        spans = [
+            span
+            for span in layout.outputs
+            if span is not None and span.name in found and (wanted is None or span.name in wanted)
+        ]
+        found = {span.name: found[span.name] for span in spans}
+        nbytes = sum([span.row_nbytes for span in spans]) * batch.rows
         rows, specs = batch.rows_run, self.context.output_specs
-        found = dict(found)
-        for name, given in self.context.binding(self.source).unbound_outputs(rows).items():
-            if wanted is None or name in wanted:
-                array = found[name] = specs[name].rows_of(given, rows)
-                nbytes += array.nbytes
+        if len(found) < len(specs if wanted is None else wanted):
+            for name, given in self.context.binding(self.source).unbound_outputs(rows).items():
+                if wanted is None or name in wanted:
+                    array = found[name] = specs[name].rows_of(given, rows)
+                    nbytes += array.nbytes
         return {name: found[name] for name in specs if name in found}, nbytes
 
     def ended(self) -> None:

@@ -17,7 +17,7 @@ class PaddedSource(RowSource):
     :param padding: what they are padded with.
     """
 
-    __slots__ = ("_padding", "fits", "is_padded")
+    __slots__ = ("_padding", "fits")
 
     def __init__(self, batch: Batch, slab: Slab, padding: Padding) -> None:
         super().__init__(batch, slab)
@@ -28,14 +28,14 @@ class PaddedSource(RowSource):
         ]
         """How the rows of each request lie in those of the batch; ``None`` where they cannot."""
         dims = tuple([span.dims for span in slab.layout.inputs])
-        self.is_padded = any(fit is None or fit.dims != dims for fit in self.fits)
+        self.is_cut = any(fit is None or fit.dims != dims for fit in self.fits)
 
     def stage(self) -> None:
         """Copy the rows side by side into the slab, and pad each of them. Runs in any thread.
 
         :raises InputError: when the rows of no request can be staged.
         """
-        if not self.is_padded:
+        if not self.is_cut:
             super().stage()
             return
         batch = self.batch
@@ -55,7 +55,7 @@ class PaddedSource(RowSource):
     def parts(self, parts_max: int) -> list[Callable[[], object]]:
         """Return what does the same as :meth:`stage`, in one part if anything is padded."""
         parts = super().parts(parts_max)
-        return [self.stage] if self.is_padded else parts
+        return [self.stage] if self.is_cut else parts
 
     def put(self, number: int, index: int, view: Array) -> None:
         """Write the rows of one request for one input, and what pads them."""

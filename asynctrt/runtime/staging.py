@@ -382,10 +382,10 @@ class RowSource:
         "ahead_requests",
         "ahead_rows",
         "batch",
-        "callers_differ",
         "has_copies_in",
         "has_copies_out",
         "inputs",
+        "is_cut",
         "refused",
         "slab",
         "spans",
@@ -397,8 +397,6 @@ class RowSource:
     """Who has the memory that the rows lie in, for slots and rows of another process."""
     device_outputs: list[dict[str, DeviceArray]] | None = None
     """The outputs of each request, if they stay on the device."""
-    is_padded = False
-    """Whether rows are smaller than those of the batch."""
 
     def __init__(self, batch: Batch, slab: Slab) -> None:
         self.batch = batch
@@ -414,8 +412,8 @@ class RowSource:
         self.has_copies_in = self.has_copies_out = slab.buffers.device_buffer is not None
         self.wanted: frozenset[str] | None = None
         """The names of the outputs to copy from the device and out of the slab; ``None`` for all."""
-        self.callers_differ = False
-        """Whether its callers want different outputs, so that each request is copied out on its own."""
+        self.is_cut = False
+        """Whether each request is copied out on its own: it is padded, or callers want different outputs."""
         self.refused: tuple[tuple[Request, InputError], ...] = ()
         """Requests whose rows could not be staged; the others go on."""
         self.ahead_requests = self.ahead_rows = 0
