@@ -88,6 +88,22 @@ async def test_rows_that_are_independent_share_batches(make, tmp_path, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+async def test_an_output_that_has_one_row_by_chance_is_found_out(tmp_path):
+    """The model takes one picture at a time, and tells of each eight columns: of one if there are eight."""
+    slices = {"start": [7], "end": [1 << 20], "axis": [1], "step": [8]}
+    nodes = node("Slice", "x start end axis step", "some"), node("Transpose", "some", "y", perm=[1, 0])
+    weights = [(name, np.array(value)) for name, value in slices.items()]
+    x, y = ("x", FLOAT, [1, "width"]), ("y", FLOAT, [None, "n"])
+    path = save(tmp_path / "m.onnx", nodes, [x], [y], weights)
+    widths = (8, 16, 40)
+    async with asynctrt.open(path) as engine:
+        assert not engine.batching.is_on
+        pictures = [np.arange(width, dtype=np.float32)[None] for width in widths]
+        answers = await asyncio.gather(*map(engine.infer, pictures))
+    for picture, answer in zip(pictures, answers, strict=True):
+        np.testing.assert_array_equal(answer["y"], picture[:, 7::8].T)
+
+
 async def test_a_model_may_be_made_to_batch_and_what_was_seen_is_said(tmp_path, caplog):
     path = row_model(tmp_path / "model.onnx", *DEPENDENT["softmax over rows"])
     async with asynctrt.open(path, batching="on") as engine:

@@ -1,6 +1,6 @@
 """Made-up rows, run on the contexts of an engine that is not open yet: alone, and in a batch with others."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -121,7 +121,7 @@ class Probe:
     def compare(self) -> Verdict:
         """Run rows alone and together, and say whether their answers are the same."""
         try:
-            first = self._first_that_runs()
+            first = self._first_that_runs(self.samples())
         except NoRowsError as error:
             return Verdict(is_independent=False, what=said_of(error))
         if first is None and any(self.runs(sample, "ab") for sample, _ in self.failed):
@@ -134,8 +134,17 @@ class Probe:
         sample, alone_a = first
         limit = self._stage.shapes.limit(self._key(sample).shape)
         if limit == 1:
-            return Verdict(is_independent=True, what="each row is a batch of its own")
+            return self._one_at_a_time(sample)
         return self._concluded(sample, alone_a, lambda: self._company(sample, limit))
+
+    def _one_at_a_time(self, sample: Sample) -> Verdict:
+        """Say whether outputs have one row for rows of another size as well: one that counts something else
+        may have had one by chance."""
+        try:
+            self._first_that_runs(other for other in self.samples() if other.symbols != sample.symbols)
+        except NoRowsError as error:
+            return Verdict(is_independent=False, what=said_of(error))
+        return Verdict(is_independent=True, what="each row is a batch of its own")
 
     def compare_again(self, ran: Ran) -> Verdict:
         """Run rows that ran elsewhere, and say whether their answers are the same."""
@@ -207,12 +216,12 @@ class Probe:
         pool = self._stage.pool
         return sorted({size for size in (*pool.captured.sizes, *pool.prepared) if size > least})
 
-    def _first_that_runs(self) -> tuple[Sample, Mapping[str, Array]] | None:
+    def _first_that_runs(self, samples: Iterable[Sample]) -> tuple[Sample, Mapping[str, Array]] | None:
         """Return the first made-up row that the model takes, and its answer; ``None`` if it takes none.
 
         :raises NoRowsError: if one has an answer that is not a row.
         """
-        for sample in self.samples():
+        for sample in samples:
             found = self._attempt(sample, "a")
             if not isinstance(found, Exception):
                 return sample, found
