@@ -65,9 +65,10 @@ class InputCheck:
         self._given = (
             tuple(dataclasses.replace(spec, axis=0) for spec in self.specs) if rows_first else self.specs
         )
-        self._is_plain = not self._shared and all(
-            spec.axis == 0 and not spec.dtype.hasobject for spec in self._given
-        )
+        self._is_plain = not self._shared and all(spec.axis == 0 for spec in self._given)
+        # Whether shapes and dtypes are all that has to be looked at.
+        self._remembers = not check_finite and not any(spec.dtype.hasobject for spec in self.specs)
+        self._remembers &= self._is_plain or not (rows_first or repeats_shared)
         self._ignores_extra = ignores_extra
         self._dims_are_hints = dims_are_hints
         self._check_finite = check_finite
@@ -75,8 +76,7 @@ class InputCheck:
         self._import_array = import_array
         self._names = tuple(spec.name for spec in self.specs)
         self._dtypes = tuple(spec.dtype for spec in self.specs)
-        # Shapes that were checked before, and what came of it: most calls bring no new one. Only of plain
-        # inputs: of others, values decide as well.
+        # Shapes that were checked before, and what came of it: most calls bring no new one.
         self._known: dict[tuple[Any, ...], tuple[int, BatchKey]] = {}
 
     @property
@@ -95,7 +95,9 @@ class InputCheck:
             if type(array) is ndarray and array.dtype is self._dtypes[0]:
                 known = self._known.get(array.shape)
                 if known is not None:
-                    return (array,), known[0], known[1]
+                    if self._is_plain:
+                        return (array,), known[0], known[1]
+                    return self._as_rows((array,), known[0], known[1])
         elif type(inputs) is dict and len(inputs) == len(self._names):
             arrays: tuple[Any, ...] = tuple([inputs.get(name) for name in self._names])
             for array, dtype in zip(arrays, self._dtypes):  # noqa: B905  (equal by construction)
@@ -104,8 +106,21 @@ class InputCheck:
             else:
                 known = self._known.get(tuple([array.shape for array in arrays]))
                 if known is not None:
-                    return arrays, known[0], known[1]
+                    if self._is_plain:
+                        return arrays, known[0], known[1]
+                    return self._as_rows(arrays, known[0], known[1])
         return self._check(inputs)
+
+    def _as_rows(self, arrays: tuple[Array, ...], rows: int, key: BatchKey) -> Checked:
+        """Return arrays whose shapes are known to be right with rows first, and what rows have in common in
+        the key."""
+        placed, shared = [], []
+        for spec, array in zip(self.specs, arrays, strict=True):
+            if spec.axis is None and self._shared:
+                shared.append(content_of(array))
+            else:
+                placed.append(spec.rows_first(array))
+        return Views(placed), rows, BatchKey(key.shape, shared=tuple(shared))
 
     def _check(self, inputs: Inputs) -> Checked:
         named = self._by_name(inputs)
@@ -126,16 +141,15 @@ class InputCheck:
         key = self.key_of([placed[spec.name].shape[1:] for spec in self.specs])
         if self._check_key is not None:
             self._check_key(key)
-        if self._shared:
-            arrays, key = self._with_shared(arrays, key, placed, rows)
-        if any(isinstance(array, DeviceArray) for array in arrays):
-            return arrays, rows, key._replace(on_device=True)
-        if self._is_plain and not self._check_finite:  # Which looks at values, and has to each time.
+        on_device = any(isinstance(array, DeviceArray) for array in arrays)
+        if self._remembers and not on_device:
             if len(self._known) >= SHAPES_MAX:
                 self._known.clear()
-            shapes = tuple(array.shape for array in arrays)
+            shapes = tuple(array.shape for array in given.values())
             self._known[shapes if len(shapes) > 1 else shapes[0]] = rows, key
-        return arrays, rows, key
+        if self._shared:
+            arrays, key = self._with_shared(arrays, key, placed, rows)
+        return arrays, rows, key._replace(on_device=True) if on_device else key
 
     def _with_shared(
         self, arrays: tuple[Any, ...], key: BatchKey, placed: Mapping[str, Any], rows: int

@@ -86,7 +86,9 @@ class TensorSpec:
         """Return a view of an array as a caller gives it, with rows first; one row if it has none."""
         if self.axis == 0:
             return array
-        return array[None] if self.axis is None else np.moveaxis(array, self.axis, 0)
+        if self.axis is None:
+            return array[None]
+        return array.transpose(self.axis, *range(self.axis), *range(self.axis + 1, array.ndim))
 
     def rows_of(self, given: Any, rows: int) -> Array:
         """Return an output that a model gave in memory of its own, with rows first; one row if it has none.
@@ -115,7 +117,7 @@ class TensorSpec:
         if self.axis == 0:
             return array
         if self.axis is not None:
-            return np.moveaxis(array, 0, self.axis)
+            return array.transpose(*range(1, self.axis + 1), 0, *range(self.axis + 1, array.ndim))
         if self.kind != "tensor":
             return array[0]
         return array[0, ...] if isinstance(array, np.ndarray) else array.as_given()
@@ -141,12 +143,11 @@ class TensorSpec:
         return tuple(f"{self.name}.{axis}" for _, axis in zip(self.dims, axes, strict=False))
 
 
-def as_given(moved: Iterable[TensorSpec], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the outputs of a request as callers get them; the rows of ``moved`` do not come first."""
-    return {
-        **values,
-        **{spec.name: spec.as_given(values[spec.name]) for spec in moved if spec.name in values},
-    }
+def give_back(moved: Iterable[TensorSpec], values: dict[str, Any]) -> None:
+    """Turn the outputs of a request into what callers get; the rows of ``moved`` do not come first."""
+    for spec in moved:
+        if spec.name in values:
+            values[spec.name] = spec.as_given(values[spec.name])
 
 
 def split_shared(specs: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:

@@ -41,7 +41,7 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.objective import Objective
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.tensors import Array, BatchRecord, InferResult, as_given
+from asynctrt.tensors import Array, BatchRecord, InferResult, give_back
 
 GROW_ON_LOOP_NBYTES_MAX: Final = 256 << 10
 """A slab up to this size is allocated by the event loop, unless it is pinned memory, which takes 0.6 ms at
@@ -762,7 +762,8 @@ class Driver:
         """Free the context, let the next batch go, and answer the callers before any of them runs on."""
         batch, record = flight.batch, flight.record
         if self._moved:
-            outputs = [as_given(self._moved, values) for values in outputs]
+            for values in outputs:
+                give_back(self._moved, values)
         now_ns = self._now_ns()
         record.copy_out_ns += now_ns - landed_ns
         self._answering = batch.requests

@@ -36,7 +36,7 @@ from asynctrt.runtime.jobs import Copiers
 from asynctrt.runtime.spans import copy_out, outputs_of, spans_of, views_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
-from asynctrt.tensors import Array, BatchRecord, InferResult, as_given
+from asynctrt.tensors import Array, BatchRecord, InferResult, give_back
 from asynctrt.workers.groups import PIECES, Group, copied, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
@@ -538,7 +538,8 @@ class Front:
     ) -> None:
         group.free(self._heap)
         if self._moved:
-            outputs = [as_given(self._moved, values) for values in outputs]
+            for values in outputs:
+                give_back(self._moved, values)
         now_ns = self._now_ns()
         counters = self.counters
         record = records[0]
