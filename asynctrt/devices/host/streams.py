@@ -521,10 +521,7 @@ class HostStream:
 
     def _go_on(self) -> None:
         """Do what follows after something unfinished: what is little right here, and work in a thread."""
-        if self._in_place == "never":
-            self._schedule()
-        else:
-            self._go_through(may_run=self._in_place == "always")
+        self._go_through(may_run=self._in_place == "always")
 
     def _cancel(self) -> None:
         unfinished = self._unfinished
