@@ -9,7 +9,7 @@ from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy as np
 
@@ -160,15 +160,8 @@ Work = Callable[[], object]
 """What a stream runs. If it returns an :class:`Unfinished`, that holds up the stream, but no thread."""
 
 
-class Launched(NamedTuple):
-    """Work that waits for its turn on a stream."""
-
-    work: Work
-    label: Hashable
-
-
-Operation = Launched | Callable[[], bool]
-"""Something in the queue of a stream: work, or a step that takes no time and returns whether it is over."""
+class Launched(partial[bool]):
+    """Work in the queue of a stream, which runs in a thread. What else is there takes no time."""
 
 
 class OnLoop(Unfinished):
@@ -243,7 +236,7 @@ class HostStream:
         self._name = "the work"
         self._in_place = in_place
         self._now_ns = now_ns
-        self._operations: deque[Operation] = deque()
+        self._operations: deque[Callable[[], bool]] = deque()
         # Guards the step from served to idle against an operation that arrives meanwhile.
         self._lock = threading.Lock()
         self._is_served = False
@@ -312,7 +305,7 @@ class HostStream:
         if not self._is_served and (in_place or (is_measured and self.threads.paces.is_short(label))):
             self._run(work, label, in_place=True)
         else:
-            self._put(Launched(work, label))
+            self._put(Launched(self._run, work, label, in_place=False))
 
     def record(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
@@ -419,14 +412,10 @@ class HostStream:
         while True:
             while self._operations:
                 operation = self._operations[0]
-                if not isinstance(operation, Launched):
-                    is_over = operation()
-                elif may_run:
-                    is_over = self._run(operation.work, operation.label, in_place=False)
-                else:
+                if not may_run and isinstance(operation, Launched):
                     self._schedule()
                     return
-                if not is_over:
+                if not operation():
                     return
                 self._operations.popleft()
                 self.threads.hand_back()
@@ -435,7 +424,7 @@ class HostStream:
                     self._is_served = False
                     return
 
-    def _put(self, operation: Operation) -> None:
+    def _put(self, operation: Callable[[], bool]) -> None:
         if self._closed:
             raise DeviceError(f"{self!r} is closed")
         self.threads.check()
