@@ -20,7 +20,7 @@ import numpy as np
 
 import asynctrt
 from asynctrt import clock
-from asynctrt.backends.function import FunctionModel
+from asynctrt.backends.function import FunctionModel, FunctionRunsOn
 from asynctrt.devices.host import HostDevice, InPlace, cores
 from asynctrt.errors import ExecutionError, ModelError, OptionsError, describe
 from asynctrt.independence import structural
@@ -129,7 +129,7 @@ def describe_machine() -> dict[str, Any]:
 # ---- the overhead of the engine itself
 
 
-def echo_model() -> FunctionModel:
+def echo_model(run_on: FunctionRunsOn = "thread") -> FunctionModel:
     """Return a model that only copies its float32[16] rows."""
 
     def echo(inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
@@ -139,40 +139,53 @@ def echo_model() -> FunctionModel:
         echo,
         inputs=TensorSpec("input", np.dtype("float32"), (OVERHEAD_DIM,)),
         outputs=TensorSpec("output", np.dtype("float32"), (OVERHEAD_DIM,)),
+        run_on=run_on,
     )
 
 
 def overhead_report(options: Options, repeats: int) -> BenchReport:
     """Return a report, still empty, on the throughput and the CPU time of requests to a no-op model.
 
-    Its cases are 1, 32 and 256 callers on a host device that computes in place and on the default one, and a
-    lone caller with a configured delay of 2 ms.
+    Its cases are 1, 32 and 256 callers of a function that runs on the event loop, on a host device that
+    computes in place and on the default one, and in a thread, as functions do by default; and a lone caller
+    with a configured delay of 2 ms.
     """
-    devices: dict[str, InPlace] = {"immediate": "always", "host": "auto"}
+    devices: dict[str, tuple[InPlace, FunctionRunsOn]] = {
+        "immediate": ("always", "loop"),
+        "host": ("auto", "loop"),
+        "thread": ("auto", "thread"),
+    }
     cases = [
         BenchCase(
             f"{device}, {callers} callers" if callers > 1 else f"{device}, a lone caller",
             {"device": device, "callers": callers, "max_delay": options.max_delay},
-            partial(_run_overhead, in_place, callers, options),
+            partial(_run_overhead, in_place, run_on, callers, options),
         )
         for callers in CALLERS
-        for device, in_place in devices.items()
+        for device, (in_place, run_on) in devices.items()
     ]
     delayed = Options.from_settings(options, {"max_delay": 0.002})
     cases.append(
         BenchCase(
             "host, a lone caller, max_delay=2 ms",
             {"device": "host", "callers": 1, "max_delay": 0.002},
-            partial(_run_overhead, "auto", 1, delayed),
+            partial(_run_overhead, "auto", "loop", 1, delayed),
         )
     )
     settings = {"row": f"float32[{OVERHEAD_DIM}]", "max_rows": options.max_rows or 64}
-    return BenchReport("overhead of the engine, no-op model", settings, cases, repeats)
+    return BenchReport(
+        "overhead of the engine, no-op model: on the event loop (immediate, host) and in a thread",
+        settings,
+        cases,
+        repeats,
+    )
 
 
-async def _run_overhead(in_place: InPlace, callers: int, options: Options, seconds: float) -> Measures:
+async def _run_overhead(
+    in_place: InPlace, run_on: FunctionRunsOn, callers: int, options: Options, seconds: float
+) -> Measures:
     device = HostDevice(in_place=in_place)
-    async with asynctrt.open(echo_model(), device=device, options=options) as engine:
+    async with asynctrt.open(echo_model(run_on), device=device, options=options) as engine:
         rows = {"input": np.random.default_rng(0).random((1, OVERHEAD_DIM), np.float32)}
         measures, _ = await closed_loop(engine, [rows] * callers, seconds, timed=False)
     return measures

@@ -67,7 +67,7 @@ def check_cases(report, *, max_rows):
 
 def test_overhead():
     report = overhead_report(Options(), repeats=1)
-    assert len(run(report)) == 7
+    assert len(run(report)) == 10
     for case in report.cases:
         assert case.median("requests_per_s") > 0
         assert case.median("cpu_us_per_request") > 0

@@ -5,21 +5,27 @@ import inspect
 import secrets
 import sys
 from asyncio import _get_running_loop
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
+from asynctrt import clock
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
-from asynctrt.devices.host import HostStream, Unfinished, Work
+from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe
 from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import show
+from asynctrt.validation import choice, show
 
 BatchFunction = Callable[..., Any]
+
+FunctionRunsOn = Literal["thread", "loop"]
+"""Where a plain function runs."""
+
+RUN_ON: Final = choice(*get_args(FunctionRunsOn))
 
 FILL: Final = 0xFF
 """Fills what is not marked: NaN as a float, -1 or the largest value as an integer, so that it stands out."""
@@ -67,9 +73,15 @@ class FunctionModel(ModelBase):
     random payloads, so that no value that a function computes is mistaken for one.
 
     The function may change both mappings and write to its inputs, but it must not keep the arrays: they lie
-    in the batch's slab, where the next batch will be. It runs in a thread of the device, or on the event loop
-    if its batches were measured to take less time than handing them over (50 µs). Whatever it raises fails
-    its batch alone, as an :class:`ExecutionError`.
+    in the batch's slab, where the next batch will be. Whatever it raises fails its batch alone, as an
+    :class:`ExecutionError`.
+
+    It runs in a thread of the device, so it may wait, call ``asyncio.run``, or use what may not be used on an
+    event loop. With ``contexts=1`` that is the same thread for every batch, as connections to databases may
+    need it; after a batch that hangs (``batch_timeout``) it is another thread, as that one is lost.
+    ``run_on="loop"`` runs it on the engine's event loop, which saves a lone caller the hand-over to the
+    thread and back, some tens of microseconds. Then nothing else runs on the loop meanwhile, and
+    ``batch_timeout`` cannot end it; a run that holds the loop for more than 0.1 s is logged.
 
     A coroutine function, or any function that returns an awaitable, is awaited on the engine's event loop. It
     holds no thread, so as many batches are under way as the engine has contexts. It is cancelled when its
@@ -79,6 +91,9 @@ class FunctionModel(ModelBase):
     :param inputs: one spec, or several; likewise ``outputs``.
     :param rows_fixed: the only batch size that the function accepts; ``None`` if it accepts any.
     :param rows_max: the largest batch that the function accepts; ``None`` for no limit.
+    :param run_on: where a plain function runs: ``thread`` or ``loop``. A coroutine function is awaited on the
+        loop in any case.
+    :raises OptionsError: for another ``run_on``.
     :raises ModelError: for an output dimension that no input determines, for what is no function or spec, and
         for a function that accepts neither one argument nor two, or that is a generator.
     """
@@ -92,9 +107,11 @@ class FunctionModel(ModelBase):
         name: str | None = None,
         rows_fixed: int | None = None,
         rows_max: int | None = None,
+        run_on: FunctionRunsOn = "thread",
     ) -> None:
         if not callable(function):
             raise ModelError(f"{show(function)} is not a function: a FunctionModel calls one for each batch")
+        self._run_on: RunOn = RUN_ON("run_on", run_on)
         self.function = function
         self.name: str = name or getattr(function, "__name__", None) or type(function).__name__
         self.inputs = (inputs,) if isinstance(inputs, TensorSpec) else tuple(inputs)
@@ -111,7 +128,9 @@ class FunctionModel(ModelBase):
         refuse_generators(function)
         # Contexts of one model take about as long for a batch, and others may be on the same device.
         self._kind = object()
-        self.occupies_device = not is_coroutine_function(function)
+        self.occupies_device = True
+        if is_coroutine_function(function):
+            self.await_results()
         self._takes_outputs = _takes_outputs(function)
         known = {dim for spec in self.inputs for dim in spec.dims}
         for spec in self.outputs:
@@ -131,7 +150,19 @@ class FunctionModel(ModelBase):
             raise DeviceUnavailableError(
                 f"{self!r} runs on the host device, not on {device.name!r}. Open it with device='host'"
             )
-        return FunctionContext(self.function, takes_outputs=self._takes_outputs, kind=self._kind)
+        return FunctionContext(
+            self.function,
+            takes_outputs=self._takes_outputs,
+            kind=self._kind,
+            name=repr(self.name),
+            run_on=self._run_on,
+        )
+
+    def await_results(self) -> None:
+        """Take it that calls only make awaitables, which compute on the loop and not on the device."""
+        self.occupies_device = False
+        # To make a coroutine runs none of it, so that may be done in a thread or on the loop.
+        self._run_on = "auto"
 
     def close(self) -> None:
         """Do nothing: a function holds nothing."""
@@ -140,16 +171,26 @@ class FunctionModel(ModelBase):
 class FunctionContext:
     """A context of a :class:`FunctionModel`. It has no state, so there can be any number."""
 
-    def __init__(self, function: BatchFunction, *, takes_outputs: bool, kind: object) -> None:
+    def __init__(
+        self, function: BatchFunction, *, takes_outputs: bool, kind: object, name: str, run_on: RunOn
+    ) -> None:
         self._function = function
         self._takes_outputs = takes_outputs
         self._kind = kind
+        self._name = name
+        self._run_on = run_on
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "FunctionBinding":
         return FunctionBinding(
-            self._function, inputs, outputs, takes_outputs=self._takes_outputs, kind=self._kind
+            self._function,
+            inputs,
+            outputs,
+            takes_outputs=self._takes_outputs,
+            kind=self._kind,
+            name=self._name,
+            run_on=self._run_on,
         )
 
     def close(self) -> None:
@@ -167,9 +208,13 @@ class FunctionBinding:
         *,
         takes_outputs: bool = True,
         kind: object = None,
+        name: str = "the function",
+        run_on: RunOn = "thread",
     ) -> None:
         self._function = function
         self._takes_outputs = takes_outputs
+        self._name = name
+        self._run_on: RunOn = run_on
         self._kind = kind, tuple(memory.dims for memory in inputs)
         self._inputs = tuple((memory.name, memory.array) for memory in inputs if memory.array is not None)
         self._outputs = {memory.name: OutputMemory(memory) for memory in outputs if memory is not None}
@@ -187,7 +232,7 @@ class FunctionBinding:
             self._rows = rows
         if self._loop is None:
             self._loop = _get_running_loop()
-        stream.launch(self._call, label=self._label)
+        stream.launch(self._call, label=self._label, run_on=self._run_on)
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         return {}
@@ -210,7 +255,7 @@ class FunctionBinding:
                 return None
             outputs = Outputs(self._outputs, rows)
         if given is not None and not isinstance(given, np.ndarray) and isinstance(given, Awaitable):
-            return Coroutine(given, outputs, self._loop)
+            return Coroutine(given, outputs, self._loop, self._name)
         outputs.finish(given)
         return None
 
@@ -221,14 +266,20 @@ class Coroutine(Unfinished):
     :param awaitable: gives the function's outputs.
     :param outputs: what these complete.
     :param loop: the engine's event loop.
+    :param name: the model, for the log.
     """
 
     def __init__(
-        self, awaitable: Awaitable[Any], outputs: "Outputs", loop: asyncio.AbstractEventLoop | None
+        self,
+        awaitable: Awaitable[Any],
+        outputs: "Outputs",
+        loop: asyncio.AbstractEventLoop | None,
+        name: str,
     ) -> None:
         self._awaitable = awaitable
         self._outputs = outputs
         self._loop = loop
+        self._name = name
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
         self._finish: Callable[[BaseException | None], None] = lambda _: None
@@ -265,7 +316,7 @@ class Coroutine(Unfinished):
         if self._is_cancelled:  # Perhaps by an interrupt, before `_begin` had noted this task.
             self._drop()
             raise asyncio.CancelledError
-        self._outputs.finish(await self._awaitable)
+        self._outputs.finish(await Watched(self._awaitable, self._name))
 
     def _cancel(self) -> None:
         if self._task is not None:
@@ -285,6 +336,41 @@ class Coroutine(Unfinished):
     def _refuse(self, why: str) -> None:
         self._drop()
         self._finish(ExecutionError(f"the function returned an awaitable, and {why}"))
+
+
+class Watched:
+    """An awaitable of which each step is timed: a step that holds the loop for long is logged.
+
+    :param name: the model, for the log.
+    """
+
+    def __init__(self, awaitable: Awaitable[Any], name: str) -> None:
+        self._awaitable = awaitable
+        self._name = name
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps: Any = self._awaitable.__await__()
+        onward: Callable[[], Any] = partial(next, steps)
+        step = onward
+        while True:
+            start_ns = clock.now_ns()
+            try:
+                awaited = step()
+            except StopIteration as ended:
+                return ended.value
+            finally:
+                step = onward  # An error that was thrown in is not kept by this frame, which it refers to.
+                warn_if_held(self._name, clock.now_ns() - start_ns)
+            try:
+                yield awaited
+            except GeneratorExit:
+                if hasattr(steps, "close"):
+                    steps.close()
+                raise
+            except BaseException as error:
+                if not hasattr(steps, "throw"):
+                    raise
+                step = partial(steps.throw, error)
 
 
 def own_error(error: BaseException) -> BaseException:

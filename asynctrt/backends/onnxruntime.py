@@ -201,7 +201,7 @@ class OnnxBinding:
         # next batch into the answers of the last one.
         if rows != self._bound_rows or None in self._outputs:
             self._bind(rows)
-        stream.launch(self._run, label=(self._kind, rows))
+        stream.launch(self._run, label=(self._kind, rows), run_on="auto")
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Array]:
         if None not in self._outputs:
@@ -271,7 +271,7 @@ class OnnxRunBinding:
 
     def enqueue(self, rows: int, *, profile: int | None, stream: Stream, arena: Buffer | None) -> None:
         assert isinstance(stream, HostStream)
-        stream.launch(partial(self._run, rows), label=(self._kind, rows))
+        stream.launch(partial(self._run, rows), label=(self._kind, rows), run_on="auto")
 
     def unbound_outputs(self, rows: int) -> Mapping[str, Any]:
         values, self._values = self._values, ()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 
 from asynctrt import clock
 from asynctrt.devices.base import Event
-from asynctrt.devices.host import HostDevice, HostStream, Work
+from asynctrt.devices.host import HostDevice, HostStream, RunOn, Work
 from asynctrt.devices.host.threads import Served, StreamThreads
 
 
@@ -60,9 +60,9 @@ class LatchStream(HostStream):
     has_batch = False
     """Whether the end of the work on it is recorded. Before that a thread may still be adding to it."""
 
-    def launch(self, work: Work, *, label: Hashable) -> None:
+    def launch(self, work: Work, *, label: Hashable = None, run_on: RunOn = "thread") -> None:
         self.has_batch = False
-        super().launch(work, label=label)
+        super().launch(work, label=label, run_on=run_on)
 
     def record(self, event: Event) -> None:
         super().record(event)

@@ -84,6 +84,7 @@ async def engine():
 
 SUBJECTS = {
     "@asynctrt.batch": partial(decorated, function),
+    '@asynctrt.batch, run_on="loop"': partial(decorated, function, run_on="loop"),
     "@asynctrt.batch, items=True": partial(decorated, items_function, items=True),
     "engine.infer": engine,
     "30 lines of asyncio": by_hand,

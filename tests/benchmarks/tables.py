@@ -63,7 +63,7 @@ def overhead():
         (case["device"], case["callers"], case["max_delay"]): case["median"]
         for case in results("overhead")["cases"]
     }
-    for label, device in (("events done at once", "immediate"), ("host device", "host")):
+    for label, device in (("events done at once", "immediate"), ("host device, on the loop", "host")):
         cells = [f"asynctrt, {label}"]
         for callers in (256, 32):
             run = measured[device, callers, 0.0]
@@ -507,7 +507,10 @@ def six():
         "requests/s through `await infer`, 256 callers, a model that does nothing, one core",
         thousands(host["host", 256, 0.0]["requests_per_s"]),
     )
-    yield "round trip of a lone caller", f"{host['host', 1, 0.0]['round_trip_us']:.0f} µs"
+    yield (
+        "round trip of a lone caller of it, on the event loop",
+        f"{host['host', 1, 0.0]['round_trip_us']:.0f} µs",
+    )
     served = figures("serving")["HTTP no-op, 64"]
     yield (
         "requests/s over HTTP, 64 connections, client and server on 2 cores",

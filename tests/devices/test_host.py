@@ -58,7 +58,7 @@ class Bench:
             threads.append(threading.get_ident())
             self.clock.ns += duration_ns
 
-        self.stream.launch(work, label=label)
+        self.stream.launch(work, label=label, run_on="auto")
         finish(self.stream, self.device)
         # The thread lets go of the stream just after the event; only then is the stream idle.
         while "busy" in repr(self.stream):
@@ -123,7 +123,7 @@ def test_labels_are_judged_apart(bench):
 
 def test_what_is_remembered_of_labels_is_bounded(bench):
     for label in range(3 * LABELS_MAX):
-        bench.stream.launch(lambda: None, label=label)
+        bench.stream.launch(lambda: None, label=label, run_on="auto")
     finish(bench.stream, bench.device)
     assert len(bench.stream.threads.paces) <= LABELS_MAX
 
@@ -148,11 +148,11 @@ def test_no_work_runs_in_place_behind_work_that_is_queued():
     stream = device.create_stream()
     order, gate = [], threading.Event()
     for _ in range(10):
-        stream.launch(lambda: None, label="short")
+        stream.launch(lambda: None, label="short", run_on="auto")
         finish(stream, device)
     stream.launch(partial(hold, gate), label="long")
     for number in range(5):
-        stream.launch(partial(order.append, number), label="short")
+        stream.launch(partial(order.append, number), label="short", run_on="auto")
     assert order == []
     gate.set()
     finish(stream, device)

@@ -68,9 +68,9 @@ class Logged:
         self.log.append(f"copy {nbytes} bytes")
         self._stream.copy_bytes(target, source, nbytes)
 
-    def launch(self, work, *, label):
+    def launch(self, work, *, label, **kw):
         self.log.append(f"launch {label}")
-        self._stream.launch(work, label=label)
+        self._stream.launch(work, label=label, **kw)
 
     def said(self):
         """What was put on it since the last time."""

@@ -3,8 +3,9 @@
 The device works in staging memory. Three measures make it fit for a busy event loop, and all three are about
 Python's global lock (the GIL); docs/gil.md draws them:
 
-- Work that is shorter than a hand-over to a thread runs in place, in the thread that launches it. How long
-  work takes is learned per label, and forgotten as soon as a run turns out long.
+- Work that is allowed to, such as ONNX Runtime's, runs in place, in the thread that launches it, if it is
+  shorter than a hand-over to a thread. How long it takes is learned per label, and forgotten as soon as a run
+  turns out long. Functions stay in threads unless their author says otherwise.
 - Streams share their threads, so a thread goes on with the next batch without waiting for the loop.
 - A loop that is never idle releases the GIL for too short a time for another thread to get it, so a batch
   that is done would be noticed late (tests/benchmarks/busy_loop.py). :meth:`HostEvent.nudge` therefore finds
@@ -19,9 +20,11 @@ from asynctrt.devices.host.streams import (
     HostGraph,
     HostStream,
     InPlace,
+    RunOn,
     Unfinished,
     Work,
     raise_on_loop,
+    warn_if_held,
 )
 
 __all__ = [
@@ -31,8 +34,10 @@ __all__ = [
     "HostGraph",
     "HostStream",
     "InPlace",
+    "RunOn",
     "Unfinished",
     "Work",
     "cores",
     "raise_on_loop",
+    "warn_if_held",
 ]

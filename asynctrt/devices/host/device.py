@@ -24,12 +24,14 @@ class HostDevice:
 
     Engines that are opened with the same object share its threads; ``device="host"`` makes a new one.
 
-    A model that has been quick runs in place, on the event loop's thread. If it then blocks, the loop stands
-    still, and ``batch_timeout`` cannot help, because the loop is what would notice. Use ``in_place="never"``
-    for models that may block: those that wait for a network or a lock, or take long for some inputs only.
+    A function runs in a thread, and in the same one each time if its engine has ``contexts=1``, unless it
+    says ``run_on="loop"``. Batches of ONNX models that were measured to be shorter than a hand-over to a
+    thread run in place, on the event loop's thread. What holds the loop for more than 0.1 s is logged:
+    ``batch_timeout`` cannot end it, because the loop is what would notice.
 
     :param threads: how many batches compute at once. Default: the cores that the process may use.
-    :param in_place: ``auto`` runs short work in the launching thread; ``always`` and ``never`` force it.
+    :param in_place: ``auto`` does as said above. ``always`` runs everything in the launching thread;
+        ``never`` runs nothing there, and what says ``run_on="loop"`` as a callback of the loop.
     :param unified: ``False`` gives the device separate memory, so that every batch is copied in and out as on
         a GPU, for tests.
     :param memory_nbytes: the most that its buffers may hold. Default: what the machine has.
@@ -198,7 +200,7 @@ class HostDevice:
         return self.allocate(nbytes)
 
     def free_ordered(self, buffer: Buffer, *, stream: int) -> None:
-        self.stream_of(stream).launch(buffer.close, label="free")
+        self.stream_of(stream).launch(buffer.close, label="free", run_on="auto")
 
     def abandon(self, stream: Stream) -> None:
         """Do nothing: freeing memory of the process waits for no work."""

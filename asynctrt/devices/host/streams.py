@@ -2,20 +2,31 @@
 
 import asyncio
 import ctypes
+import logging
 import threading
 from abc import ABC, abstractmethod
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
+from asynctrt import clock
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
-from asynctrt.errors import DeviceError
+from asynctrt.errors import DeviceError, ExecutionError
 
 InPlace = Literal["auto", "always", "never"]
+
+RunOn = Literal["thread", "loop", "auto"]
+"""Where work runs: in a thread, on the event loop that launches it, or on the loop if that is quicker."""
+
+HELD_NS: Final = 100_000_000
+"""A run that holds the event loop for longer than this is logged; asyncio's debug mode has the same bound."""
+
+logger = logging.getLogger("asynctrt")
 
 
 class HostEvent:
@@ -149,8 +160,67 @@ Work = Callable[[], object]
 """What a stream runs. If it returns an :class:`Unfinished`, that holds up the stream, but no thread."""
 
 
+class Launched(partial[bool]):
+    """Work in the queue of a stream, which runs in a thread. What else is there takes no time."""
+
+
+class OnLoop(Unfinished):
+    """Work that runs on the event loop although its turn came in a thread.
+
+    :param loop: the loop that launched it.
+    :param name: the model, for the log.
+    """
+
+    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self._work = work
+        self._loop = loop
+        self._name = name
+        self._is_given_up = threading.Event()
+        self._left: Unfinished | None = None
+        self._finish: Callable[[BaseException | None], None] = lambda _: None
+
+    def start(self, finish: Callable[[BaseException | None], None]) -> None:
+        """Run it on its loop, from any thread, and call `finish` when it is over."""
+        self._finish = finish
+        if _get_running_loop() is self._loop:
+            self._run()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._run)
+        except RuntimeError:
+            finish(ExecutionError("the function runs on the event loop (run_on='loop'), which is closed"))
+
+    def cancel(self) -> None:
+        """Do not begin it, or cancel what it began."""
+        self._is_given_up.set()
+        if self._left is not None:
+            self._left.cancel()
+
+    def _run(self) -> None:
+        if self._is_given_up.is_set():
+            self._finish(ExecutionError("the function's batch was given up before it began"))
+            return
+        left: object = None
+        failed: BaseException | None = None
+        start_ns = clock.now_ns()
+        try:
+            left = self._work()
+        except BaseException as error:
+            failed = error
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise_on_loop(error)
+        warn_if_held(self._name, clock.now_ns() - start_ns)
+        if isinstance(left, Unfinished):
+            self._left = left
+            left.start(self._finish)
+            if self._is_given_up.is_set():
+                left.cancel()
+        else:
+            self._finish(failed)
+
+
 class HostStream:
-    """Work in order: on a thread of the device or, if it is short enough, in place."""
+    """Work in order: on a thread of the device or, if it may, in place."""
 
     def __init__(
         self, *, threads: StreamThreads, in_place: InPlace, now_ns: Callable[[], int], handle: int
@@ -163,6 +233,7 @@ class HostStream:
         """Whether its work was given up as hung."""
         self.ran_ns = 0
         """How long its work has run so far, here or on threads."""
+        self._name = "the work"
         self._in_place = in_place
         self._now_ns = now_ns
         self._operations: deque[Callable[[], bool]] = deque()
@@ -189,9 +260,25 @@ class HostStream:
         # What an abandoned stream holds up is not waiting for its turn: it hangs as well.
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
-    def launch(self, work: Work, *, label: Hashable) -> None:
-        """Run ``work`` after everything launched before. Runs with one ``label`` take about as long, on all
-        streams of the device.
+    def belong_to(self, model: str, *, keeps_thread: bool) -> None:
+        """Name the model whose work it runs, for the log, before there is any.
+
+        :param keeps_thread: whether all of its work runs in one thread, until some hangs there.
+        """
+        self._name = repr(model)
+        if keeps_thread:
+            self.threads.settle(self)
+
+    def launch(self, work: Work, *, label: Hashable = None, run_on: RunOn = "thread") -> None:
+        """Run ``work`` after everything launched before.
+
+        :param label: with ``auto``, what tells how long it takes: runs with one label take about as long, on
+            all streams of the device.
+        :param run_on: ``thread``: in a thread of the device. ``loop``: on the running event loop, at once if
+            nothing is before it. ``auto``: in a thread or, if runs with its label were measured to be shorter
+            than a hand-over, in place. That is for work that never waits for the loop or for anything else.
+            A device with ``in_place="always"`` runs everything in place.
+        :raises ExecutionError: for ``loop``, if no event loop is running.
 
         Whatever it raises becomes the error of the next event recorded here, and the stream goes on. Work
         that runs in place is called by the launching thread, so KeyboardInterrupt and SystemExit concern the
@@ -199,18 +286,26 @@ class HostStream:
         running loop they are raised from here.
         """
         if self._captured is not None:
-            self._captured.add(partial(HostStream.launch, work=work, label=label))
+            self._captured.add(partial(HostStream.launch, work=work, label=label, run_on=run_on))
             return
-        in_place = False
-        if not self._is_served:
-            if self._in_place == "auto":
-                in_place = self.threads.paces.is_short(label)
-            else:
-                in_place = self._in_place == "always"
-        if in_place:
+        is_measured = run_on == "auto" == self._in_place
+        if not is_measured:
+            label = None
+        in_place = self._in_place == "always"
+        if run_on == "loop" and not in_place:
+            loop = _get_running_loop()
+            if loop is None:
+                raise ExecutionError(
+                    f"{self._name} runs on the event loop (run_on='loop'), and none is running in the thread "
+                    "that launched it"
+                )
+            in_place = self._in_place == "auto"
+            if self._is_served or not in_place:
+                work = partial(OnLoop, work, loop, self._name)
+        if not self._is_served and (in_place or (is_measured and self.threads.paces.is_short(label))):
             self._run(work, label, in_place=True)
         else:
-            self._put(partial(self._run, work, label, in_place=False))
+            self._put(Launched(self._run, work, label, in_place=False))
 
     def record(self, event: Event) -> None:
         if not isinstance(event, HostEvent):
@@ -252,13 +347,13 @@ class HostStream:
     def copy(self, target: Buffer, source: Buffer, *, offset: int, nbytes: int) -> None:
         into = target.array(np.dtype(np.uint8), (nbytes,), offset)
         out_of = source.array(np.dtype(np.uint8), (nbytes,), offset)
-        self.launch(partial(np.copyto, into, out_of), label=("copy", nbytes))
+        self.launch(partial(np.copyto, into, out_of), label=("copy", nbytes), run_on="auto")
 
     def copy_bytes(self, target: int, source: int, nbytes: int) -> None:
         def copy() -> None:
             ctypes.memmove(target, source, nbytes)
 
-        self.launch(copy, label=("copy", nbytes))
+        self.launch(copy, label=("copy", nbytes), run_on="auto")
 
     @property
     def is_capturing(self) -> bool:
@@ -301,6 +396,7 @@ class HostStream:
         if not self.drain(timeout_s):
             return False
         self._closed = True
+        self.threads.unsettle(self)
         return self.threads.leave(timeout_s)
 
     def serve(self) -> None:
@@ -309,12 +405,17 @@ class HostStream:
             self._turns.pop()
         except IndexError:
             return  # It was taken back.
-        self._go_through()
+        self._go_through(may_run=True)
 
-    def _go_through(self) -> None:
+    def _go_through(self, *, may_run: bool) -> None:
+        """Do what is queued. Without ``may_run``, leave it to a thread from the first work on."""
         while True:
             while self._operations:
-                if not self._operations[0]():
+                operation = self._operations[0]
+                if not may_run and isinstance(operation, Launched):
+                    self._schedule()
+                    return
+                if not operation():
                     return
                 self._operations.popleft()
                 self.threads.hand_back()
@@ -372,7 +473,9 @@ class HostStream:
             self.is_computing = False
         took_ns = self._now_ns() - start_ns
         self.ran_ns += took_ns
-        if self._in_place == "auto":
+        if in_place:
+            warn_if_held(self._name, took_ns)
+        if label is not None:
             self.threads.paces.observe(label, took_ns, in_place=in_place)
         return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
 
@@ -406,11 +509,8 @@ class HostStream:
         return True
 
     def _go_on(self) -> None:
-        """Do what follows after something unfinished. That is little, so it may be done right here."""
-        if self._in_place == "never":
-            self._schedule()
-        else:
-            self._go_through()
+        """Do what follows after something unfinished: what is little right here, and work in a thread."""
+        self._go_through(may_run=self._in_place == "always")
 
     def _cancel(self) -> None:
         unfinished = self._unfinished
@@ -460,6 +560,18 @@ def _pending(event: HostEvent) -> DeviceError:
 
 def _foreign(event: Event) -> DeviceError:
     return DeviceError(f"{event!r} is not an event of the host device")
+
+
+def warn_if_held(name: str, took_ns: int) -> None:
+    """Log that a run held the running event loop, if there is one and that was for long."""
+    if took_ns > HELD_NS and _get_running_loop() is not None:
+        logger.warning(
+            "%s held the event loop for %.0f ms in one go: nothing else ran there, and batch_timeout cannot "
+            "end such a run. Let a plain function run in a thread (run_on='thread'); in a coroutine "
+            "function, await asyncio.to_thread(...) for what blocks",
+            name,
+            took_ns / 1e6,
+        )
 
 
 def raise_on_loop(error: BaseException) -> None:

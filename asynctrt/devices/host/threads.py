@@ -43,7 +43,8 @@ class Served(Protocol):
 
 
 class ReadyQueue:
-    """What is ready to be served by several threads. Of those that are idle, the last to become so is woken.
+    """What is ready to be served by several threads, by any or by a certain one, which is known by the lock
+    that it sleeps on. Of those that are idle, the last to become so is woken.
 
     Its core is warm, and so is what libraries keep for each thread. ``queue.SimpleQueue`` wakes the first:
     with four threads, each call of a lone caller was served by another one, and took 1.15 times as long if
@@ -52,23 +53,37 @@ class ReadyQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ready: deque[Served | None] = deque()
+        self._ready: deque[tuple[Served | None, threading.Lock | None]] = deque()
         # Of each thread that sleeps, what wakes it when it is released.
         self._asleep: list[threading.Lock] = []
 
-    def put(self, served: Served | None) -> None:
-        """Add something, and wake a thread for it."""
+    def put(self, served: Served | None, home: "threading.Lock | None" = None) -> None:
+        """Add something, and wake a thread for it.
+
+        :param home: the only thread that may take it.
+        """
         with self._lock:
-            while self._asleep:
-                sleep = self._asleep[-1]
+            while self._asleep if home is None else home in self._asleep:
+                sleep = home or self._asleep[-1]
                 is_woken = sleep.locked()
                 if is_woken:
                     sleep.release()
                 # Not before: one that Ctrl-C came in between would sleep for good.
-                self._asleep.pop()
+                if home is None:
+                    self._asleep.pop()
+                else:
+                    self._asleep.remove(home)
                 if is_woken:
                     break
-            self._ready.append(served)
+            self._ready.append((served, home))
+
+    def free(self, home: "threading.Lock") -> None:
+        """Let any thread take what was for this one, which takes nothing any more."""
+        with self._lock:
+            left = [served for served, its_home in self._ready if its_home is home]
+            self._ready = deque(entry for entry in self._ready if entry[1] is not home)
+        for served in left:
+            self.put(served)
 
     def get(self, sleep: threading.Lock) -> Served | None:
         """Wait for something, in a thread.
@@ -77,8 +92,10 @@ class ReadyQueue:
         """
         while True:
             with self._lock:
-                if self._ready:
-                    return self._ready.popleft()
+                for index, (served, home) in enumerate(self._ready):
+                    if home is None or home is sleep:
+                        del self._ready[index]
+                        return served
                 self._asleep.append(sleep)
             sleep.acquire()
 
@@ -91,6 +108,9 @@ class _Worker:
         self._ready = threads.ready
         self.serves: Served | None = None
         self.is_replaced = False
+        self.sleep = threading.Lock()
+        """What it sleeps on, which it holds."""
+        self.sleep.acquire()
         self._cpu_ns: Callable[[], int] | None = None
         self._seen: tuple[int, int] | None = None
         # A daemon: a model that hangs must not keep the interpreter from exiting.
@@ -115,10 +135,8 @@ class _Worker:
     def _serve(self) -> None:
         self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
         atexit.register(self._let_end)
-        sleep = threading.Lock()
-        sleep.acquire()
         try:
-            while (served := self._ready.get(sleep)) is not None:
+            while (served := self._ready.get(self.sleep)) is not None:
                 self._seen = None
                 self.serves = served
                 served.serve()
@@ -152,6 +170,8 @@ class StreamThreads:
         self._workers: list[_Worker] = []
         # Streams that were scheduled and not served yet: each could keep a thread busy.
         self._tickets = 0
+        # The streams that one thread serves, and which, once that is chosen.
+        self._homes: dict[Served, _Worker | None] = {}
         self.ready = ReadyQueue()
         self.paces = Paces(HAND_OVER_NS, LABELS_MAX)
         """What work took, on any of the streams: a model has one for each context, and many sizes of batches,
@@ -205,12 +225,27 @@ class StreamThreads:
             worker.thread.join(max(until_ns - clock.now_ns(), 0) / 1e9)
         return not any(worker.thread.is_alive() for worker in workers)
 
+    def settle(self, stream: Served) -> None:
+        """Let one thread serve this stream from now on, until it hangs there."""
+        with self._lock:
+            self._homes[stream] = None
+
+    def unsettle(self, stream: Served) -> None:
+        """Forget that it keeps to one."""
+        if self.pid == os.getpid():  # The lock may be the parent's.
+            with self._lock:
+                self._homes.pop(stream, None)
+
     def schedule(self, stream: Served) -> None:
         """Let a thread serve this stream, which has work."""
         with self._lock:
             self._tickets += 1
+            is_settled = stream in self._homes
             try:
-                self._start_worker()
+                if not is_settled:
+                    self._start_worker(self._tickets)
+                elif self._homes[stream] is None:
+                    self._start_worker(len(self._taken()) + 1)
             except RuntimeError:
                 # The system refuses another thread (ulimit -u). Those that there are will do.
                 if not self._workers:
@@ -219,7 +254,7 @@ class StreamThreads:
             except BaseException:
                 self._tickets -= 1
                 raise
-            self.ready.put(stream)
+            self.ready.put(stream, self._home_of(stream) if is_settled else None)
 
     def replace(self, stream: Served) -> None:
         """Let another thread stand in for the one that serves this stream, which hangs, if one does."""
@@ -230,7 +265,11 @@ class StreamThreads:
                     self._workers.remove(worker)
                     self._tickets -= 1
                     with suppress(RuntimeError):  # It is tried again with the next one that is scheduled.
-                        self._start_worker()
+                        self._start_worker(self._tickets)
+                    for settled, home in self._homes.items():
+                        if home is worker:
+                            self._homes[settled] = None
+                    self.ready.free(worker.sleep)
                     return
 
     def has_served(self, worker: _Worker) -> bool:
@@ -277,7 +316,19 @@ class StreamThreads:
         now_ns = self._now_ns()
         return any(worker.has_computed(lent_ns, now_ns) for worker in self._workers)
 
-    def _start_worker(self) -> None:
-        """Start a thread if there is work for one more, and room."""
-        if len(self._workers) < min(self._tickets, self._threads_max):
+    def _start_worker(self, wanted: int) -> None:
+        """Start a thread if there are fewer than wanted, and room."""
+        if len(self._workers) < min(wanted, self._threads_max):
             self._workers.append(_Worker(self, f"{self._name}-{len(self._workers)}"))
+
+    def _taken(self) -> set[_Worker]:
+        """Return the threads that some streams keep to."""
+        return {home for home in self._homes.values() if home is not None}
+
+    def _home_of(self, stream: Served) -> "threading.Lock":
+        """Return what the thread that this stream keeps to sleeps on; choose the one that fewest keep to."""
+        home = self._homes[stream]
+        if home is None:
+            kept = list(self._homes.values())
+            home = self._homes[stream] = min(self._workers, key=kept.count)
+        return home.sleep

@@ -297,7 +297,7 @@ class HostExecutor:
         if not captured:
             self.arenas.queue(enqueued)
         label = (enqueued.spec.name, enqueued.shapes[0][:1])
-        stream.launch(batch.begin, label=(*label, "begin"))
+        stream.launch(batch.begin, label=(*label, "begin"), run_on="auto")
         if others:
             begun = self._device.create_event()
             stream.record(begun)
@@ -305,15 +305,15 @@ class HostExecutor:
             if other is not stream:
                 other.wait(begun)
             for number in range(1, enqueued.spec.steps + 1):
-                other.launch(partial(batch.step, number, lane), label=(*label, number))
+                other.launch(partial(batch.step, number, lane), label=(*label, number), run_on="auto")
             if other is not stream:
                 ended = self._device.create_event()
                 other.record(ended)
                 stream.wait(ended)
         if enqueued.spec.data_dependent:
-            stream.launch(batch.count, label=(*label, "count"))
+            stream.launch(batch.count, label=(*label, "count"), run_on="auto")
         else:
-            stream.launch(batch.finish, label=(*label, "finish"))
+            stream.launch(batch.finish, label=(*label, "finish"), run_on="auto")
         return ticket
 
     def memory_problem(self, address: int, nbytes: int) -> str | None:
@@ -325,7 +325,7 @@ class HostExecutor:
     def mark(self, context: int, text: str, handle: int) -> Ticket:
         stream = self._device.stream_of(handle)
         ticket = HostTicket(text, handle, is_done=stream.is_capturing)
-        stream.launch(ticket.end, label="mark")
+        stream.launch(ticket.end, label="mark", run_on="auto")
         return ticket
 
     def wait(self, enqueued: EnqueuedBatch, ticket: Ticket) -> None:
@@ -346,7 +346,7 @@ class HostExecutor:
         batch = self._batches.pop(enqueued.number)
         batch.packed_at = enqueued.outputs[-1]
         label = (enqueued.spec.name, enqueued.shapes[0][:1], "finish")
-        self._device.stream_of(handle).launch(batch.finish, label=label)
+        self._device.stream_of(handle).launch(batch.finish, label=label, run_on="auto")
 
     def record(self, event: int, handle: int) -> None:
         raise self.monitor.found(f"{event} is not the handle of an event: host events have no handles")

@@ -58,11 +58,11 @@ def test_two_batches_that_execute_in_one_arena_at_once():
     # The third launch of the first batch waits: it has entered the arena, and has its first state there.
     launch, launched = first.launch, []
 
-    def launch_slowly(work, *, label):
+    def launch_slowly(work, *, label, **kw):
         launched.append(label)
         if len(launched) == 3:
             launch(gate, label="gate")
-        launch(work, label=label)
+        launch(work, label=label, **kw)
 
     first.launch = launch_slowly
     assert one.context.execute_async_v3(first.handle)
@@ -143,12 +143,12 @@ def test_a_write_into_enqueue_memory_that_is_in_use(at):
     bench, (user, _), (stream, _) = two_users(device)
     launch, launched = stream.launch, []
 
-    def launch_and_scribble(work, *, label):
+    def launch_and_scribble(work, *, label, **kw):
         launched.append(label)
         if len(launched) == 4:
             offset = at % user.arena.nbytes
             launch(lambda: user.arena.array(np.dtype("u1"), (256,), offset).fill(7), label="scribble")
-        launch(work, label=label)
+        launch(work, label=label, **kw)
 
     stream.launch = launch_and_scribble
     assert user.context.execute_async_v3(stream.handle)
