@@ -61,9 +61,10 @@ class Capacity:
         )
         if options.deterministic:
             contexts = 1
+        asked, contexts = contexts, min(contexts, getattr(model, "contexts_max", None) or contexts)
         arenas = min(options.arenas or contexts, contexts)
         if shared is not None:
-            arenas = cls._shared(device, options, shared, contexts)
+            arenas = cls._shared(device, options, shared, asked)
         if not model.enqueue_nbytes:
             arenas = 0
         in_flight_max = min(options.max_in_flight or contexts, contexts)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from asynctrt import clock
 from asynctrt.backends.base import TensorMemory
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, attach_cache, create_config
@@ -69,6 +70,7 @@ class Loaded:
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
+    abilities: Abilities
     plan: bytes | None = None
     """The whole plan, if its weights can be taken off the device and loaded again."""
     cache: KernelCache | None = None

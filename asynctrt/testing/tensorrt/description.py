@@ -1,5 +1,6 @@
 """The part of the double's ``ICudaEngine`` that describes tensors, profiles and sizes."""
 
+import threading
 import weakref
 from collections.abc import Mapping
 
@@ -15,8 +16,9 @@ from asynctrt.testing.tensorrt.names import (
     ProfilingVerbosity,
     TensorIOMode,
     TensorLocation,
+    version_of,
 )
-from asynctrt.testing.tensorrt.spec import PlanContent, TensorIO
+from asynctrt.testing.tensorrt.spec import MAY_SHARE_PROFILES, RTX_TAG, PlanContent, TensorIO, tag_of
 
 
 class EngineDescription(Reporter):
@@ -37,6 +39,10 @@ class EngineDescription(Reporter):
         }
         self._inputs = frozenset(io.name for io in plan.spec.inputs)
         self._budget = plan.spec.streamable_weights_nbytes
+        self._version = version_of(plan.version)
+        self._is_rtx = tag_of(core.library.flavour) == RTX_TAG
+        self._lock = threading.Lock()
+        self._owners: dict[int, weakref.ref[Reporter]] = {}
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -185,6 +191,18 @@ class EngineDescription(Reporter):
         if tensor is None:
             self._report_usage(where, f"condition: a tensor's name. Given invalid tensor name: {name}")
         return tensor
+
+    def _give_profile(self, index: int, context: Reporter) -> bool:
+        """Note that a context has a profile, and no other; ``False`` if another context has it."""
+        if self._is_rtx or (self._spec.shares_profiles and self._version >= MAY_SHARE_PROFILES):
+            return True
+        with self._lock:
+            owner = self._owners[index]() if index in self._owners else None
+            if owner is not None and owner is not context:
+                return False
+            self._owners = {at: of for at, of in self._owners.items() if of() is not context}
+            self._owners[index] = weakref.ref(context)
+        return True
 
     def _has_profile(self, index: int, where: str) -> bool:
         if 0 <= index < len(self._spec.profiles):

@@ -1,7 +1,6 @@
 """The double's ``ICudaEngine``."""
 
 import ctypes
-import threading
 import weakref
 
 import numpy as np
@@ -31,7 +30,6 @@ class ICudaEngine(EngineDescription):
     ) -> None:
         super().__init__(core, recorder, plan, weights)
         self._contexts: weakref.WeakSet[IExecutionContext] = weakref.WeakSet()
-        self._lock = threading.Lock()
         # What was stripped is zero, and so are the answers.
         stripped = plan.spec.stripped_weights_nbytes > 0
         self._coefficients = np.zeros_like(plan.spec.coefficients) if stripped else plan.spec.coefficients
