@@ -457,8 +457,9 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
             if arenas.by_shapes and not (isinstance(model, ReservingModel) and model.reserves_arenas):
                 raise OptionsError(
-                    f"arenas can be sized by shapes for TensorRT plans, and {model.name!r} is none: it does "
-                    "not say what a batch of a shape needs. Leave arena_size out"
+                    "arenas can be sized by shapes for plans of TensorRT 10.1 and later, and "
+                    f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave "
+                    "arena_size out"
                 )
         shapes = Shapes(
             rows_max=capacity.rows_max,

@@ -343,7 +343,11 @@ class TensorRTContext:
             if profile.enqueue_nbytes:
                 raise InternalError(f"{self!r} was given no arena, but needs {profile.enqueue_nbytes} bytes")
             return
-        memory = arena.address, arena.nbytes
+        memory, abilities = (arena.address, arena.nbytes), self._loaded.abilities
+        if arena.nbytes < profile.enqueue_nbytes and not abilities.sizes_memory:
+            raise InternalError(
+                f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {profile.enqueue_nbytes}"
+            )
         if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != self._memory):
             # Not enough for every batch of the profile, so TensorRT computes what this one needs.
             before = self._recorder.num_errors()
@@ -363,7 +367,7 @@ class TensorRTContext:
         if memory != self._memory:
             # It returns nothing: what it refuses it reports, and goes on in the memory that it had.
             before = self._recorder.num_errors()
-            self._trt.set_device_memory(*memory)
+            abilities.set_memory(self._trt, *memory)
             if self._recorder.num_errors() > before:
                 raise self._failed(f"set_device_memory({memory[0]:#x}, {memory[1]})")
             self._memory = memory
@@ -447,11 +451,13 @@ def create_trt_context(loaded: Loaded) -> Any:
     if loaded.engine is None:
         raise UsageError("the model is closed. Open the plan again")
     loaded.device.activate()
-    strategy = loaded.flavour.module.ExecutionContextAllocationStrategy.USER_MANAGED
-    config = create_config(loaded.engine, loaded.flavour, loaded.options, strategy)
-    if config is not None and loaded.cache is not None:
-        attach_cache(config, loaded.cache)
-    trt = loaded.engine.create_execution_context(strategy if config is None else config)
+    config = create_config(loaded.engine, loaded.flavour, loaded.options)
+    if config is None:
+        trt = loaded.abilities.create_context(loaded.engine, loaded.flavour.module)
+    else:
+        if loaded.cache is not None:
+            attach_cache(config, loaded.cache)
+        trt = loaded.engine.create_execution_context(config)
     if trt is None:
         raise loaded.failed("creating an execution context", loaded.recorder.take())
     if config is not None:

@@ -7,10 +7,11 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.base import ExecutionContext
-from asynctrt.backends.tensorrt.abilities import Abilities
+from asynctrt.backends.tensorrt.abilities import Abilities, check_lean_runtime
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.details import EngineDetails, read_details
 from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature
@@ -117,6 +118,7 @@ class TensorRTModel:
             found_out = _examine(self.name, self._loaded, _names_of_dims(read))
             self.signature = found_out.signature
             self._shares_profiles = found_out.shares_profiles
+            self._sizes_memory = self._loaded.abilities.sizes_memory
             self._is_capturable = (
                 found_out.is_capturable and self._shares_profiles and not self._loaded.is_streaming
             )
@@ -162,8 +164,8 @@ class TensorRTModel:
 
     @property
     def reserves_arenas(self) -> bool:
-        """True: TensorRT says what a batch needs (``update_device_memory_size_for_shapes``)."""
-        return True
+        """Whether TensorRT says what a batch needs (``update_device_memory_size_for_shapes``)."""
+        return self._sizes_memory
 
     @property
     def weights_nbytes(self) -> int:
@@ -336,7 +338,12 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     runtimes: tuple[Any, ...] = (_create_runtime(flavour, device, log),)
     register_plugins(flavour, options.plugins, log)
     _configure_runtime(runtimes[0], recorder, allocator, options)
+    refused = Refused(plan, flavour, device, TensorRTErrors(()), (), runtimes[0])
+    error = refused.before_loading(has_lean_runtime=options.lean_runtime is not None)
+    if error is not None:
+        raise error
     if options.lean_runtime is not None:
+        check_lean_runtime(flavour, Path(options.lean_runtime))
         lean = runtimes[0].load_runtime(os.fspath(options.lean_runtime))
         if lean is None:
             raise ModelError(
@@ -350,10 +357,6 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     if options.suspendable:
         # The one way to have weights that can be unloaded: to load them after the engine.
         runtimes[-1].defer_weights_loading = True
-    refused = Refused(plan, flavour, device, TensorRTErrors(()), (), runtimes[-1])
-    error = refused.before_loading(has_lean_runtime=options.lean_runtime is not None)
-    if error is not None:
-        raise error
     engine = runtimes[-1].deserialize_cuda_engine(plan.content)
     errors = recorder.take()
     if engine is None:
@@ -492,7 +495,7 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
 
     This creates contexts that run nothing, so an engine that cannot have contexts is refused here.
     """
-    signature = read_signature(name, loaded.flavour.module, loaded.engine, names_of_dims)
+    signature = read_signature(name, loaded.flavour.module, loaded.engine, loaded.abilities, names_of_dims)
     probe = OutputProbe(signature)
     context = create_trt_context(loaded)
     recorder = make_recorder(loaded.flavour.module)
@@ -558,10 +561,9 @@ def _shares_profiles(loaded: Loaded, context: Any, stream: Stream) -> bool:
 def _weights_nbytes(loaded: Loaded) -> int:
     engine = loaded.engine
     total = engine_stat(loaded.flavour.module, engine, "TOTAL_WEIGHTS_SIZE")
-    if total is None:
+    if total is None or total < 0:
         # What it holds before it has a context is its weights.
         return loaded.memory.statistics().held_nbytes
-    total = max(0, total)
     streamable = int(engine.streamable_weights_size)
     return (
         max(0, total - max(0, streamable - int(engine.weight_streaming_budget_v2))) if streamable else total

@@ -395,7 +395,7 @@ class IExecutionContext(Reporter):
             )
             return False
         if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
-            block = self._core.allocate(self._engine.get_device_memory_size_for_profile_v2(profile_index))
+            block = self._core.allocate(self._engine._memory_nbytes(profile_index))
             if block is None:
                 self._engine._give_profile(self._profile, self)
                 self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", "no enqueue memory")
@@ -470,6 +470,8 @@ class IExecutionContext(Reporter):
         """
         memory, size = int(memory), int(size)
         where = "IExecutionContext::setDeviceMemoryV2"
+        if not self._engine._has_sizes(where):
+            return
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
             raise self._violation(
                 f"set_device_memory on a context that was created with {self._strategy.name}"
@@ -488,17 +490,32 @@ class IExecutionContext(Reporter):
                 f"Provided {size}, but expected at least {least}.",
             )
             return
+        self._take_memory(memory, size)
+
+    def _take_memory(self, memory: int, size: int) -> None:
         if self._arena != (memory, size):
             self._is_changed = True
             self._modified()
         self._arena = (memory, size)
         self._enqueued = None
 
+    @exclusive
     def _set_v1_memory(self, memory: int) -> None:
-        raise self._violation("device_memory has no size, so it cannot be checked: use set_device_memory")
+        if self._engine._sizes_memory:
+            raise self._violation("device_memory has no size, so it cannot be checked: use set_device_memory")
+        if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
+            text = "Context not created with user managed device memory, cannot set buffer"
+            self._report_usage("IExecutionContext::setDeviceMemory", text)
+            return
+        memory = int(memory)
+        if memory <= 0 or memory % ALIGNMENT:
+            raise self._violation(f"device_memory {memory:#x} is not aligned to {ALIGNMENT} bytes")
+        self._take_memory(memory, self._engine._memory_nbytes())
 
     device_memory = property(
-        None, _set_v1_memory, doc="The older way to set enqueue memory, which is a violation."
+        None,
+        _set_v1_memory,
+        doc="The older way to set enqueue memory, for engines of versions before 10.1; else a violation.",
     )
 
     @exclusive
@@ -508,6 +525,8 @@ class IExecutionContext(Reporter):
         They may be none. 0 is returned after an error, too, which is reported.
         """
         where = "IExecutionContext::updateDeviceMemorySizeForShapes"
+        if not self._engine._has_sizes(where):
+            return 0
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
             self._report_usage(
                 where,
@@ -529,10 +548,10 @@ class IExecutionContext(Reporter):
         return self._arena_needed()
 
     def _arena_needed(self) -> int:
-        if self._profile < 0:
-            return self._engine.device_memory_size_v2
+        if self._profile < 0 or not self._engine._sizes_memory:
+            return self._engine._memory_nbytes()
         if not self._sized_for_shapes:
-            return self._engine.get_device_memory_size_for_profile_v2(self._profile)
+            return self._engine._memory_nbytes(self._profile)
         return self._spec.enqueue_nbytes(self._shapes) + self._engine.weight_streaming_scratch_memory_size
 
     # Streams and events
