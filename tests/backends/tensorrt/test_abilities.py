@@ -184,7 +184,8 @@ async def test_contexts_of_an_older_engine_share_arenas(old, caplog, arenas):
     async with asynctrt.open(made.model, device=made.device, contexts=4, arenas=arenas) as engine:
         await check(engine, spec)
         assert engine.statistics().arenas == arenas
-        assert made.model.memory_statistics().held_nbytes - before == 4 * 512, "nothing private"
+        # One or two of TensorRT's contexts in each, for as many profiles, and nothing private.
+        assert 4 * 512 <= made.model.memory_statistics().held_nbytes - before <= 8 * 512
         assert made.device.memory().held_nbytes - held >= arenas * largest
     assert "only supported from" not in caplog.text
 
