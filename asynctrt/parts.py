@@ -61,9 +61,10 @@ class Capacity:
         )
         if options.deterministic:
             contexts = 1
+        asked, contexts = contexts, min(contexts, getattr(model, "contexts_max", None) or contexts)
         arenas = min(options.arenas or contexts, contexts)
         if shared is not None:
-            arenas = cls._shared(device, options, shared, contexts)
+            arenas = cls._shared(device, options, shared, asked)
         if not model.enqueue_nbytes:
             arenas = 0
         in_flight_max = min(options.max_in_flight or contexts, contexts)
@@ -457,8 +458,9 @@ def _make(model: Model, device: Device, options: Options, shared: Arenas | None)
             arenas = shared or Arenas(device, capacity.arenas, by_shapes=by_shapes)
             if arenas.by_shapes and not (isinstance(model, ReservingModel) and model.reserves_arenas):
                 raise OptionsError(
-                    f"arenas can be sized by shapes for TensorRT plans, and {model.name!r} is none: it does "
-                    "not say what a batch of a shape needs. Leave arena_size out"
+                    "arenas can be sized by shapes for plans of TensorRT 10.1 and later, and "
+                    f"{model.name!r} is none: it does not say what a batch of a shape needs. Leave "
+                    "arena_size out"
                 )
         shapes = Shapes(
             rows_max=capacity.rows_max,

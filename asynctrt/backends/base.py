@@ -313,3 +313,5 @@ class ModelBase:
     """Whether it brings the memory of all outputs, so that none is bound."""
     dims_are_hints: bool = False
     """Whether inputs may disagree on the size of a dimension that they both name."""
+    contexts_max: int | None = None
+    """The most contexts that it can have at once; ``None`` for no limit."""

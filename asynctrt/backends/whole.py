@@ -48,6 +48,7 @@ class WholeModel(ModelBase):
         self.is_pure = getattr(model, "is_pure", False)
         # Only of a fixed shape is it known beforehand what to capture.
         self.is_capturable = model.is_capturable and model.rows_fixed is not None
+        self.contexts_max = getattr(model, "contexts_max", None)
         self.reserves_arenas = getattr(model, "reserves_arenas", False)
 
     def __repr__(self) -> str:

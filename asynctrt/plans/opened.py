@@ -193,6 +193,7 @@ def _tensors(specs: Sequence[TensorSpec]) -> tuple[OpenedTensor, ...]:
 
 
 def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) -> Memory:
+    contexts = min(contexts, model.contexts_max or contexts)
     before = model.memory_statistics().held_nbytes
     context = model.create_context(device)
     try:
@@ -200,7 +201,12 @@ def _memory(model: TensorRTModel, device: Device, contexts: int, arenas: int) ->
     finally:
         context.close()
     return Memory(
-        contexts, arenas, model.weights_nbytes, kept, model.enqueue_nbytes, slab_nbytes=_slab(model)
+        contexts,
+        min(arenas, contexts),
+        model.weights_nbytes,
+        kept,
+        model.enqueue_nbytes,
+        slab_nbytes=_slab(model),
     )
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since
 from asynctrt.backends.tensorrt.flavours import EXTRAS
 from asynctrt.backends.tensorrt.manifest import Manifest, find_manifest
 from asynctrt.backends.tensorrt.plan import (
@@ -20,9 +21,6 @@ from asynctrt.backends.tensorrt.plan import (
 )
 from asynctrt.plans.digest import digest_of_file, opened
 from asynctrt.tensorrt_options import FLAVOURS
-
-VERSION_COMPATIBLE_SINCE: Final = (8, 6)
-"""The first version whose plans can be run by later ones, if they were built so."""
 
 SUFFIXES: Final = ("", "-cu11", "-cu12", "-cu13")
 """What the names of packages end in: nothing, or the CUDA version that they are built for."""
@@ -139,8 +137,11 @@ def _judge(header: PlanHeader, name: str, here: str | None) -> Runner:
         return Runner(name, here, "no", "it runs plans of its own version alone. Rebuild the plan")
     if header.version > numbers:
         return Runner(name, here, "no", "the plan was built by a later version. Update, or rebuild it")
-    if header.version[:2] < VERSION_COMPATIBLE_SINCE:
+    if header.version[:2] < COMPATIBLE_SINCE:
         return Runner(name, here, "no", "plans of versions before 8.6 run nowhere else. Rebuild it")
+    if header.version < compatible_since(numbers):
+        last = "the last version that runs plans of TensorRT 8 is TensorRT 10. Install that, or rebuild it"
+        return Runner(name, here, "no", last)
     return Runner(
         name, here, "maybe", "only if it was built version-compatible, and with allow_host_code=True"
     )

@@ -20,6 +20,9 @@ class ContextAllocator:
         self._free = [list(reversed(range(group, contexts, groups))) for group in range(groups)]
         self._users = [0] * arenas if arena_users is None else arena_users
         self._profiles: dict[int, Hashable] = {}
+        # When each was last acquired with a profile, as the number of that.
+        self._used: dict[int, int] = {}
+        self._acquired = 0
         # The context for the next batch, and the profile that this one is expected to have.
         self._kept: tuple[int, Hashable] | None = None
         self.free = contexts
@@ -58,6 +61,8 @@ class ContextAllocator:
             free.remove(context)
         if profile is not None:
             self._profiles[context] = profile
+            self._acquired += 1
+            self._used[context] = self._acquired
         self.free -= 1
         return context, arena
 
@@ -99,15 +104,21 @@ class ContextAllocator:
         self.quarantined.update(range(arena, self._contexts, self._arenas))
 
     def _arena_for(self, profile: Hashable) -> int:
-        """Return the least used arena with a free context; of equals, one whose contexts had this profile."""
+        """Return the least used arena with a free context.
+
+        Of equals, return one with a context that had this profile, else with one that had none yet, else the
+        one whose contexts were used least recently.
+        """
         users, free = self._users, self._free
         least = min(users[arena] for arena, contexts in enumerate(free) if contexts)
         arenas = [arena for arena, contexts in enumerate(free) if contexts and users[arena] == least]
-        if profile is not None:
+        if profile is None or len(arenas) == 1:
+            return arenas[0]
+        for wanted in (profile, None):
             for arena in arenas:
-                if any(self._profiles.get(context) == profile for context in free[arena]):
+                if any(self._profiles.get(context) == wanted for context in free[arena]):
                     return arena
-        return arenas[0]
+        return min(arenas, key=lambda arena: max(self._used.get(context, 0) for context in free[arena]))
 
     def _with_profile(self, free: list[int], profile: Hashable) -> int:
         """Return the free context to run a profile on: one that had it last, or none yet, or any."""
@@ -115,4 +126,5 @@ class ContextAllocator:
             for context in reversed(free):
                 if self._profiles.get(context) == wanted:
                     return context
-        return free[-1]
+        # The one used least recently: what has its profile now is rare.
+        return free[0]

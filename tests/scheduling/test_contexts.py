@@ -1,5 +1,8 @@
 """Contexts and arenas: each held by one batch, or shared as evenly as can be."""
 
+from collections import deque
+from random import Random
+
 import pytest
 
 from asynctrt.scheduling.contexts import ContextAllocator
@@ -195,3 +198,30 @@ def test_no_context_is_kept_that_cannot_be_used():
     assert allocator.keep() == 1
     allocator.quarantine_arena(1)
     assert allocator.keep() is None
+
+
+@pytest.mark.parametrize("arenas", [0, 1, 2, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_contexts_come_to_keep_their_profiles(arenas, seed):
+    """Two batches in flight, of either of two profiles: there are two contexts for each in the end."""
+    allocator = ContextAllocator(contexts=4, arenas=arenas)
+    ran, in_flight, switches = {}, deque(), 0
+    random = Random(seed)
+    for number in range(400):
+        if len(in_flight) == 2:
+            allocator.release(*in_flight.popleft())
+        profile = random.randrange(2)
+        taken = allocator.acquire(profile)
+        in_flight.append(taken)
+        if number >= 100:
+            switches += ran[taken[0]] != profile
+        ran[taken[0]] = profile
+    assert switches == 0
+
+
+def test_a_profile_that_is_new_takes_the_context_used_least_recently():
+    allocator = ContextAllocator(contexts=2, arenas=2)
+    for profile in (0, 1):
+        allocator.release(*allocator.acquire(profile))
+    allocator.release(*allocator.acquire(0))
+    assert allocator.acquire(2) == (1, 1)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from asynctrt import clock
 from asynctrt.backends.base import TensorMemory
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, attach_cache, create_config
@@ -69,6 +70,7 @@ class Loaded:
     runtimes: tuple[Any, ...]
     """The library's runtime, followed by the lean runtime if it loaded one."""
     engine: Any
+    abilities: Abilities
     plan: bytes | None = None
     """The whole plan, if its weights can be taken off the device and loaded again."""
     cache: KernelCache | None = None
@@ -112,8 +114,31 @@ class Loaded:
         self.allocator = self.temporary_allocator = None
 
 
+@dataclass(slots=True)
+class _State:
+    """One of TensorRT's own contexts, and what it was given last.
+
+    That is ``None`` if there is none, or it is unknown after an error.
+    """
+
+    trt: Any
+    profile: int | None = None
+    binding: "TensorRTBinding | None" = None
+    shapes: tuple[tuple[Dims, ...], int] | None = None
+    memory: tuple[int, int] | None = None
+    is_warm: bool = False
+
+    def forget(self) -> None:
+        """Forget what it was given, after an error."""
+        self.profile = self.binding = self.shapes = self.memory = None
+        self.is_warm = False
+
+
 class TensorRTContext:
     """A context of one engine. It has no enqueue memory of its own; each batch brings an arena.
+
+    To switch the profile of one of TensorRT's contexts can take longer than a batch, so this has one for each
+    profile that its batches have, as long as there is room. Only one of them runs at a time.
 
     :param loaded: the engine, which this keeps alive with everything that it needs.
     :param signature: the engine's inputs, outputs and profiles.
@@ -130,14 +155,7 @@ class TensorRTContext:
         self._on_close: Callable[[], None] | None = on_close
         self._guard = threading.Lock()
         self._streams: list[Stream] = []
-        self._trt: Any = create_trt_context(loaded)
         self._recorder = make_recorder(loaded.flavour.module)
-        # The state that TensorRT was given last; None if there is none, or it is unknown after an error.
-        self._binding: TensorRTBinding | None = None
-        self._profile: int | None = None
-        self._shapes: tuple[tuple[Dims, ...], int] | None = None
-        self._memory: tuple[int, int] | None = None
-        self._is_warm = False
         self._in_place = True
         by_name = {spec.name: spec for spec in signature.outputs}
         self.unbound = {
@@ -146,26 +164,38 @@ class TensorRTContext:
         self._output_allocator = (
             make_output_allocator(loaded.flavour.module, self.unbound) if self.unbound else None
         )
-        keep_alive(
-            self._trt, self._recorder, self._output_allocator, loaded.temporary_allocator, loaded.engine
-        )
-        self._trt.error_recorder = self._recorder
+        held, room = loaded.memory.statistics().held_nbytes, loaded.device.memory().room_nbytes
+        self._now: _State | None = _State(self._create())
+        taken = room - loaded.device.memory().room_nbytes
+        self._kept_nbytes = max(loaded.memory.statistics().held_nbytes - held, taken, 0)
+        # By the profile that each was given last, also if an error came after that.
+        self._by_profile: dict[int, _State] = {}
         try:
-            self._configure()
+            self._configure(self._trt)
+            if loaded.options.aux_streams == "ours":
+                for _ in range(int(loaded.engine.num_aux_streams)):
+                    self._streams.append(device.create_stream())
         except BaseException:
             self._on_close = None  # The caller never had this context.
             self.close()
             raise
 
     def __repr__(self) -> str:
-        if self._trt is None:
+        now = self._now
+        if now is None:
             return f"<TensorRTContext {self._signature.model} closed>"
-        return f"<TensorRTContext {self._signature.model} profile={self._profile} shapes={self._shapes}>"
+        return f"<TensorRTContext {self._signature.model} profile={now.profile} shapes={now.shapes}>"
+
+    @property
+    def _trt(self) -> Any:
+        """TensorRT's own context, for the profile of the latest batch."""
+        assert self._now is not None, "a closed context runs nothing"
+        return self._now.trt
 
     def bind(
         self, inputs: tuple[TensorMemory, ...], outputs: tuple[TensorMemory | None, ...]
     ) -> "TensorRTBinding":
-        assert self._trt is not None, "a closed context cannot be bound"
+        assert self._now is not None, "a closed context cannot be bound"
         for spec, memory in zip(self._signature.outputs, outputs, strict=True):
             assert (memory is None) == (spec.name in self.unbound), (
                 f"memory is bound for {spec} exactly if its shape is known"
@@ -173,11 +203,11 @@ class TensorRTContext:
         return TensorRTBinding(self, self._signature, inputs, outputs)
 
     def close(self) -> None:
-        if self._trt is None:
+        if self._now is None:
             return
         self._loaded.activate_to_close()
-        self._binding = None
-        self._trt = None
+        self._now = None
+        self._by_profile.clear()
         on_close, self._on_close = self._on_close, None
         with ExitStack() as rest:
             # All of it is done, whatever some of it raises.
@@ -223,7 +253,8 @@ class TensorRTContext:
             self._call("execute_async_v3", stream.handle)
             for output in binding.unbound:
                 output.collect(rows, stream)
-            self._is_warm = self._is_warm or not stream.is_capturing
+            assert self._now is not None
+            self._now.is_warm = self._now.is_warm or not stream.is_capturing
             self._loaded.paces[is_change].observe(clock.now_ns() - begun_ns, in_place=in_place)
             done = True
         finally:
@@ -244,16 +275,27 @@ class TensorRTContext:
             blocks = True
         else:
             chosen = binding.profile_for(rows, profile)
-            blocks = not self._loaded.paces[self._is_change(binding, chosen, rows)].is_short
+            # A context for another profile is created first.
+            is_new = bool(self._by_profile) and chosen.index not in self._by_profile
+            blocks = is_new or not self._loaded.paces[self._is_change(binding, chosen, rows)].is_short
         self._in_place = not blocks
         return blocks
 
     def _is_change(self, binding: "TensorRTBinding", profile: Profile, rows: int) -> bool:
-        return profile.index != self._profile or (binding.dims, rows) != self._shapes
+        state = self._by_profile.get(profile.index)
+        return state is None or state.profile != profile.index or (binding.dims, rows) != state.shapes
 
-    def _configure(self) -> None:
-        """Set what is set only once, when the context is created."""
-        loaded, options, trt = self._loaded, self._loaded.options, self._trt
+    def _create(self) -> Any:
+        """Create one of TensorRT's contexts, which is to be configured."""
+        loaded = self._loaded
+        trt = create_trt_context(loaded)
+        keep_alive(trt, self._recorder, self._output_allocator, loaded.temporary_allocator, loaded.engine)
+        trt.error_recorder = self._recorder
+        return trt
+
+    def _configure(self, trt: Any) -> None:
+        """Set what is set only once, when a context is created."""
+        loaded, options = self._loaded, self._loaded.options
         trt.name = self._signature.model
         if loaded.temporary_allocator is not None:
             trt.temporary_allocator = loaded.temporary_allocator
@@ -261,9 +303,6 @@ class TensorRTContext:
             trt.persistent_cache_limit = options.persistent_cache_limit
         if options.nvtx is not None:
             trt.nvtx_verbosity = getattr(loaded.flavour.module.ProfilingVerbosity, NVTX[options.nvtx])
-        if options.aux_streams == "ours":
-            for _ in range(int(loaded.engine.num_aux_streams)):
-                self._streams.append(self._device.create_stream())
         errors = self._recorder.take()
         if errors:
             raise loaded.failed(f"configuring a context of {self._signature.model!r}", errors)
@@ -278,32 +317,57 @@ class TensorRTContext:
         *,
         is_other_shape: bool,
     ) -> None:
-        """Set whatever has changed since the batch before."""
+        """Set whatever has changed since the batch of the profile before."""
         if stream.is_capturing and binding.unbound:
             raise InternalError(
                 f"{self!r} cannot be captured: a graph does not report the shape of "
                 f"{binding.unbound[0].name!r}"
             )
-        if stream.is_capturing and (is_other_shape or not self._is_warm):
+        state = self._by_profile.get(profile.index)
+        if stream.is_capturing and (is_other_shape or state is None or not state.is_warm):
             raise InternalError(
                 f"{self!r} is being captured with {rows} rows of {binding.dims}, but was not run with them "
                 "before"
             )
-        if profile.index != self._profile:
+        self._now = state = state or self._state_for(profile)
+        if profile.index != state.profile:
             # On the batch's own stream, so that what this copies is in place before the batch runs.
             self._call("set_optimization_profile_async", profile.index, stream.handle)
-            self._profile, self._shapes, self._binding = profile.index, None, None
-        if binding is not self._binding:
+            state.profile, state.shapes, state.binding = profile.index, None, None
+        if binding is not state.binding:
             self._bind(binding)
-            self._binding = binding
+            state.binding = binding
         if is_other_shape:
-            self._is_warm = False
+            state.is_warm = False
             self._set_shapes(binding, rows)
-            self._shapes = binding.dims, rows
-        self._set_arena(profile, arena, stream, is_other_shape=is_other_shape)
+            state.shapes = binding.dims, rows
+        self._set_arena(state, profile, arena, stream, is_other_shape=is_other_shape)
         if self._streams:
             # TensorRT promises to use them only for the next enqueue.
             self._trt.set_aux_streams([aux.handle for aux in self._streams])
+
+    def _state_for(self, profile: Profile) -> _State:
+        """Return the context to give a profile: the first one, a new one or, without room, the oldest."""
+        assert self._now is not None
+        state: _State | None = self._now
+        if self._by_profile:
+            state = self._new_state()
+        if state is None:
+            state = self._by_profile.pop(next(iter(self._by_profile)))
+        self._by_profile[profile.index] = state
+        return state
+
+    def _new_state(self) -> _State | None:
+        """Create one more of TensorRT's contexts; ``None`` if there is no room for it."""
+        if not self._loaded.memory.has_room(self._kept_nbytes):
+            return None
+        try:
+            trt = self._create()
+        except DeviceMemoryError as error:
+            logger.debug("%r switches profiles, as there is no room for another context: %s", self, error)
+            return None
+        self._configure(trt)
+        return _State(trt)
 
     def _bind(self, binding: "TensorRTBinding") -> None:
         for memory in binding.bound:
@@ -334,15 +398,19 @@ class TensorRTContext:
                 )
 
     def _set_arena(
-        self, profile: Profile, arena: Buffer | None, stream: Stream, *, is_other_shape: bool
+        self, state: _State, profile: Profile, arena: Buffer | None, stream: Stream, *, is_other_shape: bool
     ) -> None:
         """Give TensorRT the enqueue memory of this batch, unless it has it already."""
         if arena is None:
             if profile.enqueue_nbytes:
                 raise InternalError(f"{self!r} was given no arena, but needs {profile.enqueue_nbytes} bytes")
             return
-        memory = arena.address, arena.nbytes
-        if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != self._memory):
+        memory, abilities = (arena.address, arena.nbytes), self._loaded.abilities
+        if arena.nbytes < profile.enqueue_nbytes and not abilities.sizes_memory:
+            raise InternalError(
+                f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {profile.enqueue_nbytes}"
+            )
+        if arena.nbytes < profile.enqueue_nbytes and (is_other_shape or memory != state.memory):
             # Not enough for every batch of the profile, so TensorRT computes what this one needs.
             before = self._recorder.num_errors()
             needed = int(self._trt.update_device_memory_size_for_shapes())
@@ -357,14 +425,14 @@ class TensorRTContext:
                 raise InternalError(
                     f"{self!r} was given an arena of {arena.nbytes} bytes, but needs {needed}"
                 )
-            self._memory = None
-        if memory != self._memory:
+            state.memory = None
+        if memory != state.memory:
             # It returns nothing: what it refuses it reports, and goes on in the memory that it had.
             before = self._recorder.num_errors()
-            self._trt.set_device_memory(*memory)
+            abilities.set_memory(self._trt, *memory)
             if self._recorder.num_errors() > before:
                 raise self._failed(f"set_device_memory({memory[0]:#x}, {memory[1]})")
-            self._memory = memory
+            state.memory = memory
 
     def _call(self, name: str, *args: Any) -> None:
         """Make a call that reports failure by returning ``False`` or by raising."""
@@ -380,8 +448,8 @@ class TensorRTContext:
 
     def _forget(self) -> None:
         """Forget what TensorRT was given, after an error, so that the next batch sets everything again."""
-        self._binding = self._profile = self._shapes = self._memory = None
-        self._is_warm = False
+        if self._now is not None:
+            self._now.forget()
         self._recorder.clear()
 
 
@@ -445,11 +513,13 @@ def create_trt_context(loaded: Loaded) -> Any:
     if loaded.engine is None:
         raise UsageError("the model is closed. Open the plan again")
     loaded.device.activate()
-    strategy = loaded.flavour.module.ExecutionContextAllocationStrategy.USER_MANAGED
-    config = create_config(loaded.engine, loaded.flavour, loaded.options, strategy)
-    if config is not None and loaded.cache is not None:
-        attach_cache(config, loaded.cache)
-    trt = loaded.engine.create_execution_context(strategy if config is None else config)
+    config = create_config(loaded.engine, loaded.flavour, loaded.options)
+    if config is None:
+        trt = loaded.abilities.create_context(loaded.engine, loaded.flavour.module)
+    else:
+        if loaded.cache is not None:
+            attach_cache(config, loaded.cache)
+        trt = loaded.engine.create_execution_context(config)
     if trt is None:
         raise loaded.failed("creating an execution context", loaded.recorder.take())
     if config is not None:

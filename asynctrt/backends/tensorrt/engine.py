@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from asynctrt.backends.batch_axis import BatchAxis
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.devices.base import aligned
 from asynctrt.errors import InputError, InternalError, ModelError
 from asynctrt.tensors import Dims, TensorSpec
@@ -201,10 +202,15 @@ class Signature:
 
 
 def read_signature(
-    model: str, module: Any, engine: Any, names_of_dims: Mapping[tuple[str, int], str] | None = None
+    model: str,
+    module: Any,
+    engine: Any,
+    abilities: Abilities,
+    names_of_dims: Mapping[tuple[str, int], str] | None = None,
 ) -> Signature:
     """Return the tensors and profiles of an engine. Dynamic dimensions of outputs are named after themselves.
 
+    :param abilities: what the engine can do under its library.
     :param names_of_dims: what dynamic dimensions of inputs are called, by input and axis; those that are not
         there are named after themselves.
     :raises ModelError: for an engine whose rows cannot be batched, or do not lie in plain memory.
@@ -223,7 +229,7 @@ def read_signature(
     profiles = tuple(
         Profile(
             index,
-            aligned(int(engine.get_device_memory_size_for_profile_v2(index))),
+            aligned(abilities.enqueue_nbytes(engine, index)),
             tuple(_profile_shapes(engine, name, index) for name in inputs),
         )
         for index in range(engine.num_optimization_profiles)

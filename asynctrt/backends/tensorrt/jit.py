@@ -97,10 +97,10 @@ class KernelCache:
             return None
 
 
-def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions, strategy: Any) -> Any | None:
-    """Return a runtime config for one context; ``None`` from a package that does not compile.
+def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions) -> Any | None:
+    """Return a runtime config for one context without enqueue memory; ``None`` from a package that does not
+    compile.
 
-    :param strategy: who provides enqueue memory, a member of ``ExecutionContextAllocationStrategy``.
     :raises ExecutionError: if the config does not take what it is given.
     """
     module = flavour.module
@@ -109,7 +109,7 @@ def create_config(engine: Any, flavour: Flavour, options: TensorRTOptions, strat
     config = engine.create_runtime_config()
     if config is None:
         raise ExecutionError(f"{flavour.title} could not create a runtime config")
-    config.set_execution_context_allocation_strategy(strategy)
+    config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
     # The engine captures batches itself, and a capture cannot contain another.
     _set(config, "cuda_graph_strategy", module.CudaGraphStrategy.DISABLED)
     if options.kernel_specialization is not None:

@@ -97,6 +97,17 @@ class DeviceMemory:
                 self._watermark,
             )
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether TensorRT would be granted ``nbytes`` more now."""
+        with self._lock:
+            if self._budget is not None and self._held + nbytes > self._budget:
+                return False
+        memory = self._device.memory()
+        used = memory.total_nbytes - memory.free_nbytes
+        if self._watermark is not None and used + nbytes > self._watermark:
+            return False
+        return nbytes <= memory.room_nbytes
+
     def take_refusals(self) -> tuple[MemoryRefusal, ...]:
         """Return the refusals since the last call."""
         with self._lock:

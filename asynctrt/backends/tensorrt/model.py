@@ -6,9 +6,12 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.backends.base import ExecutionContext
+from asynctrt.backends.tensorrt.abilities import Abilities, check_lean_runtime
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.details import EngineDetails, read_details
 from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature
@@ -34,12 +37,19 @@ from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refit import refit
 from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.backends.tensorrt.trust import check_trust
-from asynctrt.devices.base import Device
-from asynctrt.errors import DeviceUnavailableError, ModelError, OptionsError, UsageError
+from asynctrt.devices.base import Device, Stream
+from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, OptionsError, UsageError
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims, TensorSpec
 
 INT32_MAX: Final = 2**31 - 1
+
+EXCLUSIVE: Final = "it was built so that an optimization profile belongs to one execution context at a time"
+SHARING: Final = (
+    "build it with TensorRT 8.6 and PreviewFeature.PROFILE_SHARING_0806, or with TensorRT 10 or later, where "
+    "profiles are always shared"
+)
+"""Which plans cannot have several contexts, and which can, for messages."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -105,8 +115,13 @@ class TensorRTModel:
                 _load_weights(self.name, self._loaded)
             self._loaded.cache = _create_cache(self._loaded)
             self._loaded.is_streaming = _stream_weights(self.name, self._loaded)
-            self.signature, is_capturable = _examine(self.name, self._loaded, _names_of_dims(read))
-            self._is_capturable = is_capturable and not self._loaded.is_streaming
+            found_out = _examine(self.name, self._loaded, _names_of_dims(read))
+            self.signature = found_out.signature
+            self._shares_profiles = found_out.shares_profiles
+            self._sizes_memory = self._loaded.abilities.sizes_memory
+            self._is_capturable = (
+                found_out.is_capturable and self._shares_profiles and not self._loaded.is_streaming
+            )
             self._weights_nbytes = _weights_nbytes(self._loaded)
         except BaseException:
             loaded, self._loaded = self._loaded, None
@@ -139,13 +154,18 @@ class TensorRTModel:
         return self.signature.rows_max
 
     @property
+    def contexts_max(self) -> int | None:
+        """One for an engine whose profiles belong to one context at a time, which switches between them."""
+        return None if self._shares_profiles else 1
+
+    @property
     def enqueue_nbytes(self) -> int:
         return self.signature.enqueue_nbytes
 
     @property
     def reserves_arenas(self) -> bool:
-        """True: TensorRT says what a batch needs (``update_device_memory_size_for_shapes``)."""
-        return True
+        """Whether TensorRT says what a batch needs (``update_device_memory_size_for_shapes``)."""
+        return self._sizes_memory
 
     @property
     def weights_nbytes(self) -> int:
@@ -156,7 +176,8 @@ class TensorRTModel:
     def is_capturable(self) -> bool:
         """Whether batches can be captured into CUDA graphs, as far as is known without trying.
 
-        They cannot if TensorRT has to wait for an output's size. Streamed weights are excluded as untested.
+        They cannot if TensorRT has to wait for an output's size, or if no other context, which a graph takes,
+        can have the profile. Streamed weights are excluded as untested.
         """
         return self._is_capturable and not self.signature.unbound
 
@@ -266,9 +287,14 @@ class TensorRTModel:
                 f"{self.name!r} is to run on {device!r}, but the streams that TensorRT makes itself are not "
                 "confined to a part of a GPU. Leave aux_streams='library' out"
             )
-        device.reserve_l2(self.options.persistent_cache_limit or 0)
         with self._lock:
+            if self.contexts_max is not None and self._contexts >= self.contexts_max:
+                raise UsageError(
+                    f"{self!r} has its only context already: {EXCLUSIVE}. Close what uses it, or open the "
+                    f"plan once more; for several contexts, {SHARING}"
+                )
             self._contexts += 1
+        device.reserve_l2(self.options.persistent_cache_limit or 0)
         try:
             return TensorRTContext(loaded, self.signature, device, lambda: self._closed_context(loaded))
         except BaseException:
@@ -312,7 +338,12 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     runtimes: tuple[Any, ...] = (_create_runtime(flavour, device, log),)
     register_plugins(flavour, options.plugins, log)
     _configure_runtime(runtimes[0], recorder, allocator, options)
+    refused = Refused(plan, flavour, device, TensorRTErrors(()), (), runtimes[0])
+    error = refused.before_loading(has_lean_runtime=options.lean_runtime is not None)
+    if error is not None:
+        raise error
     if options.lean_runtime is not None:
+        check_lean_runtime(flavour, Path(options.lean_runtime))
         lean = runtimes[0].load_runtime(os.fspath(options.lean_runtime))
         if lean is None:
             raise ModelError(
@@ -326,10 +357,6 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
     if options.suspendable:
         # The one way to have weights that can be unloaded: to load them after the engine.
         runtimes[-1].defer_weights_loading = True
-    refused = Refused(plan, flavour, device, TensorRTErrors(()), (), runtimes[-1])
-    error = refused.before_loading(has_lean_runtime=options.lean_runtime is not None)
-    if error is not None:
-        raise error
     engine = runtimes[-1].deserialize_cuda_engine(plan.content)
     errors = recorder.take()
     if engine is None:
@@ -349,6 +376,7 @@ def _load(plan: Plan, flavour: Flavour, device: Device, options: TensorRTOptions
         make_temporary_allocator(module, memory),
         runtimes,
         engine,
+        Abilities.of(flavour, plan.header),
         plan=plan.content if options.suspendable else None,
     )
 
@@ -451,14 +479,23 @@ def _names_of_dims(plan: Plan) -> Mapping[tuple[str, int], str]:
     return {} if found is None else found.dimension_names()
 
 
-def _examine(
-    name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], str]
-) -> tuple[Signature, bool]:
-    """Return the engine's inputs and outputs, and whether it can be captured, if it can tell.
+@dataclass(frozen=True, slots=True)
+class _Examined:
+    """What was found out about an engine with a context of it."""
 
-    This creates a context that runs nothing, so an engine that cannot have contexts is refused here.
+    signature: Signature
+    is_capturable: bool
+    """Whether batches can be captured; true for a library that cannot tell."""
+    shares_profiles: bool
+    """Whether several contexts can have one profile at once."""
+
+
+def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], str]) -> _Examined:
+    """Find out what inputs and outputs the engine has, and what its contexts can do.
+
+    This creates contexts that run nothing, so an engine that cannot have contexts is refused here.
     """
-    signature = read_signature(name, loaded.flavour.module, loaded.engine, names_of_dims)
+    signature = read_signature(name, loaded.flavour.module, loaded.engine, loaded.abilities, names_of_dims)
     probe = OutputProbe(signature)
     context = create_trt_context(loaded)
     recorder = make_recorder(loaded.flavour.module)
@@ -469,6 +506,7 @@ def _examine(
     try:
         probe.observe(context, stream.handle)
         is_capturable = ask is None or bool(ask(stream.handle))
+        shares_profiles = _shares_profiles(loaded, context, stream)
         stream.record(event)
         event.synchronize(CLOSE_S)
     finally:
@@ -478,16 +516,54 @@ def _examine(
         stream.close(CLOSE_S)
     if refused:
         logger.debug("%r: some shapes were refused while its outputs were examined: %s", name, refused)
-    return signature.with_outputs(probe.outputs()), is_capturable
+    if not shares_profiles:
+        logger.warning(
+            "%r runs on one execution context, however many it is opened with, and without CUDA graphs: %s. "
+            "To run batches side by side, %s",
+            name,
+            EXCLUSIVE,
+            SHARING,
+        )
+    return _Examined(signature.with_outputs(probe.outputs()), is_capturable, shares_profiles)
+
+
+def _shares_profiles(loaded: Loaded, context: Any, stream: Stream) -> bool:
+    """Return whether another context can have a profile that this one has; tried, if that is not known."""
+    known = loaded.abilities.shares_profiles
+    if known is not None:
+        return known
+    try:
+        other = create_trt_context(loaded)
+    except DeviceMemoryError as error:
+        # An engine that is opened with several contexts will find no room for them either.
+        logger.debug("whether contexts can share a profile was not tried: %s", error)
+        return True
+    recorder = make_recorder(loaded.flavour.module)
+    keep_alive(other, recorder)
+    other.error_recorder = recorder
+    event = loaded.device.create_event()
+    try:
+        is_shared = bool(
+            other.set_optimization_profile_async(context.active_optimization_profile, stream.handle)
+        )
+    except RuntimeError:
+        is_shared = False
+    finally:
+        stream.record(event)
+        event.synchronize(CLOSE_S)
+        # Everything that the context enqueued is done, so it can be destroyed.
+        del other
+    if not is_shared:
+        logger.debug("a second context was refused a profile that another has: %s", recorder.take())
+    return is_shared
 
 
 def _weights_nbytes(loaded: Loaded) -> int:
     engine = loaded.engine
     total = engine_stat(loaded.flavour.module, engine, "TOTAL_WEIGHTS_SIZE")
-    if total is None:
+    if total is None or total < 0:
         # What it holds before it has a context is its weights.
         return loaded.memory.statistics().held_nbytes
-    total = max(0, total)
     streamable = int(engine.streamable_weights_size)
     return (
         max(0, total - max(0, streamable - int(engine.weight_streaming_budget_v2))) if streamable else total

@@ -6,11 +6,11 @@ which always ends with the library's own words, so that nothing it reported is l
 """
 
 import hashlib
-import re
 import shlex
 from dataclasses import dataclass
 from typing import Any, Final
 
+from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since, numbers_of
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
 from asynctrt.backends.tensorrt.memory import MemoryRefusal, describe_refusals
@@ -46,10 +46,6 @@ NO_LEAN = r"EXCLUDE_LEAN_RUNTIME|lean runtime|load_?runtime|not version.compatib
 NO_PLUGIN = r"plugin[^.]*not (?:found|registered)|could not find plugin|getPluginCreator"
 """How TensorRT words each of these, as seen with TensorRT 11.4 and TensorRT for RTX 1.7 or found among the
 texts of their libraries, or as reported for other versions."""
-
-
-COMPATIBLE_SINCE: Final = (8, 6)
-"""The first version whose plans later ones can run, if they were built so."""
 
 FAULTS: Final = {
     OTHER_PLATFORM: "it was built on another platform: another operating system or kind of processor. Build "
@@ -90,11 +86,12 @@ class Refused:
 
         :param has_lean_runtime: whether another version's runtime is to run it.
         """
-        here, found = _numbers(self.flavour.version), self.plan.header.version
+        here, found = numbers_of(self.flavour.version), self.plan.header.version
         fatal = self._diagnoses() & {"VERSION_MISMATCH", "UNSUPPORTED_CC", "MALFORMED_ENGINE"}
-        is_old = self.flavour.tag != TAG_RTX and found[:2] < COMPATIBLE_SINCE
-        is_late = self.flavour.tag != TAG_RTX and here is not None and found > here
-        if has_lean_runtime or not (fatal or is_old or is_late):
+        is_rtx = self.flavour.tag == TAG_RTX
+        is_old = not is_rtx and found != here and found[:2] < compatible_since(here)
+        is_late = not is_rtx and here is not None and found > here
+        if not is_old and (has_lean_runtime or not (fatal or is_late)):
             return None
         return ModelError(
             f"{self.plan.where} cannot be loaded by {self.flavour.title} on {self.device.name}: "
@@ -165,7 +162,7 @@ class Refused:
             return frozenset()  # The diagnosis is optional; what failed is the loading.
 
     def _is_of_other_version(self) -> bool:
-        found, here = self.plan.header.version, _numbers(self.flavour.version)
+        found, here = self.plan.header.version, numbers_of(self.flavour.version)
         return here is not None and found != here
 
     def _is_for_other_gpus(self) -> bool:
@@ -207,7 +204,9 @@ class Refused:
             return said
         if self.plan.header.version[:2] < COMPATIBLE_SINCE:
             return f"{said}; plans of versions before 8.6 run on no other"
-        if (here := _numbers(flavour.version)) is not None and self.plan.header.version > here:
+        if self.plan.header.version[:2] < compatible_since(numbers_of(flavour.version)):
+            return f"{said}; the last version that runs plans of TensorRT {major} is TensorRT 10"
+        if (here := numbers_of(flavour.version)) is not None and self.plan.header.version > here:
             return f"{said}; TensorRT does not run plans that a later version built"
         return (
             f"{said}. Build it with --version-compatible (BuilderFlag.VERSION_COMPATIBLE) if later versions "
@@ -229,9 +228,3 @@ class Refused:
             words += ["--profiles", profile]
         # It may be copied into a shell, and what is in a manifest is not to be trusted.
         return "".join(filter(str.isprintable, shlex.join(words)))
-
-
-def _numbers(version: str) -> tuple[int, ...] | None:
-    """Return the four numbers of a library's version, without any suffix of the package."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else None

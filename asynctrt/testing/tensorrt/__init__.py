@@ -46,7 +46,8 @@ batch fails if it can, the next call into the double raises the violation, and
 
 **Refused** as by the real library, with ``False`` or ``None`` and a report to the error recorder or, without
 one, to the logger: plans that are damaged, of another version or for another GPU, shapes outside the profile
-or that do not fit together, unknown names, memory that an allocator refuses. ``infer_shapes`` and
+or that do not fit together, unknown names, memory that an allocator refuses, a profile that another context
+has to itself (``EngineSpec(shares_profiles=False)``). ``infer_shapes`` and
 ``set_optimization_profile_async`` raise ``RuntimeError`` instead, as the bindings do.
 
 **The memory of an output whose size depends on the data** is asked for twice: before the batch is enqueued,

@@ -92,7 +92,7 @@ class IExecutionContext(Reporter):
         self._own_arena = own_arena
         self._user: int | None = None
         self._entered = threading.Lock()
-        self._profile = 0
+        self._profile = 0 if engine._give_profile(0, self) else -1
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._allocators: dict[str, weakref.ref[IOutputAllocator]] = {}
@@ -116,6 +116,12 @@ class IExecutionContext(Reporter):
         self._temporary_allocator: weakref.ref[IGpuAllocator] | None = None
         self._reset_shapes()
         self._modified()
+        if self._profile < 0:
+            self._core.say(
+                ILogger.WARNING,
+                "Could not set default profile 0 for execution context. Profile index must be set "
+                "explicitly.",
+            )
 
     def __del__(self) -> None:
         tickets = getattr(self, "_tickets", None)
@@ -154,7 +160,7 @@ class IExecutionContext(Reporter):
 
     @property
     def active_optimization_profile(self) -> int:
-        """The index of the active profile; 0 at first."""
+        """The index of the active profile: 0 at first, or -1 if another context has it to itself."""
         return self._profile
 
     @property
@@ -236,6 +242,8 @@ class IExecutionContext(Reporter):
     def _shape_problem(self, name: str, given: tuple[int, ...]) -> str | None:
         if name not in self._engine._inputs:
             return f"condition: an input tensor's name. Given invalid tensor name: {name}"
+        if self._profile < 0:
+            return "condition: an optimization profile that is set. Profile index must be set explicitly."
         low, _, high = self._spec.profiles[self._profile][name]
         dims = self._engine._tensors[name].dims
         if len(given) != len(dims) or any(
@@ -377,9 +385,19 @@ class IExecutionContext(Reporter):
         for ticket in self._batches:
             if not ticket.is_done:
                 raise self._violation(f"its profile is switched while {ticket.text} is pending")
+        if not self._engine._give_profile(profile_index, self):
+            self._report(
+                ErrorCodeTRT.INVALID_ARGUMENT,
+                where,
+                "Internal Error",
+                f"Profile {profile_index} has been chosen by another IExecutionContext. Use another "
+                "profileIndex or destroy the IExecutionContext that use this profile.",
+            )
+            return False
         if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
-            block = self._core.allocate(self._engine.get_device_memory_size_for_profile_v2(profile_index))
+            block = self._core.allocate(self._engine._memory_nbytes(profile_index))
             if block is None:
+                self._engine._give_profile(self._profile, self)
                 self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", "no enqueue memory")
                 return False
             assert self._own_arena is not None
@@ -452,6 +470,8 @@ class IExecutionContext(Reporter):
         """
         memory, size = int(memory), int(size)
         where = "IExecutionContext::setDeviceMemoryV2"
+        if not self._engine._has_sizes(where):
+            return
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
             raise self._violation(
                 f"set_device_memory on a context that was created with {self._strategy.name}"
@@ -470,17 +490,32 @@ class IExecutionContext(Reporter):
                 f"Provided {size}, but expected at least {least}.",
             )
             return
+        self._take_memory(memory, size)
+
+    def _take_memory(self, memory: int, size: int) -> None:
         if self._arena != (memory, size):
             self._is_changed = True
             self._modified()
         self._arena = (memory, size)
         self._enqueued = None
 
+    @exclusive
     def _set_v1_memory(self, memory: int) -> None:
-        raise self._violation("device_memory has no size, so it cannot be checked: use set_device_memory")
+        if self._engine._sizes_memory:
+            raise self._violation("device_memory has no size, so it cannot be checked: use set_device_memory")
+        if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
+            text = "Context not created with user managed device memory, cannot set buffer"
+            self._report_usage("IExecutionContext::setDeviceMemory", text)
+            return
+        memory = int(memory)
+        if memory <= 0 or memory % ALIGNMENT:
+            raise self._violation(f"device_memory {memory:#x} is not aligned to {ALIGNMENT} bytes")
+        self._take_memory(memory, self._engine._memory_nbytes())
 
     device_memory = property(
-        None, _set_v1_memory, doc="The older way to set enqueue memory, which is a violation."
+        None,
+        _set_v1_memory,
+        doc="The older way to set enqueue memory, for engines of versions before 10.1; else a violation.",
     )
 
     @exclusive
@@ -490,6 +525,8 @@ class IExecutionContext(Reporter):
         They may be none. 0 is returned after an error, too, which is reported.
         """
         where = "IExecutionContext::updateDeviceMemorySizeForShapes"
+        if not self._engine._has_sizes(where):
+            return 0
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
             self._report_usage(
                 where,
@@ -511,8 +548,10 @@ class IExecutionContext(Reporter):
         return self._arena_needed()
 
     def _arena_needed(self) -> int:
+        if self._profile < 0 or not self._engine._sizes_memory:
+            return self._engine._memory_nbytes()
         if not self._sized_for_shapes:
-            return self._engine.get_device_memory_size_for_profile_v2(self._profile)
+            return self._engine._memory_nbytes(self._profile)
         return self._spec.enqueue_nbytes(self._shapes) + self._engine.weight_streaming_scratch_memory_size
 
     # Streams and events
@@ -661,6 +700,9 @@ class IExecutionContext(Reporter):
 
     def _can_run(self, handle: int) -> bool:
         """Return whether the engine can run, as the real library would decide; report an error if not."""
+        if self._profile < 0:
+            self._report_usage(ENQUEUE, "condition: mOptimizationProfile >= 0. No profile is set.")
+            return False
         if not self._unspecified() and not self._fits_together(ENQUEUE):
             return False
         computed = DESCRIBED if self._spec.function is not None else COMPUTED

@@ -1,7 +1,9 @@
 """The part of the double's ``ICudaEngine`` that describes tensors, profiles and sizes."""
 
+import threading
 import weakref
 from collections.abc import Mapping
+from typing import Final
 
 from asynctrt.devices.base import aligned
 from asynctrt.testing.tensorrt.core import Block, Core, Reporter
@@ -10,13 +12,18 @@ from asynctrt.testing.tensorrt.names import (
     Dims,
     EngineCapability,
     EngineStat,
+    ErrorCodeTRT,
     HardwareCompatibilityLevel,
     IErrorRecorder,
     ProfilingVerbosity,
     TensorIOMode,
     TensorLocation,
+    version_of,
 )
-from asynctrt.testing.tensorrt.spec import PlanContent, TensorIO
+from asynctrt.testing.tensorrt.spec import MAY_SHARE_PROFILES, RTX_TAG, PlanContent, TensorIO, tag_of
+
+SIZES_MEMORY: Final = (10, 1)
+"""The first version whose engines are given enqueue memory with its size, whatever library runs them."""
 
 
 class EngineDescription(Reporter):
@@ -37,6 +44,11 @@ class EngineDescription(Reporter):
         }
         self._inputs = frozenset(io.name for io in plan.spec.inputs)
         self._budget = plan.spec.streamable_weights_nbytes
+        self._version = version_of(plan.version)
+        self._is_rtx = tag_of(core.library.flavour) == RTX_TAG
+        self._sizes_memory = self._is_rtx or self._version >= SIZES_MEMORY
+        self._lock = threading.Lock()
+        self._owners: dict[int, weakref.ref[Reporter]] = {}
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -96,15 +108,33 @@ class EngineDescription(Reporter):
 
     @property
     def device_memory_size_v2(self) -> int:
-        """Bytes of enqueue memory that suffice for every profile, including scratch for streaming."""
-        sizes = [self._spec.profile_nbytes(index) for index in range(len(self._spec.profiles))]
-        return max(sizes) + self.weight_streaming_scratch_memory_size
+        """Bytes of enqueue memory that suffice for every profile, including scratch for streaming.
+
+        0, and an error, from an engine of a version before 10.1.
+        """
+        return self._memory_nbytes() if self._has_sizes("ICudaEngine::getDeviceMemorySizeV2") else 0
+
+    def _memory_nbytes(self, profile: int | None = None) -> int:
+        """Return the bytes of enqueue memory that suffice for a profile, or for all of them."""
+        profiles = range(len(self._spec.profiles)) if profile is None else (profile,)
+        return max(map(self._spec.profile_nbytes, profiles)) + self.weight_streaming_scratch_memory_size
+
+    def _has_sizes(self, where: str) -> bool:
+        """Return whether the engine knows a call of 10.1; report an error if not."""
+        if not self._sizes_memory:
+            text = f"{where} is only supported from TensorRT 10.1 onwards."
+            self._report(ErrorCodeTRT.UNSUPPORTED_STATE, where, "API Usage Error", text)
+        return self._sizes_memory
 
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
-        """Return the bytes of enqueue memory that suffice for a profile; 0, and an error, if unknown."""
-        if not self._has_profile(profile_index, "ICudaEngine::getDeviceMemorySizeForProfileV2"):
+        """Return the bytes of enqueue memory that suffice for a profile; 0, and an error, if unknown.
+
+        As :attr:`device_memory_size_v2` from an engine of a version before 10.1.
+        """
+        where = "ICudaEngine::getDeviceMemorySizeForProfileV2"
+        if not self._has_sizes(where) or not self._has_profile(profile_index, where):
             return 0
-        return self._spec.profile_nbytes(profile_index) + self.weight_streaming_scratch_memory_size
+        return self._memory_nbytes(profile_index)
 
     def get_engine_stat(self, stat: EngineStat = EngineStat.TOTAL_WEIGHTS_SIZE) -> int:
         """Return the size of the weights, or of those that were stripped; -1 if none were."""
@@ -185,6 +215,18 @@ class EngineDescription(Reporter):
         if tensor is None:
             self._report_usage(where, f"condition: a tensor's name. Given invalid tensor name: {name}")
         return tensor
+
+    def _give_profile(self, index: int, context: Reporter) -> bool:
+        """Note that a context has a profile, and no other; ``False`` if another context has it."""
+        if self._is_rtx or (self._spec.shares_profiles and self._version >= MAY_SHARE_PROFILES):
+            return True
+        with self._lock:
+            owner = self._owners[index]() if index in self._owners else None
+            if owner is not None and owner is not context:
+                return False
+            self._owners = {at: of for at, of in self._owners.items() if of() is not context}
+            self._owners[index] = weakref.ref(context)
+        return True
 
     def _has_profile(self, index: int, where: str) -> bool:
         if 0 <= index < len(self._spec.profiles):

@@ -1,7 +1,6 @@
 """The double's ``ICudaEngine``."""
 
 import ctypes
-import threading
 import weakref
 
 import numpy as np
@@ -31,7 +30,6 @@ class ICudaEngine(EngineDescription):
     ) -> None:
         super().__init__(core, recorder, plan, weights)
         self._contexts: weakref.WeakSet[IExecutionContext] = weakref.WeakSet()
-        self._lock = threading.Lock()
         # What was stripped is zero, and so are the answers.
         stripped = plan.spec.stripped_weights_nbytes > 0
         self._coefficients = np.zeros_like(plan.spec.coefficients) if stripped else plan.spec.coefficients
@@ -116,11 +114,22 @@ class ICudaEngine(EngineDescription):
         strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC,
         runtime_config: IRuntimeConfig | None = None,
     ) -> IExecutionContext | None:
-        """Create a context; return ``None``, and report an error, if its memory is refused. Thread-safe."""
+        """Create a context; return ``None``, and report an error, if its memory is refused. Thread-safe.
+
+        One of an engine of a version before 10.1 has enqueue memory of its own, whatever the strategy.
+        """
         if isinstance(strategy, IRuntimeConfig):
             runtime_config = strategy
         if runtime_config is not None:
             strategy = runtime_config.get_execution_context_allocation_strategy()
+        if not self._sizes_memory:
+            # The real library does not say so, either.
+            strategy = ExecutionContextAllocationStrategy.STATIC
+        return self._create_context(strategy, runtime_config)
+
+    def _create_context(
+        self, strategy: ExecutionContextAllocationStrategy, runtime_config: IRuntimeConfig | None = None
+    ) -> IExecutionContext | None:
         where = "ICudaEngine::createExecutionContext"
         if self._report_loss(where):
             return None
@@ -132,9 +141,9 @@ class ICudaEngine(EngineDescription):
         fails = self._core.monitor.take("context-memory")
         wanted = [aligned(self._spec.persistent_nbytes)]
         if strategy == ExecutionContextAllocationStrategy.STATIC:
-            wanted.append(self.device_memory_size_v2)
+            wanted.append(self._memory_nbytes())
         elif strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
-            wanted.append(self.get_device_memory_size_for_profile_v2(0))
+            wanted.append(self._memory_nbytes(0))
         blocks: list[Block] = []
         for nbytes in wanted:
             block = None if fails else self._core.allocate(nbytes)
@@ -164,3 +173,32 @@ class ICudaEngine(EngineDescription):
         config: IRuntimeConfig | None,
     ) -> IExecutionContext:
         return IExecutionContext(self, strategy, persistent, own_arena)
+
+
+class OldCudaEngine(ICudaEngine):
+    """An engine as libraries before 11 have it: with the calls for enqueue memory that has no size."""
+
+    @property
+    def device_memory_size(self) -> int:
+        """Bytes of enqueue memory that suffice for every profile."""
+        return self._memory_nbytes()
+
+    def get_device_memory_size_for_profile(self, profile_index: int) -> int:
+        """Return the bytes of enqueue memory that suffice for a profile.
+
+        :raises ViolationError: for an engine of a version before 10.1, with which this crashes the process.
+        """
+        if not self._sizes_memory:
+            raise self._core.monitor.found(
+                f"get_device_memory_size_for_profile of {self.name!r}, which {self._built_by} built, crashes"
+            )
+        return self.get_device_memory_size_for_profile_v2(profile_index)
+
+    @property
+    def _built_by(self) -> str:
+        return f"TensorRT {'.'.join(map(str, self._version))}"
+
+    @checked
+    def create_execution_context_without_device_memory(self) -> IExecutionContext | None:
+        """Create a context that is given enqueue memory; as :meth:`create_execution_context` otherwise."""
+        return self._create_context(ExecutionContextAllocationStrategy.USER_MANAGED)

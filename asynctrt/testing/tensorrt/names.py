@@ -371,6 +371,11 @@ class IOutputAllocator(_Interface):
     """
 
 
+def oldest_plan(library: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first version whose version-compatible plans and lean runtime a library can load."""
+    return (10, 0) if library >= (11,) else (8, 6)
+
+
 def version_of(text: str) -> tuple[int, int, int, int]:
     """Return the four numbers of a version.
 

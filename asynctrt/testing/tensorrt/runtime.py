@@ -7,12 +7,13 @@ from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
 from asynctrt.testing.tensorrt.core import Block, Core, Library, Reporter, Setting, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine
+from asynctrt.testing.tensorrt.engine import ICudaEngine, OldCudaEngine
 from asynctrt.testing.tensorrt.monitor import ViolationMonitor
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     IGpuAllocator,
     ILogger,
+    oldest_plan,
     require_initialised,
     version_of,
 )
@@ -26,8 +27,9 @@ OWN_PLUGINS: Final = frozenset({"EfficientNMS_TRT", "ROIAlign_TRT"})
 
 def double_lean_runtime(version: str) -> bytes:
     """Return the content of the file that the double's ``load_runtime`` loads as a lean runtime."""
-    version_of(version)
-    return LEAN_RUNTIME + version.encode()
+    major = version_of(version)[0]
+    # Every library has its name in it, by which its version can be told before it is loaded.
+    return LEAN_RUNTIME + f"{version}\0libnvinfer_lean.so.{major}\0".encode()
 
 
 def double_plugin_library(*plugins: str) -> bytes:
@@ -135,11 +137,14 @@ class Runtime(Reporter):
 
     @checked
     def load_runtime(self, path: str) -> "Runtime | None":
-        """Load another version's runtime from a file with the content of :func:`double_lean_runtime`."""
+        """Load another version's runtime from a file with the content of :func:`double_lean_runtime`.
+
+        :raises ViolationError: for one of two major versions before, which crashes the process.
+        """
         try:
             found = Path(path).read_bytes()
-            version = found.removeprefix(LEAN_RUNTIME).decode()
-            version_of(version)
+            version = found.removeprefix(LEAN_RUNTIME).split(b"\0")[0].decode()
+            numbers = version_of(version)
         except (OSError, ValueError) as error:
             self._report(
                 ErrorCodeTRT.INVALID_ARGUMENT,
@@ -148,6 +153,10 @@ class Runtime(Reporter):
                 f"Unable to load {path}: {error}",
             )
             return None
+        if numbers < oldest_plan(version_of(self._core.version)):
+            raise self._core.monitor.found(
+                f"load_runtime of TensorRT {self._core.version} crashes on a lean runtime of {version}"
+            )
         other = type(self)(self._core.logger)
         other._core.version = version
         other._core.allocator = self._core.allocator
@@ -210,7 +219,10 @@ class Runtime(Reporter):
         return self._made(plan, weights, content)
 
     def _made(self, plan: PlanContent, weights: Block | None, content: bytes) -> ICudaEngine:
-        return ICudaEngine(self._core, self._recorder, plan, weights)
+        is_old = self._core.library.flavour != "tensorrt_rtx" and version_of(self._core.library.version) < (
+            11,
+        )
+        return (OldCudaEngine if is_old else ICudaEngine)(self._core, self._recorder, plan, weights)
 
     def _report_raw(self, where: str, code: ErrorCodeTRT, text: str) -> None:
         kind, _, rest = text.partition(" (")
@@ -226,7 +238,11 @@ class Runtime(Reporter):
     def _refusal(self, plan: PlanContent) -> tuple[ErrorCodeTRT, str] | None:
         """Return why a plan is refused, or ``None`` ("Version Compatibility", Compatibility Checks)."""
         here, built = version_of(self._core.version), version_of(plan.version)
-        if here != built and not (plan.spec.version_compatible and (8, 6) <= built[:2] <= here[:2]):
+        if here != built and plan.spec.version_compatible and built < oldest_plan(here):
+            return ErrorCodeTRT.UNSPECIFIED_ERROR, (
+                "Serialization (TensorRT plan major version does not match runtime major version.)"
+            )
+        if here != built and not (plan.spec.version_compatible and built[:2] <= here[:2]):
             return ErrorCodeTRT.UNSPECIFIED_ERROR, (
                 "Serialization (Serialization assertion stdVersionRead == kSERIALIZATION_VERSION failed."
                 "Version tag does not match. Note: Current Version: "

@@ -38,6 +38,10 @@ COMPUTE_CAPABILITY: Final = (9, 0)
 TAG: Final = b"ftrt"
 RTX_TAG: Final = b"vtrt"
 RTX_GPUS: Final = 0x3F
+SHARES_PROFILES: Final = (10,)
+"""The first version whose engines share profiles, however they were built."""
+MAY_SHARE_PROFILES: Final = (8, 6)
+"""The first version that can build them so."""
 HEADER: Final = struct.Struct("<4sIQQ4B4sI28x")
 """As in real plans: tag, 0, 2, size of the plan, version in four bytes, the inner tag and the version of
 the serialisation (for RTX a bit for each kind of GPU that it runs on), zeros up to 64 bytes."""
@@ -150,6 +154,8 @@ class EngineSpec:
     :param version_compatible: whether later versions can deserialise it.
     :param excludes_lean_runtime: whether a version-compatible plan lacks the code of its runtime.
     :param hardware_compatibility: the member of ``HardwareCompatibilityLevel`` that it was built for.
+    :param shares_profiles: whether several contexts may have one profile at once. Plans of versions before 10
+        do not unless they were built so (``PreviewFeature.PROFILE_SHARING_0806``); later ones always do.
     """
 
     name: str = "double"
@@ -180,6 +186,7 @@ class EngineSpec:
     version_compatible: bool = False
     excludes_lean_runtime: bool = False
     hardware_compatibility: Literal["NONE", "AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"] = "NONE"
+    shares_profiles: bool = True
     _outputs: tuple[TensorIO, ...] = dataclass_field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
@@ -474,8 +481,11 @@ def double_plan(
     size of the whole plan at byte 16, the version in bytes 24 to 27. Only the double can read the rest.
 
     :param version: ``None`` for the one that the double of the flavour imitates.
+    :raises OptionsError: for an engine that does not share profiles, if that version always does.
     """
     version = version_for(flavour) if version is None else version
+    if not spec.shares_profiles and (flavour == "tensorrt_rtx" or version_of(version) >= SHARES_PROFILES):
+        raise OptionsError(f"every engine of {flavour} {version} shares profiles: leave shares_profiles out")
     # A function may be any object, which is not to be copied.
     plain = asdict(replace(spec, function=None, function_outputs=(), rows_without_memory=0))
     fields: dict[str, Any] = {name: value for name, value in plain.items() if name != "_outputs"}

@@ -16,13 +16,23 @@ class Bench:
     """One model of the double, and the means to run batches on it."""
 
     def __init__(
-        self, spec=None, *, device=None, trt=None, double="tensorrt", plan=None, model=True, **options
+        self,
+        spec=None,
+        *,
+        device=None,
+        trt=None,
+        double="tensorrt",
+        version=None,
+        plan=None,
+        model=True,
+        **options,
     ):
         self.device = device or HostDevice(in_place="never", threads=2)
-        self.trt = trt or StrictTensorRT(self.device, flavour=double)
+        self.trt = trt or StrictTensorRT(self.device, flavour=double, version=version)
         self.spec = spec or EngineSpec()
         self.options = TensorRTOptions(**options)
-        self.plan = double_plan(self.spec, flavour=self.trt.__name__) if plan is None else plan
+        made = double_plan(self.spec, flavour=self.trt.__name__, version=version) if plan is None else plan
+        self.plan = made
         self.stream = self.device.create_stream()
         self.model = self.open() if model else None
         self._buffers = []

@@ -1,5 +1,7 @@
 """Batches on contexts: the calls to TensorRT, the answers, and the failures."""
 
+import dataclasses
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -113,7 +115,77 @@ def test_only_what_changes_is_said(bench, spied):
     made.run(twin, 5, other)
     assert spy.take() == ["set_tensor_address", "set_tensor_address", "execute_async_v3"]
     made.run(large, 5, other)
-    assert spy.take()[0] == "set_optimization_profile_async"
+    assert spy.take() == [], "another profile has another of TensorRT's contexts"
+    again = spied[-1]
+    assert "set_optimization_profile_async" in again.take()
+    made.run(large, 5, other)
+    assert again.take() == ["execute_async_v3"]
+    made.run(twin, 5, other)
+    assert spy.take() == ["execute_async_v3"], "which remembers all that it was given"
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("room", "contexts"), [({}, 2), ({"memory_budget": 4096 + 1024}, 1), ({"memory_budget": 4096 + 2048}, 2)]
+)
+def test_each_profile_has_a_context_if_there_is_room(bench, spied, room, contexts):
+    made = bench(dataclasses.replace(SEQUENCE, persistent_nbytes=1024), **room)
+    context = made.model.create_context(made.device)
+    del spied[:]
+    arena = made.arena()
+    bindings = [made.bind(context, input_1=length) for length in (8, 20)]
+    for seed in range(6):
+        made.run(bindings[seed % 2], 4, arena, seed)
+    assert len(spied) == contexts - 1
+    assert made.model.memory_statistics().held_nbytes == 4096 + contexts * 1024
+    assert made.model.memory_statistics().refusals == 0
+    context.close()
+    gc.collect()
+    spied.clear()
+    assert made.model.memory_statistics().held_nbytes == 4096
+
+
+def test_a_context_that_cannot_be_created_after_all_leaves_one_that_switches(bench):
+    made = bench(SEQUENCE)
+    context = made.model.create_context(made.device)
+    arena = made.arena()
+    bindings = [made.bind(context, input_1=length) for length in (8, 20)]
+    made.run(bindings[0], 4, arena)
+    made.trt.fail_next("context-memory")
+    for seed in range(4):
+        made.run(bindings[1 - seed % 2], 4, arena, seed)
+    context.close()
+
+
+def test_a_context_for_another_profile_is_created_in_a_thread(bench):
+    made = bench(SEQUENCE)
+    context = made.model.create_context(made.device)
+    arena = made.arena()
+    small, large = (made.bind(context, input_1=length) for length in (8, 20))
+    short = SimpleNamespace(is_short=True, observe=lambda *args, **kw: None)
+    made.model._loaded.paces = short, short
+    assert not context.may_block(small, 3, None), "the first profile has the first context"
+    made.run(small, 3, arena)
+    assert not context.may_block(small, 4, None)
+    assert context.may_block(large, 3, None)
+    made.run(large, 3, arena)
+    assert not context.may_block(large, 4, None)
+    context.close()
+
+
+def test_after_an_error_each_profile_goes_on_in_its_context(bench):
+    made = bench(dataclasses.replace(SEQUENCE, shares_profiles=False), version="8.6.1.6")
+    context = made.model.create_context(made.device)
+    arena = made.arena()
+    bindings = [made.bind(context, input_1=length) for length in (8, 20)]
+    for binding in bindings:
+        made.run(binding, 4, arena)
+    for failing in bindings:
+        made.trt.fail_next("enqueue")
+        with pytest.raises(ExecutionError, match="failed on demand"):
+            failing.enqueue(4, profile=None, stream=made.stream, arena=arena)
+    for binding in reversed(bindings):
+        made.run(binding, 4, arena)
     context.close()
 
 

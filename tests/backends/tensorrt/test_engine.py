@@ -5,11 +5,14 @@ import sys
 import numpy as np
 import pytest
 
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import DTYPES, Profile, Signature, read_signature
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import InputError, ModelError
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO
+
+ABILITIES = Abilities(shares_profiles=True, sizes_memory=True)
 
 
 class Engine:
@@ -66,7 +69,7 @@ class Engine:
         return [self._trt.Dims(one) for one in given]
 
     def read(self):
-        return read_signature("model", self._trt, self)
+        return read_signature("model", self._trt, self, ABILITIES)
 
 
 def refused(engine):

@@ -91,6 +91,25 @@ def test_a_watermark_looks_at_the_whole_device(device, monkeypatch):
     assert fraction.statistics().watermark_nbytes == 800
 
 
+def test_whether_there_is_room_is_told_without_a_refusal(device, monkeypatch):
+    figures = MemoryFigures(free_nbytes=400, total_nbytes=1000, held_nbytes=0)
+    monkeypatch.setattr(device, "memory", lambda: figures)
+    for limits, most in (
+        ({}, 400),
+        ({"budget": 300}, 300),
+        ({"watermark": 0.8}, 200),
+        ({"watermark": 700}, 100),
+    ):
+        held = memory(device, **limits)
+        assert held.has_room(most)
+        assert not held.has_room(most + 1)
+        assert held.statistics().refusals == 0
+    held = memory(device, budget=300)
+    held.take(256)
+    assert held.has_room(44)
+    assert not held.has_room(45)
+
+
 def test_a_device_without_room_refuses_too():
     held = memory(HostDevice(memory_nbytes=1000))
     assert held.take(1001) is None

@@ -45,19 +45,22 @@ class Bench:
 class User:
     """A context with memory of its own, as an application would have it."""
 
-    def __init__(self, bench, *, engine=None, spec=None, arena=None, strategy="USER_MANAGED"):
+    def __init__(self, bench, *, engine=None, spec=None, arena=None, strategy="USER_MANAGED", context=None):
         self.bench = bench
         self.spec = spec or bench.spec
         self.engine = engine or bench.engine
+        self.outputs = {}
+        self.allocators = {}
+        self.arrays = {}
+        self.context, self.arena = context, arena
+        if context is not None:
+            return  # Its memory is the test's business.
         self.context = self.engine.create_execution_context(
             bench.trt.ExecutionContextAllocationStrategy[strategy]
         )
         self.arena = arena or bench.device.allocate(self.engine.device_memory_size_v2)
         if strategy == "USER_MANAGED" and self.arena.nbytes:
             self.context.set_device_memory(self.arena.address, self.arena.nbytes)
-        self.outputs = {}
-        self.allocators = {}
-        self.arrays = {}
 
     def give(self, arrays):
         """Set shapes and addresses for these inputs."""

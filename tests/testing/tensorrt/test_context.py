@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from asynctrt.devices.host import HostDevice
+from asynctrt.errors import OptionsError
 from asynctrt.testing import LatchDevice
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
+from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError, double_plan
 from tests.testing.tensorrt.support import (
     WAIT_S,
     Bench,
@@ -679,3 +680,52 @@ def test_a_context_that_is_destroyed_when_its_batch_is_through(bench):
     gc.collect()
     assert made.trt.violations() == ()
     assert made.allocator.held == {}
+
+
+def test_a_profile_that_is_not_shared_belongs_to_one_context(bench):
+    made = bench(start=False, version="8.6.1.6")
+    spec = EngineSpec(profiles=TWO_PROFILES, shares_profiles=False)
+    engine = made.load(spec, version="8.6.1.6")
+    strategy = made.trt.ExecutionContextAllocationStrategy.STATIC
+    first, second = (engine.create_execution_context(strategy) for _ in range(2))
+    stream = made.stream()
+    assert (first.active_optimization_profile, second.active_optimization_profile) == (0, -1)
+    assert "Could not set default profile 0 for execution context" in made.logger.said[-1][1]
+    assert not second.set_input_shape("input", (4, 16))
+    assert "Profile index must be set explicitly" in made.recorder.last()[1]
+    assert not second.execute_async_v3(stream.handle)
+    with pytest.raises(RuntimeError, match="Error in set optimization profile async"):
+        second.set_optimization_profile_async(0, stream.handle)
+    code, said = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
+    assert "Error Code 3: Internal Error (Profile 0 has been chosen by another IExecutionContext." in said
+    assert second.set_optimization_profile_async(1, stream.handle)
+    with pytest.raises(RuntimeError):
+        first.set_optimization_profile_async(1, stream.handle)
+    assert first.active_optimization_profile == 0
+    assert first.set_optimization_profile_async(0, stream.handle), "which it has"
+    assert wait(made.device, stream) is None
+    del first
+    gc.collect()
+    assert second.set_optimization_profile_async(0, stream.handle)
+    assert wait(made.device, stream) is None
+    third = engine.create_execution_context(strategy)
+    assert third.active_optimization_profile == -1
+    assert third.set_optimization_profile_async(1, stream.handle), "which the second has left"
+    assert wait(made.device, stream) is None
+    assert made.trt.violations() == ()
+
+
+def test_profiles_are_shared_if_the_plan_was_built_so_and_in_every_later_version(bench):
+    made = bench(start=False, version="8.6.1.6")
+    engine = made.load(EngineSpec(), version="8.6.1.6")
+    contexts = [engine.create_execution_context() for _ in range(2)]
+    assert [context.active_optimization_profile for context in contexts] == [0, 0]
+    older = bench(start=False, version="8.5.3.1")
+    engine = older.load(EngineSpec(), version="8.5.3.1")
+    contexts = [engine.create_execution_context() for _ in range(2)]
+    assert [context.active_optimization_profile for context in contexts] == [0, -1]
+    with pytest.raises(OptionsError, match=r"every engine of tensorrt 10\.0\.0\.6 shares profiles"):
+        double_plan(EngineSpec(shares_profiles=False), version="10.0.0.6")
+    with pytest.raises(OptionsError, match="every engine of tensorrt_rtx"):
+        double_plan(EngineSpec(shares_profiles=False), flavour="tensorrt_rtx")

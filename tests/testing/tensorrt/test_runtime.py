@@ -1,5 +1,6 @@
 """Plans, runtimes and engines of the double: refusals, their wording, and where they are reported."""
 
+import dataclasses
 import gc
 import struct
 import threading
@@ -17,6 +18,11 @@ from asynctrt.testing.tensorrt import (
     double_plan,
 )
 from tests.testing.tensorrt.support import Bench, make_allocator, make_logger, make_recorder, rows
+
+TWO_PROFILES = (
+    {"input": ((1, 16), (2, 16), (4, 16))},
+    {"input": ((1, 16), (16, 16), (64, 16))},
+)
 
 
 def test_a_plan_begins_as_real_ones_do():
@@ -146,8 +152,13 @@ def test_what_fits_is_taken():
     assert bench.load(same_kind, compute_capability=(8, 0)) is None
     bench.runtime.engine_host_code_allowed = True
     assert bench.runtime.engine_host_code_allowed
-    assert bench.load(EngineSpec(version_compatible=True), version="8.6.1.6")
-    assert bench.load(EngineSpec(version_compatible=True), version="8.5.1.6") is None
+    assert bench.load(EngineSpec(version_compatible=True), version="10.0.1.6")
+    assert bench.load(EngineSpec(version_compatible=True), version="8.6.1.6") is None
+    assert "TensorRT plan major version does not match runtime major version" in bench.recorder.last()[1]
+    before = Bench(start=False, version="10.16.1.11")
+    before.runtime.engine_host_code_allowed = True
+    assert before.load(EngineSpec(version_compatible=True), version="8.6.1.6")
+    assert before.load(EngineSpec(version_compatible=True), version="8.5.1.6") is None
 
 
 def test_another_version_can_be_loaded_from_a_file(tmp_path):
@@ -418,3 +429,80 @@ def test_two_doubles_have_nothing_in_common():
     runtime.gpu_allocator = allocator
     engine = runtime.deserialize_cuda_engine(double_plan(EngineSpec(), version="10.9.0.34"))
     assert engine.create_execution_context()
+
+
+def old_engine(spec=None, **kw):
+    """An engine of 8.6 under 10.16, with its own lean runtime."""
+    bench = Bench(start=False, version="10.16.1.11", **kw)
+    bench.runtime.engine_host_code_allowed = True
+    spec = dataclasses.replace(spec or EngineSpec(), version_compatible=True)
+    bench.engine, bench.spec = bench.load(spec, version="8.6.1.6"), spec
+    return bench
+
+
+def test_an_older_engine_answers_0_to_later_calls_and_reports_it():
+    bench = old_engine()
+    engine, strategy = bench.engine, bench.trt.ExecutionContextAllocationStrategy
+    assert engine.device_memory_size_v2 == 0
+    assert "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards" in bench.recorder.last()[1]
+    assert engine.get_device_memory_size_for_profile_v2(0) == 0
+    assert "getDeviceMemorySizeForProfileV2 is only supported" in bench.recorder.last()[1]
+    held = bench.device.memory().held_nbytes
+    context = engine.create_execution_context(strategy.USER_MANAGED)
+    needed = bench.device.memory().held_nbytes - held
+    assert needed == engine.device_memory_size > 0, "which it allocates without a word"
+    arena = bench.device.allocate(needed)
+    context.set_device_memory(arena.address, needed)
+    assert "setDeviceMemoryV2 is only supported" in bench.recorder.last()[1]
+    assert context.update_device_memory_size_for_shapes() == 0
+    context.device_memory = arena.address
+    assert "not created with user managed device memory" in bench.recorder.last()[1]
+    assert bench.trt.violations() == ()
+
+
+def test_an_older_engine_crashes_in_the_call_that_the_later_one_replaced():
+    bench = old_engine()
+    with pytest.raises(
+        ViolationError, match=r"for_profile of 'double', which TensorRT 8\.6\.1\.6 built, crashes"
+    ):
+        bench.engine.get_device_memory_size_for_profile(0)
+    later = Bench(version="10.16.1.11", start=False)
+    engine = later.load(EngineSpec(), version="10.16.1.11")
+    assert engine.get_device_memory_size_for_profile(0) == engine.device_memory_size > 0
+
+
+def test_older_engines_share_memory_that_has_no_size():
+    bench = old_engine(EngineSpec(profiles=TWO_PROFILES))
+    held = bench.device.memory().held_nbytes
+    contexts = [bench.engine.create_execution_context_without_device_memory() for _ in range(2)]
+    assert bench.device.memory().held_nbytes == held
+    arena = bench.device.allocate(bench.engine.device_memory_size)
+    stream = bench.stream()
+    for context in contexts:
+        user = bench.user(context=context, arena=arena)
+        with pytest.raises(ViolationError, match="not aligned to 256"):
+            context.device_memory = arena.address + 8
+        context.device_memory = arena.address
+        user.give(rows(4, 16)).run(stream)
+        user.check()
+    assert len(bench.trt.violations()) == 2
+
+
+def test_older_engines_need_memory_too():
+    bench = old_engine()
+    user = bench.user(context=bench.engine.create_execution_context_without_device_memory(), arena=None)
+    user.give(rows(4, 16))
+    with pytest.raises(ViolationError, match="set_device_memory was not called"):
+        user.context.execute_async_v3(bench.stream().handle)
+
+
+def test_the_newest_library_has_the_older_calls_no_more_and_crashes_on_a_lean_runtime_of_8(tmp_path):
+    bench = Bench()
+    for name in ("device_memory_size", "create_execution_context_without_device_memory"):
+        assert not hasattr(bench.engine, name)
+    library = tmp_path / "libnvinfer_lean.so.8"
+    library.write_bytes(double_lean_runtime("8.6.1.6"))
+    with pytest.raises(ViolationError, match=r"load_runtime of TensorRT 11\.4\.0\.106 crashes"):
+        bench.runtime.load_runtime(str(library))
+    before = Bench(start=False, version="10.16.1.11")
+    assert before.runtime.load_runtime(str(library)) is not None

@@ -1,0 +1,117 @@
+"""What an engine can do under the library that runs it. Whatever depends on a version is decided here.
+
+An engine has the abilities of the version that built it, even if a later one runs it. Under TensorRT 10.16 an
+engine of 8.6 answers calls that came with 10.1 with 0 and an error, and one of them crashes the process.
+"""
+
+import mmap
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from asynctrt.backends.tensorrt.flavours import Flavour
+from asynctrt.backends.tensorrt.plan import TAG_RTX, PlanHeader
+from asynctrt.errors import ModelError
+
+SHARES_PROFILES: Final = (10, 0)
+"""The first version whose engines can all have one profile in several contexts at once. Those of 8.6 can if
+they were built with ``PreviewFeature.PROFILE_SHARING_0806``, which no call tells."""
+
+SIZES_MEMORY: Final = (10, 1)
+"""The first version that is given enqueue memory with its size, and says what a profile or a batch needs."""
+
+LACKS_UNSIZED: Final = (11, 0)
+"""The first library without the older calls for enqueue memory."""
+
+COMPATIBLE_SINCE: Final = (8, 6)
+"""The first version whose plans later ones can run, if they were built so."""
+
+COMPATIBLE_SINCE_UNDER_11: Final = (10, 0)
+"""The same for libraries from 11 on (TensorRT's documentation, Support Matrix, Engine Portability)."""
+
+LEAN_NAME: Final = re.compile(rb"libnvinfer_lean\.so\.(\d+)\0")
+"""The name that every lean runtime has in it (its ``SONAME``), with its major version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What one engine can do under one library."""
+
+    shares_profiles: bool | None
+    """Whether several contexts can have one profile at once; ``None`` if that has to be tried."""
+    sizes_memory: bool
+    """Whether enqueue memory is set with its size, and the library says what the shapes of a batch need."""
+
+    @classmethod
+    def of(cls, flavour: Flavour, header: PlanHeader) -> "Abilities":
+        """Return the abilities of an engine, by the versions of the library and of the plan."""
+        if header.tag == TAG_RTX:
+            return cls(shares_profiles=True, sizes_memory=True)
+        built = header.version
+        here = numbers_of(flavour.version) or built
+        version = min(built, here)
+        return cls(
+            shares_profiles=True if version >= SHARES_PROFILES else None,
+            sizes_memory=version >= SIZES_MEMORY or here >= LACKS_UNSIZED,
+        )
+
+    def enqueue_nbytes(self, engine: Any, profile: int) -> int:
+        """Return the bytes of enqueue memory that suffice for a profile; of older engines, for all."""
+        if self.sizes_memory:
+            return int(engine.get_device_memory_size_for_profile_v2(profile))
+        # An engine that does not know the call above crashes in get_device_memory_size_for_profile.
+        return int(engine.device_memory_size)
+
+    def create_context(self, engine: Any, module: Any) -> Any:
+        """Create a context that has no enqueue memory until it is set."""
+        if self.sizes_memory:
+            return engine.create_execution_context(module.ExecutionContextAllocationStrategy.USER_MANAGED)
+        # With a strategy, an engine that knows none allocates memory for each context without a word.
+        return engine.create_execution_context_without_device_memory()
+
+    def set_memory(self, context: Any, address: int, nbytes: int) -> None:
+        """Set the enqueue memory of a context, which reports what it refuses."""
+        if self.sizes_memory:
+            context.set_device_memory(address, nbytes)
+        else:
+            context.device_memory = address
+
+
+def numbers_of(version: str) -> tuple[int, ...] | None:
+    """Return the four numbers of a library's version, without any suffix of the package."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else None
+
+
+def compatible_since(library: tuple[int, ...] | None) -> tuple[int, int]:
+    """Return the first version whose version-compatible plans a library of this version runs."""
+    return COMPATIBLE_SINCE if library is None or library < (11,) else COMPATIBLE_SINCE_UNDER_11
+
+
+def check_lean_runtime(flavour: Flavour, path: Path) -> None:
+    """Check that a library can load a lean runtime: TensorRT 11 crashes in ``load_runtime`` on one of 8.6.
+
+    A file that does not look like a lean runtime is left to the library, which refuses it.
+
+    :raises ModelError: if the lean runtime is of a version that the library does not load.
+    """
+    here, found = numbers_of(flavour.version), _lean_major(path)
+    oldest = compatible_since(here)[0]
+    if flavour.tag == TAG_RTX or here is None or found is None or oldest <= found <= here[0]:
+        return
+    raise ModelError(
+        f"the lean runtime {str(path)!r} is of TensorRT {found}, and {flavour.title} loads those of TensorRT "
+        f"{oldest} to {here[0]}. Pass the libnvinfer_lean of the version that built the plan; the last "
+        "version that runs plans of TensorRT 8 is TensorRT 10. It was refused before the library loaded it"
+    )
+
+
+def _lean_major(path: Path) -> int | None:
+    """Return the major version of a lean runtime by the name in it; ``None`` if there is none."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            found = LEAN_NAME.search(content)
+            return None if found is None else int(found[1])
+    except (OSError, ValueError):
+        return None
