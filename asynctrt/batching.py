@@ -37,6 +37,7 @@ from asynctrt.errors import (
     EngineClosedError,
     OptionsError,
     UsageError,
+    copy_of,
 )
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.loops import running_loop
@@ -181,9 +182,10 @@ def batch(
             return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
-    mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: each
-    is raised to the caller of its item. What the function raises fails all callers of this batch with
-    :class:`ExecutionError`, as does a wrong number of results.
+    mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: a
+    copy of each is raised to the caller of its item; for one that is no ``Exception``, such as a
+    ``CancelledError``, an :class:`ExecutionError` with it as ``__cause__``. What the function raises fails
+    all callers of this batch with :class:`ExecutionError`, as does a wrong number of results.
 
     The engine belongs to the event loop of the first call, and is closed with that loop (by
     ``asyncio.run``, a ``Runner``, pytest's plugins); on another loop the function has another engine.
@@ -384,7 +386,10 @@ class Engines:
             if task is None:
                 task = self._opening[loop] = loop.create_task(self._open(loop))
             # Whoever is cancelled does not stop it, because others wait for it too.
-            self.last = found = await asyncio.shield(task)
+            await asyncio.wait([task])
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise copy_of(error)  # The others get it as well.
+            self.last = found = task.result()
         return found
 
     async def aclose(self) -> None:
@@ -452,8 +457,8 @@ class TicketEngine:
             self._waiting.pop(ticket, None)
             self._groups.leave(group)
         result = item.result
-        if isinstance(result, Exception):
-            raise result
+        if isinstance(result, BaseException):
+            raise copy_of(result)  # Other callers may get this object, and the function may keep it.
         return result
 
     async def attach(self, forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]") -> None:

@@ -276,7 +276,9 @@ class Tickets:
                     return self._await(given, groups, index, done)
                 distribute(given, group)
             except Exception as error:
-                self._fail(error, group, groups)
+                if self._fails_all(groups):
+                    raise
+                fail(group, error)
         return done
 
     async def _await(self, given: Any, groups: list[list[Item]], index: int, done: Array) -> Array:
@@ -286,15 +288,14 @@ class Tickets:
                     given = self._compute(group)
                 distribute(await given if isinstance(given, Awaitable) else given, group)
             except Exception as error:
-                self._fail(error, group, groups)
+                if self._fails_all(groups):
+                    raise
+                fail(group, error)
         return done
 
-    def _fail(self, error: Exception, group: list[Item], groups: list[list[Item]]) -> None:
-        """Fail one of several groups that share a batch, and no other. Halves of a batch do that as well."""
-        if self._isolates or len(groups) == 1:
-            raise error
-        for item in group:
-            item.result = copy_for(own_error(error))
+    def _fails_all(self, groups: list[list[Item]]) -> bool:
+        """Return whether what a group raises fails its batch: if it is alone, or will be in a half of it."""
+        return self._isolates or len(groups) == 1
 
     def _groups(self, tickets: list[int]) -> list[list[Item]]:
         """Return the items of a batch, less those whose callers went away. Nearly always there is one group.
@@ -361,6 +362,12 @@ def stacked(values: list[Any]) -> Any:
     if type(first) not in NUMBERS or kind_of(first)[1] is None:
         return values
     return np.array(values, NUMBERS[type(first)])
+
+
+def fail(group: list[Item], error: Exception) -> None:
+    """Fail one of several groups that share a batch, and no other."""
+    for item in group:
+        item.result = copy_for(own_error(error))
 
 
 def distribute(given: object, group: list[Item]) -> None:
