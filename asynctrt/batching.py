@@ -7,6 +7,8 @@ if its ticket is in a batch by then.
 
 import asyncio
 import functools
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
@@ -171,8 +173,8 @@ def batch(
     own. It is called with the arguments of its callers, each gathered over the batch:
 
     - Arrays, NumPy's scalars and Python's bool, int (of 64 bits), float and complex are stacked to one array
-      ``(rows, *shape)``. Arrays of other libraries are converted to NumPy's. Items of different shapes,
-      dtypes or numbers of arguments form batches of their own.
+      ``(rows, *shape)``. Arrays of other libraries are converted to NumPy's, and masked values are refused.
+      Items of different shapes, dtypes or numbers of arguments form batches of their own.
     - Anything else, strings and lists among them, comes as a list with one element per item.
     - With ``items=True`` every argument comes as a list.
     - An argument that ``key`` names comes as it is, once, since it is the same for all items of a batch. ::
@@ -229,6 +231,8 @@ class Batched(Generic[P, R]):
     def __init__(self, function: Callable[..., Any], options: Options, key: object, *, items: bool) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
+        mark_as_coroutine_function(self)
+        self._settings = options, key, items
         self._options = options
         self._key = key_of(key, function, self.__name__)
         self._items = items
@@ -241,12 +245,25 @@ class Batched(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<asynctrt.batch {self.__name__!r} max_rows={self._options.max_rows or 'default'}>"
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle and copy by name, as a function; if no name leads here, by its function, without engines.
+
+        What is bound is bound again to the instance, which is pickled or copied.
+        """
+        if self._instance is not None:
+            return getattr, (self._instance, self.__name__)
+        found: Any = sys.modules.get(self.__module__)
+        path: str = getattr(self, "__qualname__", self.__name__)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return path if found is self else (restored, (self.__wrapped__, self._settings))
+
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> Self: ...
     @overload
     def __get__(self: "Batched[Concatenate[S, Q], R]", instance: S, owner: type[Any]) -> "Batched[Q, R]": ...
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None:
+        if instance is None or isinstance(self.__wrapped__, staticmethod):
             return self
         found = self._bound.get(id(instance))
         if found is None:
@@ -324,6 +341,26 @@ class Batched(Generic[P, R]):
         engines = Engines(method, self._options, method_key, name, items=self._items, waits=self._waits)
         found = reference, engines
         return self._bound.setdefault(key, found)
+
+
+def restored(function: Callable[..., Any], settings: tuple[Options, object, bool]) -> Batched[Any, Any]:
+    """Decorate a function that was pickled or copied."""
+    options, key, items = settings
+    return Batched(function, options, key, items=items)
+
+
+def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
+    """Have ``inspect`` and ``asyncio`` take an object for a coroutine function, which its call returns."""
+    if sys.version_info >= (3, 12):
+        inspect.markcoroutinefunction(batched)
+    else:
+        # What ``inspect`` takes for a function that is no Python function, as those of Cython: it has these.
+        batched.__dict__.update(
+            __code__=Batched.__call__.__code__,
+            __defaults__=None,
+            __kwdefaults__=None,
+            _is_coroutine=vars(asyncio.coroutines)["_is_coroutine"],
+        )
 
 
 class WeakMethod:

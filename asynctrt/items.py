@@ -8,6 +8,7 @@ import numpy as np
 
 from asynctrt.backends.function import is_coroutine_function, own_error
 from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe
+from asynctrt.inputs import has_masked
 from asynctrt.tensors import Array, TensorSpec
 from asynctrt.validation import check_names, show
 
@@ -348,6 +349,11 @@ def kind_of(value: Any) -> tuple[Any, Any]:
         return value, (None if kind is int and not INT64.min <= value <= INT64.max else kind)
     if isinstance(value, str | bytes) or not hasattr(value, "__array__"):
         return value, None
+    if has_masked(value):
+        raise InputError(
+            "an argument has masked values, which stacked arrays cannot have. Replace them: array.filled(0); "
+            "or take lists of items: @asynctrt.batch(items=True)"
+        )
     array = np.asarray(value)
     return array, (array.shape, array.dtype)
 
@@ -393,6 +399,11 @@ def results_of(given: object, count: int) -> list[Any]:
     if isinstance(given, Mapping):
         parts = {name: results_of(part, count) for name, part in given.items()}
         return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+    if has_masked(given):
+        raise ExecutionError(
+            "the function returned an array with masked values. Return a list of one array for each item, or "
+            "replace them: array.filled(0)"
+        )
     if hasattr(given, "__array__") and not isinstance(given, np.generic):
         array = np.asarray(given)
         if array.ndim:
