@@ -422,6 +422,8 @@ class Engines:
             task = self._opening.get(loop)
             if task is None:
                 task = self._opening[loop] = loop.create_task(self._open(loop))
+                # Looked at here: all who wait may have been cancelled by then.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Whoever is cancelled does not stop it, because others wait for it too.
             await asyncio.wait([task])
             if not task.cancelled() and (error := task.exception()) is not None:

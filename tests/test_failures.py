@@ -686,6 +686,24 @@ async def test_what_is_no_exception_of_a_caller_is_an_error_of_its_item_alone(er
     assert error.__traceback__ is None
 
 
+async def test_an_engine_that_does_not_open_for_anybody_is_no_unseen_error(monkeypatch, caplog):
+    async def refuse(*_, **__):
+        for _ in range(3):
+            await asyncio.sleep(0)
+        opened.append(True)
+        raise DeviceUnavailableError("no threads are left")
+
+    opened = []
+    monkeypatch.setattr("asynctrt.batching.open_engine", refuse)
+    call = asyncio.ensure_future(asynctrt.batch(lambda x: x)(1))
+    await asyncio.sleep(0)
+    await cancelled(call)
+    await until(lambda: opened)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not caplog.records
+
+
 async def test_callers_who_wait_for_an_engine_that_does_not_open_have_each_an_exception(monkeypatch):
     async def refuse(*_, **__):
         raise DeviceUnavailableError("no threads are left")
