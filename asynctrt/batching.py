@@ -7,6 +7,8 @@ if its ticket is in a batch by then.
 
 import asyncio
 import functools
+import inspect
+import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
@@ -43,6 +45,7 @@ from asynctrt.errors import (
     EngineClosedError,
     OptionsError,
     UsageError,
+    copy_of,
 )
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.loops import running_loop
@@ -189,8 +192,8 @@ def batch(
     batch:
 
     - Arrays, NumPy's scalars and Python's bool, int (of 64 bits), float and complex are stacked to one array
-      ``(rows, *shape)``. Arrays of other libraries are converted to NumPy's. Items of different shapes,
-      dtypes or numbers of arguments form batches of their own.
+      ``(rows, *shape)``. Arrays of other libraries are converted to NumPy's, and masked values are refused.
+      Items of different shapes, dtypes or numbers of arguments form batches of their own.
     - Anything else, strings and lists among them, comes as a list with one element per item.
     - With ``items=True`` every argument comes as a list.
     - An argument that ``key`` names comes as it is, once, since it is the same for all items of a batch. ::
@@ -200,9 +203,10 @@ def batch(
             return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
-    mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: each
-    is raised to the caller of its item. What the function raises fails all callers of this batch with
-    :class:`ExecutionError`, as does a wrong number of results.
+    mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: a
+    copy of each is raised to the caller of its item; for one that is no ``Exception``, such as a
+    ``CancelledError``, an :class:`ExecutionError` with it as ``__cause__``. What the function raises fails
+    all callers of this batch with :class:`ExecutionError`, as does a wrong number of results.
 
     The engine belongs to the event loop of the first call, and is closed with that loop (by
     ``asyncio.run``, a ``Runner``, pytest's plugins); on another loop the function has another engine.
@@ -260,6 +264,8 @@ class Batched(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
+        mark_as_coroutine_function(self)
+        self._settings = options, key, items
         self._options = options
         self._key = key_of(key, function, self.__name__)
         self._items = items
@@ -273,12 +279,25 @@ class Batched(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<asynctrt.batch {self.__name__!r} max_rows={self._options.max_rows or 'default'}>"
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle and copy by name, as a function; if no name leads here, by its function, without engines.
+
+        What is bound is bound again to the instance, which is pickled or copied.
+        """
+        if self._instance is not None:
+            return getattr, (self._instance, self.__name__)
+        found: Any = sys.modules.get(self.__module__)
+        path: str = getattr(self, "__qualname__", self.__name__)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return path if found is self else (restored, (self.__wrapped__, self._settings))
+
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> Self: ...
     @overload
     def __get__(self: "Batched[Concatenate[S, Q], R]", instance: S, owner: type[Any]) -> "Batched[Q, R]": ...
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None:
+        if instance is None or isinstance(self.__wrapped__, staticmethod):
             return self
         found = self._bound.get(id(instance))
         if found is None:
@@ -362,6 +381,26 @@ class Batched(Generic[P, R]):
         )
 
 
+def restored(function: Callable[..., Any], settings: tuple[Options, object, bool]) -> Batched[Any, Any]:
+    """Decorate a function that was pickled or copied."""
+    options, key, items = settings
+    return Batched(function, options, key, items=items)
+
+
+def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
+    """Have ``inspect`` and ``asyncio`` take an object for a coroutine function, which its call returns."""
+    if sys.version_info >= (3, 12):
+        inspect.markcoroutinefunction(batched)
+    else:
+        # What ``inspect`` takes for a function that is no Python function, as those of Cython: it has these.
+        batched.__dict__.update(
+            __code__=Batched.__call__.__code__,
+            __defaults__=None,
+            __kwdefaults__=None,
+            _is_coroutine=vars(asyncio.coroutines)["_is_coroutine"],
+        )
+
+
 class WeakMethod:
     """A method whose instance is held by its callers alone."""
 
@@ -424,8 +463,13 @@ class Engines:
             task = self._opening.get(loop)
             if task is None:
                 task = self._opening[loop] = loop.create_task(self._open(loop))
+                # Looked at here: all who wait may have been cancelled by then.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Whoever is cancelled does not stop it, because others wait for it too.
-            self.last = found = await asyncio.shield(task)
+            await asyncio.wait([task])
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise copy_of(error)  # The others get it as well.
+            self.last = found = task.result()
         return found
 
     async def aclose(self) -> None:
@@ -494,8 +538,8 @@ class TicketEngine:
             self._waiting.pop(ticket, None)
             self._groups.leave(group)
         result = item.result
-        if isinstance(result, Exception):
-            raise result
+        if isinstance(result, BaseException):
+            raise copy_of(result)  # Other callers may get this object, and the function may keep it.
         return result
 
     async def attach(self, forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]") -> None:

@@ -591,6 +591,8 @@ class Engine:
                 f"{error}. The call was split into {len(requests)} batches, of which {answered} had been "
                 "computed"
             ) from None
+        finally:
+            del futures  # They have the error, and its traceback has this frame.
         nbytes = sum(array.nbytes for result in results for array in result.values())
         if nbytes <= COPY_ON_LOOP_NBYTES_MAX:
             return InferResult.join(results, self._axes)

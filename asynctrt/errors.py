@@ -38,7 +38,7 @@
 Each class carries the status that a server answers with, so no server needs a table of its own.
 
 Errors that come from a model or an application may be of any class, and so may raise when they are printed
-or copied. :func:`describe` and :func:`copy_for` take any exception and never raise.
+or copied. :func:`describe`, :func:`copy_for` and :func:`copy_of` take any exception and never raise.
 """
 
 import copy
@@ -254,22 +254,41 @@ def copy_for(error: BaseException) -> AsynctrtError:
     none, with :func:`describe` as its message; so does one that asyncio would not raise in the caller as it
     is (a ``StopIteration``, or one that is also a ``CancelledError``).
     """
-    try:
-        made = _copy(error)
-    except BaseException:  # Foreign code ran, and the caller is to be answered whatever it raised.
-        made = None
-    if made is None:
-        nearest = next((kind for kind in _NEAREST if issubclass(type(error), kind)), ExecutionError)
-        made = nearest(describe(error))
-        made.__cause__ = error
+    made = _copy(error) if issubclass(type(error), AsynctrtError) else None
+    return _nearest(error) if made is None else cast("AsynctrtError", made)
+
+
+def copy_of(error: BaseException) -> Exception:
+    """Return a fresh copy as :func:`copy_for` does, but of an ``Exception`` of any class keep the class."""
+    made = _copy(error)
+    return _nearest(error) if made is None else made
+
+
+def _nearest(error: BaseException) -> AsynctrtError:
+    """Return an error of the nearest class of this module, caused by ``error``."""
+    nearest = next((kind for kind in _NEAREST if issubclass(type(error), kind)), ExecutionError)
+    made = nearest(describe(error))
+    made.__cause__ = error
     return made
 
 
-def _copy(error: BaseException) -> AsynctrtError | None:
-    """Copy an error with its own methods, which may raise; ``None`` if the copy is not like it."""
-    if not isinstance(error, AsynctrtError) or any(_is_control_flow(kind) for kind in type(error).__mro__):
+def _copy(error: BaseException) -> Exception | None:
+    """Copy an error, by its own methods or else without them; ``None`` if neither copy is like it."""
+    for way in (copy.copy, _duplicate):
+        try:
+            made = _copy_by(way, error)
+        except BaseException:  # Foreign code ran, and the caller is to be answered whatever it raised.
+            made = None
+        if made is not None:
+            return made
+    return None
+
+
+def _copy_by(way: Callable[[Any], Any], error: BaseException) -> Exception | None:
+    """Copy an error, which may raise; ``None`` if the copy is not like it."""
+    if not isinstance(error, Exception) or any(_is_control_flow(kind) for kind in type(error).__mro__):
         return None
-    made = copy.copy(error)
+    made: Exception = way(error)
     if made is error or type(made) is not type(error) or describe(made) != describe(error):
         return None
     notes = getattr(error, "__notes__", None)
@@ -279,18 +298,32 @@ def _copy(error: BaseException) -> AsynctrtError | None:
     return made
 
 
+def _duplicate(error: BaseException) -> BaseException:
+    """Copy an error of a class whose ``__init__`` takes something else than ``args``."""
+    _, args, *state = cast("tuple[Any, ...]", _builtin(type(error)).__reduce__(error))
+    made = _restore(type(error), args)
+    for values in state:
+        made.__setstate__(values)
+    return made
+
+
 def _is_control_flow(kind: type) -> bool:
-    if kind is BaseException or not issubclass(kind, BaseException):
+    if kind in (BaseException, BaseExceptionGroup) or not issubclass(kind, BaseException):
         return False
     return not issubclass(kind, Exception) or issubclass(kind, StopIteration)
 
 
-def _restore(kind: type[AsynctrtError], args: tuple[Any, ...]) -> AsynctrtError:
-    """Make an error from what its ``__reduce__`` gave, by the nearest built-in class's ``__new__``."""
+def _builtin(kind: type[BaseException]) -> Any:
+    """Return the nearest class of an error that is built in."""
     builtin: Any = kind
     while builtin.__flags__ & _HEAPTYPE:
         builtin = builtin.__base__
-    made: AsynctrtError = builtin.__new__(kind, *args)
+    return builtin
+
+
+def _restore(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Make an error from what its ``__reduce__`` gave, by the nearest built-in class's ``__new__``."""
+    made: BaseException = _builtin(kind).__new__(kind, *args)
     if not made.args:  # OSError leaves them to __init__, where a subclass has one.
         made.args = args
     return made

@@ -291,7 +291,7 @@ class InputCheck:
         if type(value) is ndarray:
             return value
         if isinstance(value, ndarray):
-            if isinstance(value, np.ma.MaskedArray) and _has_masked(value):
+            if has_masked(value):
                 raise InputError(
                     f"input {spec.name!r} has masked values, which a model cannot leave out. Replace them: "
                     "array.filled(value)"
@@ -388,6 +388,9 @@ def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
     return True
 
 
-def _has_masked(array: "np.ma.MaskedArray[Any, Any]") -> bool:
+def has_masked(array: object) -> bool:
+    """Return whether an array has values that are masked, which a plain array cannot leave out."""
+    if not isinstance(array, np.ma.MaskedArray):
+        return False
     mask = np.ma.getmask(array)
     return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask is one of booleans too.

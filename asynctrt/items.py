@@ -8,6 +8,7 @@ import numpy as np
 
 from asynctrt.backends.function import is_coroutine_function, own_error
 from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe
+from asynctrt.inputs import has_masked
 from asynctrt.tensors import Array, TensorSpec
 from asynctrt.validation import check_names, show
 
@@ -276,7 +277,9 @@ class Tickets:
                     return self._await(given, groups, index, done)
                 distribute(given, group)
             except Exception as error:
-                self._fail(error, group, groups)
+                if self._fails_all(groups):
+                    raise
+                fail(group, error)
         return done
 
     async def _await(self, given: Any, groups: list[list[Item]], index: int, done: Array) -> Array:
@@ -286,15 +289,14 @@ class Tickets:
                     given = self._compute(group)
                 distribute(await given if isinstance(given, Awaitable) else given, group)
             except Exception as error:
-                self._fail(error, group, groups)
+                if self._fails_all(groups):
+                    raise
+                fail(group, error)
         return done
 
-    def _fail(self, error: Exception, group: list[Item], groups: list[list[Item]]) -> None:
-        """Fail one of several groups that share a batch, and no other. Halves of a batch do that as well."""
-        if self._isolates or len(groups) == 1:
-            raise error
-        for item in group:
-            item.result = copy_for(own_error(error))
+    def _fails_all(self, groups: list[list[Item]]) -> bool:
+        """Return whether what a group raises fails its batch: if it is alone, or will be in a half of it."""
+        return self._isolates or len(groups) == 1
 
     def _groups(self, tickets: list[int]) -> list[list[Item]]:
         """Return the items of a batch, less those whose callers went away. Nearly always there is one group.
@@ -347,6 +349,11 @@ def kind_of(value: Any) -> tuple[Any, Any]:
         return value, (None if kind is int and not INT64.min <= value <= INT64.max else kind)
     if isinstance(value, str | bytes) or not hasattr(value, "__array__"):
         return value, None
+    if has_masked(value):
+        raise InputError(
+            "an argument has masked values, which stacked arrays cannot have. Replace them: array.filled(0); "
+            "or take lists of items: @asynctrt.batch(items=True)"
+        )
     array = np.asarray(value)
     return array, (array.shape, array.dtype)
 
@@ -361,6 +368,12 @@ def stacked(values: list[Any]) -> Any:
     if type(first) not in NUMBERS or kind_of(first)[1] is None:
         return values
     return np.array(values, NUMBERS[type(first)])
+
+
+def fail(group: list[Item], error: Exception) -> None:
+    """Fail one of several groups that share a batch, and no other."""
+    for item in group:
+        item.result = copy_for(own_error(error))
 
 
 def distribute(given: object, group: list[Item]) -> None:
@@ -386,6 +399,11 @@ def results_of(given: object, count: int) -> list[Any]:
     if isinstance(given, Mapping):
         parts = {name: results_of(part, count) for name, part in given.items()}
         return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+    if has_masked(given):
+        raise ExecutionError(
+            "the function returned an array with masked values. Return a list of one array for each item, or "
+            "replace them: array.filled(0)"
+        )
     if hasattr(given, "__array__") and not isinstance(given, np.generic):
         array = np.asarray(given)
         if array.ndim:

@@ -36,6 +36,15 @@ def running_loop() -> asyncio.AbstractEventLoop:
     raise UsageError("no event loop is running. Call it from a coroutine: asyncio.run(main())")
 
 
+def is_cancelled() -> bool:
+    """Return whether the running task was cancelled itself, rather than something that it waits for.
+
+    Who asks keeps no task in a variable: it may end with an error whose traceback has the frame that asks.
+    """
+    task = asyncio.current_task()
+    return task is None or bool(task.cancelling())
+
+
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
     """Run a blocking function in a thread that ends with it.
 

@@ -18,6 +18,7 @@ from asynctrt.loops import in_thread, running_loop
 from asynctrt.onnx_objects import OnnxObject, shown
 from asynctrt.options import Options, Settings
 from asynctrt.parts import EngineParts, build_on
+from asynctrt.process import is_in_worker
 from asynctrt.propagation import unlimited
 
 NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
@@ -157,6 +158,18 @@ class Opening:
 
     async def _open_isolated(self, devices: "Sequence[str | Device]") -> "Engine":
         """Open it in worker processes, which can be given names alone."""
+        if is_in_worker():
+            raise UsageError(
+                "an attempt was made to start a worker process (isolation='process') from within one, or "
+                "from a process that one has started. This probably means that the module of the model opens "
+                "its engine when it is imported, which a worker does as well. Open it under "
+                "if __name__ == '__main__': instead. What a model opens while it runs takes isolation='none'"
+            )
+        if isinstance(self._model, str) and self._model.partition(":")[0] in ("__main__", "__mp_main__"):
+            raise UsageError(
+                f"{self._model!r} is in the main module, which is another one in a worker process. Put the "
+                "model into a module that can be imported, such as service.py, and open 'service:model'"
+            )
         if not isinstance(self._model, str | os.PathLike):
             raise UsageError(
                 f"isolation='process' opens the model in another process, so it needs its path or "

@@ -41,7 +41,7 @@ from asynctrt.errors import (
     once_begun,
 )
 from asynctrt.inputs import InputCheck, Inputs, Outputs
-from asynctrt.loops import running_loop, wait_shielded
+from asynctrt.loops import is_cancelled, running_loop, wait_shielded
 from asynctrt.options import Options
 from asynctrt.propagation import Limits, hold_from_here, limits_here
 from asynctrt.runtime.slots import Slot
@@ -291,6 +291,8 @@ class Pipeline(Engine):
         except (asyncio.CancelledError, GeneratorExit):
             future.cancel()
             raise
+        finally:
+            del future  # It has its error, and the error's traceback has this frame.
 
     def submit(
         self,
@@ -342,36 +344,41 @@ class Pipeline(Engine):
         :param timeout: seconds until a thread is free.
         :raises DeadlineError: if none is by then.
         """
-        try:
+        has_thread = False
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout if self._free_threads.locked() else None):
-                await self._free_threads.acquire()
-        except TimeoutError:
-            raise DeadlineError(
-                f"{self._name!r}: the timeout passed before one of its threads was free"
-            ) from None
+                has_thread = await self._free_threads.acquire()
+        if not has_thread:
+            # Not as a TimeoutError is handled: it would stay the context, and its traceback has the task.
+            raise DeadlineError(f"{self._name!r}: the timeout passed before one of its threads was free")
         future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
         # The executor keeps what it was given even if it then cannot start a thread for it. One that it has
         # already, or starts for the next, would find it there: whoever takes this decides.
-        turn: list[Callable[[], Callable[[], Any]]]
-        turn = [partial(copy_context().run, outcome_of, function, future)]
+        turn: list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]
+        turn = [(partial(copy_context().run, outcome_of, function), future)]
         try:
-            self._threads.submit(self._work, turn, future)
+            self._threads.submit(self._work, turn)
         except BaseException:
             if _taken(turn) is not None:
                 self._free_threads.release()
                 raise
-        return (await future)()
+        try:
+            return (await future)()
+        finally:
+            del future  # It has what was raised, whose traceback has this frame.
 
-    def _work(self, turn: list[Callable[[], Callable[[], Any]]], future: "asyncio.Future[Any]") -> None:
+    def _work(self, turn: "list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]") -> None:
         """Run in a thread, and say on the loop what came of it."""
-        work = _taken(turn)
-        if work is None:
+        taken = _taken(turn)
+        if taken is None:
             return  # Its caller was told that there is no thread.
-        outcome = work()
+        work, future = taken
+        outcome = None if future.cancelled() else work()
         with suppress(RuntimeError):  # A loop that is closed waits for nothing.
             self._loop.call_soon_threadsafe(self._worked, future, outcome)
+        del taken, future, outcome  # They have what was raised, whose traceback leads to this frame.
 
-    def _worked(self, future: "asyncio.Future[Any]", outcome: Callable[[], Any]) -> None:
+    def _worked(self, future: "asyncio.Future[Any]", outcome: Callable[[], Any] | None) -> None:
         self._free_threads.release()
         if not future.done():
             future.set_result(outcome)
@@ -394,8 +401,7 @@ class Pipeline(Engine):
                 stages += 1
             outputs = self._checked_outputs(given, rows, arrays, names)
         except asyncio.CancelledError as cancelled:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
             # Not its caller, but something that a stage waited for was cancelled.
             raise ExecutionError(
@@ -404,15 +410,22 @@ class Pipeline(Engine):
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as raised:  # A stage that calls sys.exit() must not end a server.
-            error = first_of(raised)
-            if isinstance(error, PASSED_ON):
-                has_begun = stages or not isinstance(self._stages[0][0], Engine)
-                error = once_begun(error) if has_begun else error
-                raise error from error.__cause__
-            raise ExecutionError(f"a stage of {self._name!r} failed: {describe(error)}") from error
+            # No variable has it: this frame is in its traceback, and each would keep the other.
+            raise self._error_of(first_of(raised), stages)  # noqa: B904  (it has its cause)
         record = BatchRecord(rows, arrival_ns)
         record.compute_ns = clock.now_ns() - arrival_ns
         return InferResult(outputs, (record,), arrival_ns)
+
+    def _error_of(self, error: BaseException, stages: int) -> BaseException:
+        """Return what a caller gets when a stage raised ``error`` after so many others had ended."""
+        if isinstance(error, PASSED_ON):
+            has_begun = stages or not isinstance(self._stages[0][0], Engine)
+            passed = once_begun(error) if has_begun else error
+            passed.__suppress_context__ = True
+            return passed
+        failed = ExecutionError(f"a stage of {self._name!r} failed: {describe(error)}")
+        failed.__cause__ = error
+        return failed
 
     def _runner_of(self, stage: Stage) -> Callable[[Any, Call], Awaitable[Any]]:
         if isinstance(stage, Engine):

@@ -1,6 +1,7 @@
 """Settings of a whole process, which a command may change and a library may not."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 from typing import Final
@@ -14,6 +15,20 @@ SWITCH_INTERVAL_S: Final = 0.0005
 GC_THRESHOLDS: Final = (10_000, 10, 10)
 """Thresholds of the garbage collector for a process of ours. With Python's own, of which the first is 700, it
 goes through hundreds of requests in flight again and again: that took a fifth of a worker's CPU time."""
+
+
+IN_WORKER: Final = "_ASYNCTRT_IN_WORKER"
+"""The environment variable by which a worker, and whatever process it starts, is known."""
+
+
+def enter_worker() -> None:
+    """Make this process known as a worker, to itself and to the processes that it starts."""
+    os.environ[IN_WORKER] = "1"
+
+
+def is_in_worker() -> bool:
+    """Return whether this process is a worker, or was started by one."""
+    return IN_WORKER in os.environ
 
 
 def shorten_switch_interval() -> None:

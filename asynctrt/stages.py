@@ -1,6 +1,5 @@
 """What a pipeline asks of its stages: what they take, what they raise, what the last one gives."""
 
-import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,16 +47,13 @@ def takes_call(stage: Callable[..., Any]) -> bool:
     return needed == 2 or (len(positional) > 1 and positional[1].name == "call")
 
 
-def outcome_of(function: Callable[[], T], future: "asyncio.Future[Any]") -> Callable[[], T]:
-    """Call a function; return what gives its result or raises its error, as a future takes not every error.
-
-    Nothing is called for a future that was cancelled.
-    """
+def outcome_of(function: Callable[[], T]) -> Callable[[], T]:
+    """Call a function; return what gives its result or raises its error: a future takes not every error."""
     try:
-        result = None if future.cancelled() else function()
+        result = function()
     except BaseException as error:
         return partial(_raise, error)
-    return lambda: result  # type: ignore[return-value]  # Nobody asks one that was cancelled.
+    return lambda: result
 
 
 def _raise(error: BaseException) -> NoReturn:

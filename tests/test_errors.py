@@ -220,6 +220,9 @@ def test_whatever_an_error_does_it_is_described_and_copied(error):
     described = errors.describe(error)
     assert type(described) is str
     assert described
+    made = errors.copy_of(error)
+    assert made is not error
+    assert issubclass(type(made), Exception)
     made = errors.copy_for(error)
     assert made is not error
     assert issubclass(type(made), errors.AsynctrtError)

@@ -282,7 +282,7 @@ class Coroutine(Unfinished):
         self._name = name
         self._task: asyncio.Task[None] | None = None
         self._is_cancelled = False
-        self._finish: Callable[[BaseException | None], None] = lambda _: None
+        self._finish: Callable[[BaseException | None], None] = _ignore
 
     def start(self, finish: Callable[[BaseException | None], None]) -> None:
         """Begin it on its loop, from any thread, and call `finish` when it is over."""
@@ -323,11 +323,13 @@ class Coroutine(Unfinished):
             self._task.cancel()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
+        # The task has its error, and finishing passes it on: the error's traceback leads back to this object.
+        finish, self._finish, self._task = self._finish, _ignore, None
         if task.cancelled():
-            self._finish(ExecutionError("the function's coroutine was cancelled"))
+            finish(ExecutionError("the function's coroutine was cancelled"))
         else:
             error = task.exception()
-            self._finish(None if error is None else own_error(error))
+            finish(None if error is None else own_error(error))
 
     def _drop(self) -> None:
         if inspect.iscoroutine(self._awaitable):
@@ -371,6 +373,10 @@ class Watched:
                 if not hasattr(steps, "throw"):
                     raise
                 step = partial(steps.throw, error)
+
+
+def _ignore(_error: BaseException | None) -> None:
+    """Do nothing: who waits for the end of a coroutine is not known yet, or was told."""
 
 
 def own_error(error: BaseException) -> BaseException:

@@ -127,6 +127,8 @@ class BlockingClient:
         except BaseException:
             future.cancel()  # Control-C must not leave a request behind.
             raise
+        finally:
+            del future  # It has its error, whose traceback has this frame.
 
     def submit(self, model: str, inputs: Any, **settings: Any) -> "Future[dict[str, Array]]":
         """Send a request, and return a future of its answer: many can be under way from one thread.

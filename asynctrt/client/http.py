@@ -19,6 +19,7 @@ from asynctrt.errors import AsynctrtError, ConnectionLostError, MissingExtraErro
 from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
+from asynctrt.loops import is_cancelled
 from asynctrt.tensors import Array
 
 try:
@@ -181,13 +182,15 @@ class HttpClient(Client):
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise NotConnectedError(f"cannot connect to {self.url}: {_text_of(error)}") from error
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not self._is_closed or task is None or task.cancelling():
+            if not self._is_closed or is_cancelled():
                 raise
             # Closing the pool cancels those that wait for a connection; nobody cancelled this task.
             raise NotConnectedError("this client was closed") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionLostError(f"the connection to {self.url} was lost: {_text_of(error)}") from error
+            # Without its traceback: aiohttp keeps the error in an object that a frame there has.
+            raise ConnectionLostError(
+                f"the connection to {self.url} was lost: {_text_of(error)}"
+            ) from error.with_traceback(None)
         if response.status != 200:
             raise _refusal(response.status, response.headers.get(KIND), answer)
         return answer, response.headers

@@ -75,8 +75,9 @@ async def persist(
     :raises DeadlineError: if there is no answer within the deadline.
     """
     delay_s = DELAY_S_MIN
+    limit = asyncio.timeout(deadline)
     try:
-        async with asyncio.timeout(deadline) as limit:
+        async with limit:
             while True:
                 attempts -= 1
                 try:
@@ -88,9 +89,12 @@ async def persist(
                 await asyncio.sleep(random.uniform(delay_s / 2, delay_s))  # noqa: S311  (not a secret)
                 delay_s = min(2 * delay_s, DELAY_S_MAX)
     except TimeoutError as error:
-        if limit.expired() and not isinstance(error, DeadlineError):
-            raise DeadlineError(f"no answer within the deadline of {deadline:g} s") from None
-        raise
+        if not limit.expired() or isinstance(error, DeadlineError):
+            raise
+    finally:
+        del limit  # It has the task, which may end with an error whose traceback has this frame.
+    # Not while the other error is handled, which would stay its context, and has the task as well.
+    raise DeadlineError(f"no answer within the deadline of {deadline:g} s")
 
 
 def check_settings(max_in_flight: int, attempts: int) -> None:

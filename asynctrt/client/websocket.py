@@ -177,6 +177,7 @@ class WebSocketClient(Client):
             raise
         finally:
             self._waiting.pop(number, None)
+            del future  # It has its error, whose traceback has this frame.
 
     @staticmethod
     def _cancel(socket: ClientConnection, number: str) -> None:

@@ -114,9 +114,8 @@ class Completion(Protocol):
 class Event(Completion, Protocol):
     """A mark on a stream, done when the stream has reached it. It can be recorded again once it is done."""
 
-    @property
-    def error(self) -> BaseException | None:
-        """Return what went wrong in the work before the event, once it is done."""
+    error: BaseException | None
+    """What went wrong in the work before the event, once it is done. Whoever read it may set it to None."""
 
     def elapsed_ns(self, since: "Event") -> int:
         """Return the device time in ns between two events that are done."""

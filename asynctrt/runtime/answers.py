@@ -77,5 +77,7 @@ def changed_error(error: Exception) -> InputError:
         "the inputs changed between the call and their batch: "
         f"{type(error).__name__}. Leave arrays alone until infer has returned"
     )
-    refused.__cause__ = error
+    # Frames of ours that copied arrays explain nothing to a caller, and would keep them.
+    error.__context__ = None
+    refused.__cause__ = error.with_traceback(None)
     return refused

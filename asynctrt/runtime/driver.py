@@ -463,9 +463,10 @@ class Driver:
 
     def _tell_refused(self, flight: InFlight) -> None:
         """Answer those whose rows could not be staged."""
-        for request, refused in flight.source.refused:
+        refused, flight.source.refused = flight.source.refused, ()
+        for request, error in refused:
             self._scheduler.fail_one(request)
-            answer_error(request, refused)
+            answer_error(request, error)
 
     def _hand_over_unstaged(self, flight: InFlight) -> bool:
         """Let the thread that puts a batch on its stream stage it before, with others to help.
@@ -514,7 +515,8 @@ class Driver:
         """Go on with a batch that a thread has staged and put on its stream, if it could."""
         if flight.put_ns is None and flight.batch.number in self._flights:
             self._fail(
-                flight.batch, flight.error or error or InternalError(f"{flight.batch!r} was not staged")
+                flight.batch,
+                flight.take_error() or error or InternalError(f"{flight.batch!r} was not staged"),
             )
             return
         if flight.batch.number in self._flights:
@@ -639,7 +641,7 @@ class Driver:
                 flight.ended()
                 self._device.ended(flight.context.stream)
             return
-        error = self._device.lost or flight.error or flight.device_error()
+        error = self._device.lost or flight.take_error()
         if error is not None:
             self._end_failed(flight, error)
             return

@@ -56,14 +56,26 @@ class InFlight:
         """Note what a thread is going to do for it."""
         self.job = self.context.job = job
 
-    def device_error(self) -> BaseException | None:
-        """Return what went wrong on the stream, once the batch is done."""
+    def take_error(self) -> BaseException | None:
+        """Return what went wrong, once the batch is done, and keep it no longer.
+
+        Its traceback has the model's frames, and thereby what they were given.
+        """
+        error = self.error
+        if error is not None:
+            if isinstance(error, Exception):  # The loop is still to raise any other.
+                self.error = None
+            return error
         events, source = self.events, self.source
         error = events.computed.error
         if error is None and source.has_copies_out:
             error = events.copied_out.error
         if error is None and source.has_copies_in and events.copied_in is not None:
             error = events.copied_in.error
+        if error is not None:
+            events.computed.error = events.copied_out.error = None
+            if events.copied_in is not None:
+                events.copied_in.error = None
         return error
 
     def ran_ns(self, ended_ns: int) -> int:

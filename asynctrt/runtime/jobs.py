@@ -222,8 +222,12 @@ class SharedWork:
         """
         self.help()
         self._is_done.wait()
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # Its traceback has this frame.
 
 
 class Job:
@@ -278,7 +282,8 @@ class Job:
     def tell(self, then: Callable[[BaseException | None], object]) -> None:
         """On the loop: report the end."""
         if not self._is_revoked:
-            then(self.error)
+            error, self.error = self.error, None
+            then(error)
 
     def is_running(self) -> bool:
         return self._begun and not self._is_done

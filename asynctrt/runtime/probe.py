@@ -326,7 +326,7 @@ class Probe:
         self._context.enqueue(source, flight.events, scratch=self._scratch)
         if not flight.end.synchronize(PROBE_S):
             raise DeviceLostError(f"a batch of {rows} made-up rows did not end within {PROBE_S:g} s")
-        error = flight.device_error()
+        error = flight.take_error()
         if error is not None:
             raise error
         try:

@@ -515,11 +515,16 @@ class RowSource:
             else:
                 good = span.start
         if good < 0:
-            raise self.refused[0][1]
+            raise self._all_refused()
         for request, _ in self.refused:
             span = spans[self.batch.requests.index(request)]
             for view in self.views:
                 view[span] = view[good]
+
+    def _all_refused(self) -> InputError:
+        """Return the error of a batch of which no request can be staged; nothing here keeps it."""
+        refused, self.refused = self.refused, ()
+        return refused[0][1]
 
     def _refuse(self, request: Request, error: Exception) -> None:
         self.refused += ((request, changed_error(error)),)
@@ -653,7 +658,7 @@ class DeviceSource(RowSource):
             else:
                 good = rows.start
         if good < 0:
-            raise self.refused[0][1]
+            raise self._all_refused()
         # Copies of a row follow the copy of that row itself on the stream.
         for request, _ in self.refused:
             rows = spans[batch.requests.index(request)]

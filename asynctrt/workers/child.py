@@ -36,7 +36,7 @@ from asynctrt.errors import (
 )
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.opening import open as open_engine
-from asynctrt.process import calm_gc, shorten_switch_interval
+from asynctrt.process import calm_gc, enter_worker, shorten_switch_interval
 from asynctrt.scheduling.batch import Batch
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
@@ -595,6 +595,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, UNHEARD)
     faulthandler.enable()
+    enter_worker()
     if sys.argv[2] != __version__:
         # The package was exchanged under a running front, which would not understand this one.
         sys.exit(f"asynctrt {__version__} is installed now, and the front runs {sys.argv[2]}: start it again")

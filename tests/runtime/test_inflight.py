@@ -34,7 +34,7 @@ def test_it_ends_when_its_outputs_are_on_the_host(device):
     assert flight.end is (events.computed if device.unified else events.copied_out)
     flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
-    assert flight.device_error() is None
+    assert flight.take_error() is None
     outputs, nbytes = flight.outputs()
     np.testing.assert_array_equal(outputs["output"][:2], rows(2, 4))
     assert nbytes == 2 * 16
@@ -78,7 +78,8 @@ def test_what_fails_on_the_stream_is_found_at_the_end(device):
     flight.context._model.work[2] = lambda: (_ for _ in ()).throw(error)
     flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
-    assert flight.device_error() is error
+    assert flight.take_error() is error
+    assert flight.take_error() is None
     assert flight.context.close(WAIT_S)
 
 
@@ -94,7 +95,8 @@ def test_copies_that_fail_are_found_too(copy, is_timed):
     setattr(flight.source.slab, f"put_{copy}", put)
     flight.context.enqueue(flight.source, flight.events)
     assert flight.end.synchronize(WAIT_S)
-    assert flight.device_error() is error
+    assert flight.take_error() is error
+    assert flight.take_error() is None
     assert flight.context.close(WAIT_S)
 
 
