@@ -21,6 +21,10 @@ they were built with ``PreviewFeature.PROFILE_SHARING_0806``, which no call tell
 SIZES_MEMORY: Final = (10, 1)
 """The first version that is given enqueue memory with its size, and says what a profile or a batch needs."""
 
+TELLS_FORMATS_BY_PROFILE: Final = (8, 6, 1)
+"""The first library that tells the format of a tensor for each profile; 8.6.0 crashes when asked with the
+bindings of 8.6.1."""
+
 LACKS_UNSIZED: Final = (11, 0)
 """The first library without the older calls for enqueue memory."""
 
@@ -42,18 +46,21 @@ class Abilities:
     """Whether several contexts can have one profile at once; ``None`` if that has to be tried."""
     sizes_memory: bool
     """Whether enqueue memory is set with its size, and the library says what the shapes of a batch need."""
+    tells_formats_by_profile: bool
+    """Whether the library tells the format of a tensor for each profile."""
 
     @classmethod
     def of(cls, flavour: Flavour, header: PlanHeader) -> "Abilities":
         """Return the abilities of an engine, by the versions of the library and of the plan."""
         if header.tag == TAG_RTX:
-            return cls(shares_profiles=True, sizes_memory=True)
+            return cls(shares_profiles=True, sizes_memory=True, tells_formats_by_profile=True)
         built = header.version
         here = numbers_of(flavour.version) or built
         version = min(built, here)
         return cls(
             shares_profiles=True if version >= SHARES_PROFILES else None,
             sizes_memory=version >= SIZES_MEMORY or here >= LACKS_UNSIZED,
+            tells_formats_by_profile=here >= TELLS_FORMATS_BY_PROFILE,
         )
 
     def enqueue_nbytes(self, engine: Any, profile: int) -> int:

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asynctrt.backends.tensorrt.engine import engine_stat
+from asynctrt.backends.tensorrt.engine import engine_stat, streamable_nbytes
 
 LAYERS_MAX: Final = 10_000
 """Layers whose names are kept."""
@@ -45,7 +45,7 @@ def read_details(module: Any, engine: Any) -> EngineDetails:
         weights_nbytes=engine_stat(module, engine, "TOTAL_WEIGHTS_SIZE"),
         # A complete engine answers -1.
         stripped_nbytes=None if stripped is None else max(0, stripped),
-        streamable_nbytes=int(engine.streamable_weights_size),
+        streamable_nbytes=streamable_nbytes(engine),
         is_refittable=bool(engine.refittable),
         aux_streams=int(engine.num_aux_streams),
         hardware_compatibility=_name(engine.hardware_compatibility_level),

@@ -222,6 +222,9 @@ def read_signature(
         _check_input(model, module, engine, name)
     for name in outputs:
         _check_output(model, module, engine, name)
+    for kind, tensors in (("input", inputs), ("output", outputs)):
+        for name in tensors:
+            _check_format(model, engine, kind, name, abilities)
     rows_fixed = BatchAxis(model, REBUILD).fixed_rows(
         {name: shape_of(engine.get_tensor_shape(name)) for name in inputs},
         {name: shape_of(engine.get_tensor_shape(name)) for name in outputs},
@@ -257,7 +260,6 @@ def _check_input(model: str, module: Any, engine: Any, name: str) -> None:
             "different values cannot share a batch. Make it a constant of the network, or derive it from the "
             "shape of another input (ONNX: Shape), and rebuild the plan"
         )
-    _check_format(model, engine, "input", name)
 
 
 def _check_output(model: str, module: Any, engine: Any, name: str) -> None:
@@ -273,15 +275,16 @@ def _check_output(model: str, module: Any, engine: Any, name: str) -> None:
             "such a model keeps state from batch to batch, which requests of other callers would see. Build "
             "it without aliased outputs"
         )
-    _check_format(model, engine, "output", name)
 
 
-def _check_format(model: str, engine: Any, kind: str, name: str) -> None:
-    """Check that rows lie one after the other, row-major, in every profile."""
+def _check_format(model: str, engine: Any, kind: str, name: str, abilities: Abilities) -> None:
+    """Check that rows lie one after the other, row-major, in every profile, as far as the library tells."""
     describe = getattr(engine, "get_tensor_format_desc", None)
-    for profile in range(engine.num_optimization_profiles):
-        said = str(describe(name, profile)) if describe is not None else ""
-        is_linear = engine.get_tensor_vectorized_dim(name, profile) == -1
+    profiles = range(engine.num_optimization_profiles if abilities.tells_formats_by_profile else 1)
+    for profile in profiles:
+        of = (name, profile) if abilities.tells_formats_by_profile else (name,)
+        said = str(describe(*of)) if describe is not None else ""
+        is_linear = engine.get_tensor_vectorized_dim(*of) == -1
         if is_linear and (not said or "linear" in said.lower()):
             continue
         raise ModelError(
@@ -350,6 +353,11 @@ def _shape_text(shape: tuple[int | str, ...]) -> str:
 
 def _range_text(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}..{high}"
+
+
+def streamable_nbytes(engine: Any) -> int:
+    """Return the bytes of weights that can be streamed: 0 with TensorRT before 10, which streams none."""
+    return int(getattr(engine, "streamable_weights_size", 0))
 
 
 def engine_stat(module: Any, engine: Any, name: str) -> int | None:

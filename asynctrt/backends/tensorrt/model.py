@@ -14,7 +14,7 @@ from asynctrt.backends.base import ExecutionContext
 from asynctrt.backends.tensorrt.abilities import Abilities, check_lean_runtime
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.details import EngineDetails, read_details
-from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature
+from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature, streamable_nbytes
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, check_options
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
@@ -37,7 +37,7 @@ from asynctrt.backends.tensorrt.probe import OutputProbe
 from asynctrt.backends.tensorrt.refit import refit
 from asynctrt.backends.tensorrt.refusals import Refused
 from asynctrt.backends.tensorrt.trust import check_trust
-from asynctrt.devices.base import Device, Stream
+from asynctrt.devices.base import Device
 from asynctrt.errors import DeviceMemoryError, DeviceUnavailableError, ModelError, OptionsError, UsageError
 from asynctrt.tensorrt_options import TensorRTOptions
 from asynctrt.tensors import Dims, TensorSpec
@@ -437,7 +437,7 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
 def _stream_weights(name: str, loaded: Loaded) -> bool:
     """Set the budget for weight streaming, if there is one; return whether weights are streamed."""
     budget, engine = loaded.options.weight_streaming_budget, loaded.engine
-    streamable = int(engine.streamable_weights_size)
+    streamable = streamable_nbytes(engine)
     if budget is None:
         return streamable > 0 and int(engine.weight_streaming_budget_v2) < streamable
     if not streamable:
@@ -504,9 +504,9 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     ask = getattr(context, "is_stream_capturable", None)
     stream, event = loaded.device.create_stream(), loaded.device.create_event()
     try:
+        shares_profiles = _shares_profiles(loaded, context)
         probe.observe(context, stream.handle)
         is_capturable = ask is None or bool(ask(stream.handle))
-        shares_profiles = _shares_profiles(loaded, context, stream)
         stream.record(event)
         event.synchronize(CLOSE_S)
     finally:
@@ -527,8 +527,14 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
     return _Examined(signature.with_outputs(probe.outputs()), is_capturable, shares_profiles)
 
 
-def _shares_profiles(loaded: Loaded, context: Any, stream: Stream) -> bool:
-    """Return whether another context can have a profile that this one has; tried, if that is not known."""
+def _shares_profiles(loaded: Loaded, context: Any) -> bool:
+    """Return whether contexts can have one profile at once; found out, if that is not known.
+
+    A context begins with profile 0, or with none (-1) if another has that to itself. To ask for it then would
+    end the process with the bindings of TensorRT 8.6, which crash when they refuse it.
+
+    :param context: one that has its first profile still.
+    """
     known = loaded.abilities.shares_profiles
     if known is not None:
         return known
@@ -538,24 +544,7 @@ def _shares_profiles(loaded: Loaded, context: Any, stream: Stream) -> bool:
         # An engine that is opened with several contexts will find no room for them either.
         logger.debug("whether contexts can share a profile was not tried: %s", error)
         return True
-    recorder = make_recorder(loaded.flavour.module)
-    keep_alive(other, recorder)
-    other.error_recorder = recorder
-    event = loaded.device.create_event()
-    try:
-        is_shared = bool(
-            other.set_optimization_profile_async(context.active_optimization_profile, stream.handle)
-        )
-    except RuntimeError:
-        is_shared = False
-    finally:
-        stream.record(event)
-        event.synchronize(CLOSE_S)
-        # Everything that the context enqueued is done, so it can be destroyed.
-        del other
-    if not is_shared:
-        logger.debug("a second context was refused a profile that another has: %s", recorder.take())
-    return is_shared
+    return int(other.active_optimization_profile) == int(context.active_optimization_profile)
 
 
 def _weights_nbytes(loaded: Loaded) -> int:
@@ -564,7 +553,7 @@ def _weights_nbytes(loaded: Loaded) -> int:
     if total is None or total < 0:
         # What it holds before it has a context is its weights.
         return loaded.memory.statistics().held_nbytes
-    streamable = int(engine.streamable_weights_size)
+    streamable = streamable_nbytes(engine)
     return (
         max(0, total - max(0, streamable - int(engine.weight_streaming_budget_v2))) if streamable else total
     )

@@ -359,7 +359,8 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
-        """Switch the profile on a stream, and return ``True``; a violation while its batch is in flight.
+        """Switch the profile on a stream, and return ``True``; a violation while its batch is in flight, and
+        with TensorRT 8, for a profile that belongs to another context.
 
         :raises RuntimeError: where the other methods return ``False``, after a report: the bindings do.
         """
@@ -393,6 +394,8 @@ class IExecutionContext(Reporter):
                 f"Profile {profile_index} has been chosen by another IExecutionContext. Use another "
                 "profileIndex or destroy the IExecutionContext that use this profile.",
             )
+            if self._core.version.startswith("8."):
+                raise self._violation("is refused a profile, of which the bindings of TensorRT 8.6 crash")
             return False
         if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:
             block = self._core.allocate(self._engine._memory_nbytes(profile_index))

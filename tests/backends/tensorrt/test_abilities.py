@@ -129,6 +129,7 @@ async def test_without_room_for_a_second_context_nothing_is_tried(load):
 @pytest.mark.parametrize(
     ("library", "plan", "shares_profiles", "sizes_memory"),
     [
+        ("8.6.0.12", (8, 6, 0, 12), None, False),
         ("8.6.1.6", (8, 6, 1, 6), None, False),
         ("10.16.1.11", (8, 6, 0, 12), None, False),
         ("10.0.1.6", (10, 0, 1, 6), True, False),
@@ -145,7 +146,11 @@ def test_an_engine_has_the_abilities_of_the_version_that_built_it(
     double = StrictTensorRT(HostDevice())
     double.__version__ = library
     found = Abilities.of(Flavour("tensorrt", double, is_real=False), read_header(header(version=plan)))
-    assert found == Abilities(shares_profiles=shares_profiles, sizes_memory=sizes_memory)
+    assert found == Abilities(
+        shares_profiles=shares_profiles,
+        sizes_memory=sizes_memory,
+        tells_formats_by_profile=library != "8.6.0.12",
+    )
 
 
 OLD = "8.6.0.12"

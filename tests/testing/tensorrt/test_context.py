@@ -682,9 +682,19 @@ def test_a_context_that_is_destroyed_when_its_batch_is_through(bench):
     assert made.allocator.held == {}
 
 
-def test_a_profile_that_is_not_shared_belongs_to_one_context(bench):
+def test_to_ask_for_a_profile_of_another_context_crashes_with_tensorrt_8(bench):
     made = bench(start=False, version="8.6.1.6")
-    spec = EngineSpec(profiles=TWO_PROFILES, shares_profiles=False)
+    engine = made.load(EngineSpec(shares_profiles=False), version="8.6.1.6")
+    strategy = made.trt.ExecutionContextAllocationStrategy.STATIC
+    _first, second = (engine.create_execution_context(strategy) for _ in range(2))
+    with pytest.raises(ViolationError, match="refused a profile"):
+        second.set_optimization_profile_async(0, made.stream().handle)
+
+
+def test_a_profile_that_is_not_shared_belongs_to_one_context(bench):
+    made = bench(start=False, version="10.16.1.11")
+    made.runtime.engine_host_code_allowed = True
+    spec = EngineSpec(profiles=TWO_PROFILES, shares_profiles=False, version_compatible=True)
     engine = made.load(spec, version="8.6.1.6")
     strategy = made.trt.ExecutionContextAllocationStrategy.STATIC
     first, second = (engine.create_execution_context(strategy) for _ in range(2))
