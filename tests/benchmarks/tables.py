@@ -464,7 +464,6 @@ def ran():
                     kind + (" (on CUDA)" if on == "cuda" else ""),
                     *(f"{number:,}" if number else "" for number in passed),
                 )
-    yield "a plan of the full `tensorrt`, whose library is not on PyPI", *["" for _ in machines]
 
 
 def gpu_urgent():
