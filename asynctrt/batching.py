@@ -265,7 +265,7 @@ class Batched(Generic[P, R]):
         functools.update_wrapper(self, function)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         mark_as_coroutine_function(self)
-        self._settings = options, key, items
+        self._settings = options, key, items, run_on
         self._options = options
         self._key = key_of(key, function, self.__name__)
         self._items = items
@@ -381,10 +381,12 @@ class Batched(Generic[P, R]):
         )
 
 
-def restored(function: Callable[..., Any], settings: tuple[Options, object, bool]) -> Batched[Any, Any]:
+def restored(
+    function: Callable[..., Any], settings: tuple[Options, object, bool, FunctionRunsOn]
+) -> Batched[Any, Any]:
     """Decorate a function that was pickled or copied."""
-    options, key, items = settings
-    return Batched(function, options, key, items=items)
+    options, key, items, run_on = settings
+    return Batched(function, options, key, items=items, run_on=run_on)
 
 
 def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:

@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -54,8 +55,11 @@ class TestCopies:
             assert (await own(2.0), await other(2.0)) == (10.0, 6.0)
 
     async def test_a_function_without_a_name_is_copied_without_its_engines(self):
-        @asynctrt.batch(items=True, max_rows=3, key=len)
+        threads = set()
+
+        @asynctrt.batch(items=True, max_rows=3, key=len, run_on="loop")
         def local(words):
+            threads.add(threading.get_ident())
             return [word.upper() for word in words]
 
         async with local:
@@ -66,6 +70,7 @@ class TestCopies:
                 assert await made("ab") == "AB"
                 assert made.engine is not local.engine
                 assert made.engine.max_rows == 3
+        assert threads == {threading.get_ident()}
 
     def test_a_function_without_a_name_that_can_be_pickled(self):
         made = pickle.loads(pickle.dumps(asynctrt.batch(max_rows=3)(np.add)))
