@@ -46,11 +46,10 @@ KINDS = {
 }
 
 
-FIRST = ("a GPU that one batch fills", "a GPU that does one after the other", "two threads")
-OVERLAP = FIRST[:2]
+OVERLAP = ("a GPU that one batch fills", "a GPU that does one after the other")
 """Where it is not known what each batch has computed of what computes at once."""
 
-EACH = [pytest.param(kind, marks=() if kind in FIRST else pytest.mark.tier2) for kind in KINDS]
+EACH = [pytest.param(kind, marks=() if kind in OVERLAP else pytest.mark.tier2) for kind in KINDS]
 
 
 class Seen:
