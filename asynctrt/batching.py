@@ -312,7 +312,7 @@ class Batched(Generic[P, R]):
 
         :raises InputError: if the call's key cannot be hashed, or misses an argument.
         :raises QueueFullError, DeadlineError: under overload.
-        :raises ExecutionError: when the function, or that of the key, failed, with what it raised as
+        :raises ExecutionError: when the function or the key function raised; what it raised is the
             ``__cause__``.
         """
         engine = self._engines.last

@@ -82,7 +82,7 @@ class InputCheck:
     @property
     def looks_at_shapes_alone(self) -> bool:
         """Whether arrays that passed once pass again, as they are, whatever is written to them."""
-        return type(self) is InputCheck and not self._check_finite and not self._shared
+        return type(self) is InputCheck and self._remembers and not self._shared
 
     def validate(self, inputs: Inputs) -> Checked:
         """Return the arrays of a call, checked.

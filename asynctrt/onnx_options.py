@@ -313,7 +313,7 @@ class OnnxOptions:
         return cls(**given)
 
     def with_threads(self, threads: int | None) -> "OnnxOptions":
-        """Return these options with so many threads for one batch; the same ones for ``None``."""
+        """Return these options with this number of threads for a batch; unchanged for ``None``."""
         return self if threads is None else dataclasses.replace(self, intra_op_num_threads=threads)
 
     def of_provider(self, name: str) -> dict[str, str]:

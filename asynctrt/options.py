@@ -504,7 +504,7 @@ class Options:
                 )
 
     def _check_model(self) -> None:
-        """Check what is said of the model."""
+        """Check the options that describe the model."""
         if self.batching == "off" and (self.batch_axis or self.shared):
             raise OptionsError(
                 "batch_axis and shared say how requests share batches, and with batching='off' each runs "

@@ -15,7 +15,7 @@ from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import AsynctrtError, ModelError, OptionsError
-from asynctrt.independence import alone_of, prove, structural
+from asynctrt.independence import alone_of, is_alone, prove, structural
 from asynctrt.inputs import InputCheck
 from asynctrt.loading import find_device, load_model
 from asynctrt.onnx_objects import OnnxObject
@@ -98,7 +98,7 @@ class Capacity:
 
     @staticmethod
     def _rows_max(model: Model, options: Options) -> int:
-        if getattr(model, "alone", ""):
+        if is_alone(model):
             return 1
         fixed = model.rows_fixed
         fits = options.max_rows == fixed or (options.max_rows is None and fixed == 1)

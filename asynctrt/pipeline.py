@@ -417,7 +417,7 @@ class Pipeline(Engine):
         return InferResult(outputs, (record,), arrival_ns)
 
     def _error_of(self, error: BaseException, stages: int) -> BaseException:
-        """Return what a caller gets when a stage raised ``error`` after so many others had ended."""
+        """Return what a caller gets when a stage raised ``error`` after ``stages`` others had ended."""
         if isinstance(error, PASSED_ON):
             has_begun = stages or not isinstance(self._stages[0][0], Engine)
             passed = once_begun(error) if has_begun else error

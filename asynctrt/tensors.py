@@ -143,8 +143,8 @@ class TensorSpec:
         return tuple(f"{self.name}.{axis}" for _, axis in zip(self.dims, axes, strict=False))
 
 
-def give_back(moved: Iterable[TensorSpec], values: dict[str, Any]) -> None:
-    """Turn the outputs of a request into what callers get; the rows of ``moved`` do not come first."""
+def restore_axes(moved: Iterable[TensorSpec], values: dict[str, Any]) -> None:
+    """Put the rows of the outputs ``moved`` back on the axis where the model has them, for a caller."""
     for spec in moved:
         if spec.name in values:
             values[spec.name] = spec.as_given(values[spec.name])

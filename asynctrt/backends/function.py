@@ -161,7 +161,7 @@ class FunctionModel(ModelBase):
     def await_results(self) -> None:
         """Take it that calls only make awaitables, which compute on the loop and not on the device."""
         self.occupies_device = False
-        # To make a coroutine runs none of it, so that may be done in a thread or on the loop.
+        # Making a coroutine runs none of it, so it may be made in a thread or on the loop.
         self._run_on = "auto"
 
     def close(self) -> None:

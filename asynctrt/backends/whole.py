@@ -65,7 +65,7 @@ class WholeModel(ModelBase):
 
 
 class ProfiledWhole(WholeModel):
-    """The same for a model with optimisation profiles, which are asked with the rows that a request has."""
+    """The same for a model with optimisation profiles: the rows of the request decide which one it needs."""
 
     _model: ProfiledModel
 

@@ -41,7 +41,7 @@ from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.objective import Objective
 from asynctrt.scheduling.request import NO_DEADLINE_NS, Request
 from asynctrt.scheduling.scheduler import Scheduler
-from asynctrt.tensors import Array, BatchRecord, InferResult, give_back
+from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
 
 GROW_ON_LOOP_NBYTES_MAX: Final = 256 << 10
 """A slab up to this size is allocated by the event loop, unless it is pinned memory, which takes 0.6 ms at
@@ -765,7 +765,7 @@ class Driver:
         batch, record = flight.batch, flight.record
         if self._moved:
             for values in outputs:
-                give_back(self._moved, values)
+                restore_axes(self._moved, values)
         now_ns = self._now_ns()
         record.copy_out_ns += now_ns - landed_ns
         self._answering = batch.requests

@@ -36,7 +36,7 @@ from asynctrt.runtime.jobs import Copiers
 from asynctrt.runtime.spans import copy_out, outputs_of, spans_of, views_of
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import DONE, NO_DEADLINE_NS, QUEUED, Request, State
-from asynctrt.tensors import Array, BatchRecord, InferResult, give_back
+from asynctrt.tensors import Array, BatchRecord, InferResult, restore_axes
 from asynctrt.workers.groups import PIECES, Group, copied, formed
 from asynctrt.workers.layout import Layouts, Placed
 from asynctrt.workers.link import Link
@@ -539,7 +539,7 @@ class Front:
         group.free(self._heap)
         if self._moved:
             for values in outputs:
-                give_back(self._moved, values)
+                restore_axes(self._moved, values)
         now_ns = self._now_ns()
         counters = self.counters
         record = records[0]

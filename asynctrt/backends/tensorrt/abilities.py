@@ -22,8 +22,8 @@ SIZES_MEMORY: Final = (10, 1)
 """The first version that is given enqueue memory with its size, and says what a profile or a batch needs."""
 
 TELLS_FORMATS_BY_PROFILE: Final = (8, 6, 1)
-"""The first library that tells the format of a tensor for each profile; 8.6.0 crashes when asked with the
-bindings of 8.6.1."""
+"""The first library that is asked for the format of a tensor in each profile. Under the bindings of 8.6.1,
+8.6.0 crashes when it is asked so."""
 
 LACKS_UNSIZED: Final = (11, 0)
 """The first library without the older calls for enqueue memory."""

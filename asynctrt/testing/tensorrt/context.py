@@ -394,7 +394,7 @@ class IExecutionContext(Reporter):
                 f"Profile {profile_index} has been chosen by another IExecutionContext. Use another "
                 "profileIndex or destroy the IExecutionContext that use this profile.",
             )
-            if self._core.version.startswith("8."):
+            if self._core.library.version.startswith("8."):
                 raise self._violation("is refused a profile, of which the bindings of TensorRT 8.6 crash")
             return False
         if self._strategy == ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE:

@@ -11,7 +11,7 @@ from asynctrt.testing.tensorrt.context import IExecutionContext as Context
 from asynctrt.testing.tensorrt.core import IRuntimeConfig as Config
 from asynctrt.testing.tensorrt.core import Library
 from asynctrt.testing.tensorrt.engine import ICudaEngine as Engine
-from asynctrt.testing.tensorrt.engine import OldCudaEngine
+from asynctrt.testing.tensorrt.engine import engine_class_of
 from asynctrt.testing.tensorrt.host import HostExecutor
 from asynctrt.testing.tensorrt.inspector import EngineInspector
 from asynctrt.testing.tensorrt.monitor import Executor, Fault, ViolationMonitor, check_fault
@@ -118,8 +118,7 @@ class StrictTensorRT:
         self.init_libnvinfer_plugins = partial(initialise_plugins, library)
         is_rtx = flavour in RTX
         self.IRuntimeConfig: type[Config] = RtxRuntimeConfig if is_rtx else Config
-        plain_engine = OldCudaEngine if names.version_of(version) < (11,) else Engine
-        self.ICudaEngine: type[Engine] = RtxCudaEngine if is_rtx else plain_engine
+        self.ICudaEngine: type[Engine] = RtxCudaEngine if is_rtx else engine_class_of(version)
         self.IExecutionContext: type[Context] = RtxExecutionContext if is_rtx else Context
         plain = RtxRuntime if is_rtx else PlainRuntime
         # Each double has its own class, since a Runtime is created without naming its library.

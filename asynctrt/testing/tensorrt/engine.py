@@ -2,6 +2,7 @@
 
 import ctypes
 import weakref
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
     ExecutionContextAllocationStrategy,
     IErrorRecorder,
+    version_of,
 )
 from asynctrt.testing.tensorrt.spec import PlanContent
 
@@ -202,3 +204,32 @@ class OldCudaEngine(ICudaEngine):
     def create_execution_context_without_device_memory(self) -> IExecutionContext | None:
         """Create a context that is given enqueue memory; as :meth:`create_execution_context` otherwise."""
         return self._create_context(ExecutionContextAllocationStrategy.USER_MANAGED)
+
+
+def _missing(_: object) -> Any:
+    raise AttributeError("TensorRT before 10 streams no weights, and has no such attribute")
+
+
+class CudaEngineOf8(OldCudaEngine):
+    """An engine as libraries before 10 have it: without the calls for weights that are streamed."""
+
+    streamable_weights_size = property(_missing)
+    weight_streaming_budget_v2 = property(_missing)
+    get_weight_streaming_automatic_budget = property(_missing)
+
+    def get_tensor_vectorized_dim(self, name: str, profile_index: int | None = None) -> int:
+        """Return -1, as no tensor is vectorised.
+
+        :raises ViolationError: for a profile under a library before 8.6.1, which crashes with later bindings.
+        """
+        if profile_index is not None and version_of(self._core.library.version) < (8, 6, 1):
+            raise self._core.monitor.found(f"a format of {self.name!r} in a profile: TensorRT 8.6.0 crashes")
+        return super().get_tensor_vectorized_dim(name)
+
+
+def engine_class_of(version: str) -> type[ICudaEngine]:
+    """Return the class of the engines of a library, but that of TensorRT for RTX."""
+    library = version_of(version)
+    if library >= (11,):
+        return ICudaEngine
+    return OldCudaEngine if library >= (10,) else CudaEngineOf8

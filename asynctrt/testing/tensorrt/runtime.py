@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final
 
 from asynctrt.devices.base import aligned
 from asynctrt.testing.tensorrt.core import Block, Core, Library, Reporter, Setting, checked
-from asynctrt.testing.tensorrt.engine import ICudaEngine, OldCudaEngine
+from asynctrt.testing.tensorrt.engine import ICudaEngine, engine_class_of
 from asynctrt.testing.tensorrt.monitor import ViolationMonitor
 from asynctrt.testing.tensorrt.names import (
     ErrorCodeTRT,
@@ -219,10 +219,9 @@ class Runtime(Reporter):
         return self._made(plan, weights, content)
 
     def _made(self, plan: PlanContent, weights: Block | None, content: bytes) -> ICudaEngine:
-        is_old = self._core.library.flavour != "tensorrt_rtx" and version_of(self._core.library.version) < (
-            11,
-        )
-        return (OldCudaEngine if is_old else ICudaEngine)(self._core, self._recorder, plan, weights)
+        is_rtx = self._core.library.flavour == "tensorrt_rtx"
+        kind = ICudaEngine if is_rtx else engine_class_of(self._core.library.version)
+        return kind(self._core, self._recorder, plan, weights)
 
     def _report_raw(self, where: str, code: ErrorCodeTRT, text: str) -> None:
         kind, _, rest = text.partition(" (")

@@ -118,6 +118,14 @@ async def test_it_works_in_arenas_that_are_shared(load):
             await check(engine, spec)
 
 
+@pytest.mark.parametrize("kind", SPECS)
+async def test_the_first_8_6_is_not_asked_what_ends_the_process(load, kind):
+    """A format in a profile, streamed weights, a profile of another context."""
+    model = load(SPECS[kind], version="8.6.0.12")
+    async with asynctrt.open(model, device=model.device, max_rows=4) as engine:
+        await check(engine, SPECS[kind])
+
+
 async def test_without_room_for_a_second_context_nothing_is_tried(load):
     spec = EngineSpec(persistent_nbytes=100_000, shares_profiles=True)
     model = load(spec, memory_nbytes=150_000)
