@@ -378,9 +378,7 @@ class TestBatching:
             double_model().function(inputs, outputs)
 
         # On the loop, where its later runs take no time: in threads, two halves may well be quicker.
-        model = FunctionModel(
-            work, inputs=double_model().inputs, outputs=double_model().outputs, run_on="loop"
-        )
+        model = double_model(work, run_on="loop")
         async with asynctrt.open(model, device=HostDevice(threads=2)) as engine:
             sizes = set()
             for _ in range(2000):
