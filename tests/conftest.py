@@ -87,6 +87,12 @@ def _no_engine_is_forgotten():
     gc.freeze()
 
 
+@pytest.fixture
+def little_reserve(monkeypatch):
+    """Let contexts of TensorRT's double be created on a device with hardly any memory."""
+    monkeypatch.setattr("asynctrt.backends.tensorrt.memory.RESERVE_NBYTES", 4096)
+
+
 @pytest.fixture(scope="session")
 def chromium():
     """Return the path of Chromium."""

@@ -54,8 +54,8 @@ async def check(engine, sent, spec=WIDE):
 
 
 async def test_they_are_as_large_as_the_batches_need(device, opened):
-    opening = opened(contexts=1)
     before = device.memory().held_nbytes
+    opening = opened(contexts=1)
     async with opening as engine:
         sizes = [engine.statistics().arena_nbytes]
         for sent in (tokens(1, 8), tokens(4, 100), tokens(2, 10), tokens(64, 500), tokens(1, 1)):
@@ -64,6 +64,7 @@ async def test_they_are_as_large_as_the_batches_need(device, opened):
         needed = [WIDE.enqueue_nbytes({"tokens": shape}) for shape in ((1, 8), (4, 100), (64, 500))]
         assert sizes == [0, needed[0], needed[1], needed[1], needed[2], needed[2]]
         assert sizes[-1] < WIDE.profile_nbytes(0) // 4
+    opened.models.pop().close()
     await until(lambda: device.memory().held_nbytes == before)  # A device like a GPU frees in a thread.
 
 
@@ -94,7 +95,7 @@ async def test_one_grows_behind_a_batch_that_is_still_in_it(opened):
         await asyncio.gather(first, second)
 
 
-async def test_a_batch_for_which_they_cannot_grow_fails_alone():
+async def test_a_batch_for_which_they_cannot_grow_fails_alone(little_reserve):
     device = HostDevice(unified=False, memory_nbytes=400_000)
     model = strict(device, WIDE)
     async with asynctrt.open(model, device=device, contexts=2, arenas=1, arena_size="shapes") as engine:

@@ -149,7 +149,7 @@ def small(device, nbytes):
 
 
 async def test_what_does_not_fit_is_refused_before_it_is_made_with_the_arithmetic(device):
-    little = small(device, 8 * MIB)
+    little = small(device, 16 * MIB)
     subject = Subject(little, steps=40)
     held = little.memory().held_nbytes
     with pytest.raises(DeviceMemoryError, match=r"arenas of \d+ bytes need .* there is room for .*budget"):

@@ -178,7 +178,7 @@ async def test_it_is_not_suspended(device, model):
         await check(engine, priority=URGENT)
 
 
-async def test_what_does_not_fit_leaves_nothing_behind():
+async def test_what_does_not_fit_leaves_nothing_behind(little_reserve):
     device = HostDevice(unified=False, memory_nbytes=60_000)
     model = strict(device, EngineSpec())
     held = device.memory().held_nbytes

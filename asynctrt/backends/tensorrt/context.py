@@ -164,10 +164,7 @@ class TensorRTContext:
         self._output_allocator = (
             make_output_allocator(loaded.flavour.module, self.unbound) if self.unbound else None
         )
-        held, room = loaded.memory.statistics().held_nbytes, loaded.device.memory().room_nbytes
         self._now: _State | None = _State(self._create())
-        taken = room - loaded.device.memory().room_nbytes
-        self._kept_nbytes = max(loaded.memory.statistics().held_nbytes - held, taken, 0)
         # By the profile that each was given last, also if an error came after that.
         self._by_profile: dict[int, _State] = {}
         try:
@@ -359,8 +356,6 @@ class TensorRTContext:
 
     def _new_state(self) -> _State | None:
         """Create one more of TensorRT's contexts; ``None`` if there is no room for it."""
-        if not self._loaded.memory.has_room(self._kept_nbytes):
-            return None
         try:
             trt = self._create()
         except DeviceMemoryError as error:
@@ -513,15 +508,21 @@ def create_trt_context(loaded: Loaded) -> Any:
     if loaded.engine is None:
         raise UsageError("the model is closed. Open the plan again")
     loaded.device.activate()
-    config = create_config(loaded.engine, loaded.flavour, loaded.options)
-    if config is None:
-        trt = loaded.abilities.create_context(loaded.engine, loaded.flavour.module)
-    else:
-        if loaded.cache is not None:
-            attach_cache(config, loaded.cache)
-        trt = loaded.engine.create_execution_context(config)
-    if trt is None:
+    with loaded.memory.room_for_context() as reserve:
+        trt, config = _create_trt_context(loaded)
+    if trt is None or reserve.is_overdrawn:
+        del trt, config
         raise loaded.failed("creating an execution context", loaded.recorder.take())
     if config is not None:
         keep_alive(trt, config, loaded.cache)
     return trt
+
+
+def _create_trt_context(loaded: Loaded) -> tuple[Any, Any]:
+    """Return a new context of TensorRT's, or ``None``, and the configuration that it was created with."""
+    config = create_config(loaded.engine, loaded.flavour, loaded.options)
+    if config is None:
+        return loaded.abilities.create_context(loaded.engine, loaded.flavour.module), None
+    if loaded.cache is not None:
+        attach_cache(config, loaded.cache)
+    return loaded.engine.create_execution_context(config), config

@@ -3,19 +3,33 @@
 The ``IGpuAllocator`` given to TensorRT uses ``Device.allocate``, so weights and the memory that contexts keep
 come out of the same budget as slabs and arenas. Refusals are recorded, because TensorRT itself only reports
 that an allocation failed ("How TensorRT works", Bounding TensorRT Memory in Production).
+
+A refusal while a context is created ends the process with a segmentation fault (seen with engines of TensorRT
+8.6, under 8.6 and 10.16). So one is created only where there is room for it. What has to be refused meanwhile
+is granted, out of a reserve if need be, and the context is dropped afterwards.
 """
 
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asynctrt.devices.base import ALIGNMENT, Buffer, Device, mib
-from asynctrt.errors import DeviceLostError
+import numpy as np
+
+from asynctrt.devices.base import ALIGNMENT, Buffer, Device, aligned, mib
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError
 
 REFUSALS_MAX: Final = 16
 """How many refusals are kept until they are taken."""
+
+RESERVE_NBYTES: Final = 8 << 20
+"""What is set aside while a context is created, for what others take from the device at that moment."""
+
+CODE_NBYTES: Final = 32 << 20
+"""Room for what CUDA itself takes for kernels while a context is created, which no allocator is asked for."""
 
 logger = logging.getLogger("asynctrt.tensorrt")
 
@@ -80,6 +94,10 @@ class DeviceMemory:
         self._allocations = 0
         self._refused = 0
         self._refusals: deque[MemoryRefusal] = deque(maxlen=REFUSALS_MAX)
+        # Contexts are created one after the other, each with the room for one.
+        self._creating = threading.Lock()
+        self._reserve: Reserve | None = None
+        self._context_nbytes = 0
 
     def __repr__(self) -> str:
         return f"<DeviceMemory blocks={len(self._blocks)} held={self._held}>"
@@ -97,16 +115,44 @@ class DeviceMemory:
                 self._watermark,
             )
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether TensorRT would be granted ``nbytes`` more now."""
-        with self._lock:
-            if self._budget is not None and self._held + nbytes > self._budget:
-                return False
-        memory = self._device.memory()
-        used = memory.total_nbytes - memory.free_nbytes
-        if self._watermark is not None and used + nbytes > self._watermark:
-            return False
-        return nbytes <= memory.room_nbytes
+    @contextmanager
+    def room_for_context(self) -> "Iterator[Reserve]":
+        """While TensorRT creates a context, grant also what is to be refused, and note that it was.
+
+        A context for which the reserve :attr:`~Reserve.is_overdrawn` must be dropped.
+
+        :raises DeviceMemoryError: if there is less room than the largest context of this model took.
+        """
+        with self._creating:
+            wanted = self._context_nbytes
+            self._check_room(wanted)
+            reserve = Reserve(self._device.allocate(RESERVE_NBYTES))
+            with self._lock:
+                before, self._reserve = self._held, reserve
+            try:
+                yield reserve
+            finally:
+                with self._lock:
+                    self._reserve = None
+                    self._context_nbytes = max(wanted, self._held - before)
+                reserve.end()
+
+    def _check_room(self, wanted: int) -> None:
+        """Check that there is room for a context, and to spare.
+
+        :raises DeviceMemoryError: if there is not.
+        """
+        memory, why = self._device.memory(), self._why_not(wanted)
+        beside = RESERVE_NBYTES + CODE_NBYTES
+        if why is None and (
+            wanted + beside > memory.free_nbytes or wanted + RESERVE_NBYTES > memory.room_nbytes
+        ):
+            why = f"there is not so much room on {self._device.name} ({memory})"
+        if why is not None:
+            raise DeviceMemoryError(
+                f"another execution context may take {mib(wanted)}, with {mib(beside)} to be left beside it: "
+                f"{why}. Open the model with fewer contexts"
+            )
 
     def take_refusals(self) -> tuple[MemoryRefusal, ...]:
         """Return the refusals since the last call."""
@@ -124,24 +170,18 @@ class DeviceMemory:
         spare = alignment if alignment > ALIGNMENT else 0
         try:
             with self._lock:
-                refusal = self._refusal(nbytes + spare)
-                if refusal is None:
-                    buffer = (
-                        self._device.allocate(nbytes + spare)
-                        if stream is None
-                        else self._device.allocate_ordered(nbytes + spare, stream=stream)
-                    )
+                buffer, refusal = self._granted(nbytes + spare, stream)
+                if buffer is not None:
                     address = -(-buffer.address // alignment) * alignment if spare else buffer.address
                     self._blocks[address] = buffer
                     self._held += buffer.nbytes
                     self._peak = max(self._peak, self._held)
                     self._allocations += 1
-        except DeviceLostError as error:
-            refusal = self._record(nbytes, str(error))
         except Exception as error:  # TensorRT calls this, and an exception would pass through its code.
-            refusal = self._record(nbytes, f"the device refused it: {error}")
+            buffer, refusal = None, self._record(nbytes, f"the device refused it: {error}")
         if refusal is not None:
             logger.warning("%s", refusal)
+        if buffer is None:
             return None
         logger.debug("TensorRT was given %s at %#x and now holds %s", mib(nbytes), address, mib(self._held))
         return address
@@ -171,18 +211,38 @@ class DeviceMemory:
         """Return the buffer behind an address that :meth:`take` returned."""
         return self._blocks[address]
 
-    def _refusal(self, nbytes: int) -> MemoryRefusal | None:
-        """Record and return the refusal of ``nbytes`` more, or return ``None`` if they fit."""
+    def _granted(self, nbytes: int, stream: int | None) -> tuple[Buffer | None, MemoryRefusal | None]:
+        """Return new memory, or the refusal of it; both, if there is a reserve."""
+        reserve, why = self._reserve if stream is None else None, self._why_not(nbytes)
+        buffer = None
+        if why is None or reserve is not None:
+            try:
+                buffer = self._allocate(nbytes, stream)
+            except DeviceError as error:
+                why = str(error) if isinstance(error, DeviceLostError) else f"the device refused it: {error}"
+        if why is None:
+            return buffer, None
+        if reserve is not None:
+            reserve.is_overdrawn = True
+            buffer = buffer or reserve.take(nbytes)
+        return buffer, self._record(nbytes, why)
+
+    def _allocate(self, nbytes: int, stream: int | None) -> Buffer:
+        if stream is None:
+            return self._device.allocate(nbytes)
+        return self._device.allocate_ordered(nbytes, stream=stream)
+
+    def _why_not(self, nbytes: int) -> str | None:
+        """Return why ``nbytes`` more are to be refused, whatever the device has; ``None`` if they are not."""
         if self._budget is not None and self._held + nbytes > self._budget:
-            return self._record(nbytes, "that would exceed the budget. Raise memory_budget or lower contexts")
+            return "that would exceed the budget. Raise memory_budget or lower contexts"
         if self._watermark is not None:
             memory = self._device.memory()
             used = memory.total_nbytes - memory.free_nbytes
             if used + nbytes > self._watermark:
-                return self._record(
-                    nbytes,
+                return (
                     f"{mib(used)} of {self._device.name} are in use, so that would exceed the watermark. "
-                    "Raise memory_watermark, lower contexts, or stop other processes that use the device",
+                    "Raise memory_watermark, lower contexts, or stop other processes that use the device"
                 )
         return None
 
@@ -192,6 +252,53 @@ class DeviceMemory:
             self._refused += 1
             self._refusals.append(refusal)
         return refusal
+
+
+class Reserve:
+    """Memory that is set aside while a context is created. What is in use of it outlives that."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.is_overdrawn = False
+        """Whether something was granted that had to be refused."""
+        self._buffer = buffer
+        self._taken = 0
+        # In use: the pieces, and the reserve itself until it ends.
+        self._uses = 1
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """Return a piece, or ``None`` if there is not so much left."""
+        if self._taken + nbytes > self._buffer.nbytes:
+            return None
+        piece = _Piece(self._buffer, self._taken, nbytes, self.end)
+        self._taken += aligned(nbytes)
+        self._uses += 1
+        return piece
+
+    def end(self) -> None:
+        """End one use; free the memory with the last."""
+        self._uses -= 1
+        if not self._uses:
+            self._buffer.close()
+
+
+class _Piece:
+    """A part of a buffer."""
+
+    def __init__(self, whole: Buffer, offset: int, nbytes: int, on_close: Callable[[], None]) -> None:
+        self.address = whole.address + offset
+        self.nbytes = nbytes
+        self.is_host_visible = whole.is_host_visible
+        self._whole = whole
+        self._offset = offset
+        self._on_close: Callable[[], None] | None = on_close
+
+    def array(self, dtype: np.dtype[np.generic], shape: tuple[int, ...], offset: int) -> np.ndarray:
+        return self._whole.array(dtype, shape, self._offset + offset)
+
+    def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
 
 def describe_refusals(refusals: tuple[MemoryRefusal, ...]) -> str:

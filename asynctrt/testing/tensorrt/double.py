@@ -152,8 +152,9 @@ class StrictTensorRT:
         """Make the next ``count`` operations fail.
 
         ``enqueue``: ``execute_async_v3`` returns ``False``. ``enqueue-hang``: it does not return before
-        :meth:`release_hangs`. ``context-memory``, ``deserialize-memory``:
-        memory is refused. ``hang``: the next batch to execute does not end before :meth:`release_hangs`.
+        :meth:`release_hangs`. ``context-memory``: no context is created, for lack of memory that no allocator
+        was asked for. ``deserialize-memory``: memory is refused. ``hang``: the next batch to execute does not
+        end before :meth:`release_hangs`.
         ``illegal-address``: the next batch to execute reads an unmapped address, and the device is lost.
 
         :raises OptionsError: for an unknown fault, or a count below 1.

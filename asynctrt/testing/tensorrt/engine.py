@@ -116,9 +116,11 @@ class ICudaEngine(EngineDescription):
         strategy: ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy.STATIC,
         runtime_config: IRuntimeConfig | None = None,
     ) -> IExecutionContext | None:
-        """Create a context; return ``None``, and report an error, if its memory is refused. Thread-safe.
+        """Create a context. Thread-safe.
 
         One of an engine of a version before 10.1 has enqueue memory of its own, whatever the strategy.
+
+        :raises ViolationError: if its memory is refused, with which the real library crashes.
         """
         if isinstance(strategy, IRuntimeConfig):
             runtime_config = strategy
@@ -140,7 +142,9 @@ class ICudaEngine(EngineDescription):
                 ErrorCodeTRT.INVALID_STATE, where, "Internal Error", "the engine's weights are missing"
             )
             return None
-        fails = self._core.monitor.take("context-memory")
+        if self._core.monitor.take("context-memory"):
+            self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", "")
+            return None
         wanted = [aligned(self._spec.persistent_nbytes)]
         if strategy == ExecutionContextAllocationStrategy.STATIC:
             wanted.append(self._memory_nbytes())
@@ -148,13 +152,14 @@ class ICudaEngine(EngineDescription):
             wanted.append(self._memory_nbytes(0))
         blocks: list[Block] = []
         for nbytes in wanted:
-            block = None if fails else self._core.allocate(nbytes)
+            block = self._core.allocate(nbytes)
             if block is None:
                 for taken in blocks:
                     taken.close()
-                text = f"Requested size was {nbytes} bytes."
-                self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", text)
-                return None
+                raise self._core.monitor.found(
+                    f"a context of {self.name!r} was refused {nbytes} bytes while it was created, which "
+                    "ends the process with a segmentation fault"
+                )
             blocks.append(block)
         own_arena = blocks[1] if len(blocks) > 1 else None
         context = self._new_context(strategy, blocks[0], own_arena, runtime_config)

@@ -126,7 +126,7 @@ async def test_the_first_8_6_is_not_asked_what_ends_the_process(load, kind):
         await check(engine, SPECS[kind])
 
 
-async def test_without_room_for_a_second_context_nothing_is_tried(load):
+async def test_without_room_for_a_second_context_nothing_is_tried(load, little_reserve):
     spec = EngineSpec(persistent_nbytes=100_000, shares_profiles=True)
     model = load(spec, memory_nbytes=150_000)
     assert model.contexts_max is None

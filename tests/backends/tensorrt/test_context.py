@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asynctrt.backends.tensorrt import context as context_module
+from asynctrt.backends.tensorrt.memory import RESERVE_NBYTES
 from asynctrt.backends.tensorrt.outputs import UnboundOutput
 from asynctrt.devices.host import HostDevice, HostStream
 from asynctrt.errors import (
@@ -19,7 +20,7 @@ from asynctrt.errors import (
     InputError,
     InternalError,
 )
-from asynctrt.testing.tensorrt import EngineSpec, TensorIO, ViolationError
+from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO, ViolationError
 from asynctrt.testing.tensorrt.context import IExecutionContext
 from tests.backends.tensorrt.helpers import Bench
 
@@ -298,15 +299,44 @@ def test_a_context_that_there_is_no_memory_for(bench):
     with pytest.raises(DeviceMemoryError) as caught:
         made.model.create_context(made.device)
     assert "memory_budget" in str(caught.value)
-    assert "OutOfMemory" in str(caught.value)
     kept.pop().close()
     kept.append(made.model.create_context(made.device))
+    kept.pop().close()
     made.trt.fail_next("context-memory")
     with pytest.raises(DeviceMemoryError, match="are free"):
         made.model.create_context(made.device)
     for context in kept:
         context.close()
     assert made.model.memory_statistics().blocks == 1
+
+
+def test_memory_that_is_refused_while_a_context_is_created(bench):
+    """The real library crashes then, and so does the double."""
+    device = HostDevice(in_place="never")
+    double = StrictTensorRT(device)
+    with pytest.raises(DeviceMemoryError, match="memory_budget"):
+        bench(EngineSpec(persistent_nbytes=10_000), device=device, trt=double, memory_budget=14_000)
+    assert device.memory().held_nbytes == 0
+    assert double.violations() == ()
+
+
+def test_memory_that_others_take_while_a_context_is_created(bench, monkeypatch):
+    made = bench(EngineSpec(persistent_nbytes=10_000))
+    allocate, held = made.device.allocate, made.device.memory().held_nbytes
+
+    def refuse_what_is_small(nbytes):
+        if nbytes < RESERVE_NBYTES:
+            raise DeviceMemoryError("others took it")
+        return allocate(nbytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(made.device, "allocate", refuse_what_is_small)
+        with pytest.raises(DeviceMemoryError, match="others took it"):
+            made.model.create_context(made.device)
+    assert made.device.memory().held_nbytes == held
+    context = made.model.create_context(made.device)
+    context.close()
+    assert made.trt.violations() == ()
 
 
 def test_an_arena_that_is_too_small(bench):

@@ -7,6 +7,7 @@ import pytest
 import tensorrt_lean
 import tensorrt_rtx
 
+from asynctrt.backends.tensorrt import memory as memory_module
 from asynctrt.backends.tensorrt.memory import (
     DeviceMemory,
     describe_refusals,
@@ -15,7 +16,7 @@ from asynctrt.backends.tensorrt.memory import (
 )
 from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceLostError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError
 from asynctrt.testing.tensorrt import StrictTensorRT
 
 MIB = 2**20
@@ -91,23 +92,80 @@ def test_a_watermark_looks_at_the_whole_device(device, monkeypatch):
     assert fraction.statistics().watermark_nbytes == 800
 
 
-def test_whether_there_is_room_is_told_without_a_refusal(device, monkeypatch):
-    figures = MemoryFigures(free_nbytes=400, total_nbytes=1000, held_nbytes=0)
-    monkeypatch.setattr(device, "memory", lambda: figures)
-    for limits, most in (
-        ({}, 400),
-        ({"budget": 300}, 300),
-        ({"watermark": 0.8}, 200),
-        ({"watermark": 700}, 100),
+class TestRoomForAContext:
+    """What TensorRT must never be refused: it would end the process."""
+
+    @pytest.fixture(autouse=True)
+    def _little(self, monkeypatch):
+        monkeypatch.setattr(memory_module, "RESERVE_NBYTES", 1024)
+        monkeypatch.setattr(memory_module, "CODE_NBYTES", 1024)
+
+    def create(self, held, *sizes):
+        """Take memory as a context does; return it, and whether the context has to be dropped."""
+        with held.room_for_context() as reserve:
+            taken = [held.take(nbytes) for nbytes in sizes]
+        assert None not in taken
+        return taken, reserve.is_overdrawn
+
+    @pytest.mark.parametrize(
+        ("limits", "free_nbytes"),
+        [
+            ({"budget": 2047}, 100_000),
+            ({"watermark": 50_000}, 50_500),
+            ({"watermark": 0.5}, 50_500),
+            ({}, 3000),
+        ],
+    )
+    def test_without_room_for_one_like_the_last_nothing_is_tried(
+        self, device, monkeypatch, limits, free_nbytes
     ):
+        free = [100_000]
+        monkeypatch.setattr(
+            device, "memory", lambda: MemoryFigures(free_nbytes=free[-1], total_nbytes=100_000, held_nbytes=0)
+        )
         held = memory(device, **limits)
-        assert held.has_room(most)
-        assert not held.has_room(most + 1)
-        assert held.statistics().refusals == 0
-    held = memory(device, budget=300)
-    held.take(256)
-    assert held.has_room(44)
-    assert not held.has_room(45)
+        assert not self.create(held, 1024)[1]
+        free.append(free_nbytes)
+        with pytest.raises(DeviceMemoryError, match="another execution context"), held.room_for_context():
+            pytest.fail("it was tried")
+        assert held.take_refusals() == ()
+
+    @pytest.mark.parametrize("limits", [{"budget": 3000}, {"watermark": 50_000}])
+    def test_what_a_limit_refuses_is_granted_until_the_context_is_dropped(self, device, monkeypatch, limits):
+        figures = MemoryFigures(free_nbytes=52_000, total_nbytes=100_000, held_nbytes=0)
+        monkeypatch.setattr(device, "memory", lambda: figures)
+        held = memory(device, **limits)
+        taken, is_overdrawn = self.create(held, 1500, 2100)
+        assert is_overdrawn
+        assert "that would exceed" in describe_refusals(held.take_refusals())
+        assert all(held.give_back(address) for address in taken)
+        assert held.statistics().held_nbytes == 0
+
+    def test_what_the_device_refuses_comes_from_the_reserve(self):
+        device = HostDevice(memory_nbytes=4096)
+        held = memory(device)
+        taken, is_overdrawn = self.create(held, 2900, 500, 300)
+        assert is_overdrawn
+        assert len(set(taken)) == 3
+        assert all(address % 256 == 0 for address in taken)
+        assert device.memory().held_nbytes == 2900 + 1024
+        for address in taken:
+            assert held.give_back(address)
+        assert device.memory().held_nbytes == 0
+
+    def test_beyond_the_reserve_there_is_nothing(self):
+        held = memory(HostDevice(memory_nbytes=2048))
+        with held.room_for_context() as reserve:
+            assert held.take(2000) is None
+        assert reserve.is_overdrawn
+        assert held.take(2000), "the reserve is free again"
+
+    def test_one_that_fails_leaves_no_reserve(self, device):
+        held = memory(device, budget=1000)
+        with pytest.raises(ZeroDivisionError), held.room_for_context():
+            raise ZeroDivisionError
+        assert device.memory().held_nbytes == 0
+        assert held.take(1001) is None
 
 
 def test_a_device_without_room_refuses_too():

@@ -143,7 +143,7 @@ def test_weights_that_are_streamed(bench):
     context.close()
 
 
-def test_as_many_weights_are_kept_as_tensorrt_advises(bench):
+def test_as_many_weights_are_kept_as_tensorrt_advises(bench, little_reserve):
     spec = EngineSpec(weights_nbytes=81920, streamable_weights_nbytes=40960)
     assert bench(spec, weight_streaming_budget="auto").model.weights_nbytes == 81920
     little = HostDevice(in_place="never", memory_nbytes=100_000)
