@@ -83,6 +83,7 @@ LEAST_ON_GPU = {
     "shapes": ["--seconds", "0.1", "--repeats", "1", "--shares", "0.02", "--shapes", "1,2"],
     "weights": ["--seconds", "0.2", "--repeats", "1"],
     "million": ["--batches", "2000"],
+    "plans": ["--seconds", "0.02", "--repeats", "1"],
 }
 """Without a GPU they run on the host device."""
 PARTS = {

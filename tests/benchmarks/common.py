@@ -24,6 +24,11 @@ else:
 
 def arguments(doc, **defaults):
     """Parse the options of every benchmark, and those of one with their defaults."""
+    return parser_of(doc, **defaults).parse_args()
+
+
+def parser_of(doc, **defaults):
+    """Return a parser of the options of every benchmark, and of those of one with their defaults."""
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--json", "--results", type=Path, metavar="FILE", help="write the figures here")
     for name, value in defaults.items():
@@ -32,7 +37,7 @@ def arguments(doc, **defaults):
             parser.add_argument(flag, action="store_true")
         else:
             parser.add_argument(flag, type=type(value), default=value)
-    return parser.parse_args()
+    return parser
 
 
 def in_turn(runs, repeats, description):

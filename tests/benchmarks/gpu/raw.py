@@ -15,12 +15,15 @@ WARM_UP_NS = 50_000_000
 
 
 class Batch:
-    """Memory and a context for one batch at a time."""
+    """Memory and a context for one batch at a time.
 
-    def __init__(self, device, model, rows, arena, stream, *, is_captured):
+    :param sizes: of each dynamic dimension.
+    """
+
+    def __init__(self, device, model, rows, arena, stream, *, is_captured, sizes=None):
         self.stream = stream
         self.rows = rows
-        layout = lay_out(model.inputs, model.outputs, {}, rows)
+        layout = lay_out(model.inputs, model.outputs, sizes or {}, rows)
         self._memory = StagingBuffers(device, layout.nbytes)
         self.slab = Slab(layout, self._memory)
         self._context = model.create_context(device)
@@ -65,9 +68,10 @@ class Batch:
         """Return the times of copy in, computing and copy out after :meth:`launch_timed`."""
         return [after.elapsed_ns(before) for before, after in pairwise(self._marks)]
 
-    def fill(self, rows):
-        """Write its input."""
-        self.slab.inputs[0][...] = rows
+    def fill(self, *rows):
+        """Write its inputs."""
+        for into, given in zip(self.slab.inputs, rows, strict=True):
+            into[...] = given
 
     def answer(self):
         """Return its outputs, once it has ended."""
@@ -100,30 +104,44 @@ class RawLoop:
     :param depth: how many are on the GPU, so that it never has nothing to do.
     :param is_overlapped: each in a stream of its own, computing in one arena in turn, so that copies run
         beside kernels; otherwise all in one stream, one after the other.
+    :param arenas: with more than one, as many batches compute side by side.
     """
 
-    def __init__(self, device, model, rows, *, depth, is_overlapped=False, is_captured=True):
+    def __init__(
+        self, device, model, rows, *, depth, is_overlapped=False, is_captured=True, arenas=1, sizes=None
+    ):
         streams = [device.create_stream() for _ in range(depth if is_overlapped else 1)]
         self._streams = streams
-        self._is_overlapped = is_overlapped
-        self._arenas = Arenas(device, 1, nbytes=max(model.enqueue_nbytes, 1))
-        arena = self._arenas.arenas[0].memory if model.enqueue_nbytes else None
+        self._arenas = Arenas(device, arenas, nbytes=max(model.enqueue_nbytes, 1))
+        memory = [arena.memory if model.enqueue_nbytes else None for arena in self._arenas.arenas]
+        # A batch waits for the one that computes in its arena before it, if that is on another stream.
+        self._behind = arenas if is_overlapped and arenas < depth else 0
         self.batches = [
-            Batch(device, model, rows, arena, streams[number % len(streams)], is_captured=is_captured)
+            Batch(
+                device,
+                model,
+                rows,
+                memory[number % arenas],
+                streams[number % len(streams)],
+                is_captured=is_captured,
+                sizes=sizes,
+            )
             for number in range(depth)
         ]
 
-    def fill(self, rows):
+    def fill(self, *rows):
         for batch in self.batches:
-            batch.fill(rows)
+            batch.fill(*rows)
+
+    def _launch(self, at):
+        before = self.batches[at - self._behind].computed if self._behind else None
+        self.batches[at].launch(before)
 
     def batches_per_s(self, seconds):
         """Return the rate when the next batch is launched as soon as the oldest has ended."""
         batches = self.batches
-        last = batches[-1]
-        for batch in batches:
-            batch.launch(last.computed if self._is_overlapped else None)
-            last = batch
+        for at in range(len(batches)):
+            self._launch(at)
         count = at = 0
         start_ns = None
         now_ns = begun_ns = clock.now_ns()
@@ -133,8 +151,7 @@ class RawLoop:
                 batch.end.nudge()
             if batch.end.error is not None:
                 raise batch.end.error
-            batch.launch(last.computed if self._is_overlapped else None)
-            last = batch
+            self._launch(at)
             at = (at + 1) % len(batches)
             now_ns = clock.now_ns()
             if start_ns is not None:
