@@ -356,8 +356,11 @@ def _range_text(low: int, high: int) -> str:
 
 
 def streamable_nbytes(engine: Any) -> int:
-    """Return the bytes of weights that can be streamed: 0 with TensorRT before 10, which streams none."""
-    return int(getattr(engine, "streamable_weights_size", 0))
+    """Return the bytes of weights that can be streamed.
+
+    They are 0 with TensorRT before 10.1, which takes its budget in another way than the one used here.
+    """
+    return int(engine.streamable_weights_size) if hasattr(engine, "weight_streaming_budget_v2") else 0
 
 
 def engine_stat(module: Any, engine: Any, name: str) -> int | None:

@@ -30,6 +30,7 @@ from asynctrt.testing.tensorrt.names import (
     IOutputAllocator,
     ProfilingVerbosity,
     require_initialised,
+    version_of,
 )
 from asynctrt.testing.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
 
@@ -555,7 +556,7 @@ class IExecutionContext(Reporter):
             return self._engine._memory_nbytes()
         if not self._sized_for_shapes:
             return self._engine._memory_nbytes(self._profile)
-        return self._spec.enqueue_nbytes(self._shapes) + self._engine.weight_streaming_scratch_memory_size
+        return self._spec.enqueue_nbytes(self._shapes) + self._engine._scratch_nbytes
 
     # Streams and events
 
@@ -699,7 +700,7 @@ class IExecutionContext(Reporter):
     @property
     def _waits(self) -> bool:
         """Whether an enqueue returns only once its batch has ended."""
-        return self._spec.waits or self._engine.weight_streaming_scratch_memory_size > 0
+        return self._spec.waits or self._engine._scratch_nbytes > 0
 
     def _can_run(self, handle: int) -> bool:
         """Return whether the engine can run, as the real library would decide; report an error if not."""
@@ -814,6 +815,10 @@ class IExecutionContext(Reporter):
                 self._tell(io.name, shape)
         return dataclasses.replace(enqueued, outputs=tuple(outputs)), guess
 
+    @property
+    def _asks_in_order(self) -> bool:
+        return version_of(self._core.library.version) >= (10,) or self._core.library.flavour == "tensorrt_rtx"
+
     def _living_allocator(self, name: str) -> IOutputAllocator | None:
         held = self._allocators.get(name)
         if held is None:
@@ -826,7 +831,8 @@ class IExecutionContext(Reporter):
     def _ask(self, name: str, nbytes: int, handle: int) -> int:
         """Return memory of an output's allocator, or 0, after a report, if it refuses.
 
-        The asynchronous method is called if there is one, as by the real library, otherwise the older one.
+        The asynchronous method is called if there is one, as by the real library from 10 on, otherwise the
+        older one.
         The size is positive even for an empty output, and the memory before is that of
         ``set_tensor_address``.
 
@@ -835,7 +841,7 @@ class IExecutionContext(Reporter):
         allocator: Any = self._living_allocator(name)
         memory, size = self._addresses.get(name, 0), max(1, nbytes)
         try:
-            if hasattr(allocator, "reallocate_output_async"):
+            if self._asks_in_order and hasattr(allocator, "reallocate_output_async"):
                 given = allocator.reallocate_output_async(name, memory, size, ALIGNMENT, handle)
             else:
                 given = allocator.reallocate_output(name, memory, size, ALIGNMENT)

@@ -117,7 +117,7 @@ class EngineDescription(Reporter):
     def _memory_nbytes(self, profile: int | None = None) -> int:
         """Return the bytes of enqueue memory that suffice for a profile, or for all of them."""
         profiles = range(len(self._spec.profiles)) if profile is None else (profile,)
-        return max(map(self._spec.profile_nbytes, profiles)) + self.weight_streaming_scratch_memory_size
+        return max(map(self._spec.profile_nbytes, profiles)) + self._scratch_nbytes
 
     def _has_sizes(self, where: str) -> bool:
         """Return whether the engine knows a call of 10.1; report an error if not."""
@@ -150,6 +150,10 @@ class EngineDescription(Reporter):
     @property
     def weight_streaming_scratch_memory_size(self) -> int:
         """Bytes that streaming needs in the enqueue memory of each context: room for one step's weights."""
+        return self._scratch_nbytes
+
+    @property
+    def _scratch_nbytes(self) -> int:
         streamable = self._spec.streamable_weights_nbytes
         return aligned(-(-streamable // self._spec.steps)) if self._budget < streamable else 0
 

@@ -27,9 +27,7 @@ from asynctrt.testing.tensorrt.rtx import (
 from asynctrt.testing.tensorrt.runtime import PluginRegistry, initialise_plugins
 from asynctrt.testing.tensorrt.runtime import Runtime as PlainRuntime
 from asynctrt.testing.tensorrt.spec import COMPUTE_CAPABILITY, Flavour, version_for
-
-SINCE: Final = {"EngineStat": (10, 14)}
-"""The version of TensorRT that brought a name; an older one lacks it."""
+from asynctrt.testing.tensorrt.versions import SINCE, is_missing, of_version
 
 RTX: Final = ("tensorrt_rtx",)
 WITH_PARSER: Final = ("tensorrt", "tensorrt_rtx")
@@ -119,21 +117,22 @@ class StrictTensorRT:
         is_rtx = flavour in RTX
         self.IRuntimeConfig: type[Config] = RtxRuntimeConfig if is_rtx else Config
         self.ICudaEngine: type[Engine] = RtxCudaEngine if is_rtx else engine_class_of(version)
-        self.IExecutionContext: type[Context] = RtxExecutionContext if is_rtx else Context
+        self.IExecutionContext: type[Context] = (
+            RtxExecutionContext if is_rtx else of_version(Context, version)
+        )
+        if not is_rtx:
+            for kind in (names.IGpuAllocator, Refitter, ParserError):
+                setattr(self, kind.__name__, of_version(kind, version))
         plain = RtxRuntime if is_rtx else PlainRuntime
         # Each double has its own class, since a Runtime is created without naming its library.
         self.Runtime = type("Runtime", (plain,), {"_library": library, "__doc__": plain.__doc__})
 
     def __getattribute__(self, name: str) -> Any:
-        since, flavours = SINCE.get(name), ONLY.get(name)
-        if since is not None or flavours is not None:
-            flavour, version = self.__name__, names.version_of(self.__version__)[:2]
-            if flavours is not None and flavour not in flavours:
-                raise AttributeError(f"module {flavour!r} has no attribute {name!r}")
-            if since is not None and flavour not in RTX and version < since:
-                raise AttributeError(
-                    f"module {flavour!r} has no attribute {name!r} before {since[0]}.{since[1]}"
-                )
+        if name in ONLY or name in SINCE:
+            flavour, version = self.__name__, self.__version__
+            is_newer = flavour not in RTX and is_missing(name, version)
+            if is_newer or flavour not in ONLY.get(name, (flavour,)):
+                raise AttributeError(f"module {flavour!r} has no attribute {name!r} in version {version}")
         return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:

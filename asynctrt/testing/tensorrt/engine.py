@@ -2,7 +2,6 @@
 
 import ctypes
 import weakref
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from asynctrt.testing.tensorrt.names import (
     version_of,
 )
 from asynctrt.testing.tensorrt.spec import PlanContent
+from asynctrt.testing.tensorrt.versions import of_version
 
 
 class ICudaEngine(EngineDescription):
@@ -69,7 +69,7 @@ class ICudaEngine(EngineDescription):
 
         The real bindings cut the number to 32 bits.
         """
-        advised = min(self.streamable_weights_size, self._core.device.memory().room_nbytes // 2)
+        advised = min(self._spec.streamable_weights_nbytes, self._core.device.memory().room_nbytes // 2)
         return ctypes.c_int32(advised).value
 
     @property
@@ -179,7 +179,10 @@ class ICudaEngine(EngineDescription):
         own_arena: Block | None,
         config: IRuntimeConfig | None,
     ) -> IExecutionContext:
-        return IExecutionContext(self, strategy, persistent, own_arena)
+        made: IExecutionContext = of_version(IExecutionContext, self._core.library.version)(
+            self, strategy, persistent, own_arena
+        )
+        return made
 
 
 class OldCudaEngine(ICudaEngine):
@@ -199,7 +202,8 @@ class OldCudaEngine(ICudaEngine):
             raise self._core.monitor.found(
                 f"get_device_memory_size_for_profile of {self.name!r}, which {self._built_by} built, crashes"
             )
-        return self.get_device_memory_size_for_profile_v2(profile_index)
+        where = "ICudaEngine::getDeviceMemorySizeForProfile"
+        return self._memory_nbytes(profile_index) if self._has_profile(profile_index, where) else 0
 
     @property
     def _built_by(self) -> str:
@@ -211,16 +215,12 @@ class OldCudaEngine(ICudaEngine):
         return self._create_context(ExecutionContextAllocationStrategy.USER_MANAGED)
 
 
-def _missing(_: object) -> Any:
-    raise AttributeError("TensorRT before 10 streams no weights, and has no such attribute")
-
-
 class CudaEngineOf8(OldCudaEngine):
-    """An engine as libraries before 10 have it: without the calls for weights that are streamed."""
+    """An engine as libraries before 10 have it: its contexts have enqueue memory of their own, or none."""
 
-    streamable_weights_size = property(_missing)
-    weight_streaming_budget_v2 = property(_missing)
-    get_weight_streaming_automatic_budget = property(_missing)
+    def create_execution_context(self) -> IExecutionContext | None:  # type: ignore[override]  # As it was.
+        """Create a context with enqueue memory of its own; as later versions do otherwise."""
+        return super().create_execution_context()
 
     def get_tensor_vectorized_dim(self, name: str, profile_index: int | None = None) -> int:
         """Return -1, as no tensor is vectorised.
@@ -237,4 +237,5 @@ def engine_class_of(version: str) -> type[ICudaEngine]:
     library = version_of(version)
     if library >= (11,):
         return ICudaEngine
-    return OldCudaEngine if library >= (10,) else CudaEngineOf8
+    kind: type[ICudaEngine] = of_version(OldCudaEngine if library >= (10,) else CudaEngineOf8, version)
+    return kind

@@ -126,6 +126,15 @@ async def test_the_first_8_6_is_not_asked_what_ends_the_process(load, kind):
         await check(engine, SPECS[kind])
 
 
+async def test_weights_are_not_streamed_before_10_1(load):
+    """TensorRT 10.0 tells how much could be streamed, and lacks the budget that is set here."""
+    spec = EngineSpec(weights_nbytes=8192, streamable_weights_nbytes=4096)
+    model = load(spec, version="10.0.1.6")
+    assert model.is_capturable
+    async with asynctrt.open(model, device=model.device) as engine:
+        await check(engine, spec)
+
+
 async def test_without_room_for_a_second_context_nothing_is_tried(load, little_reserve):
     spec = EngineSpec(persistent_nbytes=100_000, shares_profiles=True)
     model = load(spec, memory_nbytes=150_000)
