@@ -1,0 +1,111 @@
+"""The scenarios that compare the double with the real TensorRT: they run, and on a GPU nothing differs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import differential
+from tests.gpu.differential import Outcome, differences, read_outcome
+from tests.gpu.scenarios import SCENARIOS
+from tests.gpu.sides import OverError, Setting, Side
+from tests.gpu.support import gpu_is_here
+
+HERE = differential.setting_from_environment()
+
+
+def note(step, value, **more):
+    return json.dumps({"step": step, "value": value, **more})
+
+
+def outcome(*lines, code=0):
+    return read_outcome("\n".join(("a word of the library", *lines)), "", code)
+
+
+def verdicts(real, double):
+    return [(step, verdict) for step, _, _, verdict in differences("a scenario", real, double)]
+
+
+DONE = json.dumps({"end": "done"})
+UNDEFINED = outcome(note("one", 1), note("two", "undefined: said why"), json.dumps({"end": "undefined"}))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_runs_on_the_double(tmp_path, capsys, name):
+    side = Side("double", Setting("double", "", ""), "", tmp_path)
+    try:
+        SCENARIOS[name](side)
+        last = DONE
+    except OverError:
+        last = json.dumps({"end": "undefined"})
+    found = read_outcome(capsys.readouterr().out + last, "", 0)
+    assert found.steps
+    assert list(differences(name, found, found)) == []
+
+
+def test_what_a_process_did_before_it_crashed_is_kept():
+    found = outcome(note("one", 1), json.dumps({"begins": "two"}), code=-11)
+    assert found.text == "crash (SIGSEGV) at 'two'"
+    assert [one["value"] for one in found.steps] == [1, "crash (SIGSEGV)"]
+    assert outcome(note("one", 1), code=None).text == "hangs at 'between the steps'"
+
+
+def test_a_crash_is_what_the_double_calls_undefined():
+    crashed = outcome(note("one", 1), json.dumps({"begins": "two"}), code=-11)
+    assert verdicts(crashed, UNDEFINED) == []
+
+
+def test_the_double_may_be_stricter():
+    ran = outcome(note("one", 1), note("two", True), note("three", 3), DONE)
+    assert verdicts(ran, UNDEFINED) == [("two", "stricter")]
+    assert verdicts(UNDEFINED, ran) == [("two", "differs")]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        note("one", 2),
+        note("one", 1, recorded=["3 API Usage Error"]),
+        note("another", 1),
+        json.dumps({"begins": "one"}),
+    ],
+)
+def test_another_value_report_or_end_is_a_difference(other):
+    found = outcome(note("one", 1), DONE)
+    assert [verdict for _, verdict in verdicts(found, outcome(other, code=1))][:1] == ["differs"]
+
+
+def test_words_do_not_count():
+    one, other = (outcome(note("one", 1, said=[words]), DONE) for words in ("some", "others"))
+    assert verdicts(one, other) == []
+
+
+def test_a_scenario_that_fails_on_both_sides_is_no_agreement():
+    broken = outcome(json.dumps({"begins": "one"}), code=1)
+    assert verdicts(broken, broken) == [("one", "differs")]
+
+
+def test_a_known_difference_is_told_as_such(monkeypatch):
+    monkeypatch.setattr(differential, "KNOWN", {("a scenario", "one"): "a reason"})
+    one, other = (outcome(note("one", value), DONE) for value in (1, 2))
+    assert verdicts(one, other) == [("one", "known")]
+    assert isinstance(one, Outcome)
+
+
+@pytest.mark.tier2
+def test_the_command_compares_the_double_with_itself(tmp_path, capsys):
+    path = tmp_path / "found.json"
+    only = "^(addresses|sizes_of_memory|lean_runtime_outlives_what_loaded_it)$"
+    assert differential.main(["--flavour", "double", "--only", only, "--jobs", "2", "--json", str(path)]) == 0
+    assert "3 same, 0 stricter, 0 known, 0 differs, 0 not run" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["scenarios"]) == 3
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(
+    not (gpu_is_here() and HERE.flavour and HERE.plans),
+    reason="needs a GPU, and what ASYNCTRT_TEST_FLAVOUR and ASYNCTRT_TEST_PLANS name",
+)
+def test_nothing_differs_from_the_real_one(tmp_path):
+    assert Path(HERE.plans).is_dir()
+    assert differential.main(["--json", str(tmp_path / "found.json")]) == 0
