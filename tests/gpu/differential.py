@@ -79,6 +79,8 @@ def outcome_of(name, side, arguments, version, until_s):
         )
         said, stderr, code = done.stdout, done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
+        if limit_s < PROCESS_S:
+            return Outcome((), "not run")
         said, stderr = ((one or b"").decode(errors="replace") for one in (error.stdout, error.stderr))
         code = None
     return read_outcome(said, stderr, code)

@@ -249,7 +249,7 @@ def plain(value):
         return value
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
-    if type(value).__name__ == "Dims" or isinstance(value, list | tuple):
+    if type(value).__name__.startswith("Dims") or isinstance(value, list | tuple):
         return [plain(one) for one in value]
     if hasattr(value, "name") and hasattr(type(value), "__members__"):
         return value.name

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import differential
 from tests.gpu.support import gpu_is_here
 from tests.helpers import needed
 
@@ -152,3 +153,11 @@ def test_the_plan_of_tensorrt_for_rtx():
         assert report["gpu"] in report["message"]
         assert "8.0, 8.6, 8.9" in report["message"]
         assert "TensorRT said: " in report["message"]
+
+
+@pytest.mark.timeout(240)
+def test_nothing_but_what_is_known_differs_from_the_double(tmp_path):
+    setting = differential.setting_from_environment()
+    if not (setting.flavour and setting.plans):
+        pytest.skip("needs what ASYNCTRT_TEST_FLAVOUR and ASYNCTRT_TEST_PLANS name")
+    assert differential.main(["--json", str(tmp_path / "found.json")]) == 0
