@@ -18,7 +18,7 @@ from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.backends.tensorrt.engine import Profile, Signature, shape_of
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, attach_cache, create_config
-from asynctrt.backends.tensorrt.memory import DeviceMemory, describe_refusals
+from asynctrt.backends.tensorrt.memory import STEP_NBYTES, DeviceMemory, describe_refusals, lacks_memory
 from asynctrt.backends.tensorrt.messages import (
     ErrorRecorder,
     LogSubscription,
@@ -94,7 +94,7 @@ class Loaded:
                 f"{what} failed, and nothing on {self.device.name} can be trusted in this process any more. "
                 f"{errors}.{said or ' Restart the process, for example under a supervisor'}"
             )
-        if refusals or errors.has_code("FAILED_ALLOCATION"):
+        if refusals or errors.has_code("FAILED_ALLOCATION") or lacks_memory(self.device, STEP_NBYTES):
             why = describe_refusals(refusals) or f"The device: {self.device.memory()}"
             return DeviceMemoryError(f"{what} failed for lack of memory. {why}. {errors}")
         return ExecutionError(f"{what} failed. {errors}")

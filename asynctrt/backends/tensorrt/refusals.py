@@ -13,7 +13,7 @@ from typing import Any, Final
 from asynctrt.backends.tensorrt.abilities import COMPATIBLE_SINCE, compatible_since, numbers_of
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
-from asynctrt.backends.tensorrt.memory import MemoryRefusal, describe_refusals
+from asynctrt.backends.tensorrt.memory import CODE_NBYTES, MemoryRefusal, describe_refusals, lacks_memory
 from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import HEADER_NBYTES, TAG_RTX, Plan, capability_text
 from asynctrt.build_options import BUILDERS
@@ -116,6 +116,8 @@ class Refused:
                 "least as new as the CUDA version that the package is built for (its name ends in -cu12 or "
                 "-cu13)"
             )
+        if not diagnoses and lacks_memory(self.device, CODE_NBYTES):
+            return DeviceMemoryError, f"the device has hardly any memory left. {self.device.memory()}"
         return ModelError, self._fault_of_the_plan(diagnoses)
 
     def _fault_of_the_plan(self, diagnoses: frozenset[str]) -> str:

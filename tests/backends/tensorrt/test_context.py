@@ -11,6 +11,7 @@ import pytest
 from asynctrt.backends.tensorrt import context as context_module
 from asynctrt.backends.tensorrt.memory import RESERVE_NBYTES
 from asynctrt.backends.tensorrt.outputs import UnboundOutput
+from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice, HostStream
 from asynctrt.errors import (
     DeviceError,
@@ -812,4 +813,22 @@ def test_outputs_that_are_not_what_was_found_at_opening(bench, monkeypatch):
         binding.enqueue(4, profile=None, stream=made.stream, arena=made.arena())
     monkeypatch.undo()
     made.run(binding, 4, made.arena())
+    context.close()
+
+
+def test_what_fails_on_a_device_without_memory_fails_for_that(bench, monkeypatch):
+    """TensorRT 8.6 says "Cask" and nothing of memory, when an enqueue finds none."""
+    made = bench()
+    context = made.model.create_context(made.device)
+    binding = made.bind(context)
+    made.trt.fail_next("enqueue")
+    figures = MemoryFigures(free_nbytes=1 << 20, total_nbytes=80 << 30, held_nbytes=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(made.device, "memory", lambda: figures)
+        with pytest.raises(DeviceMemoryError, match="execute_async_v3"):
+            made.run(binding, 4, made.arena())
+    made.run(binding, 4, made.arena())
+    made.trt.fail_next("enqueue")
+    with pytest.raises(ExecutionError, match="execute_async_v3"):
+        made.run(binding, 4, made.arena())
     context.close()

@@ -12,6 +12,7 @@ from asynctrt.backends.tensorrt.memory import MemoryRefusal
 from asynctrt.backends.tensorrt.messages import TensorRTErrors
 from asynctrt.backends.tensorrt.plan import read_plan
 from asynctrt.backends.tensorrt.refusals import Refused
+from asynctrt.devices.base import MemoryFigures
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, DeviceUnavailableError, ModelError
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_lean_runtime, double_plan
@@ -124,6 +125,17 @@ def test_memory_that_the_library_reports_alone_has_the_devices_figures():
     error = explained(("no",), code="FAILED_ALLOCATION")
     assert type(error) is DeviceMemoryError
     assert "are free" in str(error)
+
+
+def test_a_device_without_memory_is_the_cause_of_words_that_say_nothing():
+    class FullGpu(Gpu):
+        def memory(self):
+            return MemoryFigures(free_nbytes=4 << 20, total_nbytes=80 << 30, held_nbytes=0)
+
+    error = explained(("Cask (no further information)",), device=FullGpu())
+    assert type(error) is DeviceMemoryError
+    assert "4.0 MiB" in str(error)
+    assert type(explained(("Cask (no further information)",))) is ModelError
 
 
 def test_a_lost_device_is_the_cause():
