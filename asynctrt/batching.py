@@ -211,6 +211,9 @@ def batch(
     The engine belongs to the event loop of the first call, and is closed with that loop (by
     ``asyncio.run``, a ``Runner``, pytest's plugins); on another loop the function has another engine.
 
+    It must not wait for itself: a call that comes from within its own run, or from a run of another function
+    that it waits for, raises :class:`UsageError`.
+
     :param items: whether the function takes lists of items, whatever they are.
     :param key: what must be equal for calls to share a batch: the name of a parameter, such as
         ``"model_id"``, several names, or a function that is called with a call's arguments (without ``self``)
@@ -312,6 +315,7 @@ class Batched(Generic[P, R]):
 
         :raises InputError: if the call's key cannot be hashed, or misses an argument.
         :raises QueueFullError, DeadlineError: under overload.
+        :raises UsageError: from within the function's own run, or one that it waits for.
         :raises ExecutionError: when the function or the key function raised; what it raised is the
             ``__cause__``.
         """

@@ -30,9 +30,10 @@ from asynctrt.errors import (
 )
 from asynctrt.inputs import Checked, Inputs, Outputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
+from asynctrt.nesting import Run
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
-from asynctrt.propagation import limits_here
+from asynctrt.propagation import limits_here, run_here
 from asynctrt.runtime.driver import COPY_ON_LOOP_NBYTES_MAX, Driver
 from asynctrt.runtime.slots import Slot, SlotBoard
 from asynctrt.scheduling.batch import Batch
@@ -82,6 +83,7 @@ class Engine:
         self._thread = get_ident()
         self._parts = parts
         self._device, self._model, self._pool = device, model, pool
+        self._runs = pool.runs
         self._options = options
         self._capacity = capacity
         self._rows_max = capacity.rows_max
@@ -249,7 +251,8 @@ class Engine:
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
         :raises SuspendedError: when the engine is suspended.
         :raises ExecutionError, DeviceError: when the batch failed.
-        :raises UsageError: on another event loop than the engine's.
+        :raises UsageError: on another event loop than the engine's; from within the engine's own run of a
+            function, or of one that it waits for.
         """
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
@@ -259,15 +262,19 @@ class Engine:
             key, names = self._wanted(outputs, key, rows)
         lane = self
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
-            timeout_ns = self._timeout_ns
+            timeout_ns, run = self._timeout_ns, None
         else:
-            timeout_ns, priority = self._checked(timeout, priority)
+            timeout_ns, priority, run = self._checked(timeout, priority)
             lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             requests = lane._driver.submit_parts(parts, key, priority, timeout_ns, names)
+            if run is not None:
+                lane._wait_in(run, requests)
             return await lane._rejoined(requests, [request.future for request in requests])
         request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, None, names)
+        if run is not None:
+            lane._wait_in(run, [request])
         try:
             result: InferResult = await request.future
         except (asyncio.CancelledError, GeneratorExit):
@@ -297,14 +304,16 @@ class Engine:
             key, names = self._wanted(outputs, key, rows)
         lane = self
         if timeout is None and type(priority) is int and not priority and limits_here() is None:
-            timeout_ns = self._timeout_ns
+            timeout_ns, run = self._timeout_ns, None
         else:
-            timeout_ns, priority = self._checked(timeout, priority)
+            timeout_ns, priority, run = self._checked(timeout, priority)
             lane = self._lane(priority)
         if rows > self._rows_unsplit and rows > self._scheduler.limit(key):
             parts = self._split(arrays, rows, key)
             # Queued here, not by the task: what was accepted is answered though the engine drains at once.
             requests = lane._driver.submit_parts(parts, key, priority, timeout_ns, names)
+            if run is not None:
+                lane._wait_in(run, requests)
             futures = [request.future for request in requests]
             task = self._loop.create_task(lane._rejoined(requests, futures))
             # A task that is cancelled before it has begun runs no line of its own.
@@ -315,6 +324,8 @@ class Engine:
         future = _Answer(loop=self._loop)
         future.driver = lane._driver
         future.request = lane._driver.submit(arrays, rows, key, priority, timeout_ns, future, names)
+        if run is not None:
+            lane._wait_in(run, [future.request])
         return future
 
     def keep_rows_first(self) -> None:
@@ -618,8 +629,11 @@ class Engine:
         :returns: what waits for the answer.
         """
         self._check_loop()
-        timeout_ns, priority = self._checked(timeout, priority)
-        return self._answer(self._driver.submit(payload, rows, key, priority, timeout_ns))
+        timeout_ns, priority, run = self._checked(timeout, priority)
+        request = self._driver.submit(payload, rows, key, priority, timeout_ns)
+        if run is not None:
+            self._wait_in(run, [request])
+        return self._answer(request)
 
     async def _answer(self, request: Request) -> InferResult:
         try:
@@ -629,18 +643,30 @@ class Engine:
             raise
         return result
 
-    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int]:
+    def _checked(self, timeout: float | None, priority: int) -> tuple[int | None, int, Run | None]:
         """Return the timeout in ns, and the priority: a call's own, within those of :func:`asynctrt.within`.
+
+        And the run of a function that the call is made in, if there is one.
 
         :raises InputError: for a value that is neither.
         :raises DeadlineError: if that work has no time left.
+        :raises UsageError: if that run would wait for itself.
         """
         level = priority_of(priority, self._options.priorities)
         timeout_ns = self._timeout_ns if timeout is None else timeout_ns_of(timeout)
         limits = limits_here()
         if limits is None:
-            return timeout_ns, level
-        return limits.stricter(timeout_ns, level, self._options.priorities)
+            return timeout_ns, level, None
+        timeout_ns, level = limits.stricter(timeout_ns, level, self._options.priorities)
+        run = run_here()
+        if run is not None:
+            run.check(self._lane(level)._runs)
+        return timeout_ns, level, run
+
+    def _wait_in(self, run: Run, requests: list[Request]) -> None:
+        """Note that a run of a function waits for requests of this engine."""
+        for request in requests:
+            run.wait_for(self._runs, request.future)
 
     def _busy_share(self, busy_ns: int) -> float:
         """Return the share of the time since it was opened in which its arenas computed for it."""

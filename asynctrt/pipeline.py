@@ -42,8 +42,9 @@ from asynctrt.errors import (
 )
 from asynctrt.inputs import InputCheck, Inputs, Outputs
 from asynctrt.loops import is_cancelled, running_loop, wait_shielded
+from asynctrt.nesting import Runs
 from asynctrt.options import Options
-from asynctrt.propagation import Limits, hold_from_here, limits_here
+from asynctrt.propagation import Limits, hold_from_here, limits_here, run_here, run_in
 from asynctrt.runtime.slots import Slot
 from asynctrt.stages import as_dtype, first_of, outcome_of, read_only, specs_of, takes_call
 from asynctrt.statistics import Batching, BatchStatistics, Statistics
@@ -193,12 +194,16 @@ class Pipeline(Engine):
             raise UsageError("a pipeline needs a stage: an engine, a function, a coroutine function")
         self._stages = [(stage, self._runner_of(stage)) for stage in stages]
         self._engines = [stage for stage in stages if isinstance(stage, Engine)]
+        self._has_plain_stage = any(
+            not isinstance(stage, Engine) and not is_coroutine_function(stage) for stage in stages
+        )
         self._name = name
         self._inputs = specs_of("inputs", inputs)
         self._outputs = specs_of("outputs", outputs)
         self._check = InputCheck(self._inputs, check_finite=False, check_key=None, import_array=None)
         self._default_ns = None if timeout is None else timeout_ns_of(timeout)
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=f"asynctrt-{name}")
+        self._runs = Runs(name)  # Of its threads, which are what a stage may wait for itself by.
         # The executor's queue has no bound, and keeps what was cancelled: only what can begin is put there.
         self._free_threads = asyncio.Semaphore(threads)
         self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
@@ -283,7 +288,8 @@ class Pipeline(Engine):
         :raises DeadlineError: if the timeout passed.
         :raises EngineClosedError: if it is draining or closed, or is closed meanwhile.
         :raises ExecutionError: if a stage failed, or gave something else than ``outputs``.
-        :raises UsageError: on another event loop, and for ``outputs="device"``.
+        :raises UsageError: on another event loop, for ``outputs="device"``, and from within a plain stage
+            of its own, which holds the thread that this call would wait for.
         """
         future = self.submit(inputs, timeout=timeout, priority=priority, outputs=outputs)
         try:
@@ -313,6 +319,8 @@ class Pipeline(Engine):
         limits = limits_here()
         if limits is not None:
             timeout_ns, level = limits.stricter(timeout_ns, level, self._options.priorities)
+        if self._has_plain_stage and (run := run_here()) is not None:
+            run.check(self._runs)
         if self._state != "open":
             self._counts["refused"] += 1
             raise EngineClosedError(f"{self._name!r} is {self._state}: send to another engine")
@@ -343,7 +351,24 @@ class Pipeline(Engine):
 
         :param timeout: seconds until a thread is free.
         :raises DeadlineError: if none is by then.
+        :raises UsageError: from within a thread of the pipeline, or a run that one of them waits for.
         """
+        future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
+        try:
+            if (run := run_here()) is not None:
+                run.check(self._runs)
+                run.wait_for(self._runs, future)
+            return await self._in_thread(function, future, timeout)
+        finally:
+            future.cancel()  # It may not have begun.
+            del future  # It has what was raised, whose traceback has this frame.
+
+    async def _in_thread(
+        self,
+        function: Callable[[], T],
+        future: "asyncio.Future[Callable[[], T]]",
+        timeout: float | None,
+    ) -> T:
         has_thread = False
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout if self._free_threads.locked() else None):
@@ -351,11 +376,10 @@ class Pipeline(Engine):
         if not has_thread:
             # Not as a TimeoutError is handled: it would stay the context, and its traceback has the task.
             raise DeadlineError(f"{self._name!r}: the timeout passed before one of its threads was free")
-        future: asyncio.Future[Callable[[], T]] = self._loop.create_future()
         # The executor keeps what it was given even if it then cannot start a thread for it. One that it has
         # already, or starts for the next, would find it there: whoever takes this decides.
         turn: list[tuple[Callable[[], Callable[[], Any]], asyncio.Future[Any]]]
-        turn = [(partial(copy_context().run, outcome_of, function), future)]
+        turn = [(partial(copy_context().run, outcome_of, partial(run_in, self._runs, function)), future)]
         try:
             self._threads.submit(self._work, turn)
         except BaseException:
@@ -393,7 +417,8 @@ class Pipeline(Engine):
     ) -> InferResult:
         given: Any = {spec.name: read_only(array) for spec, array in zip(self._inputs, arrays, strict=True)}
         stages = 0
-        hold_from_here(Limits(call.deadline_ns, call.priority))  # For a stage that asks engines by itself.
+        # For a stage that asks engines by itself.
+        hold_from_here(Limits(call.deadline_ns, call.priority, run_here()))
         try:
             for _, run in self._stages:
                 call.left()

@@ -1,22 +1,27 @@
-"""One deadline and one priority for all that a piece of work asks of engines."""
+"""One deadline and one priority for all that a piece of work asks of engines, and the run it is part of."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from asynctrt import clock
 from asynctrt.errors import DeadlineError, InputError
+from asynctrt.nesting import Run, Runs
 from asynctrt.validation import int_or_none, timeout_ns_of
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)  # Not frozen: each run of a function makes one, and that takes three times as long.
 class Limits:
-    """What holds for every request of a piece of work, on top of what each says itself."""
+    """What holds for every request of a piece of work, on top of what each says itself. Never changed."""
 
-    deadline_ns: int | None
-    priority: int
+    deadline_ns: int | None = None
+    priority: int = 0
+    run: Run | None = None
+    """The run of a function that the work is part of, or was part of: it may be over."""
 
     def left_ns(self) -> int | None:
         """Return the ns until the deadline; ``None`` without one.
@@ -51,7 +56,29 @@ limits_here = _LIMITS.get
 """Return the limits that hold here; ``None``: there are none."""
 
 hold_from_here = _LIMITS.set
-"""Let limits hold in this task from here on."""
+"""Let limits hold in this task from here on. Returns what :data:`hold_no_longer` takes."""
+
+hold_no_longer = _LIMITS.reset
+"""Let the limits hold that held before."""
+
+
+def run_here() -> Run | None:
+    """Return the run of a function that is under way here; ``None`` if there is none."""
+    limits = _LIMITS.get()
+    if limits is None or limits.run is None or limits.run.is_over:
+        return None
+    return limits.run
+
+
+def run_in(runs: Runs, function: Callable[[], T]) -> T:
+    """Call a function as one of ``runs``, within the limits that hold here."""
+    run, around = runs.begin(), _LIMITS.get() or Limits()
+    token = _LIMITS.set(Limits(around.deadline_ns, around.priority, run))
+    try:
+        return function()
+    finally:
+        _LIMITS.reset(token)
+        run.end()
 
 
 @contextmanager
@@ -77,7 +104,7 @@ def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]
         level = max(level, around.priority)
         if around.deadline_ns is not None:
             deadline_ns = around.deadline_ns if deadline_ns is None else min(deadline_ns, around.deadline_ns)
-    token = _LIMITS.set(Limits(deadline_ns, level))
+    token = _LIMITS.set(Limits(deadline_ns, level, run_here()))
     try:
         yield
     finally:

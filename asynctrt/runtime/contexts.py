@@ -22,6 +22,7 @@ from asynctrt.devices.arenas import Arena, Arenas
 from asynctrt.devices.base import Buffer, Device, Event, check_room, mib
 from asynctrt.devices.host import HostStream
 from asynctrt.errors import DeviceLostError, DeviceMemoryError, ExecutionError, InputError
+from asynctrt.nesting import Runs
 from asynctrt.padding import Padding
 from asynctrt.runtime.capturing import Capturing, are_dense
 from asynctrt.runtime.graphs import Capture, CaptureCosts, CapturedBatch
@@ -92,10 +93,19 @@ class Lane:
 class PooledContext:
     """An execution context and all that it needs to run one batch at a time.
 
+    :param runs: those of the engine. On the host device all that runs on its stream is among them.
     :param is_only: whether the engine has no other. On the host device its work keeps to one thread.
     """
 
-    def __init__(self, device: Device, model: Model, arena: Arena | None, *, is_only: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        model: Model,
+        arena: Arena | None,
+        runs: Runs | None = None,
+        *,
+        is_only: bool = False,
+    ) -> None:
         self._device = device
         self._model = model
         self.output_specs = {spec.name: spec for spec in model.outputs}
@@ -108,7 +118,7 @@ class PooledContext:
         """What a thread did last that reads or writes its slabs, or is doing."""
         self.stream = device.create_stream()
         if isinstance(self.stream, HostStream):
-            self.stream.belong_to(model.name, keeps_thread=is_only)
+            self.stream.belong_to(model.name, runs or Runs(model.name), keeps_thread=is_only)
         self.timed = BatchEvents(device, are_timed=True)
         self.untimed = BatchEvents(device, are_timed=False)
         try:
@@ -361,6 +371,8 @@ class ContextPool:
         self._device = device
         self._padding = padding
         self._model = model
+        self.runs = Runs(model.name)
+        """What runs on its contexts, on the host device."""
         self._rows_held = rows_held or (lambda _: rows_max)
         self._profile_of = profile_of
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
@@ -559,7 +571,9 @@ class ContextPool:
         for index in range(contexts):
             arena = None if self._arenas is None else self._arenas.arenas[index % len(self._arenas)]
             free_nbytes = self._device.memory().room_nbytes if index == 0 else 0
-            self.contexts.append(PooledContext(self._device, self._model, arena, is_only=contexts == 1))
+            self.contexts.append(
+                PooledContext(self._device, self._model, arena, self.runs, is_only=contexts == 1)
+            )
             if index == 0 and contexts > 1 and not self._device.unified:
                 each_nbytes = max(free_nbytes - self._device.memory().room_nbytes, 0)
                 check_room(

@@ -16,6 +16,7 @@ from asynctrt.engine import STREAM_END_S, Engine, _caller
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
 from asynctrt.loading import ENGINE_NAME
 from asynctrt.loops import see_through_in_thread, wait_shielded
+from asynctrt.nesting import Runs
 from asynctrt.options import Options
 from asynctrt.padded_inputs import front_check
 from asynctrt.runtime.slots import Slot
@@ -64,6 +65,7 @@ class IsolatedEngine(Engine):
         self._is_running = loop.is_running
         self._thread = get_ident()
         self._description = description
+        self._runs = Runs(description.name)  # They are in the workers, which cannot ask this engine.
         self._memory = memory
         self._options = options
         self._rows_max = description.max_rows

@@ -17,6 +17,8 @@ from asynctrt import clock
 from asynctrt.devices.base import Buffer, Event, Stream
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, ExecutionError
+from asynctrt.nesting import Run, Runs
+from asynctrt.propagation import Limits, hold_from_here, hold_no_longer
 
 InPlace = Literal["auto", "always", "never"]
 
@@ -234,6 +236,7 @@ class HostStream:
         self.ran_ns = 0
         """How long its work has run so far, here or on threads."""
         self._name = "the work"
+        self._runs = Runs(self._name)
         self._in_place = in_place
         self._now_ns = now_ns
         self._operations: deque[Callable[[], bool]] = deque()
@@ -260,12 +263,14 @@ class HostStream:
         # What an abandoned stream holds up is not waiting for its turn: it hangs as well.
         return self.is_computing or (awaited is not None and awaited.is_abandoned)
 
-    def belong_to(self, model: str, *, keeps_thread: bool) -> None:
+    def belong_to(self, model: str, runs: Runs, *, keeps_thread: bool) -> None:
         """Name the model whose work it runs, for the log, before there is any.
 
+        :param runs: those of the engine, of which each work on this stream is one.
         :param keeps_thread: whether all of its work runs in one thread, until some hangs there.
         """
         self._name = repr(model)
+        self._runs = runs
         if keeps_thread:
             self.threads.settle(self)
 
@@ -462,6 +467,8 @@ class HostStream:
         left: object = None
         if not in_place:
             self.threads.hand_back()
+        run = self._runs.begin()
+        token = hold_from_here(Limits(run=run))
         self.is_computing = True
         try:
             left = work()
@@ -471,15 +478,19 @@ class HostStream:
                 raise_on_loop(error)
         finally:
             self.is_computing = False
+            hold_no_longer(token)
         took_ns = self._now_ns() - start_ns
         self.ran_ns += took_ns
         if in_place:
             warn_if_held(self._name, took_ns)
         if label is not None:
             self.threads.paces.observe(label, took_ns, in_place=in_place)
-        return left is None or not isinstance(left, Unfinished) or self._suspend(left, in_place=in_place)
+        if isinstance(left, Unfinished):
+            return self._suspend(left, run, in_place=in_place)
+        run.end()
+        return True
 
-    def _suspend(self, unfinished: Unfinished, *, in_place: bool) -> bool:
+    def _suspend(self, unfinished: Unfinished, run: Run, *, in_place: bool) -> bool:
         """Hold up what follows until ``unfinished`` is over; return False, as :meth:`_await` does."""
         over = HostEvent()
         over.begin(self)
@@ -487,19 +498,27 @@ class HostStream:
         resume = partial(self._resume, over)
         self._unfinished = unfinished
         self.is_computing = True
+
+        def finish(error: BaseException | None) -> None:
+            run.end()
+            over.reach(self._now_ns(), error)
+
+        token = hold_from_here(Limits(run=run))  # What it starts is in the run.
         try:
             if in_place:
                 self._is_served = True
                 self._operations.append(resume)
             else:
                 self._operations[0] = resume
-            unfinished.start(lambda error: over.reach(self._now_ns(), error))
+            unfinished.start(finish)
         except BaseException as error:
             if not isinstance(error, Exception):
                 unfinished.cancel()  # It may have begun.
                 if in_place:
                     raise_on_loop(error)
-            over.reach(self._now_ns(), error)
+            finish(error)
+        finally:
+            hold_no_longer(token)
         return False
 
     def _resume(self, over: HostEvent) -> bool:

@@ -1,0 +1,112 @@
+"""Find calls that would wait for themselves: from within a function's own run, directly or through others.
+
+A run of a function holds a context of its engine until it returns. If it waits for an answer of that engine
+meanwhile, both may wait for each other. So each run knows which engines it waits for, and a call from within
+a run is refused if what it asks waits for an engine that the run belongs to.
+"""
+
+import asyncio
+from typing import Any
+
+from asynctrt.errors import UsageError
+
+
+class Runs:
+    """The runs of one engine, or of the threads of a pipeline, that are under way.
+
+    :param name: what it is called in messages.
+    """
+
+    __slots__ = ("_active", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        # In the order in which they began. Threads and event loops add and remove runs.
+        self._active: dict[Run, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<Runs of {self.name!r} active={len(self._active)}>"
+
+    def begin(self) -> "Run":
+        """Return a run that begins now."""
+        run = Run(self)
+        self._active[run] = None
+        return run
+
+    def end(self, run: "Run") -> None:
+        """Note that a run is over."""
+        self._active.pop(run, None)
+
+    def awaited(self) -> "list[Runs]":
+        """Return what the runs that are under way wait for."""
+        return [runs for run in self._active.copy() for runs in run.awaited()]
+
+
+class Run:
+    """One run of a function, in whose context it is: tasks and threads that it starts are in it as well.
+
+    Nothing tells whether it waits for a task that it started, as ``asyncio.gather`` does, or leaves it to
+    itself. So such a task is taken to be a part of the run until the run is over, and is free from then on.
+    """
+
+    __slots__ = ("_calls", "_runs", "is_over")
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._calls: dict[asyncio.Future[Any], Runs] = {}
+        self.is_over = False
+
+    def __repr__(self) -> str:
+        return f"<Run of {self._runs.name!r} {'over' if self.is_over else 'under way'}>"
+
+    def end(self) -> None:
+        """Note that it is over. Idempotent."""
+        self.is_over = True
+        self._runs.end(self)
+
+    def check(self, asked: Runs) -> None:
+        """Check that what is to be asked does not wait for this run.
+
+        :raises UsageError: if it does.
+        """
+        way = _way(asked, self._runs)
+        if not way:
+            return
+        names = " → ".join(repr(runs.name) for runs in (self._runs, *way))
+        raise UsageError(
+            f"this call of {asked.name!r} would wait for itself ({names}): it comes from within a run that "
+            "ends only when it has the answer, and that has to end first. Call the function without its "
+            "engine (of @asynctrt.batch: its __wrapped__), or after the run. A task that the run does not "
+            "wait for may call it in a context of its own: "
+            "asyncio.create_task(call, context=contextvars.Context())"
+        )
+
+    def wait_for(self, asked: Runs, answer: "asyncio.Future[Any]") -> None:
+        """Note that it waits for an answer."""
+        self._calls[answer] = asked
+        answer.add_done_callback(self._answered)
+
+    def awaited(self) -> list[Runs]:
+        """Return what it waits for."""
+        return [asked for answer, asked in self._calls.copy().items() if not answer.done()]
+
+    def _answered(self, answer: "asyncio.Future[Any]") -> None:
+        self._calls.pop(answer, None)
+
+
+def _way(start: Runs, goal: Runs) -> list[Runs]:
+    """Return the way from one to another over what waits for what, both included; empty if there is none."""
+    came_from: dict[Runs, Runs | None] = {start: None}
+    left = [start]
+    while left:
+        runs = left.pop()
+        if runs is goal:
+            way = [runs]
+            while (before := came_from[way[0]]) is not None:
+                way.insert(0, before)
+            return way
+        for further in runs.awaited():
+            if further not in came_from:
+                came_from[further] = runs
+                left.append(further)
+    return []
