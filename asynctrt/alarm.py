@@ -8,6 +8,7 @@ and asyncio rounds up. A Linux ``timerfd`` in the loop's selector is punctual on
 import asyncio
 import ctypes
 import os
+import weakref
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
@@ -76,6 +77,8 @@ class Timerfd:
         )
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "timerfd_create")
+        # A loop that is closed lets go of what reads it, which then nobody closes.
+        self._close = weakref.finalize(self, os.close, self.fd)
         self._spec = _Itimerspec()
         self._spec_ref = ctypes.byref(self._spec)
 
@@ -98,7 +101,7 @@ class Timerfd:
 
     def close(self) -> None:
         """Give it back. Nobody may be reading it."""
-        os.close(self.fd)
+        self._close()
         self.fd = -1
 
 

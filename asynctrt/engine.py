@@ -13,7 +13,8 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import Context
 from functools import partial
 from threading import get_ident
 from types import TracebackType
@@ -142,6 +143,10 @@ class Engine:
 
     def __del__(self) -> None:
         if getattr(self, "_state", "closed") != "closed" and not self._is_urgent:
+            # Its threads and its memory are given back all the same. On a loop that was closed they are
+            # garbage, too, and end as such.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._close_soon, context=Context())
             warnings.warn(
                 f"{self!r}, opened at {self._opened_at}, was never closed. Use 'async with', or "
                 "await engine.aclose()",
@@ -529,13 +534,17 @@ class Engine:
         use is abandoned.
         """
         self._check_loop()
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close())
+        self._close_soon()
         # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
         cancelled = await wait_shielded(self._closing)
         self._closing.result()
         if cancelled is not None:
             raise cancelled
+
+    def _close_soon(self) -> None:
+        """Close what nobody closed."""
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
 
     async def _close(self) -> None:
         """Close, and see it through although a loop that ends cancels every task, this one included."""

@@ -209,7 +209,7 @@ class Pipeline(Engine):
         self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._shutdown: asyncio.Task[None] | None = None
+        self._closing = None
         self._state = "open"
 
     def __repr__(self) -> str:
@@ -565,15 +565,9 @@ class Pipeline(Engine):
         Those fail with ``EngineClosedError``, and their stages are cancelled. The engines within stay open. A
         function that still runs in a thread is not waited for. A caller who is cancelled waits all the same.
         """
-        self._check_loop()
-        if self._shutdown is None:
-            self._shutdown = self._loop.create_task(self._end())
-        cancelled = await wait_shielded(self._shutdown)
-        self._shutdown.result()
-        if cancelled is not None:
-            raise cancelled
+        await super().aclose()
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         """Close, and see it through although a loop that ends cancels every task, this one included."""
         self._state = "closing"
         await self._wait_ended(self._options.close_timeout)

@@ -74,7 +74,8 @@ class FunctionModel(ModelBase):
 
     The function may change both mappings and write to its inputs, but it must not keep the arrays: they lie
     in the batch's slab, where the next batch will be. Whatever it raises fails its batch alone, as an
-    :class:`ExecutionError`.
+    :class:`ExecutionError`. It must not wait for its own engine: a call from within its run, or from another
+    that it waits for, raises :class:`UsageError`.
 
     It runs in a thread of the device, so it may wait, call ``asyncio.run``, or use what may not be used on an
     event loop. With ``contexts=1`` that is the same thread for every batch, as connections to databases may

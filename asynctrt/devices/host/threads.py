@@ -4,6 +4,7 @@ import atexit
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,11 +54,12 @@ class ReadyQueue:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ready: deque[tuple[Served | None, threading.Lock | None]] = deque()
+        self._ready: deque[tuple[Served, threading.Lock | None]] = deque()
+        self._is_over = False
         # Of each thread that sleeps, what wakes it when it is released.
         self._asleep: list[threading.Lock] = []
 
-    def put(self, served: Served | None, home: "threading.Lock | None" = None) -> None:
+    def put(self, served: Served, home: "threading.Lock | None" = None) -> None:
         """Add something, and wake a thread for it.
 
         :param home: the only thread that may take it.
@@ -85,8 +87,18 @@ class ReadyQueue:
         for served in left:
             self.put(served)
 
+    def end(self) -> None:
+        """Let the threads end when nothing is ready any more.
+
+        It takes no lock: the garbage collector may call it wherever another call is.
+        """
+        self._is_over = True
+        for sleep in self._asleep.copy():
+            with suppress(RuntimeError):  # It is awake already.
+                sleep.release()
+
     def get(self, sleep: threading.Lock) -> Served | None:
-        """Wait for something, in a thread.
+        """Wait for something, in a thread; ``None`` if it is to end.
 
         :param sleep: a lock of the thread's own, which it holds.
         """
@@ -97,15 +109,18 @@ class ReadyQueue:
                         del self._ready[index]
                         return served
                 self._asleep.append(sleep)
+            # This side goes to sleep and then looks, and `end` the other way round, so one sees the other.
+            if self._is_over:
+                return None
             sleep.acquire()
 
 
 class _Worker:
-    """One of the threads."""
+    """One of the threads. It does not keep the device and its streams alive, and ends when they are gone."""
 
     def __init__(self, threads: "StreamThreads", name: str) -> None:
-        self._threads = threads
-        self._ready = threads.ready
+        ready = self._ready = threads.ready
+        self._threads = weakref.ref(threads, lambda _: ready.end())
         self.serves: Served | None = None
         self.is_replaced = False
         self.sleep = threading.Lock()
@@ -141,15 +156,18 @@ class _Worker:
                 self.serves = served
                 served.serve()
                 del served
-                if not self._threads.has_served(self):
+                threads = self._threads()
+                if threads is None or not threads.has_served(self):
                     return
-            self._ready.put(None)  # The next one ends too.
+                del threads
         finally:
+            self.serves = None
             atexit.unregister(self._let_end)
 
     def _let_end(self) -> None:
         """Let it come back, if it is in the middle of something, before the interpreter goes."""
-        end_ns = self._threads.exit_end_ns()
+        threads = self._threads()
+        end_ns = 0 if threads is None else threads.exit_end_ns()
         while self.serves is not None and clock.now_ns() < end_ns:
             threading.Event().wait(EXIT_LOOK_S)
 
@@ -219,7 +237,7 @@ class StreamThreads:
             # Streams that are made from now on have threads and a queue of their own.
             workers, self._workers = self._workers, []
             ready, self.ready = self.ready, ReadyQueue()
-        ready.put(None)
+        ready.end()
         until_ns = clock.now_ns() + int(timeout_s * 1e9)
         for worker in workers:
             worker.thread.join(max(until_ns - clock.now_ns(), 0) / 1e9)

@@ -1,6 +1,7 @@
 """The thread of ``waiting="thread"``, which blocks on one event after the other."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -8,23 +9,33 @@ from asynctrt.devices.base import Completion
 
 
 class WaiterThread:
-    """Blocks on events and calls ``wake`` after each."""
+    """Blocks on events and calls ``wake`` after each. Its thread ends with it."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._events: SimpleQueue[Completion | None] = SimpleQueue()
-        self._wake = wake
-        # A daemon, which is not joined either: an event that never fires must not keep anything from ending.
-        threading.Thread(target=self._serve, name="asynctrt-reaper", daemon=True).start()
+        self.wake = wake
+        # The thread knows this object weakly, which has all else.
+        thread = threading.Thread(
+            target=_serve,
+            args=(self._events, weakref.ref(self)),
+            name="asynctrt-reaper",
+            # Not joined either: an event that never fires must not keep anything from ending.
+            daemon=True,
+        )
+        thread.start()
+        self.close = weakref.finalize(self, self._events.put, None)
+        """End the thread after the events that it was given. Idempotent."""
 
     def wait_for(self, event: Completion) -> None:
         """Wait for one more event; events end in about the order in which they were launched."""
         self._events.put(event)
 
-    def close(self) -> None:
-        """End the thread after the events that it was given."""
-        self._events.put(None)
 
-    def _serve(self) -> None:
-        while (event := self._events.get()) is not None:
-            event.synchronize()
-            self._wake()
+def _serve(events: "SimpleQueue[Completion | None]", waiter: "weakref.ref[WaiterThread]") -> None:
+    while (event := events.get()) is not None:
+        event.synchronize()
+        del event
+        waiting = waiter()
+        if waiting is not None:
+            waiting.wake()
+        del waiting
