@@ -14,6 +14,8 @@ from contextvars import Context
 from functools import partial
 from typing import Final, Protocol
 
+from asynctrt.forks import in_child, seal
+
 FAR_NS: Final = 2**62
 """Later than any alarm has to ring, and as far as the kernel's timers and the loops' reach."""
 
@@ -79,6 +81,7 @@ class Timerfd:
             raise OSError(ctypes.get_errno(), "timerfd_create")
         # A loop that is closed lets go of what reads it, which then nobody closes.
         self._close = weakref.finalize(self, os.close, self.fd)
+        in_child(self, Timerfd._let_go)
         self._spec = _Itimerspec()
         self._spec_ref = ctypes.byref(self._spec)
 
@@ -90,8 +93,13 @@ class Timerfd:
         self._spec.value.nanoseconds = nanoseconds
         self._apply()
 
+    def _let_go(self) -> None:
+        """In a child that was forked: leave it to the parent."""
+        seal(self.fd)
+        self.fd = -1
+
     def _apply(self) -> None:
-        if self._settime(self.fd, self._ABSOLUTE, self._spec_ref, None) != 0:
+        if self.fd >= 0 and self._settime(self.fd, self._ABSOLUTE, self._spec_ref, None) != 0:
             raise OSError(ctypes.get_errno(), "timerfd_settime")
 
     def stop(self) -> None:

@@ -47,6 +47,7 @@ from asynctrt.errors import (
     UsageError,
     copy_of,
 )
+from asynctrt.forks import in_child
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.loops import running_loop
 from asynctrt.opening import open as open_engine
@@ -449,8 +450,14 @@ class Engines:
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
         # Guards what calls on loops in several threads may change at once.
         self._lock = threading.Lock()
+        in_child(self, Engines._let_go)
         self.last: TicketEngine | None = None
         """The engine that was opened last: a shortcut for the only one that most programs have."""
+
+    def _let_go(self) -> None:
+        """In a child that was forked: wait for nothing that the parent was doing."""
+        self._lock = threading.Lock()
+        self._opening = {}
 
     def find(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine | None":
         """Return the engine on `loop`, if there is one."""
@@ -575,7 +582,8 @@ async def keep_open(
         closing, let_go = owner(), forget()
         if closing is not None and let_go is not None:
             let_go(closing)
-        await engine.aclose()
+        if engine._origin.is_here:  # A child that was forked may end the loop that it has of its parent.
+            await engine.aclose()
 
 
 def numbered() -> Iterator[tuple[int, Array]]:

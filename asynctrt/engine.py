@@ -29,6 +29,7 @@ from asynctrt.errors import (
     UsageError,
     once_begun,
 )
+from asynctrt.forks import Origin, in_child
 from asynctrt.inputs import Checked, Inputs, Outputs
 from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
 from asynctrt.nesting import Run
@@ -77,11 +78,7 @@ class Engine:
         is_urgent: bool = False,
     ) -> None:
         device, model, pool, capacity = parts.device, parts.model, parts.pool, parts.capacity
-        self._loop = loop
-        # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
-        # makes a system call each time before Python 3.12.
-        self._is_running = loop.is_running
-        self._thread = get_ident()
+        self._belong_to(loop)
         self._parts = parts
         self._device, self._model, self._pool = device, model, pool
         self._runs = pool.runs
@@ -141,8 +138,22 @@ class Engine:
             f"in_flight={self._scheduler.in_flight}>"
         )
 
+    def _belong_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Note where it may be used: on this loop and in this process."""
+        self._loop = loop
+        # Together they say whether this is the engine's loop. asyncio.get_running_loop() says it too, but
+        # makes a system call each time before Python 3.12.
+        self._is_running = loop.is_running
+        self._thread = get_ident()
+        self._origin = Origin()
+        in_child(self, Engine._let_go)
+
+    def _let_go(self) -> None:
+        """In a child that was forked: have every call find that this is not where it may be used."""
+        self._thread = 0
+
     def __del__(self) -> None:
-        if getattr(self, "_state", "closed") != "closed" and not self._is_urgent:
+        if getattr(self, "_state", "closed") != "closed" and not self._is_urgent and self._origin.is_here:
             # Its threads and its memory are given back all the same. On a loop that was closed they are
             # garbage, too, and end as such.
             with suppress(RuntimeError):
@@ -156,6 +167,7 @@ class Engine:
             )
 
     async def __aenter__(self) -> Self:
+        self._origin.check(self)
         return self
 
     async def __aexit__(
@@ -164,7 +176,8 @@ class Engine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        if error is None or self._origin.is_here:  # What ends a child goes on.
+            await self.aclose()
 
     @property
     def state(self) -> str:
@@ -256,8 +269,8 @@ class Engine:
         :raises EngineClosedError: when the engine is draining or closed, or is closed meanwhile.
         :raises SuspendedError: when the engine is suspended.
         :raises ExecutionError, DeviceError: when the batch failed.
-        :raises UsageError: on another event loop than the engine's; from within the engine's own run of a
-            function, or of one that it waits for.
+        :raises UsageError: on another event loop than the engine's, or in a process that was forked; from
+            within the engine's own run of a function, or of one that it waits for.
         """
         if not self._is_running() or get_ident() != self._thread:
             raise self._wrong_loop()
@@ -380,6 +393,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """A snapshot of what the engine has done and is doing."""
+        self._origin.check(self)
         own = self._own_statistics()
         return own if self._urgent is None else own.joined(self._urgent.statistics())
 
@@ -443,6 +457,7 @@ class Engine:
             need not. Without it, batches that are not timed have the times of others of their size.
         :raises UsageError: inside of another one.
         """
+        self._origin.check(self)
         if self._driver.observe is not None:
             raise UsageError("this engine's batches are being traced already")
         trace: deque[BatchTrace] = deque(maxlen=batches)
@@ -534,17 +549,18 @@ class Engine:
         use is abandoned.
         """
         self._check_loop()
-        self._close_soon()
+        closing = self._close_soon()
         # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
-        cancelled = await wait_shielded(self._closing)
-        self._closing.result()
+        cancelled = await wait_shielded(closing)
+        closing.result()
         if cancelled is not None:
             raise cancelled
 
-    def _close_soon(self) -> None:
-        """Close what nobody closed."""
+    def _close_soon(self) -> asyncio.Task[None]:
+        """Return the task that closes it, which begins now at the latest."""
         if self._closing is None:
             self._closing = self._loop.create_task(self._close())
+        return self._closing
 
     async def _close(self) -> None:
         """Close, and see it through although a loop that ends cancels every task, this one included."""
@@ -714,6 +730,7 @@ class Engine:
             raise self._wrong_loop()
 
     def _wrong_loop(self) -> UsageError:
+        self._origin.check(self)
         running_loop()
         return UsageError(
             f"{self!r} belongs to the event loop that it was opened on, and this is another one. Open an "

@@ -125,7 +125,7 @@ class Opening:
         trace: TracebackType | None,
     ) -> None:
         if self._engine is not None:
-            await self._engine.aclose()
+            await self._engine.__aexit__(kind, error, trace)
 
     async def _open(self) -> "Engine":
         try:

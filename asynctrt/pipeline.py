@@ -18,7 +18,6 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import fields
 from functools import partial
-from threading import get_ident
 from typing import Any, Final, NoReturn, TypeVar, get_origin
 
 import numpy as np
@@ -176,9 +175,7 @@ class Pipeline(Engine):
         close_timeout: float = 5.0,
     ) -> None:
         # Nothing of Engine.__init__ applies: there is no device, and no batch is formed here.
-        self._loop = running_loop()
-        self._is_running = self._loop.is_running
-        self._thread = get_ident()
+        self._belong_to(running_loop())
         self._is_urgent = False
         self._opened_at = _caller()
         threads = count(1)("threads", threads)
@@ -526,6 +523,7 @@ class Pipeline(Engine):
 
     def statistics(self) -> Statistics:
         """Return a snapshot. Each request counts as a batch of its own, whose compute time is all it took."""
+        self._origin.check(self)
         sizes = dict(self._sizes).items()  # A copy: other threads may ask.
         succeeded = sum(requests for _, (requests, _) in sizes)
         total_ns = sum(sum_ns for _, (_, sum_ns) in sizes)

@@ -103,7 +103,7 @@ def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
 def test_devices_and_backends_never_see_scheduling_or_runtime(path):
     leaves = {"clock", "errors", "files", "options", "pace", "signatures", "tensorrt_options", "tensors"}
     leaves |= {"build_options", "cancellation", "onnx_objects", "onnx_options", "validation"}
-    leaves |= {"nesting", "propagation"}
+    leaves |= {"forks", "nesting", "propagation"}
     assert own(imports(path)) <= leaves | {"backends", "devices"}
 
 
@@ -115,7 +115,7 @@ def test_devices_never_see_backends(path):
 @pytest.mark.parametrize("path", files("runtime"), ids=lambda path: path.name)
 def test_runtime_never_sees_what_stands_above_it(path):
     seen = {"alarm", "backends", "clock", "devices", "errors", "options", "runtime", "scheduling", "tensors"}
-    assert own(imports(path)) <= seen | {"cancellation", "nesting", "padding"}
+    assert own(imports(path)) <= seen | {"cancellation", "forks", "nesting", "padding"}
 
 
 @pytest.mark.parametrize("path", files("kserve"), ids=lambda path: path.name)
@@ -125,19 +125,8 @@ def test_the_protocol_sees_tensors_and_errors_alone(path):
 
 @pytest.mark.parametrize("path", files("workers"), ids=lambda path: path.name)
 def test_workers_see_the_engine_and_not_what_runs_it(path):
-    seen = {
-        "clock",
-        "engine",
-        "errors",
-        "inputs",
-        "loading",
-        "loops",
-        "nesting",
-        "opening",
-        "options",
-        "process",
-    }
-    seen |= {"padded_inputs", "statistics", "tensors", "validation", "version", "workers"}
+    seen = {"clock", "engine", "errors", "inputs", "loading", "loops", "opening", "options", "process"}
+    seen |= {"forks", "nesting", "padded_inputs", "statistics", "tensors", "validation", "version", "workers"}
     # A front has requests and their keys as an engine has, but neither a scheduler nor a device.
     modules = {"runtime.answers", "runtime.slots", "runtime.spans"}
     modules |= {"scheduling.batch", "scheduling.key", "scheduling.request"}

@@ -1,7 +1,6 @@
 """What clients have in common, whatever they speak."""
 
 import asyncio
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,6 +15,7 @@ from asynctrt.client.persistence import (
     with_dtype,
 )
 from asynctrt.errors import UsageError
+from asynctrt.forks import Origin
 from asynctrt.loops import running_loop
 from asynctrt.propagation import limits_here
 from asynctrt.tensors import Array, TensorSpec
@@ -34,7 +34,7 @@ class Client(ABC):
         self._idempotent = idempotent
         self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pid = os.getpid()
+        self._origin = Origin()
 
     @abstractmethod
     async def __aenter__(self) -> Self: ...
@@ -45,11 +45,15 @@ class Client(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        if error is None or self._origin.is_here:  # What ends a child goes on.
+            await self.aclose()
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close the connection; requests in flight fail with ``ConnectionLostError``. Idempotent."""
+        """Close the connection; requests in flight fail with ``ConnectionLostError``. Idempotent.
+
+        :raises UsageError: in a process that was forked from the client's.
+        """
 
     @abstractmethod
     async def infer(
@@ -126,15 +130,14 @@ class Client(ABC):
 
     def _enter(self) -> None:
         """Note where it belongs."""
-        self._loop, self._pid = running_loop(), os.getpid()
+        self._loop, self._origin = running_loop(), Origin()
 
     def _check_loop(self) -> None:
         """Check that its sockets may be used here.
 
         :raises UsageError: if not.
         """
-        if self._pid != os.getpid():
-            raise UsageError(f"{self!r} was made before this process was forked: make one in each process")
+        self._origin.check(self)
         if self._loop is not None and running_loop() is not self._loop:
             raise UsageError(
                 f"{self!r} belongs to the event loop on which it was entered, and this is another one. Use a "

@@ -1,7 +1,6 @@
 """Call a server from threads: scripts, notebooks, WSGI applications."""
 
 import asyncio
-import os
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from asynctrt.client.base import Client
 from asynctrt.client.connecting import connect
 from asynctrt.client.persistence import NotConnectedError
 from asynctrt.errors import UsageError
+from asynctrt.forks import Origin
 from asynctrt.tensors import Array
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class BlockingClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._thread: _LoopThread | None = None
         self._is_closed = False
 
@@ -70,7 +70,7 @@ class BlockingClient:
             raise UsageError(
                 "this client was already entered: call connect_blocking(...) again for a new one"
             )
-        self._pid = os.getpid()
+        self._origin = Origin()
         thread = _LoopThread()
         try:
             thread.submit(self._client.__aenter__()).result()
@@ -86,14 +86,18 @@ class BlockingClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None or self._origin.is_here:  # What ends a child goes on.
+            self.close()
 
     def close(self) -> None:
-        """Close the connection, and end the thread; requests in flight fail. Idempotent."""
+        """Close the connection, and end the thread; requests in flight fail. Idempotent.
+
+        :raises UsageError: in a process that was forked from the client's, which lacks the thread.
+        """
+        self._origin.check(self)
         thread, self._thread = self._thread, None
         self._is_closed = True
-        # In a process that was forked since, the thread is not there, and would be waited for for ever.
-        if thread is not None and self._pid == os.getpid():
+        if thread is not None:
             try:
                 thread.submit(self._client.aclose()).result()
             finally:
@@ -144,8 +148,7 @@ class BlockingClient:
         )
 
     def _running(self) -> "_LoopThread":
-        if self._pid != os.getpid():
-            raise UsageError(f"{self!r} was entered before this process was forked: use one in each process")
+        self._origin.check(self)
         if self._thread is None:
             raise NotConnectedError(
                 "this client is closed"

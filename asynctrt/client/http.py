@@ -94,6 +94,7 @@ class HttpClient(Client):
 
     async def aclose(self) -> None:
         """Close the connections to the server. Idempotent."""
+        self._origin.check(self)
         session, self._session, self._is_closed = self._session, None, True
         if session is not None:
             await session.close()

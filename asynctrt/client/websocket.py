@@ -14,6 +14,7 @@ from asynctrt.errors import (
     UsageError,
     copy_for,
 )
+from asynctrt.forks import in_child, seal
 from asynctrt.kserve.client import (
     AnswerError,
     as_array,
@@ -67,6 +68,7 @@ class WebSocketClient(Client):
         # Heads repeat except for the id: those of requests are cached by content, those of answers by bytes.
         self._heads: dict[Any, bytes] = {}
         self._answers: dict[bytes, list[PlacedTensor]] = {}
+        in_child(self, WebSocketClient._let_go)
 
     def __repr__(self) -> str:
         state = "connected" if self._socket is not None else "not connected"
@@ -81,8 +83,15 @@ class WebSocketClient(Client):
         self._task = asyncio.create_task(self._run(self._socket))
         return self
 
+    def _let_go(self) -> None:
+        """In a child that was forked: leave the connection to the parent. The server would be told."""
+        self._lost = ConnectionLostError("this client belongs to the process that this one was forked from")
+        if self._socket is not None and self._socket.transport is not None:
+            seal(self._socket.transport.get_extra_info("socket").fileno())
+
     async def aclose(self) -> None:
         """Close the websocket, and stop connecting again. Idempotent."""
+        self._origin.check(self)
         self._lost = self._lost or ConnectionLostError("this client is closed")
         socket, self._socket = self._socket, None
         self._fail_all()  # Before a server that does not answer keeps it.

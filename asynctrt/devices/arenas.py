@@ -16,6 +16,7 @@ import numpy as np
 
 from asynctrt.devices.base import Buffer, Device, Event, Stream, aligned, check_room
 from asynctrt.errors import InternalError, OptionsError, UsageError
+from asynctrt.forks import Origin
 
 
 class GrowingBuffer:
@@ -159,6 +160,7 @@ class Arenas:
         # Guards what engines that are opened at once, each in a thread, may change.
         self._lock = threading.RLock()
         self._retired: list[Buffer] = []
+        self._origin = Origin()
         self._nbytes = 0
         if nbytes:
             self.reserve(nbytes)
@@ -179,7 +181,8 @@ class Arenas:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None or self._origin.is_here:  # What ends a child goes on.
+            self.close()
 
     @property
     def nbytes(self) -> int:
@@ -194,6 +197,7 @@ class Arenas:
 
         :raises UsageError: if engines of another thread use them, as nothing would keep their batches apart.
         """
+        self._origin.check(self)
         if self.engines and thread != self._thread:
             raise UsageError(
                 f"{self!r} are used by engines on another event loop, and nothing would keep the batches of "
@@ -204,6 +208,7 @@ class Arenas:
 
     def join(self, nbytes: int) -> None:
         """Note that one more engine uses them, with ``nbytes`` in each. As :meth:`reserve`."""
+        self._origin.check(self)
         with self._lock:
             self.reserve(nbytes)
             self.engines += 1
@@ -218,6 +223,7 @@ class Arenas:
 
         :raises DeviceMemoryError: if they do not fit, with the arithmetic; then nothing is changed.
         """
+        self._origin.check(self)
         with self._lock:
             self._grow(aligned(nbytes))
 
@@ -249,6 +255,7 @@ class Arenas:
 
         :raises UsageError: if an engine still uses them.
         """
+        self._origin.check(self)
         if self.engines:
             raise UsageError(f"{self!r} are still used by {self.engines} engines. Close those first")
         for arena in self.arenas:

@@ -7,7 +7,6 @@ Only the device makes its objects, and the stream of an operation is always give
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -476,16 +475,3 @@ def view_of(
     """Return a part of a block of bytes, from byte ``offset`` on, as an array that shares its memory."""
     nbytes = math.prod(shape) * dtype.itemsize
     return block[offset : offset + nbytes].view(dtype).reshape(shape)
-
-
-def check_process(pid: int) -> None:
-    """Check that this is still the process ``pid``, in which a device was made.
-
-    :raises UsageError: in a process that was forked from it.
-    """
-    if pid != os.getpid():
-        raise UsageError(
-            f"this device was made in process {pid} and is used in process {os.getpid()}, which was forked "
-            "from it: its threads and its CUDA context exist in the first only. Make the device and open the "
-            "engine in the new process, or start that with multiprocessing's start method 'spawn'"
-        )

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
+from asynctrt.forks import Origin
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.staging import Slab, SlotRows
 from asynctrt.scheduling.key import BatchKey
@@ -99,6 +100,7 @@ class SlotBoard:
         self._open: dict[Hashable, SlotSlab] = {}
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         self._closed: str | None = None
+        self._origin = Origin()
 
     def __repr__(self) -> str:
         return f"<SlotBoard slabs={len(self._slabs)} waiting={len(self._waiters)}>"
@@ -114,6 +116,7 @@ class SlotBoard:
         :raises QueueFullError: when too many rows are waited for already.
         :raises EngineClosedError: when the engine is closed before the turn comes.
         """
+        self._origin.check("this slot")
         if self._closed is not None:
             raise EngineClosedError(self._closed)
         taken = None if self._waiters else self._try(shape, rows)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import _GeneratorContextManager
 from dataclasses import dataclass
 from functools import partial, reduce
-from threading import get_ident
 from typing import Final
 
 from asynctrt import clock
@@ -61,9 +60,7 @@ class IsolatedEngine(Engine):
         memory: SharedMemory,
         links: list[Link],
     ) -> None:
-        self._loop = loop
-        self._is_running = loop.is_running
-        self._thread = get_ident()
+        self._belong_to(loop)
         self._description = description
         self._runs = Runs(description.name)  # They are in the workers, which cannot ask this engine.
         self._memory = memory

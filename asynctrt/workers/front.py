@@ -29,6 +29,7 @@ from asynctrt.errors import (
     QueueFullError,
     copy_for,
 )
+from asynctrt.forks import in_child
 from asynctrt.options import Options
 from asynctrt.runtime.answers import deadline_error
 from asynctrt.runtime.completion import Reaper
@@ -141,6 +142,12 @@ class Front:
         self._copiers: Copiers | None = None
         self._copying: set[Group] = set()
         self.counters = Counters()
+        in_child(self, Front._let_go)
+
+    def _let_go(self) -> None:
+        """In a child that was forked: put no rows into the memory that the parent shares with its workers."""
+        self._pending.clear()
+        self._held.clear()
 
     def __repr__(self) -> str:
         return f"<Front {self._description.name!r} requests={self.requests} held={len(self._held)}>"

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, copy_for
+from asynctrt.forks import in_child
 from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
 from asynctrt.statistics import Statistics
@@ -161,6 +162,11 @@ class Link:
         self.first: asyncio.Future[Description] = loop.create_future()
         """Done when the first worker is ready or has failed."""
         self._changed: list[asyncio.Future[None]] = []
+        in_child(self, Link._let_go)
+
+    def _let_go(self) -> None:
+        """In a child that was forked: give the worker nothing, and put no other one in its place."""
+        self.state = "closed"
 
     def __repr__(self) -> str:
         return f"<Link {self.device} {self.state} groups={len(self.groups)} deaths={self.deaths}>"

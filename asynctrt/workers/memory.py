@@ -10,6 +10,7 @@ import os
 from typing import Final
 
 from asynctrt.errors import DeviceUnavailableError
+from asynctrt.forks import Origin
 
 ALIGNMENT: Final = 64
 """Of blocks and of arrays in them: a cache line."""
@@ -97,6 +98,7 @@ class Heap:
         self._end = 0
         self.blocks = 0
         """Blocks that are given out."""
+        self._origin = Origin()
 
     def __repr__(self) -> str:
         return f"<Heap blocks={self.blocks} reached={self._end} of {self._memory.nbytes} bytes>"
@@ -135,6 +137,8 @@ class Heap:
 
     def free(self, offset: int, nbytes: int) -> None:
         """Take back a block of ``nbytes``, the number that :meth:`allocate` was given."""
+        if not self._origin.is_here:
+            return  # Arrays that a forked child lets go of lie in memory that its parent uses.
         size = rounded(nbytes)
         self._free.setdefault(size, []).append(offset)
         self.blocks -= 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
+from asynctrt.forks import in_child, seal
 from asynctrt.options import Options
 from asynctrt.statistics import TRUSTED, Batching, Statistics
 from asynctrt.tensors import TensorSpec
@@ -223,9 +224,15 @@ class Outbox:
         self._loop = loop
         self._end = end
         self._unsent: deque[tuple[Any, tuple[int, ...]]] = deque()
+        in_child(self, Outbox._let_go)
 
     def __repr__(self) -> str:
         return f"<Outbox unsent={len(self._unsent)}>"
+
+    def _let_go(self) -> None:
+        """In a child that was forked: say nothing in the parent's name, and read nothing that is for it."""
+        self._unsent.clear()
+        seal(self._end.fileno())
 
     @property
     def is_empty(self) -> bool:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 from asynctrt.errors import DeviceUnavailableError
+from asynctrt.forks import in_child, seal
 from asynctrt.loading import gpu_memory_limit
 from asynctrt.loops import in_thread
 from asynctrt.options import Options
@@ -45,11 +46,18 @@ class WorkerProcess:
         """Empty while it runs."""
         self._outbox = Outbox(loop, end)
         self._pidfd = os.pidfd_open(process.pid)
+        in_child(self, WorkerProcess._let_go)
         loop.add_reader(self._pidfd, self._ended)
         loop.add_reader(end.fileno(), self._readable)
 
     def __repr__(self) -> str:
         return f"<WorkerProcess {self.pid} {self.how_it_ended or 'runs'}>"
+
+    def _let_go(self) -> None:
+        """In a child that was forked: neither hear nor end the worker, which is the parent's."""
+        if not self.how_it_ended:
+            self.how_it_ended = "belongs to the process that this one was forked from"
+            seal(self._pidfd)
 
     @classmethod
     async def start(
@@ -100,7 +108,7 @@ class WorkerProcess:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _readable(self) -> None:
-        while True:
+        while not self.how_it_ended:
             try:
                 message, _ = receive(self._end)
             except BlockingIOError:
@@ -114,7 +122,7 @@ class WorkerProcess:
                 self._hear(message)
 
     def _ended(self) -> None:
-        if self._process.poll() is None:
+        if self.how_it_ended or self._process.poll() is None:
             return
         # What it said before comes first: why it ended may be there.
         self._readable()

@@ -9,8 +9,10 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
+from mmap import mmap
 from typing import Any, Final
 
+from asynctrt.forks import in_child, seal
 from asynctrt.workers.memory import SharedMemory, align
 
 ENTRY: Final = struct.Struct("<HHIQqQQQQQ")
@@ -56,7 +58,7 @@ class Sender:
     """
 
     def __init__(self, memory: SharedMemory, start: int, capacity: int, eventfd: int) -> None:
-        self._buffer = memory.buffer
+        self._buffer: mmap | bytearray = memory.buffer
         self._words = memory.words[start // 8 : start // 8 + HEADER_NBYTES // 8]
         self._first = start + HEADER_NBYTES
         self._capacity = capacity
@@ -64,6 +66,12 @@ class Sender:
         self._fence = Fence()
         self._tail = 0
         self._woken = 0
+        in_child(self, Sender._let_go)
+
+    def _let_go(self) -> None:
+        """In a child that was forked: write to no ring of the parent's, and wake nobody."""
+        self._buffer, self._words = _private(self._first, self._capacity)
+        seal(self._eventfd)
 
     @property
     def room(self) -> int:
@@ -91,13 +99,19 @@ class Receiver:
     """The consumer's end; the parameters are those of :class:`Sender`."""
 
     def __init__(self, memory: SharedMemory, start: int, capacity: int, eventfd: int) -> None:
-        self._buffer = memory.buffer
+        self._buffer: mmap | bytearray = memory.buffer
         self._words = memory.words[start // 8 : start // 8 + HEADER_NBYTES // 8]
         self._first = start + HEADER_NBYTES
         self._capacity = capacity
         self.eventfd = eventfd
         self._fence = Fence()
         self._head = 0
+        in_child(self, Receiver._let_go)
+
+    def _let_go(self) -> None:
+        """In a child that was forked: leave what comes to the parent."""
+        self._buffer, self._words = _private(self._first, self._capacity)
+        seal(self.eventfd)
 
     def take(self) -> Iterator[tuple[int, ...]]:
         """Go through the entries that were published. Each is gone when the next one is asked for."""
@@ -135,6 +149,11 @@ class Receiver:
     def beat(self, now_ns: int) -> None:
         """Show the producer that the event loop runs."""
         self._words[BEAT] = now_ns
+
+
+def _private(first: int, capacity: int) -> "tuple[bytearray, memoryview[int]]":
+    """Return an empty ring of nobody else's: its buffer, and its words."""
+    return bytearray(first + capacity * ENTRY.size), memoryview(bytearray(HEADER_NBYTES)).cast("Q")
 
 
 def beat_of(sender: Sender) -> int:

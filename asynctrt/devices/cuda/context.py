@@ -1,7 +1,6 @@
 """The context of one GPU: how its statuses become errors, and the memory that it holds."""
 
 import logging
-import os
 import threading
 from _thread import start_new_thread
 from asyncio import _get_running_loop
@@ -10,9 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, check_process, mib
+from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, mib
 from asynctrt.devices.cuda.bindings import driver
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for
+from asynctrt.forks import Origin
 
 STICKY: Final = frozenset(
     getattr(driver.CUresult, name)
@@ -158,7 +158,7 @@ class CudaContext:
     def __init__(self, cuda_device: Any, ordinal: int, memory_nbytes: int | None) -> None:
         self.ordinal = ordinal
         self._account = Account(memory_nbytes)
-        self._pid = os.getpid()
+        self._origin = Origin()
         self._gpu = _gpus[ordinal]
         # Guards what engines on several threads may change at once. A thread that has it takes it again if
         # the garbage that is collected meanwhile frees memory here.
@@ -178,7 +178,7 @@ class CudaContext:
         return self._gpu.lost
 
     def activate(self) -> None:
-        check_process(self._pid)
+        self._origin.check(f"the device {self.name}")
         code = driver.cuCtxSetCurrent(self._context)[0]
         if code != _OK:
             raise self.failed(code, f"making {self.name} the current device")

@@ -14,6 +14,7 @@ from asynctrt.devices.host.memory import HostBuffer
 from asynctrt.devices.host.streams import HostEvent, HostStream, InPlace
 from asynctrt.devices.host.threads import StreamThreads
 from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError
+from asynctrt.forks import Origin
 
 CONTEXTS_MAX: Final = 32
 """The largest default number of contexts of an engine."""
@@ -63,6 +64,7 @@ class HostDevice:
         # Guards what engines on several threads may change at once.
         self._lock = threading.Lock()
         self._held_nbytes = 0
+        self._origin = Origin()
         self._streams: WeakValueDictionary[int, HostStream] = WeakValueDictionary()
         self._handles = itertools.count(1)
 
@@ -130,6 +132,7 @@ class HostDevice:
 
     def partition(self, share: float) -> "tuple[HostDevice, HostDevice]":
         """Divide its threads; each part has one at least."""
+        self._origin.check(self)
         check_share(self, share)
         threads = max(1, round(self._threads * share))
         return HostPart(self, threads), HostPart(self, max(1, self._threads - threads))
@@ -145,6 +148,7 @@ class HostDevice:
         return self._keep(HostStream)
 
     def _keep(self, kind: type[HostStream]) -> HostStream:
+        self._origin.check(self)
         handle = next(self._handles)
         stream = kind(
             threads=self._stream_threads, in_place=self._in_place, now_ns=self._now_ns, handle=handle
@@ -173,6 +177,7 @@ class HostDevice:
         return _nothing
 
     def allocate(self, nbytes: int) -> HostBuffer:
+        self._origin.check(self)
         with self._lock:
             if self._memory_nbytes is not None and self._held_nbytes + nbytes > self._memory_nbytes:
                 raise DeviceMemoryError(
@@ -209,11 +214,16 @@ class HostDevice:
         """Do nothing: nothing was put off."""
 
     def _gave_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._held_nbytes -= nbytes
+        if self._origin.is_here:  # The lock may be the parent's.
+            with self._lock:
+                self._held_nbytes -= nbytes
 
     def close(self) -> None:
-        """Do nothing: its threads end with its last stream, and buffers are closed by their owners."""
+        """Do nothing: its threads end with its last stream, and buffers are closed by their owners.
+
+        :raises UsageError: in a process that was forked from the one that made it.
+        """
+        self._origin.check(self)
 
 
 class HostPart(HostDevice):

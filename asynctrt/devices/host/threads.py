@@ -1,7 +1,6 @@
 """The threads of the host device, and how a loop that is never idle lets them have the GIL."""
 
 import atexit
-import os
 import sys
 import threading
 import weakref
@@ -11,7 +10,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from asynctrt import clock
-from asynctrt.devices.base import check_process
+from asynctrt.forks import Origin
 from asynctrt.pace import Paces
 
 HAND_OVER_NS: Final = 50_000
@@ -179,8 +178,7 @@ class StreamThreads:
         self._threads_max = threads_max
         self._name = name
         self._now_ns = now_ns
-        self.pid = os.getpid()
-        """The process whose threads they are."""
+        self._origin = Origin()
         self._exit_end_ns = 0
         # Guards what engines on several threads may change at once: streams, workers, tickets.
         self._lock = threading.Lock()
@@ -202,7 +200,7 @@ class StreamThreads:
 
     def exit_end_ns(self) -> int:
         """Return until when an interpreter that exits waits for threads in the middle of something."""
-        if self.pid != os.getpid():
+        if not self._origin.is_here:
             return 0  # Threads are not forked.
         self._exit_end_ns = self._exit_end_ns or clock.now_ns() + EXIT_NS
         return self._exit_end_ns
@@ -212,7 +210,7 @@ class StreamThreads:
 
         :raises UsageError: in a process that was forked from the one that made this object.
         """
-        check_process(self.pid)
+        self._origin.check(f"the device of the threads {self._name!r}")
 
     def join(self) -> None:
         """Count one more stream.
@@ -228,7 +226,7 @@ class StreamThreads:
 
         Return False if one of them does not end within ``timeout_s``, which is for all together.
         """
-        if self.pid != os.getpid():
+        if not self._origin.is_here:
             return True  # Its threads are the parent's, and so may be the lock.
         with self._lock:
             self._streams -= 1
@@ -250,7 +248,7 @@ class StreamThreads:
 
     def unsettle(self, stream: Served) -> None:
         """Forget that it keeps to one."""
-        if self.pid == os.getpid():  # The lock may be the parent's.
+        if self._origin.is_here:  # The lock may be the parent's.
             with self._lock:
                 self._homes.pop(stream, None)
 
