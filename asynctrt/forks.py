@@ -7,6 +7,7 @@ holds one of these says in a child whose it is, and lets go of what the parent s
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -63,14 +64,22 @@ def seal(fd: int) -> None:
     """
     if fd < 0:
         return
-    other = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        if hasattr(os, "eventfd"):
+            other = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        else:
+            other = os.open(os.devnull, os.O_RDWR)
+    except OSError:
+        os.close(fd)  # There are no descriptors left.
+        return
     os.dup2(other, fd, inheritable=False)
     os.close(other)
 
 
 def _let_go() -> None:
-    for thing, let_go in list(_INHERITED.items()):
-        let_go(thing)
+    with ExitStack() as stack:  # What one raises keeps no other from it.
+        for thing, let_go in list(_INHERITED.items()):
+            stack.callback(let_go, thing)
 
 
 if hasattr(os, "register_at_fork"):

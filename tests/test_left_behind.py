@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 
+import psutil
 import pytest
 
 import asynctrt
@@ -105,3 +106,23 @@ def test_functions_leave_nothing_of_loops_that_were_closed_by_hand():
     functions.clear()
     collect_until(lambda: have_ended(threads[-1]))
     assert all(threads)
+
+
+@pytest.mark.tier2
+@pytest.mark.filterwarnings("ignore:(subprocess .* is still running|unclosed <socket):ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_engine_with_a_worker_on_a_loop_that_was_closed_by_hand():
+    async def keep():
+        engine = await asynctrt.open("tests.workers.models:kind", isolation="process")
+        await engine.infer(rows(1))
+        workers.extend(psutil.Process(worker.pid) for worker in engine.workers)
+
+    workers = []
+    before = descriptors()
+    for _ in range(2):
+        closed_by_hand(keep())
+    collect_until(lambda: descriptors() <= before)
+    assert len(workers) == 2
+    collect_until(
+        lambda: all(not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE for worker in workers)
+    )

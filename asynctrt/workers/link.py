@@ -8,6 +8,7 @@ else, in halves, until each is answered, or has ended a worker by itself.
 import asyncio
 import logging
 import os
+import weakref
 from functools import partial, reduce
 from typing import Any, Final, Protocol
 
@@ -138,7 +139,8 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sender: Sender | None = None
         self._receiver: Receiver | None = None
-        self._eventfds: list[int] = []
+        # Of its eventfds. They are closed with the last reference, if the loop was closed under it.
+        self._closes: list[weakref.finalize[[int], Link]] = []
         self.groups: dict[int, Group] = {}
         self._last_number = 0
         self._rows = 0
@@ -363,13 +365,11 @@ class Link:
         nbytes = ring_nbytes(CAPACITY)
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         try:
-            self._eventfds = [os.eventfd(0, flags)]
-            self._eventfds.append(os.eventfd(0, flags))
+            theirs, own = self._eventfd(flags), self._eventfd(flags)
             rings = SharedMemory.create(2 * nbytes)
         except (OSError, AsynctrtError) as error:
             self._refuse(candidate, f"no rings could be made for it: {error}")
             return
-        theirs, own = self._eventfds
         self._sender = Sender(rings, 0, CAPACITY, theirs)
         self._receiver = Receiver(rings, nbytes, CAPACITY, own)
         self._loop.add_reader(own, self._woken)
@@ -387,6 +387,11 @@ class Link:
         self._next_part()
         if self.owner is not None:
             self.owner.send_held()
+
+    def _eventfd(self, flags: int) -> int:
+        number = os.eventfd(0, flags)
+        self._closes.append(weakref.finalize(self, os.close, number))
+        return number
 
     def _told_of_memory(self, candidate: Candidate, error: str) -> None:
         """Go on with a worker that has the front's memory, or without it."""
@@ -417,9 +422,9 @@ class Link:
             self._look = None
         if self._receiver is not None:
             self._loop.remove_reader(self._receiver.eventfd)
-        for number in self._eventfds:
-            os.close(number)
-        self._eventfds.clear()
+        for close in self._closes:
+            close()
+        self._closes.clear()
         self._sender = self._receiver = None
         self._unpublished = False
 

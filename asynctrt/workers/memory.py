@@ -7,6 +7,7 @@ has it, however that ends.
 import fcntl
 import mmap
 import os
+import weakref
 from typing import Final
 
 from asynctrt.errors import DeviceUnavailableError
@@ -41,6 +42,8 @@ class SharedMemory:
         self.fd = fd
         self.nbytes = nbytes
         self.buffer = mmap.mmap(fd, nbytes)
+        # With the last reference, if nobody closes it.
+        self._close = weakref.finalize(self, os.close, fd)
         self.words: memoryview[int] = memoryview(self.buffer).cast("Q")
         """The same as words of 8 bytes. A word that two processes use is written by one of them alone."""
 
@@ -74,9 +77,8 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays so while arrays are over it. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._close()
+        self.fd = -1
 
 
 class Heap:

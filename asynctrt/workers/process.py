@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Final
@@ -46,6 +47,8 @@ class WorkerProcess:
         """Empty while it runs."""
         self._outbox = Outbox(loop, end)
         self._pidfd = os.pidfd_open(process.pid)
+        # With the last reference, on a loop that was closed under it.
+        self._close_pidfd = weakref.finalize(self, os.close, self._pidfd)
         in_child(self, WorkerProcess._let_go)
         loop.add_reader(self._pidfd, self._ended)
         loop.add_reader(end.fileno(), self._readable)
@@ -129,7 +132,7 @@ class WorkerProcess:
         self.how_it_ended = how_it_ended(self._process.returncode)
         self._loop.remove_reader(self._pidfd)
         self._loop.remove_reader(self._end.fileno())
-        os.close(self._pidfd)
+        self._close_pidfd()
         self._outbox.close()
         self._end.close()
         self._died(self.how_it_ended)

@@ -159,6 +159,7 @@ class CudaContext:
         self.ordinal = ordinal
         self._account = Account(memory_nbytes)
         self._origin = Origin()
+        self._what = f"the device cuda:{ordinal}"
         self._gpu = _gpus[ordinal]
         # Guards what engines on several threads may change at once. A thread that has it takes it again if
         # the garbage that is collected meanwhile frees memory here.
@@ -178,7 +179,7 @@ class CudaContext:
         return self._gpu.lost
 
     def activate(self) -> None:
-        self._origin.check(f"the device {self.name}")
+        self._origin.check(self._what)
         code = driver.cuCtxSetCurrent(self._context)[0]
         if code != _OK:
             raise self.failed(code, f"making {self.name} the current device")

@@ -179,6 +179,7 @@ class StreamThreads:
         self._name = name
         self._now_ns = now_ns
         self._origin = Origin()
+        self._what = f"the device of the threads {name!r}"
         self._exit_end_ns = 0
         # Guards what engines on several threads may change at once: streams, workers, tickets.
         self._lock = threading.Lock()
@@ -210,7 +211,7 @@ class StreamThreads:
 
         :raises UsageError: in a process that was forked from the one that made this object.
         """
-        self._origin.check(f"the device of the threads {self._name!r}")
+        self._origin.check(self._what)
 
     def join(self) -> None:
         """Count one more stream.
