@@ -188,7 +188,14 @@ async def a_blocking_client():
         await asyncio.to_thread(client.close)
 
 
+@asynccontextmanager
+async def a_server():
+    async with serve_locally({"double": double_model()}) as server:
+        yield {"start": server.server.start, "stop": server.server.stop}
+
+
 KINDS = {
+    "server": a_server,
     "engine": an_engine,
     "pipeline": a_pipeline,
     "worker engine": a_worker_engine,

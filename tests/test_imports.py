@@ -145,6 +145,7 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
         "clock",
         "engine",
         "errors",
+        "forks",
         "kserve",
         "loading",
         "onnx_options",

@@ -22,6 +22,7 @@ import anyio
 
 from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
+from asynctrt.forks import Origin
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.process import calm_gc
 from asynctrt.serving.api import Api
@@ -91,6 +92,8 @@ class Server:
         self.lost: tuple[str, ...] = ()
         """The models for whose loss of their device :meth:`serve` has stopped."""
         self._stopped = asyncio.Event()
+        # Where it listens, once it does.
+        self._origin: Origin | None = None
 
     def __repr__(self) -> str:
         return f"<Server {self.repository!r}>"
@@ -105,7 +108,8 @@ class Server:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.stop()
+        if error is None or self._origin is None or self._origin.is_here:  # What ends a child goes on.
+            await self.stop()
 
     @property
     def http_url(self) -> str:
@@ -129,9 +133,12 @@ class Server:
     async def start(self) -> None:
         """Listen. Models are loaded by ``repository.load_all()``, before or after.
 
-        :raises UsageError: if it cannot listen on a port.
+        :raises UsageError: if it cannot listen on a port, or listens in the process that this one was forked
+            from.
         :raises OptionsError: if the certificate or the tokens' file cannot be used.
         """
+        self._check_process()
+        self._origin = Origin()
         settings = self.settings
         try:
             if settings.tls_certificate is not None and settings.tls_key is not None:
@@ -230,10 +237,15 @@ class Server:
 
     async def stop(self) -> None:
         """Drain and close, within ``drain_timeout``, or at once after :meth:`hurry`. Idempotent."""
+        self._check_process()
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         with anyio.CancelScope(shield=True):
             await asyncio.shield(self._stopping)
+
+    def _check_process(self) -> None:
+        if self._origin is not None:
+            self._origin.check(self)
 
     def hurry(self) -> None:
         """Stop at once: requests that are still being answered are abandoned."""

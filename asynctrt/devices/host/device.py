@@ -3,7 +3,9 @@
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 from weakref import WeakValueDictionary
@@ -187,7 +189,8 @@ class HostDevice:
                 )
             self._held_nbytes += nbytes
         try:
-            return HostBuffer(nbytes, self._gave_back)
+            # Weakly: what a buffer calls in the end would keep the device and its threads until then.
+            return HostBuffer(nbytes, partial(_gave_back, weakref.ref(self)))
         except BaseException:
             self._gave_back(nbytes)
             raise
@@ -257,6 +260,13 @@ class HostPart(HostDevice):
 
     def ended(self, stream: Stream) -> None:
         self._whole.ended(stream)
+
+
+def _gave_back(device: "weakref.ref[HostDevice]", nbytes: int) -> None:
+    """Count the bytes of a buffer no longer, if anybody still counts."""
+    counting = device()
+    if counting is not None:
+        counting._gave_back(nbytes)
 
 
 def _nothing() -> None:
