@@ -9,7 +9,6 @@ import asyncio
 import functools
 import inspect
 import sys
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
 from contextlib import suppress
@@ -320,7 +319,7 @@ class Batched(Generic[P, R]):
         :raises ExecutionError: when the function or the key function raised; what it raised is the
             ``__cause__``.
         """
-        engine = self._engines.last
+        engine = self._engines.last()
         if engine is None or engine.loop is not running_loop():
             engine = await self._engines.open()
         try:
@@ -446,22 +445,18 @@ class Engines:
         self._key = key
         self._name = name
         self._items = items
-        self._by_loop: dict[asyncio.AbstractEventLoop, TicketEngine] = {}
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
-        # Guards what calls on loops in several threads may change at once.
-        self._lock = threading.Lock()
         in_child(self, Engines._let_go)
-        self.last: TicketEngine | None = None
-        """The engine that was opened last: a shortcut for the only one that most programs have."""
+        self.last: Callable[[], TicketEngine | None] = _none
+        """Returns the engine that was opened last: a shortcut for the only one that most programs have."""
 
     def _let_go(self) -> None:
         """In a child that was forked: wait for nothing that the parent was doing."""
-        self._lock = threading.Lock()
         self._opening = {}
 
     def find(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine | None":
         """Return the engine on `loop`, if there is one."""
-        return self._by_loop.get(loop)
+        return engines_on(loop).get(self)
 
     def discard(self, engine: "TicketEngine") -> None:
         """Let the next call open another engine, if this one takes no more."""
@@ -482,7 +477,8 @@ class Engines:
             await asyncio.wait([task])
             if not task.cancelled() and (error := task.exception()) is not None:
                 raise copy_of(error)  # The others get it as well.
-            self.last = found = task.result()
+            found = task.result()
+            self.last = weakref.ref(found)
         return found
 
     async def aclose(self) -> None:
@@ -492,7 +488,7 @@ class Engines:
         if opening is not None:
             with suppress(AsynctrtError):
                 await asyncio.shield(opening)
-        found = self._by_loop.get(loop)
+        found = self.find(loop)
         if found is not None:
             self._forget(found)
             await found.aclose()
@@ -507,20 +503,30 @@ class Engines:
             engine = await open_engine(model, options=self._options)
             opened = TicketEngine(loop, engine, tickets, Groups(self._key, items=self._items))
             await opened.attach(weakref.WeakMethod(self._forget))
-            with self._lock:
-                for closed in [one for one in self._by_loop if one.is_closed()]:
-                    del self._by_loop[closed]
-                self._by_loop[loop] = opened
+            engines_on(loop)[self] = opened
             return opened
         finally:
             self._opening.pop(loop, None)
 
     def _forget(self, engine: "TicketEngine") -> None:
-        with self._lock:
-            if self._by_loop.get(engine.loop) is engine:
-                del self._by_loop[engine.loop]
-            if self.last is engine:
-                self.last = None
+        engines = engines_on(engine.loop)
+        if engines.get(self) is engine:
+            del engines[self]
+        if self.last() is engine:
+            self.last = _none
+
+
+def engines_on(
+    loop: asyncio.AbstractEventLoop,
+) -> "weakref.WeakKeyDictionary[Engines, TicketEngine]":
+    """Return the engines on a loop, which has them itself: they live as long as it and their function do."""
+    found: weakref.WeakKeyDictionary[Engines, TicketEngine]
+    found = vars(loop).setdefault("_asynctrt_engines", weakref.WeakKeyDictionary())
+    return found
+
+
+def _none() -> None:
+    return None
 
 
 class TicketEngine:

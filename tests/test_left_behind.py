@@ -9,6 +9,7 @@ import warnings
 
 import psutil
 import pytest
+import uvloop
 
 import asynctrt
 from asynctrt import FunctionModel, TensorSpec
@@ -41,9 +42,9 @@ def collect_until(condition):
         time.sleep(0.001)
 
 
-def closed_by_hand(call):
+def closed_by_hand(call, make=asyncio.new_event_loop):
     """Run a call on a loop that is closed without the steps of a runner."""
-    loop = asyncio.new_event_loop()
+    loop = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         loop.run_until_complete(call)
@@ -86,25 +87,21 @@ async def test_an_engine_without_a_reference_is_closed_on_its_loop(waiting):
     assert threads
 
 
-def test_functions_leave_nothing_of_loops_that_were_closed_by_hand():
-    """But for the last loop, until the next one asks."""
-
+@pytest.mark.parametrize("make", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_functions_leave_nothing_of_loops_that_were_closed_by_hand(make):
     @asynctrt.batch
     def double(x):
         return 2 * x
 
     async def call():
         before = set(threading.enumerate())
-        assert await functions[0](1) == 2
+        assert await double(1) == 2
         threads.append(set(threading.enumerate()) - before)
 
-    threads, functions = [], [double]
+    threads = []
     for _ in range(5):
-        closed_by_hand(call())
-    collect_until(lambda: have_ended(set.union(*threads[:-1])))
-    del double
-    functions.clear()
-    collect_until(lambda: have_ended(threads[-1]))
+        closed_by_hand(call(), make)
+    collect_until(lambda: have_ended(set.union(*threads)))
     assert all(threads)
 
 
