@@ -52,7 +52,7 @@ class Origin:
 def in_child(thing: T, let_go: Callable[[T], object]) -> None:
     """Have ``let_go(thing)`` called in each process that is forked while the object exists.
 
-    It takes no lock, as another thread of the parent may have had it, and does not wait.
+    It must neither wait nor take a lock, which another thread of the parent may have had.
     """
     _INHERITED[thing] = let_go
 

@@ -14,7 +14,7 @@ from asynctrt.validation import int_or_none, timeout_ns_of
 T = TypeVar("T")
 
 
-@dataclass(slots=True)  # Not frozen: each run of a function makes one, and that takes three times as long.
+@dataclass(slots=True)  # Not frozen, which takes longer to make: each run of a function has one.
 class Limits:
     """What holds for every request of a piece of work, on top of what each says itself. Never changed."""
 

@@ -84,7 +84,7 @@ class WebSocketClient(Client):
         return self
 
     def _let_go(self) -> None:
-        """In a child that was forked: leave the connection to the parent. The server would be told."""
+        """In a child that was forked: leave the connection to the parent, and do not close it."""
         self._lost = ConnectionLostError("this client belongs to the process that this one was forked from")
         if self._socket is not None and self._socket.transport is not None:
             seal(self._socket.transport.get_extra_info("socket").fileno())
