@@ -2,7 +2,9 @@
 
 import gc
 import os
+import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +36,16 @@ def is_in_worker() -> bool:
 def shorten_switch_interval() -> None:
     """Hand the GIL to threads that compute sooner than Python does by default."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def raise_open_files() -> int:
+    """Raise this process's soft limit of open files as far as it may, and return what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # What a system allows may be less than it says.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def add_cwd_to_path() -> None:

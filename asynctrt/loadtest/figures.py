@@ -13,7 +13,7 @@ from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Window, Windows, total
 from asynctrt.loadtest.report import Bar, BatchFigures, ErrorKind, Interval, Moment, Resources, Run
-from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.runner import OWN_ERROR, Outcome
 from asynctrt.loadtest.scenarios import Measured, verdict
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.statistics import STEADY_LEAST, interval_within, requests_least, steady_from
@@ -31,6 +31,8 @@ LATE_SHARE: Final = 0.1
 """Largest share of the mean latency that may be the generator's own lateness."""
 LATE_TAIL_SHARE: Final = 0.5
 """Largest ratio of the p99 of the lateness to the p99 of the latency."""
+COUNTED_SHARE: Final = 0.9
+"""How far a target's count may be from the answers, as their share; sending processes do not look at once."""
 BUSY_CORES: Final = 0.97
 """CPU use from which a sending process counts as saturated."""
 
@@ -73,12 +75,20 @@ def make_run(
     error_share = failed / (answered + failed) if answered + failed else 0.0
     goodput = whole.latency.within(limit_ms * 1e6) / seconds if limit_ms is not None else None
     steady, notes = _steadiness(plan, windows)
+    held_back = None if plan.is_void_at_limit else _held_back(counted, plan)
+    if held_back is not None:
+        notes = (*notes, held_back)
+    counters = next((item.batches for item in outcomes if item.batches), None)
+    batches = batch_figures(counters)
+    unbelievable = _unbelievable(counters, sum(item.answered for item in outcomes))
+    if unbelievable is not None:
+        batches, notes = None, (*notes, unbelievable)
     level = plan.is_level
     return Run(
         label=label,
         seconds=seconds,
         complete=complete or counted.is_enough,
-        void=_void(plan, counted, whole.sent, latency, late),
+        void=_void(plan, counted, whole, latency, late),
         notes=notes,
         offered=whole.sent / seconds if plan.schedule is not None else None,
         requests=requests,
@@ -96,7 +106,7 @@ def make_run(
         steady_from_s=steady,
         throughput_interval=_throughput_interval(windows, plan.window_ns / 1e9) if level else None,
         latency_interval=_latency_interval(windows) if level else None,
-        batches=batch_figures(next((item.batches for item in outcomes if item.batches), None)),
+        batches=batches,
         resources=counted.resources,
         moments=_moments(windows, plan.window_ns / 1e9, seconds),
         timeline=_timeline([batch for outcome in outcomes for batch in outcome.trace]),
@@ -161,9 +171,14 @@ def held(
 
 
 def _void(
-    plan: ProcessPlan, counted: Counted, sent: int, latency: Mapping[str, float], late: Mapping[str, float]
+    plan: ProcessPlan,
+    counted: Counted,
+    whole: Window,
+    latency: Mapping[str, float],
+    late: Mapping[str, float],
 ) -> tuple[str, ...]:
     """Return the reasons for which the figures would be those of the generator."""
+    sent = whole.sent
     reasons = []
     if any(outcome.is_overwhelmed for outcome in counted.outcomes):
         reasons.append("the generator fell seconds behind the schedule and gave up: set a lower rate")
@@ -188,9 +203,26 @@ def _void(
                 f"a sending process used {cores:.2f} cores, so the throughput may be limited by it: set more "
                 "processes"
             )
+    held_back = _held_back(counted, plan) if plan.is_void_at_limit else None
+    if held_back is not None:
+        reasons.append(held_back)
+    own = whole.errors.get(OWN_ERROR)
+    if own is not None:
+        reasons.append(f"{own.count:,} requests could not be sent from here: {own.example}")
     if not sent:
         reasons.append("no request was due in the measured time")
     return tuple(reasons)
+
+
+def _held_back(counted: Counted, plan: ProcessPlan) -> str | None:
+    """Say that requests waited here, if they did and there is anything to say."""
+    count = sum(outcome.held_back for outcome in counted.outcomes)
+    if not count or plan.is_batch:
+        return None
+    return (
+        f"{count:,} requests waited to be sent, because {plan.in_flight_max:,} were in flight and "
+        f"{plan.in_flight_why}"
+    )
 
 
 def _steadiness(plan: ProcessPlan, windows: Sequence[Window]) -> tuple[float | None, tuple[str, ...]]:
@@ -234,6 +266,20 @@ def narrowness(windows: Windows, window_s: float) -> float | None:
     intervals = _throughput_interval(known, window_s), _latency_interval(known)
     widths = [item.half_width for item in intervals if item is not None]
     return max(widths) if len(widths) == len(intervals) else None
+
+
+def _unbelievable(counters: BatchCounters | None, answered: int) -> str | None:
+    """Say why a target's own statistics are left out; ``None`` if they may be right."""
+    if counters is None or not answered:
+        return None
+    is_all = COUNTED_SHARE * answered <= counters.requests <= answered / COUNTED_SHARE
+    if is_all and min(counters.batches, counters.queue_ns) >= 0:
+        return None
+    return (
+        f"the target's own statistics are left out: they rose by {counters.requests:,} requests, and "
+        f"{answered:,} were answered. It has other clients too, or began anew, or has several processes of "
+        "which each tells its own"
+    )
 
 
 def batch_figures(counters: BatchCounters | None) -> BatchFigures | None:

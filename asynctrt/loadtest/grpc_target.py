@@ -6,6 +6,8 @@ for.
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 from asynctrt.errors import (
@@ -37,7 +39,7 @@ from asynctrt.loadtest.kserve import (
     read_index,
     read_specs,
 )
-from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -49,6 +51,9 @@ except ImportError as error:
 SERVICE: Final = "/inference.GRPCInferenceService/"
 OPEN_S: Final = 5.0
 """How long connecting and reading the model's description may take."""
+STREAMS_MAX: Final = 100
+"""Requests in flight on one connection, beyond which another is opened: the least that HTTP/2 advises servers
+to allow (RFC 9113, section 6.5.2)."""
 PAGE_S: Final = 10.0
 """How long a server may take to tell its statistics."""
 
@@ -89,24 +94,36 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
     return target
 
 
+class _Connection:
+    """A channel, with how many requests are in flight on it."""
+
+    def __init__(self, where: str, credentials: Any) -> None:
+        if credentials is not None:
+            self.channel = grpc.aio.secure_channel(where, credentials, OPTIONS)
+        else:
+            self.channel = grpc.aio.insecure_channel(where, OPTIONS)
+        # Without a serialiser, bytes are passed through unchanged.
+        self.infer = self.channel.unary_unary(SERVICE + "ModelInfer")
+        self.in_flight = 0
+
+
 class GrpcTarget:
-    """Send to one model over gRPC: each request is a ``ModelInfer``, and all share a connection."""
+    """Send to one model over gRPC: each request is a ``ModelInfer``, on a connection with few others."""
 
     kind = "grpc"
+    in_flight_max = None
 
     def __init__(self, address: Address, token: str | None) -> None:
         self.name = address.model
-        self.in_flight_max = SERVER_IN_FLIGHT
         self._address = address
         self._metadata = (("authorization", f"Bearer {token}"),) if token else None
         self._kinds = message_classes()
         scheme, _, where = address.server.partition("://")
-        if scheme == "grpcs":
-            self._channel = grpc.aio.secure_channel(where, grpc.ssl_channel_credentials(), OPTIONS)
-        else:
-            self._channel = grpc.aio.insecure_channel(where, OPTIONS)
-        # Without a serialiser, bytes are passed through unchanged.
-        self._infer = self._channel.unary_unary(SERVICE + "ModelInfer")
+        credentials = grpc.ssl_channel_credentials() if scheme == "grpcs" else None
+        self._connect = partial(_Connection, where, credentials)
+        self._connections = [self._connect()]
+        self._next = self._connections[0]
+        self._channel = self._next.channel
         self._create_task = asyncio.get_running_loop().create_task
 
     async def read(self) -> None:
@@ -145,10 +162,20 @@ class GrpcTarget:
         return self._create_task(self._send(prepared))
 
     async def _send(self, body: bytes) -> bytes:
+        connection = self._next
+        if connection.in_flight >= STREAMS_MAX:
+            connection = min(self._connections, key=attrgetter("in_flight"))
+            if connection.in_flight >= STREAMS_MAX:
+                connection = self._connect()
+                self._connections.append(connection)
+            self._next = connection
+        connection.in_flight += 1
         try:
-            answer: bytes = await self._infer(body, metadata=self._metadata)
+            answer: bytes = await connection.infer(body, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
-            raise self._failure(error) from error
+            raise self._failure(error, connection.channel) from error
+        finally:
+            connection.in_flight -= 1
         return answer
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
@@ -181,7 +208,7 @@ class GrpcTarget:
         return []
 
     async def aclose(self) -> None:
-        await self._channel.close()
+        await asyncio.gather(*(connection.channel.close() for connection in self._connections))
 
     async def _ask(self, method: str, **fields: Any) -> Any:
         """Call one of the other methods, and return its answer.
@@ -198,14 +225,15 @@ class GrpcTarget:
         except RequestError as error:
             raise TargetError(f"{self._address.shown} does not speak KServe: {error}") from error
 
-    def _failure(self, error: Any) -> AsynctrtError:
+    def _failure(self, error: Any, channel: Any = None) -> AsynctrtError:
         """Return the error for a status other than OK."""
+        channel = channel or self._channel
         code = error.code().name
         said = str(error.details())[:TEXT_LENGTH_MAX]
         if code == "UNAVAILABLE":
             # Both a server that is overloaded and a channel without a connection give this status. The
             # channel learns that its connection was lost a moment later than the calls on it.
-            is_ready = self._channel.get_state() is grpc.ChannelConnectivity.READY
+            is_ready = channel.get_state() is grpc.ChannelConnectivity.READY
             if is_ready and not any(word in said for word in LOST):
                 return OverloadError(said)
             return ConnectionLostError(f"the connection to {self._address.shown} failed: {said}")

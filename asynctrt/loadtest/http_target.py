@@ -36,7 +36,7 @@ from asynctrt.loadtest.kserve import (
     read_index,
     read_specs,
 )
-from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -177,11 +177,13 @@ class HttpTarget:
     """Send to one model over HTTP: each request is a POST on a connection of its own."""
 
     kind = "http"
+    in_flight_max = None
+    has_connections = True
+    """Whether each request in flight has a connection of its own."""
 
     def __init__(self, pages: Pages) -> None:
         self.name = pages.address.model
         self.inputs = pages.inputs
-        self.in_flight_max = SERVER_IN_FLIGHT
         self._pages = pages
         self._server = pages.address.shown
         self._url = URL(f"{pages.address.server}{pages.address.path}/infer", encoded=True)

@@ -11,6 +11,7 @@ import numpy as np
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, TargetError, describe
 from asynctrt.loadtest.arrivals import read_trace
+from asynctrt.loadtest.limits import room
 from asynctrt.loadtest.opening import opened
 from asynctrt.loadtest.plans import ProcessPlan, make_plan, rows_of, trace_shapes
 from asynctrt.loadtest.recorder import Windows
@@ -59,8 +60,22 @@ class Local:
 
     def plan(self, settings: LoadSettings, share: int = 0, shares: int = 1) -> ProcessPlan:
         """Plan what this process does in one run."""
-        rows_max, is_server = self.target.in_flight_max, self.target.kind in SERVERS
-        return make_plan(settings, self._samples, rows_max, share, shares, is_server=is_server)
+        target = self.target
+        is_server = target.kind in SERVERS
+        has_room = room(
+            body_nbytes=max(sum(array.nbytes for array in item.inputs.values()) for item in self._samples),
+            has_connections=getattr(target, "has_connections", False),
+            processes=shares,
+        )
+        return make_plan(
+            settings,
+            self._samples,
+            target.in_flight_max,
+            share,
+            shares,
+            is_server=is_server,
+            room=has_room if is_server else None,
+        )
 
     async def run(
         self, plan: ProcessPlan, emit: Callable[[Windows], None], start_ns: int | None = None

@@ -23,6 +23,11 @@ except ImportError as error:
     ) from error
 
 
+def available_nbytes() -> int:
+    """Return how much memory can be had without swapping."""
+    return int(psutil.virtual_memory().available)
+
+
 class ResourceMonitor:
     """Sample processes and a GPU during a run, and report the largest or the mean values.
 

@@ -17,7 +17,6 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.loadtest.targets import (
-    SERVER_IN_FLIGHT,
     BatchCounters,
     Target,
     TargetSpec,
@@ -102,7 +101,8 @@ class _PlainTarget:
     """What both kinds have in common."""
 
     inputs: tuple[TensorSpec, ...] = ()
-    in_flight_max = SERVER_IN_FLIGHT
+    in_flight_max = None
+    has_connections = True
 
     def __init__(self, url: URL, template: Template | None, session: aiohttp.ClientSession) -> None:
         self.name = url.path.strip("/") or str(url.host)

@@ -9,12 +9,15 @@ import numpy as np
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import Fixed, LoadProfile, Schedule, TraceEntry, read_trace
+from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.samples import Sample, Shape
 from asynctrt.loadtest.scenarios import RULES, offline_requests
 from asynctrt.loadtest.settings import LoadSettings
 
 SECONDS_DEFAULT: Final = 10.0
 WINDOW_S: Final = 0.25
+SIGMAS: Final = 6
+"""How far the number of random arrivals may be above its mean, in standard deviations."""
 PERIODS_MAX: Final = 10_000
 BURSTS: Final = 10
 """Mean number of bursts in a run, if the settings give no period."""
@@ -29,6 +32,8 @@ class ProcessPlan:
     :param measured_ns: how long to send after the warm-up. With ``is_timed`` this is how long is measured;
         otherwise the run is measured until the last answer.
     :param in_flight_max: limit on the requests in flight, all processes together.
+    :param in_flight_why: where that comes from; empty if the requests of an open loop cannot get there.
+    :param is_void_at_limit: whether requests that waited here make the figures those of the generator.
     :param requests_max: limit on the requests of the run, all processes together.
     :param rows: mean number of rows per request.
     :param share: the number of this process, of ``shares``.
@@ -43,6 +48,8 @@ class ProcessPlan:
     think: float
     timeout_ns: int
     in_flight_max: int
+    in_flight_why: str
+    is_void_at_limit: bool
     pacing: Literal["adaptive", "spin", "timer"]
     seed: int
     rtol: float
@@ -97,15 +104,17 @@ def trace_shapes(entries: Sequence[TraceEntry]) -> list[tuple[Shape, int, int]]:
 def make_plan(
     settings: LoadSettings,
     samples: Sequence[Sample],
-    rows_max: int,
+    rows_max: int | None,
     share: int = 0,
     shares: int = 1,
     *,
     is_server: bool = False,
+    room: Room | None = None,
 ) -> ProcessPlan:
     """Plan what one process does.
 
-    :param rows_max: limit of the target on the rows in flight.
+    :param rows_max: limit of the target on the rows in flight, if it has one.
+    :param room: limit of this machine on the requests in flight in each process.
     :param is_server: whether the target is in another process. One in this process computes in threads that
         need the interpreter. A loop that looks at the clock all the time takes it from them, so that the
         latency is many times that with an alarm.
@@ -135,9 +144,25 @@ def make_plan(
     pacing = settings.pacing if settings.pacing != "auto" else "adaptive" if is_server else "timer"
     measured_ns = int(seconds * 1e9)
     window_s, _ = window_seconds(settings)
-    in_flight_max = settings.max_outstanding or max(1, rows_max // int(rows.max()))
-    if callers is not None and settings.max_outstanding is None:
-        in_flight_max = max(in_flight_max, math.ceil(callers.largest))
+    asked = math.ceil(callers.largest) if callers is not None else None
+    if rows_max is not None and settings.max_outstanding is None:
+        in_flight_max = max(1, rows_max // int(rows.max()), asked or 0)
+        why, is_void = f"the target takes {rows_max:,} rows at once", False
+    elif settings.max_outstanding is not None:
+        in_flight_max = asked = settings.max_outstanding
+        why, is_void = f"max_outstanding is {asked:,}", False
+    else:
+        # As many as can be sent before the first of them is given up.
+        in_flight_max = asked or _due_within(schedule, settings.answer_timeout)
+        why, is_void = "", False
+    if room is not None and in_flight_max > room.requests * shares:
+        if asked is not None:
+            raise OptionsError(
+                f"{asked:,} requests in flight are too many for {shares} process(es): {room.limit}. Set "
+                "fewer callers or max_outstanding, more processes, or raise the limit"
+            )
+        in_flight_max = room.requests * shares
+        why, is_void = f"{room.limit}: raise that, or set more processes", True
     if isinstance(schedule, Fixed):
         mean_rows = rows[schedule.samples].mean()
     else:
@@ -152,6 +177,8 @@ def make_plan(
         think=settings.think,
         timeout_ns=int(settings.answer_timeout * 1e9),
         in_flight_max=in_flight_max,
+        in_flight_why=why,
+        is_void_at_limit=is_void,
         pacing=pacing,
         seed=settings.seed,
         rtol=settings.rtol,
@@ -161,6 +188,14 @@ def make_plan(
         share=share,
         shares=shares,
     )
+
+
+def _due_within(schedule: Schedule | Fixed | None, seconds: float) -> int:
+    """Return how many requests may be due within some seconds, at the most or very nearly."""
+    if isinstance(schedule, Schedule):
+        mean = schedule.profile.largest * seconds
+        return math.ceil(mean + SIGMAS * math.sqrt(mean)) + 1
+    return len(schedule.due_ns) if schedule is not None else 1
 
 
 def _shaped(settings: LoadSettings, seconds: float) -> LoadProfile:

@@ -179,7 +179,7 @@ class RunRecorder:
             yield first, slice(None)  # Nearly always, because a block is shorter than a window.
             return
         numbers = np.maximum((times_ns - self._from_ns) // self._window_ns, WARM_UP)
-        for number in np.unique(numbers).tolist():
+        for number in sorted(set(numbers.tolist())):  # Not np.unique, whose first call imports numpy.ma.
             yield self._windows.setdefault(number, Window()), numbers == number
 
 

@@ -7,6 +7,8 @@ an
 
 import asyncio
 import contextlib
+import errno
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +52,10 @@ NEVER: Final = 1 << 62
 WAS_WRONG: Final = "WrongAnswer"
 NO_ANSWER: Final = "NoAnswer"
 NOT_SENT: Final = "NotSent"
+OWN_ERROR: Final = "GeneratorError"
+"""What has failed on this machine, as it lacks something: not the target's error."""
+OWN_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
+"""Open files, of the process or of the machine, ports and memory."""
 
 
 @dataclass(slots=True)
@@ -65,12 +71,16 @@ class Outcome:
     stopped_ns: int = 0
     """When the run was stopped, from its start; when it ended, if it was not stopped."""
     sent: int = 0
+    held_back: int = 0
+    """Requests that had to wait here, as so many were in flight."""
     exhausted: bool = False
     """Whether everything was sent; false if the run was stopped."""
     is_overwhelmed: bool = False
     """Whether the run was stopped because the generator fell too far behind."""
     batches: BatchCounters | None = None
-    """What the target computed after the last request that was due in the warm-up had ended."""
+    """What the target says that it computed after the last request that was due in the warm-up had ended."""
+    answered: int = 0
+    """Answers that came since."""
     trace: tuple[BatchTrace, ...] = ()
 
 
@@ -111,6 +121,7 @@ class Runner:
         self._stopped_ns: int | None = None
         self._sending = True
         self._sent = 0
+        self._answers = self._answers_before = 0
         self._callers = 0
         self._outcome = Outcome()
         self._before: BatchCounters | None = None
@@ -233,6 +244,7 @@ class Runner:
             self._send(due_ns, what, now_ns)
         else:
             self._backlog.append((due_ns, what))
+            self._outcome.held_back += 1
 
     # ---- closed loop
 
@@ -296,9 +308,11 @@ class Runner:
                 future.exception()
             return
         recorder = self._recorder
+        self._answers += 1
         try:
             answer = future.result()
         except (Exception, asyncio.CancelledError) as error:
+            self._answers -= 1
             recorder.failed(due_ns, *_described(error))
             self._outcome.last_done_ns = now_ns - self._start_ns
             self._go_on_after_error()
@@ -424,6 +438,7 @@ class Runner:
                     await asyncio.wait(flying)
                 else:
                     await asyncio.sleep(LOOK_AGAIN_S)
+        self._answers_before = self._answers
         self._before = await self._target.batches()
 
     def _owes_before(self, from_ns: int) -> bool:
@@ -451,10 +466,16 @@ class Runner:
             after = await self._target.batches()
         if self._before is not None and after is not None:
             self._outcome.batches = after.since(self._before)
+            self._outcome.answered = self._answers - self._answers_before
 
 
 def _described(error: BaseException) -> tuple[str, str]:
     """Return the kind of an error and its message, which may be any application's, and raise itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in OWN_ERRNOS:
+            return OWN_ERROR, os.strerror(cause.errno)
+        cause = cause.__cause__
     kind = type(error).__name__
     return kind, describe(error).removeprefix(kind).removeprefix(": ")
 

@@ -23,9 +23,6 @@ from asynctrt.options import Options
 from asynctrt.statistics import BatchStatistics, BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
-SERVER_IN_FLIGHT: Final = 256
-"""Limit on the requests in flight to a server, unless the settings set one."""
-
 SCHEMES: Final = ("http", "https", "grpc", "grpcs", "ws", "wss")
 
 PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")
@@ -85,8 +82,8 @@ class Target(Protocol):
     """``engine``, ``function``, ``http``, ``grpc`` or ``websocket``."""
     inputs: tuple[TensorSpec, ...]
     """The inputs of one row; empty if they are not known."""
-    in_flight_max: int
-    """Limit on the rows in flight, unless the settings set one."""
+    in_flight_max: int | None
+    """How many rows it takes at once, as an engine's queue does; ``None`` if it does not say."""
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         """Encode a request as far as possible, because it will be sent many times."""

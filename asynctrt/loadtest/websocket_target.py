@@ -1,24 +1,30 @@
 """The websocket of an asynctrt server as a load test's target. The model is described over HTTP."""
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from itertools import cycle
 from typing import Any, Final
 
 from asynctrt.client import Client, connect
-from asynctrt.errors import ConnectionLostError, TargetError
+from asynctrt.errors import AsynctrtError, ConnectionLostError, TargetError
 from asynctrt.kserve.client import as_arrays
 from asynctrt.loadtest.http_target import Pages, open_pages
 from asynctrt.loadtest.kserve import Address, read_address
-from asynctrt.loadtest.targets import SERVER_IN_FLIGHT, BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
 CONNECTIONS: Final = 4
-"""Number of websockets. A server reads at most 256 requests at once from each."""
+"""Number of websockets to begin with."""
+REQUESTS_MAX: Final = 200
+"""Requests in flight on each, beyond which another is opened: a server reads at most 256 at once from one."""
 IN_FLIGHT_MAX: Final = 1 << 20
 """Limit of each client, so high that only the load test limits the requests in flight."""
+
+logger = logging.getLogger("asynctrt")
 
 
 async def open_websocket_target(spec: TargetSpec) -> Target:
@@ -37,10 +43,11 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
     try:
         url = f"{address.server}{pages.address.path}/ws"
         clients = []
+        open_one = partial(connect, url, token=spec.token, max_in_flight=IN_FLIGHT_MAX, proxy=None)
         for _ in range(CONNECTIONS):
-            client = connect(url, token=spec.token, max_in_flight=IN_FLIGHT_MAX, proxy=None)
+            client = open_one()
             clients.append(await stack.enter_async_context(client))
-        return WebsocketTarget(pages, clients, stack)
+        return WebsocketTarget(pages, clients, stack, open_one)
     except BaseException as error:
         await stack.aclose()
         if isinstance(error, ConnectionLostError):
@@ -49,17 +56,23 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
 
 
 class WebsocketTarget:
-    """Send to one model over a few websockets in turn."""
+    """Send to one model over a few websockets in turn, and over more as more requests are in flight."""
 
     kind = "websocket"
+    in_flight_max = None
 
-    def __init__(self, pages: Pages, clients: list[Client], stack: AsyncExitStack) -> None:
+    def __init__(
+        self, pages: Pages, clients: list[Client], stack: AsyncExitStack, open_one: Callable[[], Client]
+    ) -> None:
         self.name = pages.address.model
         self.inputs = pages.inputs
-        self.in_flight_max = SERVER_IN_FLIGHT
         self._pages = pages
         self._stack = stack
+        self._clients = clients
         self._turns = cycle([client.infer for client in clients])
+        self._in_flight = 0
+        self._open_one = open_one
+        self._growing: asyncio.Task[None] | None = None
         self._create_task = asyncio.get_running_loop().create_task
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
@@ -67,8 +80,26 @@ class WebsocketTarget:
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         arrays, priority = prepared
+        self._in_flight += 1
+        if self._in_flight > REQUESTS_MAX * len(self._clients) and self._growing is None:
+            self._growing = self._create_task(self._grow())
         # The address names the model.
-        return self._create_task(next(self._turns)("", arrays, priority=priority))
+        sent = self._create_task(next(self._turns)("", arrays, priority=priority))
+        sent.add_done_callback(self._ended)
+        return sent
+
+    def _ended(self, _: object) -> None:
+        self._in_flight -= 1
+
+    async def _grow(self) -> None:
+        """Open one more websocket beside the requests. If that fails they go on over those that there are."""
+        try:
+            self._clients.append(await self._stack.enter_async_context(self._open_one()))
+            self._turns = cycle([client.infer for client in self._clients])
+        except AsynctrtError as error:
+            logger.debug("another websocket could not be opened: %s", error)
+        finally:
+            self._growing = None
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
         arrays: dict[str, Array] = answer
@@ -81,4 +112,7 @@ class WebsocketTarget:
         return []
 
     async def aclose(self) -> None:
+        if self._growing is not None:
+            self._growing.cancel()
+            await asyncio.wait([self._growing])
         await self._stack.aclose()

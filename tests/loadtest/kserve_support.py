@@ -181,7 +181,7 @@ class ServerContract:
     async def test_what_a_target_is(self):
         async with self.served() as server, self.open(server) as target:
             assert isinstance(target, Target)
-            assert (target.kind, target.name, target.in_flight_max) == (self.kind, "double", 256)
+            assert (target.kind, target.name, target.in_flight_max) == (self.kind, "double", None)
             assert target.inputs == (TensorSpec("input", "float32", (4,)),)
             assert target.trace() == []
             prepared = target.prepare({"input": rows(1, 2)}, 0)

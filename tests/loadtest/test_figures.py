@@ -9,10 +9,11 @@ from asynctrt.loadtest import figures
 from asynctrt.loadtest.criteria import parse_slo
 from asynctrt.loadtest.figures import Counted, held, latencies, make_run, narrowness
 from asynctrt.loadtest.histogram import Counts
+from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
 from asynctrt.loadtest.report import Resources
-from asynctrt.loadtest.runner import Outcome
+from asynctrt.loadtest.runner import OWN_ERROR, Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import BatchCounters
 from asynctrt.statistics import BatchTrace
@@ -40,9 +41,9 @@ def window(latency_ms, *, late_ms=0.001, errors=0, sent=None, uncorrected_ms=Non
     )
 
 
-def run_of(windows, *, is_server=True, outcome=None, is_enough=False, **settings):
+def run_of(windows, *, is_server=True, outcome=None, is_enough=False, room=None, **settings):
     settings = LoadSettings(**{"rate": 100, "seconds": 10.0, "warmup": 0.0} | settings)
-    plan = make_plan(settings, [sample()], 256)
+    plan = make_plan(settings, [sample()], 256 if room is None else None, room=room)
     outcome = outcome or Outcome(
         cpu_ns=1, elapsed_ns=10_050 * MS, stopped_ns=10_050 * MS, last_done_ns=10_000 * MS, exhausted=True
     )
@@ -249,6 +250,63 @@ def test_batches_and_their_timeline():
     assert all(bar.begin <= bar.copied_in <= bar.started <= bar.computed <= bar.end for bar in run.timeline)
     assert first.end == pytest.approx(2.0)
     assert first.computed - first.started == pytest.approx(1.0)  # The rest of the time it waited.
+
+
+@pytest.mark.parametrize(
+    ("requests", "batches", "answered", "is_told"),
+    [
+        (100, 50, 100, True),
+        (100, 50, 108, True),
+        (-258, -90, 100, False),  # It began anew.
+        (50, 25, 100, False),  # One of two processes.
+        (2124, 2233, 1053, False),  # Another one of them at the end than at the beginning.
+        (100, -3, 100, False),
+    ],
+)
+def test_statistics_that_are_not_of_this_run_are_left_out_with_the_reason(
+    requests, batches, answered, is_told
+):
+    counters = BatchCounters(requests, requests, batches, 1, 1, 1, 1, {2: batches})
+    outcome = Outcome(
+        elapsed_ns=10_000 * MS, last_done_ns=1, exhausted=True, cpu_ns=1, batches=counters, answered=answered
+    )
+    run = run_of({0: window([5.0])}, outcome=outcome)
+    assert (run.batches is not None) == is_told
+    assert any("statistics" in note for note in run.notes) != is_told
+
+
+def outcome_of(**kw):
+    return Outcome(
+        cpu_ns=1,
+        elapsed_ns=10_050 * MS,
+        stopped_ns=10_050 * MS,
+        last_done_ns=10_000 * MS,
+        exhausted=True,
+        **kw,
+    )
+
+
+def test_requests_that_waited_for_a_limit_of_this_machine_make_a_run_void():
+    windows = {number: window([5.0] * 25) for number in range(40)}
+    few = Room(3, "a process may have 67 open files")
+    assert not run_of(windows, room=few, outcome=outcome_of()).void
+    (why,) = run_of(windows, room=few, outcome=outcome_of(held_back=7)).void
+    assert "7 requests" in why
+    assert "67 open files" in why
+
+
+def test_requests_that_waited_for_a_limit_that_was_asked_for_are_noted():
+    windows = {number: window([5.0] * 25) for number in range(40)}
+    run = run_of(windows, room=Room(100, ""), max_outstanding=5, outcome=outcome_of(held_back=7))
+    assert not run.void
+    assert any("max_outstanding is 5" in note for note in run.notes)
+
+
+def test_what_this_machine_lacks_is_no_error_of_the_target():
+    windows = {number: window([5.0] * 25) for number in range(40)}
+    windows[3].errors[OWN_ERROR] = ErrorCount(4, "Too many open files")
+    (why,) = run_of(windows).void
+    assert "Too many open files" in why
 
 
 def test_a_target_that_tells_nothing_has_no_batches():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import BLOCK, Fixed, Schedule, TraceEntry
+from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import (
     WINDOW_S,
     make_plan,
@@ -309,6 +310,28 @@ def test_a_trace_of_one_request(tmp_path):
 )
 def test_how_much_may_be_on_the_way(told, rows, rows_max, expected):
     assert plan([sample(item) for item in rows], rows_max, **told).in_flight_max == expected
+
+
+@pytest.mark.parametrize("rate", [1, 100, 5000, "10..300"])
+def test_to_a_server_as_many_as_can_be_due_before_the_first_is_given_up(rate):
+    """So that a slow server never keeps the generator from sending."""
+    made = plan(rows_max=None, rate=rate, answer_timeout=2.0, seconds=20.0)
+    due_ns, _ = due_and_what(made.schedule)
+    within = np.searchsorted(due_ns, np.array(due_ns) + 2_000_000_000) - np.arange(len(due_ns))
+    assert within.max() <= made.in_flight_max <= within.max() + 12 * within.max() ** 0.5 + 20
+    assert not made.is_void_at_limit
+
+
+def test_a_limit_of_this_machine_is_kept_and_said():
+    room = Room(50, "a process may have 114 open files")
+    told = LoadSettings(rate=1000)
+    made = make_plan(told, [sample()], None, 0, 2, room=room)
+    assert made.in_flight_max == 100
+    assert made.is_void_at_limit
+    assert "114 open files" in made.in_flight_why
+    for asked in ({"callers": 101}, {"rate": 10, "max_outstanding": 101}):
+        with pytest.raises(OptionsError, match="114 open files"):
+            make_plan(LoadSettings(**asked), [sample()], None, 0, 2, room=room)
 
 
 @settings(deadline=None)
