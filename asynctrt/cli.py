@@ -658,7 +658,7 @@ LOAD_FLAGS: Final = (
     ("token", str | None, None, "The server's bearer token. Also ASYNCTRT_LOAD_TOKEN."),
     ("device", str, "host", "The device of a model that is opened for the test."),
     ("body", str | None, None, "What to send to a server without KServe: JSON or text with ${input}; @FILE."),
-    ("header", list[str] | None, None, "A header of HTTP: 'Name: value'."),
+    ("header", list[str] | None, None, "A header of every request, over gRPC metadata: 'Name: value'."),
     ("method", str | None, None, "The method of HTTP. Default: POST with a --body, else GET."),
     (
         "sweep",

@@ -26,7 +26,7 @@ async def run(
     device: str = "host",
     options: Options | None = None,
     body: Any = None,
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str] | Sequence[str] | None = None,
     method: str | None = None,
     sweep: Mapping[str, Sequence[Any]] | None = None,
     search: bool = False,
@@ -44,9 +44,9 @@ async def run(
     :param token: the server's bearer token.
     :param device: the device of an engine that is opened for the test.
     :param options: the options of an engine that is opened for the test.
-    :param body: what to send to a server that does not speak KServe: text, or what JSON can hold, with
-        ``"${name}"`` where an array of ``inputs`` belongs.
-    :param headers: of HTTP, by name.
+    :param body: what to send to a server that does not speak KServe: text, bytes, or what JSON can hold, with
+        ``"${name}"`` where an array of ``inputs`` belongs; ``"@FILE"`` for the content of a file.
+    :param headers: of every request, by name, or each as ``"Name: value"``. Over gRPC they are metadata.
     :param method: of HTTP. Default: POST with a body, GET without.
     :param sweep: settings or engine options by name, with the values to try in every combination.
     :param search: find the highest rate that holds the ``slo``, to within ``precision``.
@@ -68,8 +68,8 @@ async def run(
             token,
             device,
             options or Options(),
-            body if body is None or isinstance(body, str) else json.dumps(body),
-            tuple(f"{name}: {value}" for name, value in (headers or {}).items()),
+            body if body is None or isinstance(body, str | bytes) else json.dumps(body),
+            _lines(headers or ()),
             method,
         )
     elif any(one is not None for one in (model, token, options, body, headers, method)):
@@ -80,3 +80,9 @@ async def run(
     job = LoadJob(target, LoadSettings(**given), sweep or {}, search, compare or {}, precision)
     async with LoadSession(apart=job.settings.processes > 1, watch=None) as session:
         return await carry_out(job, session)
+
+
+def _lines(headers: Mapping[str, str] | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(headers, Mapping):
+        return tuple(f"{name}: {value}" for name, value in headers.items())
+    return (headers,) if isinstance(headers, str) else tuple(headers)

@@ -37,6 +37,12 @@ NOT_GOOD: Final = 3
 VOID: Final = 4
 """Exit statuses."""
 
+ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a load test."""
+
+FAILED_SHARE: Final = 0.5
+"""The share of failed requests from which a run says that its target fails, whatever else there is to say."""
+
 SAME_TEST: Final = ("rate", "callers", "scenario", "arrivals", "rows", "dims", "think", "burst", "swing")
 """Settings in which a run and its baseline must agree."""
 
@@ -129,7 +135,8 @@ def plan(target: str, given: Mapping[str, Any]) -> LoadPlan:
 
 
 async def load(planned: LoadPlan, watch: Watch) -> Report:
-    """Do the load test. Ctrl-C ends it with a report of the results so far; a second Ctrl-C ends it at once.
+    """Do the load test. Ctrl-C, SIGTERM and SIGHUP end it with a report of the results so far, and a second
+    one at once.
 
     :raises KeyboardInterrupt: if there is nothing to report yet.
     :raises AsynctrtError: if the target cannot be measured.
@@ -147,7 +154,8 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
             interrupted = True
             session.stop()
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
+        for number in ENDINGS:
+            loop.add_signal_handler(number, interrupt)
         try:
             return await carry_out(planned.job, session)
         except asyncio.CancelledError:
@@ -161,7 +169,8 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
                 raise KeyboardInterrupt from None
             raise
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            for number in ENDINGS:
+                loop.remove_signal_handler(number)
 
 
 def write(planned: LoadPlan, report: Report) -> list[Path]:
@@ -225,7 +234,10 @@ def gate(planned: LoadPlan, report: Report) -> list[str]:
 
 
 def exit_status(report: Report, failed: Sequence[str]) -> int:
-    """Return 0 if all is well, 4 if figures are void or break MLPerf's rules, 3 if they miss a target."""
+    """Return 0 if all is well, 3 if a target is missed or most requests failed, 4 if figures are void, break
+    MLPerf's rules, or are of too few requests to tell."""
+    if any(not run.answered or run.error_share > FAILED_SHARE for run in report.runs):
+        return NOT_GOOD
     if report.void or any(run.scenario is not None and not run.scenario["valid"] for run in report.runs):
         return VOID
     is_held = report.kind == "sweep" or report.holds

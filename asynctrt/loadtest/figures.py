@@ -185,7 +185,8 @@ def _void(
     mean, tail = late.get("mean", 0.0), late.get("p99", 0.0)
     # In one process the engine and the generator hold up the loop that they share, as the coroutines of an
     # application would: it is what callers see there.
-    if counted.is_server and late and latency:
+    # Where most fail, those that are answered say nothing of how the others were sent.
+    if counted.is_server and late and latency and whole.failed <= whole.answered:
         if mean > max(LATE_MS, LATE_SHARE * latency["mean"]):
             reasons.append(
                 f"of a mean latency of {latency['mean']:.3g} ms, {mean:.3g} ms are the generator's lateness: "

@@ -30,6 +30,7 @@ from asynctrt.kserve.client import (
 )
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.protobuf import CONTENTS, message_classes, parse
+from asynctrt.loadtest.headers import Headers, headers_of
 from asynctrt.loadtest.kserve import (
     REFUSALS,
     Address,
@@ -80,7 +81,7 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
     :raises OptionsError: if the address names no model, and the server has several.
     """
-    target = GrpcTarget(read_grpc_address(spec), spec.token)
+    target = GrpcTarget(read_grpc_address(spec), headers_of(spec))
     try:
         async with asyncio.timeout(OPEN_S):
             await target.read()
@@ -97,11 +98,11 @@ async def open_grpc_target(spec: TargetSpec) -> Target:
 class _Connection:
     """A channel, with how many requests are in flight on it."""
 
-    def __init__(self, where: str, credentials: Any) -> None:
+    def __init__(self, where: str, credentials: Any, options: Any) -> None:
         if credentials is not None:
-            self.channel = grpc.aio.secure_channel(where, credentials, OPTIONS)
+            self.channel = grpc.aio.secure_channel(where, credentials, options)
         else:
-            self.channel = grpc.aio.insecure_channel(where, OPTIONS)
+            self.channel = grpc.aio.insecure_channel(where, options)
         # Without a serialiser, bytes are passed through unchanged.
         self.infer = self.channel.unary_unary(SERVICE + "ModelInfer")
         self.in_flight = 0
@@ -113,14 +114,17 @@ class GrpcTarget:
     kind = "grpc"
     in_flight_max = None
 
-    def __init__(self, address: Address, token: str | None) -> None:
+    def __init__(self, address: Address, headers: Headers) -> None:
         self.name = address.model
         self._address = address
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else None
+        host = next((value for name, value in headers if name.lower() == "host"), None)
+        others = [(name.lower(), value) for name, value in headers if name.lower() != "host"]
+        self._metadata = tuple(others) or None
         self._kinds = message_classes()
         scheme, _, where = address.server.partition("://")
         credentials = grpc.ssl_channel_credentials() if scheme == "grpcs" else None
-        self._connect = partial(_Connection, where, credentials)
+        options = OPTIONS if host is None else (*OPTIONS, ("grpc.default_authority", host))
+        self._connect = partial(_Connection, where, credentials, options)
         self._connections = [self._connect()]
         self._next = self._connections[0]
         self._channel = self._next.channel

@@ -26,6 +26,7 @@ from asynctrt.kserve.client import (
     write_json,
 )
 from asynctrt.kserve.json_codec import parse_object
+from asynctrt.loadtest.headers import Headers, has, headers_of
 from asynctrt.loadtest.kserve import (
     BINARY,
     REFUSALS,
@@ -42,6 +43,7 @@ from asynctrt.tensors import Array
 
 try:
     import aiohttp
+    from multidict import CIMultiDict
     from yarl import URL
 except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
@@ -61,16 +63,16 @@ async def open_http_target(spec: TargetSpec) -> Target:
     :raises TargetError: if the server cannot be reached, or does not speak KServe.
     :raises AsynctrtError: the server's refusal: an unknown model, or a missing or wrong token.
     """
-    return HttpTarget(await open_pages(read_address(spec), spec.token))
+    return HttpTarget(await open_pages(read_address(spec), headers_of(spec)))
 
 
-async def open_pages(address: Address, token: str | None) -> "Pages":
+async def open_pages(address: Address, headers: Headers) -> "Pages":
     """Read a server's description of a model; if the address names none, of its only model.
 
     :raises OptionsError: if the address names no model, and the server has several. Otherwise as
         :func:`open_http_target`.
     """
-    pages = Pages(address, token)
+    pages = Pages(address, headers)
     try:
         await pages.read()
     except ConnectionLostError as error:
@@ -85,16 +87,15 @@ async def open_pages(address: Address, token: str | None) -> "Pages":
 class Pages:
     """Read a server's description and statistics of one model, and hold the connections to it."""
 
-    def __init__(self, address: Address, token: str | None) -> None:
+    def __init__(self, address: Address, headers: Headers) -> None:
         self.address = address
-        headers = {"Accept-Encoding": "identity"}
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
+        if has(headers, "Accept-Encoding"):
+            raise OptionsError("the header 'Accept-Encoding' cannot be given: answers are read as they are")
         self.session = aiohttp.ClientSession(
             # As many connections as requests in flight, because waiting for another would make a request
             # late. The name of the host is looked up once.
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
-            headers=headers,
+            headers=CIMultiDict([*headers, ("Accept-Encoding", "identity")]),
             skip_auto_headers=("Accept", "User-Agent"),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.

@@ -1,12 +1,13 @@
-"""What this machine can keep in flight: descriptors and memory. The limit is then the generator's, and is said."""
+"""How many requests this machine can keep in flight: open files and memory."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from asynctrt.loadtest.machine import available_nbytes
 from asynctrt.process import raise_open_files
+
+OPEN_FILES: Final = Path("/proc/self/fd")
 
 SPARE_FILES: Final = 64
 """Descriptors for everything but requests: files of modules, pipes, the event loop."""
@@ -38,7 +39,7 @@ def room(*, body_nbytes: int, has_connections: bool, processes: int = 1) -> Room
     found = Room(by_memory, f"the memory of this machine has room for {by_memory:,} in a process")
     if has_connections:
         files = raise_open_files()
-        free = files - len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else files
+        free = files - (len(list(OPEN_FILES.iterdir())) if OPEN_FILES.is_dir() else 0)
         by_files = max(1, free - SPARE_FILES)
         if by_files < by_memory:
             found = Room(by_files, f"a process may have {files:,} open files (ulimit -n)")

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from asynctrt.errors import (
     TargetError,
     UsageError,
 )
+from asynctrt.loadtest.headers import TOKEN, Headers, has, headers_of
 from asynctrt.loadtest.targets import (
     BatchCounters,
     Target,
@@ -28,6 +28,7 @@ from asynctrt.tensors import Array, TensorSpec
 
 try:
     import aiohttp
+    from multidict import CIMultiDict
     from yarl import URL
 except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
@@ -38,8 +39,7 @@ CLOSE_S: Final = 1.0
 TEXT_LENGTH_MAX: Final = 300
 """Characters of an answer that an error quotes."""
 OVERLOADED: Final = (429, 503)
-TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""What the names of headers and methods consist of."""
+HEADERS_NBYTES_MAX: Final = 256 << 10
 
 
 async def open_plain_target(spec: TargetSpec) -> Target:
@@ -49,7 +49,7 @@ async def open_plain_target(spec: TargetSpec) -> Target:
     :raises UsageError: for an address without a host, or a body that cannot be read.
     """
     try:
-        url = URL(spec.where)
+        url = URL(spec.where, encoded=True)
         is_right = bool(url.host)
     except ValueError:
         is_right = False
@@ -60,9 +60,7 @@ async def open_plain_target(spec: TargetSpec) -> Target:
         )
     if spec.method is not None and not TOKEN.fullmatch(spec.method):
         raise OptionsError(f"{spec.method!r} is not a method of HTTP, such as POST")
-    headers = dict(_header(text) for text in spec.headers)
-    if spec.token:
-        headers["Authorization"] = f"Bearer {spec.token}"
+    headers = headers_of(spec)
     template = None if spec.body is None else Template(spec.body)
     if spec.scheme in ("ws", "wss"):
         if template is None:
@@ -71,27 +69,21 @@ async def open_plain_target(spec: TargetSpec) -> Target:
                 "said: set body to a text or to JSON"
             )
         return PlainWebsocketTarget(url, template, _session(headers))
-    if template is not None:
-        kind = "application/json" if template.is_json else "text/plain; charset=utf-8"
-        headers = {"Content-Type": kind, **headers}
+    if template is not None and not has(headers, "Content-Type"):
+        kind = "text/plain; charset=utf-8" if template.is_text else "application/octet-stream"
+        headers.append(("Content-Type", "application/json" if template.is_json else kind))
     method = (spec.method or ("GET" if template is None else "POST")).upper()
     return PlainHttpTarget(url, method, template, _session(headers))
 
 
-def _header(text: str) -> tuple[str, str]:
-    name, mark, value = text.partition(":")
-    if not mark or not TOKEN.fullmatch(name.strip()):
-        raise OptionsError(f"{text!r} is not a header: write 'Name: value'")
-    if not value.strip().isprintable():
-        raise OptionsError(f"the header {name.strip()!r} has a line break, or another character that ends it")
-    return name.strip(), value.strip()
-
-
-def _session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+def _session(headers: Headers) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         # As many connections as requests in flight: waiting for another would make a request late.
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None),
-        headers=headers,
+        headers=CIMultiDict(headers),
+        # As a browser takes; the library's own limits are those of a server.
+        max_line_size=HEADERS_NBYTES_MAX,
+        max_field_size=HEADERS_NBYTES_MAX,
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),  # The load test has its own timeout.
     )
@@ -117,7 +109,7 @@ class _PlainTarget:
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         """Fill the arrays of a request into the body."""
-        return None if self._template is None else self._template.fill(inputs).encode()
+        return None if self._template is None else self._template.fill(inputs)
 
     def outputs(self, answer: Any) -> Mapping[str, Array]:
         """Return the arrays of an answer that is JSON; those of a list are called ``answer``."""
@@ -164,6 +156,8 @@ class PlainHttpTarget(_PlainTarget):
                 answer = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
+        except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
+            raise TargetError(f"{self._shown} did not answer in HTTP: {_said(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ConnectionLostError(f"the connection to {self._shown} was lost: {_said(error)}") from error
         if not 200 <= response.status < 300:
@@ -171,6 +165,53 @@ class PlainHttpTarget(_PlainTarget):
             kind = OverloadError if response.status in OVERLOADED else TargetError
             raise kind(f"status {response.status}: {text:.{TEXT_LENGTH_MAX}}")
         return answer
+
+
+class _Socket:
+    """A websocket on which one message at a time is answered, by one.
+
+    It is read all the time, so that a message that answers nothing is noticed.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._answer: asyncio.Future[Any] | None = None
+        self.has_spoken = False
+        """Whether a message came that nothing had asked for."""
+        self.reading = asyncio.get_running_loop().create_task(self._read())
+
+    @property
+    def is_open(self) -> bool:
+        return not self.reading.done()
+
+    async def ask(self, message: bytes, *, is_text: bool) -> Any:
+        """Send a message, and return the next one; ``None`` if the server ends the websocket instead."""
+        self._answer = asyncio.get_running_loop().create_future()
+        if is_text:
+            await self._socket.send_str(message.decode())
+        else:
+            await self._socket.send_bytes(message)
+        return await self._answer
+
+    async def close(self) -> None:
+        self.reading.cancel()
+        await self._socket.close()
+
+    @property
+    def close_code(self) -> int | None:
+        return self._socket.close_code
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._socket:
+                answer, self._answer = self._answer, None
+                if answer is None:
+                    self.has_spoken = True
+                elif not answer.done():
+                    answer.set_result(message.data)
+        finally:
+            if self._answer is not None and not self._answer.done():
+                self._answer.set_result(None)
 
 
 class PlainWebsocketTarget(_PlainTarget):
@@ -181,7 +222,8 @@ class PlainWebsocketTarget(_PlainTarget):
 
     def __init__(self, url: URL, template: Template, session: aiohttp.ClientSession) -> None:
         super().__init__(url, template, session)
-        self._idle: list[aiohttp.ClientWebSocketResponse] = []
+        self._idle: list[_Socket] = []
+        self._is_text = template.is_text
 
     def start(self, prepared: Any) -> "asyncio.Future[Any]":
         """Send a message."""
@@ -191,12 +233,17 @@ class PlainWebsocketTarget(_PlainTarget):
         socket = None
         while self._idle and socket is None:
             found = self._idle.pop()
-            socket = None if found.closed else found
+            socket = found if found.is_open else None
+        if socket is not None and socket.has_spoken:
+            self._close(socket)
+            raise TargetError(
+                f"{self._shown} sends messages that nothing asked for, so that it cannot be told which of "
+                "them is an answer"
+            )
         try:
             if socket is None:
-                socket = await self._session.ws_connect(self._url, max_msg_size=0, compress=0)
-            await socket.send_str(message.decode())
-            answer = await socket.receive()
+                socket = _Socket(await self._session.ws_connect(self._url, max_msg_size=0, compress=0))
+            answer = await socket.ask(message, is_text=self._is_text)
         except aiohttp.ClientConnectorError as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except aiohttp.WSServerHandshakeError as error:
@@ -208,16 +255,16 @@ class PlainWebsocketTarget(_PlainTarget):
             if socket is not None:
                 self._close(socket)
             raise
-        if answer.type not in (aiohttp.WSMsgType.TEXT, aiohttp.WSMsgType.BINARY):
+        if answer is None:
             code = socket.close_code
             raise ConnectionLostError(
                 f"{self._shown} closed the websocket instead of answering, with code {code}"
             )
         self._idle.append(socket)
-        return answer.data.encode() if isinstance(answer.data, str) else bytes(answer.data)
+        return answer.encode() if isinstance(answer, str) else bytes(answer)
 
-    def _close(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        closing = self._create_task(_closed(socket))
+    def _close(self, socket: _Socket) -> None:
+        closing = self._create_task(socket.close())
         self._closing.add(closing)  # The loop itself refers to tasks only weakly.
         closing.add_done_callback(self._closing.discard)
 
@@ -230,10 +277,6 @@ class PlainWebsocketTarget(_PlainTarget):
         await super().aclose()
         if self._closing:  # Their servers said nothing, and cannot any more.
             await asyncio.wait(self._closing)
-
-
-async def _closed(socket: aiohttp.ClientWebSocketResponse) -> None:
-    await socket.close()
 
 
 def _said(error: Exception) -> str:

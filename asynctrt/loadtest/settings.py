@@ -9,7 +9,7 @@ import numpy as np
 
 from asynctrt.errors import OptionsError
 from asynctrt.loadtest.arrivals import LoadProfile
-from asynctrt.loadtest.criteria import Criterion, parse_slo
+from asynctrt.loadtest.criteria import Criterion, latency_target_ms, parse_slo
 from asynctrt.tensors import Array
 from asynctrt.validation import (
     FLAG,
@@ -332,6 +332,11 @@ class LoadSettings:
             (
                 self.think > 0 and self.is_open,
                 "think is the pause of a caller, and a rate, a trace or this scenario has no callers",
+            ),
+            (
+                any(item.figure == "goodput" for item in parse_slo(self.slo))
+                and latency_target_ms(parse_slo(self.slo)) is None,
+                "goodput counts answers in time: add to slo what that is, as p99<20ms",
             ),
             (
                 self.expect is not None and self.reference is not None,

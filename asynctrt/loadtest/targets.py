@@ -116,7 +116,7 @@ class TargetSpec:
     :param options: the options of an engine.
     :param body: what is sent to a server that does not speak KServe; see
         :mod:`asynctrt.loadtest.templates`.
-    :param headers: of HTTP, each as ``Name: value``.
+    :param headers: of every request, each as ``Name: value``.
     :param method: of HTTP. Default: POST with a body, GET without.
     """
 
@@ -125,7 +125,7 @@ class TargetSpec:
     token: str | None = field(default=None, repr=False)
     device: str = "host"
     options: Options = field(default_factory=Options)
-    body: str | None = None
+    body: str | bytes | None = None
     headers: tuple[str, ...] = field(default=(), repr=False)
     method: str | None = None
 
@@ -171,5 +171,6 @@ class TargetSpec:
         where = without_password(self.where)
         described = {"where": where, "model": self.model, "device": self.device, "options": options}
         if self.is_plain:  # Not the headers, which may be secret.
-            described |= {"body": self.body, "method": self.method}
+            body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else self.body
+            described |= {"body": body, "method": self.method}
         return described

@@ -1,7 +1,8 @@
-"""What a load test sends to a server that does not speak KServe: JSON or text with a request's arrays in it.
+"""What a load test sends to a server that does not speak KServe: a body as written, with places for arrays.
 
 In JSON, the string ``"${name}"`` stands for the array of that name as nested lists, ``"${name[0]}"`` for its
-first row. Within a longer string, or in what is not JSON, it is replaced by its text.
+first row. Within a longer string, or in what is not JSON, it is replaced by its text. Everything around the
+places stays as it was written.
 """
 
 import json
@@ -16,74 +17,89 @@ from asynctrt.errors import OptionsError, UsageError
 from asynctrt.tensors import Array
 
 PLACE: Final = re.compile(r"\$\{(\w+)(?:\[(\d+)\])?\}")
+PLACE_IN_JSON: Final = re.compile(rf'(?<!\\)"{PLACE.pattern}"|{PLACE.pattern}')
+"""A place that is all of a string, or one within a string."""
 
 
 class Template:
     """A message with places for arrays.
 
-    :param text: JSON, or any other text; ``@FILE`` for the content of a file.
+    :param text: JSON, any other text, or bytes; ``@FILE`` for the content of a file. Without places it may be
+        anything.
     :raises UsageError: if the file cannot be read.
     """
 
-    def __init__(self, text: str) -> None:
-        if text.startswith("@"):
+    def __init__(self, text: str | bytes) -> None:
+        if isinstance(text, str) and text.startswith("@"):
             try:
-                text = Path(text[1:]).read_text()
-            except (OSError, UnicodeDecodeError) as error:
+                self._content = Path(text[1:]).read_bytes()
+            except OSError as error:
                 raise UsageError(f"the body {text[1:]!r} cannot be read: {error}") from error
-        self._text = text
-        self.names = tuple(dict.fromkeys(name for name, _ in PLACE.findall(text)))
-        """The arrays that it needs."""
+        else:
+            self._content = text.encode() if isinstance(text, str) else bytes(text)
         try:
-            self._content = json.loads(text)
-            self.is_json = True
-        except json.JSONDecodeError:
-            self.is_json = False
+            self._text: str | None = self._content.decode()
+        except UnicodeDecodeError:
+            self._text = None
+        self.is_text = self._text is not None
+        found = PLACE.findall(self._text) if self._text is not None else []
+        self.names = tuple(dict.fromkeys(name for name, _ in found))
+        """The arrays that it needs."""
+        self.is_json = self._text is not None and _is_json(self._text.removeprefix("\ufeff"))
 
-    def fill(self, inputs: Mapping[str, Array]) -> str:
+    def fill(self, inputs: Mapping[str, Array]) -> bytes:
         """Return the message for one request.
 
-        :raises OptionsError: if an array, or a row of it, is missing.
+        :raises OptionsError: if an array, or a row of it, is missing, or has values that JSON has not.
         """
-        if not self.names:
-            return self._text
-        if not self.is_json:
-            return self._filled_text(self._text, inputs)
-        return json.dumps(self._filled(self._content, inputs), ensure_ascii=False)
+        if not self.names or self._text is None:
+            return self._content
 
-    def _filled(self, item: Any, inputs: Mapping[str, Array]) -> Any:
-        if isinstance(item, dict):
-            return {name: self._filled(part, inputs) for name, part in item.items()}
-        if isinstance(item, list):
-            return [self._filled(part, inputs) for part in item]
-        if not isinstance(item, str):
-            return item
-        alone = PLACE.fullmatch(item)
-        return _value(alone, inputs) if alone is not None else self._filled_text(item, inputs)
+        def in_json(place: re.Match[str]) -> str:
+            if place[1] is not None:
+                return _as_json(_value(place[1], place[2], inputs))
+            return json.dumps(_as_text(_value(place[3], place[4], inputs)), ensure_ascii=False)[1:-1]
 
-    @staticmethod
-    def _filled_text(text: str, inputs: Mapping[str, Array]) -> str:
-        def shown(place: re.Match[str]) -> str:
-            value = _value(place, inputs)
-            while isinstance(value, list) and len(value) == 1:
-                value = value[0]
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        def in_text(place: re.Match[str]) -> str:
+            return _as_text(_value(place[1], place[2], inputs))
 
-        return PLACE.sub(shown, text)
+        pattern, shown = (PLACE_IN_JSON, in_json) if self.is_json else (PLACE, in_text)
+        return pattern.sub(shown, self._text).encode()
 
 
-def _value(place: re.Match[str], inputs: Mapping[str, Array]) -> Any:
-    name, row = place[1], place[2]
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise OptionsError("an array for the body has NaN or infinity in it, which JSON has not") from error
+
+
+def _as_text(value: Any) -> str:
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    return value if isinstance(value, str) else _as_json(value)
+
+
+def _value(name: str, row: str | None, inputs: Mapping[str, Array]) -> Any:
+    place = f"${{{name}}}" if row is None else f"${{{name}[{row}]}}"
     if name not in inputs:
         known = (
             f"the arrays are {', '.join(map(repr, inputs))}" if inputs else "there are no arrays: set inputs"
         )
-        raise OptionsError(f"the body names {place[0]}, and {known}")
+        raise OptionsError(f"the body names {place}, and {known}")
     array = inputs[name]
     if array.dtype.kind == "S":
         array = np.char.decode(array, "utf-8")
     if row is None:
         return array.tolist()
     if int(row) >= len(array):
-        raise OptionsError(f"the body names {place[0]}, and {name!r} has {len(array)} row(s) in a request")
+        raise OptionsError(f"the body names {place}, and {name!r} has {len(array)} row(s) in a request")
     return array[int(row)].tolist()

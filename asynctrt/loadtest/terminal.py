@@ -181,7 +181,7 @@ def _runs_table(runs: Sequence[Run], *, uncorrected: bool, width: int) -> Table:
 
 def _verdict(run: Run) -> str:
     if run.void:
-        return "[bold red]VOID[/]"
+        return "[bold red]VOID[/]" if run.complete else "[bold red]VOID[/], [yellow]cut short[/]"
     if not run.complete:
         return "[yellow]cut short[/]"
     if not run.slo:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from asynctrt.client import Client, connect
 from asynctrt.errors import AsynctrtError, ConnectionLostError, TargetError
 from asynctrt.kserve.client import as_arrays
+from asynctrt.loadtest.headers import headers_of
 from asynctrt.loadtest.http_target import Pages, open_pages
 from asynctrt.loadtest.kserve import Address, read_address
 from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
@@ -37,13 +38,14 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
     """
     address = read_address(spec)
     about = Address(address.server.replace("ws", "http", 1), address.model, address.version)
-    pages = await open_pages(about, spec.token)
+    headers = headers_of(spec)
+    pages = await open_pages(about, headers)
     stack = AsyncExitStack()
     stack.push_async_callback(pages.aclose)
     try:
         url = f"{address.server}{pages.address.path}/ws"
         clients = []
-        open_one = partial(connect, url, token=spec.token, max_in_flight=IN_FLIGHT_MAX, proxy=None)
+        open_one = partial(connect, url, additional_headers=headers, max_in_flight=IN_FLIGHT_MAX, proxy=None)
         for _ in range(CONNECTIONS):
             client = open_one()
             clients.append(await stack.enter_async_context(client))

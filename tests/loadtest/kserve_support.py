@@ -293,6 +293,20 @@ class ServerContract:
                     assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
                     assert (await target.batches()).requests >= 1
 
+    async def test_headers(self):
+        """They go with what is asked when the target is opened, and with each request."""
+        given = ("x-tenant: a", "AUTHORIZATION: Bearer s3cret")
+        async with self.served(tokens=("s3cret",)) as server, self.open(server, headers=given) as target:
+            assert (await answer(target, {"input": rows(1)}))["output"][0, 0] == 2
+            assert (await target.batches()).requests >= 1
+
+    async def test_more_requests_at_once_than_a_connection_takes(self):
+        async with self.served() as server, self.open(server) as target:
+            prepared = target.prepare({"input": rows(1)}, 0)
+            async with asyncio.timeout(WAIT_S):
+                answers = await asyncio.gather(*[target.start(prepared) for _ in range(700)])
+            assert all(target.outputs(item)["output"][0, 0] == 2 for item in answers)
+
     async def test_nobody_is_there(self):
         port = free_port()
         scheme = {"websocket": "ws"}.get(self.kind, self.kind)

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from asynctrt.loadtest import figures
+from asynctrt.loadtest.command import exit_status
 from asynctrt.loadtest.criteria import parse_slo
 from asynctrt.loadtest.figures import Counted, held, latencies, make_run, narrowness
 from asynctrt.loadtest.histogram import Counts
 from asynctrt.loadtest.limits import Room
 from asynctrt.loadtest.plans import make_plan
 from asynctrt.loadtest.recorder import ErrorCount, Window
-from asynctrt.loadtest.report import Resources
+from asynctrt.loadtest.report import Report, Resources
 from asynctrt.loadtest.runner import OWN_ERROR, Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import BatchCounters
@@ -307,6 +308,15 @@ def test_what_this_machine_lacks_is_no_error_of_the_target():
     windows[3].errors[OWN_ERROR] = ErrorCount(4, "Too many open files")
     (why,) = run_of(windows).void
     assert "Too many open files" in why
+
+
+@pytest.mark.parametrize(("answered", "failed", "status"), [(0, 40, 3), (0, 0, 3), (9, 31, 3), (39, 1, 0)])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_target_that_fails_is_not_good_whatever_else_there_is(answered, failed, status, is_late):
+    windows = {0: window([5.0] * answered, errors=failed, late_ms=100.0 if is_late else 0.001)}
+    run = run_of(windows)
+    report = Report("run", {}, {}, {}, (run,), {})
+    assert exit_status(report, ()) == (4 if is_late and status == 0 else status)
 
 
 def test_a_target_that_tells_nothing_has_no_batches():

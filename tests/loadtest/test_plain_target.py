@@ -121,6 +121,22 @@ async def test_no_connection_is_left_open(scheme, path, body):
         assert left == []
 
 
+async def test_a_websocket_that_speaks_unasked():
+    """Which of its messages is an answer cannot be told, so that no time of one is believed."""
+
+    async def talk(socket):
+        await socket.accept()
+        await socket.send_text("hello")
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    async with running(Starlette(routes=[WebSocketRoute("/", talk)])) as address:
+        report = await loadtest.run(f"ws://{address}/", body="x", callers=1, think=0.01, **QUICK)
+    (kind,) = report.runs[0].errors
+    assert kind == "TargetError"
+    assert "nothing asked for" in report.runs[0].errors[kind].example
+
+
 async def test_a_websocket_whose_answer_was_given_up_is_not_used_again():
     """A late answer would otherwise be taken for that of the next message."""
     gate = asyncio.Event()

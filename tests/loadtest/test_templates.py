@@ -34,10 +34,44 @@ def test_places_in_json(text, filled):
 def test_text_that_is_no_json(tmp_path):
     template = Template("say ${text} ${x[0]}")
     assert (template.is_json, template.names) == (False, ("text", "x"))
-    assert template.fill(ARRAYS) == "say grüße [1.5, 2.0]"
+    assert template.fill(ARRAYS).decode() == "say grüße [1.5, 2.0]"
     (tmp_path / "body.json").write_text('{"a": "${n}"}')
-    assert Template(f"@{tmp_path / 'body.json'}").fill(ARRAYS) == '{"a": [0, 1, 2]}'
-    assert Template('{"b":  1}').fill({}) == '{"b":  1}'  # To the letter.
+    assert Template(f"@{tmp_path / 'body.json'}").fill(ARRAYS) == b'{"a": [0, 1, 2]}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"b":  1}',
+        b'\xef\xbb\xbf{"a": 1}',
+        b"--x\r\nContent-Type: image/png\r\n\r\n\x89PNG\xff\x00\r\n--x--\r\n",
+        b"\xff\xfe ${x}",
+        b"",
+    ],
+)
+def test_a_file_without_places_is_sent_byte_by_byte(tmp_path, content):
+    (tmp_path / "body").write_bytes(content)
+    assert Template(f"@{tmp_path / 'body'}").fill(ARRAYS) == content
+
+
+def test_what_is_around_the_places_stays_as_it_was_written():
+    text = (
+        '{"a":1e400, "b" : NaN,\r\n "id": 12345678901234567890, "a":2, "q": "\\"${n[1]}\\"", "x":"${x[0]}"}'
+    )
+    assert Template(text).fill(ARRAYS).decode() == text.replace('"${x[0]}"', "[1.5, 2.0]").replace(
+        "${n[1]}", "1"
+    )
+
+
+def test_text_within_a_string_of_json_is_escaped():
+    arrays = {"text": np.array([b'say "so"\n'])}
+    filled = Template('{"prompt": "He: ${text}", "alone": "${text[0]}"}').fill(arrays)
+    assert json.loads(filled) == {"prompt": 'He: say "so"\n', "alone": 'say "so"\n'}
+
+
+def test_what_json_has_not_is_refused():
+    with pytest.raises(OptionsError, match="NaN"):
+        Template('{"a": "${x}"}').fill({"x": np.array([np.nan])})
 
 
 def test_what_is_missing_is_named(tmp_path):

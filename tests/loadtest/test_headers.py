@@ -1,0 +1,88 @@
+"""Headers go to every kind of target, each as it was given, or are refused."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from asynctrt import loadtest
+from asynctrt.errors import OptionsError
+from asynctrt.loadtest.headers import headers_of
+from asynctrt.loadtest.targets import TargetSpec
+
+pytestmark = pytest.mark.anyio
+QUICK = {"seconds": 0.1, "warmup": 0.0, "callers": 1, "think": 0.02}
+
+
+class Wire:
+    """A server that keeps what was sent to it, as it came, and answers each request in the same way."""
+
+    def __init__(self, answer=b"{}"):
+        self.heads = []
+        self.bodies = []
+        self._answer = answer
+
+    async def _serve(self, reader, writer):
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+                body = await reader.readexactly(int(length[0].split(b":")[1])) if length else b""
+                self.heads.append(head.decode())
+                self.bodies.append(body)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(self._answer))
+                writer.write(self._answer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    @asynccontextmanager
+    async def serving(self):
+        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+            yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def lines(head, name):
+    """Return the values of a header, however its name is written."""
+    pairs = [line.partition(":") for line in head.split("\r\n")[1:] if line]
+    return [value.strip() for key, _, value in pairs if key.lower() == name.lower()]
+
+
+async def test_over_http_each_is_sent_as_often_as_it_was_given():
+    wire = Wire()
+    async with wire.serving() as address:
+        await loadtest.run(
+            f"http://{address}/a%2Fb//c?q=%7B",
+            body=b"\xff\x00",
+            headers=["content-type: image/png", "X-Two: 1", "X-Two: 2", "Host: models.example"],
+            **QUICK,
+        )
+    head = wire.heads[0]
+    assert head.startswith("POST /a%2Fb//c?q=%7B HTTP/1.1\r\n")
+    assert lines(head, "Content-Type") == ["image/png"]
+    assert lines(head, "X-Two") == ["1", "2"]
+    assert lines(head, "Host") == ["models.example"]
+
+
+async def test_binary_files_over_http(tmp_path):
+    content = b"\x89PNG\r\n\xff\x00"
+    (tmp_path / "image.png").write_bytes(content)
+    wire = Wire()
+    async with wire.serving() as address:
+        await loadtest.run(f"http://{address}/", body=f"@{tmp_path / 'image.png'}", **QUICK)
+    assert set(wire.bodies) == {content}
+    assert lines(wire.heads[0], "Content-Type") == ["application/octet-stream"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "token", "says"),
+    [
+        (("Content-Length: 3",), None, "how the message is sent"),
+        (("authorization: Basic x",), "secret", "only one"),
+        (("no header",), None, "is not a header"),
+        (("X: a\x00b",), None, "line break"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(headers, token, says):
+    with pytest.raises(OptionsError, match=says):
+        headers_of(TargetSpec("http://h/", headers=headers, token=token))
