@@ -31,6 +31,10 @@ LATE_SHARE: Final = 0.1
 """Largest share of the mean latency that may be the generator's own lateness."""
 LATE_TAIL_SHARE: Final = 0.5
 """Largest ratio of the p99 of the lateness to the p99 of the latency."""
+OWED_SHARE: Final = 0.05
+OWED_LEAST: Final = 100
+"""A target does not keep up if it owes answers to this share more of the requests at the end than half-way,
+among at least so many."""
 COUNTED_SHARE: Final = 0.9
 """How far a target's count may be from the answers, as their share; sending processes do not look at once."""
 BUSY_CORES: Final = 0.97
@@ -112,6 +116,7 @@ def make_run(
         timeline=_timeline([batch for outcome in outcomes for batch in outcome.trace]),
         histogram=whole.latency.encoded(),
         parameters=parameters,
+        kept=_kept(plan, windows),
         scenario=_scenario(settings, whole, seconds, throughput),
     )
 
@@ -267,6 +272,17 @@ def narrowness(windows: Windows, window_s: float) -> float | None:
     intervals = _throughput_interval(known, window_s), _latency_interval(known)
     widths = [item.half_width for item in intervals if item is not None]
     return max(widths) if len(widths) == len(intervals) else None
+
+
+def _kept(plan: ProcessPlan, windows: Sequence[Window]) -> float | None:
+    """Return the rate of answers in the second half of a level open loop, if what is owed grew in it."""
+    if plan.schedule is None or not plan.is_level:
+        return None
+    half = total(windows[len(windows) // 2 :])
+    owed = half.sent - half.completed - half.failed
+    if owed <= OWED_SHARE * half.sent or half.sent < OWED_LEAST:
+        return None
+    return half.completed / ((len(windows) - len(windows) // 2) * plan.window_ns / 1e9)
 
 
 def _unbelievable(counters: BatchCounters | None, answered: int) -> str | None:

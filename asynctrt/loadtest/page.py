@@ -17,7 +17,7 @@ from asynctrt.loadtest.charts import charts as all_charts
 from asynctrt.loadtest.criteria import PERCENTILES, parse_slo
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.settings import CALLERS_DEFAULT
-from asynctrt.loadtest.views import all_errors, groups, judged, main_run, number, plain_label
+from asynctrt.loadtest.views import all_errors, groups, judged, kept_text, main_run, number, plain_label
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -242,6 +242,9 @@ def banners(report: Report) -> list[Banner]:
         reasons = ["The figures cover only what was measured before."]
         reasons += [f"{left:,} requests had neither been answered nor failed."] * (left > 0)
         found.append(Banner("bad", f"{what}", tuple(reasons)))
+    behind = [kept_text(run) for run in runs if run.kept is not None]
+    if behind and report.search is None:
+        found.append(Banner("warn", "The target did not keep up", tuple(behind)))
     found += _slo(report)
     found += _valid(report)
     notes = dict.fromkeys(note for run in runs for note in run.notes)

@@ -280,4 +280,7 @@ class PlainWebsocketTarget(_PlainTarget):
 
 
 def _said(error: Exception) -> str:
-    return f"{str(error) or type(error).__name__:.{TEXT_LENGTH_MAX}}"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return " ".join(error.message.split())[:TEXT_LENGTH_MAX]
+    text = str(error).removeprefix("400, message:").strip()  # A status that nobody gave.
+    return f"{text or type(error).__name__:.{TEXT_LENGTH_MAX}}"

@@ -34,7 +34,7 @@ class ProcessPlan:
     :param in_flight_max: limit on the requests in flight, all processes together.
     :param in_flight_why: where that comes from; empty if the requests of an open loop cannot get there.
     :param is_void_at_limit: whether requests that waited here make the figures those of the generator.
-    :param requests_max: limit on the requests of the run, all processes together.
+    :param requests_max: limit on the requests that are measured, all processes together.
     :param rows: mean number of rows per request.
     :param share: the number of this process, of ``shares``.
     """

@@ -169,6 +169,8 @@ class Run:
     """Histogram of the latency in ns, in the exchange format of HDR tools (V2, base64)."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The parameters in which this run differs from others, such as the rate."""
+    kept: float | None = None
+    """Requests/s that a target answered which did not keep up with an open loop; ``None`` if it did."""
     scenario: Mapping[str, Any] | None = None
     """The verdict by MLPerf's rules: whether the run is valid, and why not."""
 

@@ -121,6 +121,7 @@ class Runner:
         self._stopped_ns: int | None = None
         self._sending = True
         self._sent = 0
+        self._counted = 0  # Of those that are measured.
         self._answers = self._answers_before = 0
         self._callers = 0
         self._outcome = Outcome()
@@ -149,6 +150,7 @@ class Runner:
         """
         plan = self._plan
         self._start_ns = start_ns
+        self._from_ns = start_ns + plan.warmup_ns
         self._recorder = RunRecorder(start_ns + plan.warmup_ns, plan.window_ns)
         self._end_ns = start_ns + plan.warmup_ns + plan.measured_ns
         self._alarm = create_alarm(self._loop, self._tick, self._now_ns)
@@ -223,18 +225,21 @@ class Runner:
     def _next_block(self) -> bool:
         """Take the next block of arrivals; return whether there is one."""
         block = next(self._blocks, None)
-        left = self._requests_max - self._sent - len(self._backlog)
+        left = self._requests_max - self._counted
         if block is None or left <= 0:
             self._due, self._next = _view(np.array([NEVER])), 0
             return False
         # Views, because turning the numbers into lists would hold the loop for longer than drawing them.
-        self._due = _view(np.append(block.due_ns[:left] + self._start_ns, NEVER))
+        due_ns = block.due_ns + self._start_ns
+        last = np.searchsorted(due_ns, self._from_ns) + left
+        self._due = _view(np.append(due_ns[:last], NEVER))
         self._what = _view(block.samples)
         self._next = 0
         return True
 
     def _arrive(self, due_ns: int, what: int, now_ns: int) -> None:
         """Send a request that is due, or let it wait for room."""
+        self._counted += due_ns >= self._from_ns
         recorder = self._recorder
         recorder.late_due_ns.append(due_ns)
         recorder.noticed_ns.append(now_ns)
@@ -267,13 +272,14 @@ class Runner:
     def _call(self) -> None:
         """Let a caller send, or end."""
         now_ns = self._now_ns()
-        if now_ns >= self._end_ns or self._sent >= self._requests_max:
+        if now_ns >= self._end_ns or self._counted >= self._requests_max:
             self._outcome.exhausted = self._outcome.exhausted or self._sending
             self._sending = False
         if not self._sending:
             self._callers -= 1
             self._end_if_idle()
             return
+        self._counted += now_ns >= self._from_ns
         recorder = self._recorder
         recorder.late_due_ns.append(now_ns)
         recorder.noticed_ns.append(now_ns)

@@ -167,7 +167,7 @@ class LoadSettings:
     requests: int | None = setting(
         default=None,
         check=count(1).or_none,
-        doc="End after this many requests, if that is sooner.",
+        doc="End after this many requests have been measured, if that is sooner.",
     )
     until: float | None = setting(
         default=None,
@@ -190,7 +190,7 @@ class LoadSettings:
         default=None,
         check=count(1).or_none,
         doc="""Requests in flight at once; further ones wait here, which counts as latency. Default: the
-        length of an engine's queue, 256 for a server.""",
+        length of an engine's queue; for a server, as many as can be due within answer_timeout.""",
     )
     slo: tuple[str, ...] = setting(
         default=(),

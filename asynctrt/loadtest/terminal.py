@@ -10,7 +10,7 @@ from asynctrt.loadtest.figures import latencies
 from asynctrt.loadtest.recorder import Window, total
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.session import Progress
-from asynctrt.loadtest.views import all_errors
+from asynctrt.loadtest.views import all_errors, kept_text
 
 try:
     from rich import box
@@ -116,6 +116,7 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
     if not runs:
         console.print("Nothing was measured.")
         return
+    _show_behind(console, report)
     console.print(_runs_table(runs[-RUNS_MAX:], uncorrected=uncorrected, width=console.width))
     if len(runs) > RUNS_MAX:
         console.print(f"These are the last {RUNS_MAX} of {len(runs)} runs; the report has all.")
@@ -136,6 +137,13 @@ def show(console: Console, report: Report, *, uncorrected: bool) -> None:
     for note in dict.fromkeys(note for run in runs for note in run.notes):
         console.print(f"[dim]Note: {_clean(note)}.[/]")
     _show_verdict(console, report)
+
+
+def _show_behind(console: Console, report: Report) -> None:
+    if report.search is None:
+        for run in report.runs[-RUNS_MAX:]:
+            if run.kept is not None:
+                console.print(f"[bold yellow]The target did not keep up[/]: {_clean(kept_text(run))}.")
 
 
 def _show_errors(console: Console, runs: Sequence[Run]) -> None:

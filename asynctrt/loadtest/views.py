@@ -203,6 +203,13 @@ def stages(runs: Iterable[Run]) -> dict[str, float]:
     return found
 
 
+def kept_text(run: Run) -> str:
+    """Say what was asked of a target that did not keep up, and what it answered."""
+    return (
+        f"of {run.offered or 0:,.0f} requests/s that were due in {run.label} it answered {run.kept or 0:,.0f}"
+    )
+
+
 def all_errors(runs: Iterable[Run]) -> dict[str, ErrorKind]:
     """Return the errors by kind over all these runs, with the message of the first of each."""
     found: dict[str, ErrorKind] = {}

@@ -328,3 +328,15 @@ def test_the_histogram_is_of_all_answers():
     again = Counts.decode(run.histogram)
     assert len(again) == run.answered
     assert again.percentile(50) / MS == run.latency["p50"]
+
+
+@pytest.mark.parametrize(
+    ("completed", "errors", "kept"),
+    [(25, 0, None), (24, 0, None), (18, 0, 72.0), (0, 0, 0.0), (5, 20, None)],
+)
+def test_a_target_that_owes_more_and_more_did_not_keep_up(completed, errors, kept):
+    windows = {number: window([5.0] * (25 - errors), errors=errors) for number in range(40)}
+    for made in windows.values():
+        made.completed = completed
+    assert run_of(windows).kept == kept
+    assert run_of(windows, callers=4, rate=None).kept is None

@@ -168,11 +168,6 @@ def test_a_pair_with_a_run_that_was_cut_short_is_left_out_and_the_others_stay_pa
     assert (found.a, found.b) == ("A", "B")
 
 
-async def test_what_was_over_within_the_warm_up_is_said():
-    with pytest.raises(UsageError, match="ended before anything was measured.*a shorter warmup"):
-        await loadtest.run(Target(at_once), callers=2, requests=5, warmup=30.0)
-
-
 def test_nothing_at_all_is_no_report():
     with pytest.raises(UsageError, match="before anything was measured"):
         make_report(LoadJob("target", LoadSettings()), [], None)

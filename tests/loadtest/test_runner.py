@@ -44,6 +44,13 @@ async def test_shares_send_each_arrival_once():
     assert max(target.requests for target in targets) - min(target.requests for target in targets) <= 1
 
 
+@pytest.mark.parametrize("how", [{"rate": 2000}, {"callers": 3}])
+async def test_as_many_requests_as_asked_for_are_measured_after_the_warm_up(how):
+    _, _, windows, _ = await run(Target(at_once), requests=30, warmup=0.1, seconds=20, **how)
+    assert total(window for number, window in windows.items() if number >= 0).sent == 30
+    assert windows[WARM_UP].sent > 30
+
+
 async def test_what_waits_for_room_counts_from_when_it_was_due():
     """Two may be on the way, and are held until many are due: only the corrected latency tells."""
 
