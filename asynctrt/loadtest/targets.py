@@ -82,8 +82,10 @@ class Target(Protocol):
     """``engine``, ``function``, ``http``, ``grpc`` or ``websocket``."""
     inputs: tuple[TensorSpec, ...]
     """The inputs of one row; empty if they are not known."""
-    in_flight_max: int | None
-    """How many rows it takes at once, as an engine's queue does; ``None`` if it does not say."""
+
+    @property
+    def in_flight_max(self) -> int | None:
+        """Return how many rows it takes at once, as an engine's queue does; ``None`` if it does not say."""
 
     def prepare(self, inputs: Mapping[str, Array], priority: int) -> Any:
         """Encode a request as far as possible, because it will be sent many times."""
