@@ -1,5 +1,7 @@
 """The only module that reads a clock. Other modules are given the time, or functions of this module."""
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -19,14 +21,15 @@ own_cpu_ns: Callable[[], int] = time.thread_time_ns
 """CPU time in ns that the calling thread has used."""
 
 
-def cpu_clock_of_thread(ident: int) -> Callable[[], int] | None:
-    """Return a function that reads the CPU time in ns that the running thread ``ident`` has used.
+def cpu_clock_of_this_thread() -> Callable[[], int] | None:
+    """Return a function that reads the CPU time in ns that the calling thread has used, in any thread.
 
-    Return ``None`` on platforms without POSIX's ``pthread_getcpuclockid``.
+    Return ``None`` on systems other than Linux, whose kernel numbers these clocks by thread. The C library
+    asks for a thread's ``get_ident()``, which is something else where gevent has patched ``threading``.
     """
-    if not hasattr(time, "pthread_getcpuclockid"):
+    if sys.platform != "linux":
         return None
-    clock_id = time.pthread_getcpuclockid(ident)
+    clock_id = ~threading.get_native_id() << 3 | 6
     return lambda: time.clock_gettime_ns(clock_id)
 
 

@@ -68,7 +68,7 @@ class Stalls:
         self._now_ns = now_ns
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._cpu_ns = clock.cpu_clock_of_thread(self._thread_id) or clock.cpu_ns
+        self._cpu_ns = clock.cpu_clock_of_this_thread() or clock.cpu_ns
         self.delays = [0] * (len(BOUNDS_NS) + 2)
         """How many beats were late by at most each of ``BOUNDS_NS``, or more; and the sum of it in ns."""
         self.count = 0

@@ -147,7 +147,7 @@ class _Worker:
         return seen_ns == lent_ns and 2 * (self._cpu_ns() - seen_cpu_ns) >= now_ns - lent_ns
 
     def _serve(self) -> None:
-        self._cpu_ns = clock.cpu_clock_of_thread(threading.get_ident())
+        self._cpu_ns = clock.cpu_clock_of_this_thread()
         atexit.register(self._let_end)
         try:
             while (served := self._ready.get(self.sleep)) is not None:
