@@ -345,6 +345,25 @@ class TestWhere:
                     await asyncio.get_running_loop().run_in_executor(executor, client.__enter__)
         await until(lambda: threading.active_count() <= before)
 
+    def test_hosts_cannot_be_looked_up_when_the_interpreter_exits(self, kind):
+        """asyncio looks them up in threads, and starts none then."""
+
+        async def main():
+            await asyncio.get_running_loop().shutdown_default_executor()
+            with pytest.raises(ConnectionLostError, match="xecutor"):
+                async with connect(
+                    f"{kind}://localhost:9", **({"proxy": None} if kind == "ws" else {})
+                ) as client:
+                    await client.infer("double", ROW)
+
+        asyncio.run(main())
+
+    @pytest.mark.parametrize("proxy", ["nothing://127.0.0.1:9", "socks5://127.0.0.1:9"])
+    async def test_a_proxy_that_websockets_cannot_use(self, proxy):
+        with pytest.raises(UsageError, match="websockets refuses a setting"):
+            async with connect("ws://127.0.0.1:9/v2/ws", proxy=proxy):
+                pass
+
     async def test_a_setting_that_websockets_does_not_have(self):
         with pytest.raises(UsageError, match="colour"):
             await connect("ws://127.0.0.1:1", colour=1).__aenter__()

@@ -187,7 +187,8 @@ class HttpClient(Client):
                 raise
             # Closing the pool cancels those that wait for a connection; nobody cancelled this task.
             raise NotConnectedError("this client was closed") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:
+            # asyncio looks hosts up in threads, and has none when the interpreter exits: a RuntimeError.
             # Without its traceback: aiohttp keeps the error in an object that a frame there has.
             raise ConnectionLostError(
                 f"the connection to {self.url} was lost: {_text_of(error)}"

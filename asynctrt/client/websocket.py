@@ -32,7 +32,13 @@ try:
     from websockets.asyncio.client import ClientConnection
     from websockets.asyncio.client import connect as open_websocket
     from websockets.client import backoff
-    from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+    from websockets.exceptions import (
+        ConnectionClosed,
+        InvalidHandshake,
+        InvalidProxy,
+        InvalidStatus,
+        InvalidURI,
+    )
     from websockets.protocol import State
 except ImportError as error:
     raise MissingExtraError(
@@ -222,7 +228,7 @@ class WebSocketClient(Client):
     async def _open(self) -> ClientConnection:
         try:
             return await open_websocket(self.url, **self._settings)
-        except TypeError as error:
+        except (TypeError, ImportError, InvalidProxy) as error:
             raise UsageError(f"websockets refuses a setting of this client: {error}") from error
         except InvalidStatus as error:
             raise _refused(self.url, error) from error
@@ -230,7 +236,8 @@ class WebSocketClient(Client):
             raise UsageError(
                 f"{self.url!r} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
             ) from error
-        except (OSError, InvalidHandshake, TimeoutError) as error:
+        except (OSError, InvalidHandshake, TimeoutError, RuntimeError) as error:
+            # asyncio looks hosts up in threads, and has none when the interpreter exits: a RuntimeError.
             raise ConnectionLostError(f"cannot connect to {self.url}: {_text_of(error)}") from error
 
     async def _run(self, socket: ClientConnection) -> None:
