@@ -95,7 +95,7 @@ def validate(settings: Any) -> None:
     :raises OptionsError: for the first value that is not what its field expects.
     """
     for item in dataclasses.fields(settings):
-        check = item.metadata["check"]
+        check = item.metadata.get("check")  # A subclass may have fields of another kind.
         if check is not None:
             object.__setattr__(settings, item.name, check(item.name, getattr(settings, item.name)))
 

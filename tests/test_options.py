@@ -136,6 +136,16 @@ def test_single_settings_win_over_options():
     assert Options.from_settings(base, {"max_rows": 4}) == Options(max_rows=4, contexts=2)
 
 
+def test_options_of_an_applications_own_class():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Options):
+        team: str = ""
+
+    mine = Mine(max_rows=3, team="vision")
+    kept = Options.from_settings(mine, {"timeout": 2})
+    assert (type(kept), kept.max_rows, kept.timeout, kept.team) == (Mine, 3, 2, "vision")
+
+
 def test_options_of_another_type_are_refused():
     with pytest.raises(OptionsError, match="options must be an asynctrt.Options, not a dict"):
         asynctrt.open("model.onnx", options={"max_rows": 3})
