@@ -18,7 +18,7 @@ from contextvars import Context
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 from asynctrt import clock
 from asynctrt.errors import (
@@ -31,7 +31,7 @@ from asynctrt.errors import (
 )
 from asynctrt.forks import Origin, in_child
 from asynctrt.inputs import Checked, Inputs, Outputs
-from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
+from asynctrt.loops import running_loop, see_through, see_through_in_thread, wait_shielded
 from asynctrt.nesting import Run
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
@@ -165,6 +165,16 @@ class Engine:
                 source=self,
                 stacklevel=1,
             )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled.
+
+        :raises UsageError: always.
+        """
+        raise UsageError(
+            f"{self!r} cannot be copied or pickled: it belongs to its event loop. Open another where one is "
+            "needed"
+        )
 
     async def __aenter__(self) -> Self:
         self._origin.check(self)
@@ -549,16 +559,14 @@ class Engine:
         use is abandoned.
         """
         self._check_loop()
-        closing = self._close_soon()
         # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
-        cancelled = await wait_shielded(closing)
-        closing.result()
+        cancelled = await see_through(self._close_soon)
         if cancelled is not None:
             raise cancelled
 
     def _close_soon(self) -> asyncio.Task[None]:
         """Return the task that closes it, which begins now at the latest."""
-        if self._closing is None:
+        if self._closing is None or self._closing.cancelled():
             self._closing = self._loop.create_task(self._close())
         return self._closing
 

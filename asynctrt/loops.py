@@ -91,6 +91,23 @@ async def see_through_in_thread(
     return future, cancelled
 
 
+async def see_through(begin: Callable[[], "asyncio.Task[Any]"]) -> asyncio.CancelledError | None:
+    """Wait until a task has ended, whatever is cancelled meanwhile; raise what it raised.
+
+    A loop that ends cancels every task, and one that has not begun then runs no line of its own.
+
+    :param begin: returns the task; once it was cancelled, another one.
+    :returns: the cancellation of the caller that is still to be raised, if there was one.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while True:
+        task = begin()
+        cancelled = await wait_shielded(task) or cancelled
+        if not task.cancelled():
+            task.result()
+            return cancelled
+
+
 async def wait_shielded(
     future: "asyncio.Future[Any]",
     timeout_s: float = math.inf,

@@ -76,6 +76,10 @@ def _build(
         raise advise(error, device) from error.__cause__
 
 
+class NotOpenError(UsageError, AttributeError):
+    """What is asked of something that has no engine yet. To ``hasattr`` and ``inspect`` it is not there."""
+
+
 class Opening:
     """An engine about to be opened: enter it with ``async with``, or await it."""
 
@@ -98,7 +102,7 @@ class Opening:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Engine, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise UsageError(
+        raise NotOpenError(
             f"this engine is not open yet, so it has no {name!r}: "
             "async with asynctrt.open(...) as engine, or engine = await asynctrt.open(...)"
         )

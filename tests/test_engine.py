@@ -1,9 +1,11 @@
 """The engine as its users meet it: opening, inferring, overload, cancelling, closing, misuse."""
 
 import asyncio
+import copy
 import gc
 import itertools
 import os
+import pickle
 import threading
 import time
 
@@ -127,9 +129,34 @@ class TestOpening:
             pass
         assert not closed
 
+    @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+    async def test_an_engine_cannot_be_copied(self, copied):
+        async with asynctrt.open(double_model()) as engine:
+            with pytest.raises(UsageError, match="cannot be copied or pickled.*Open another"):
+                copied({"engine": engine}["engine"])
+
+    @pytest.mark.parametrize("steps", [1, 2, 3])
+    @pytest.mark.parametrize("is_pipeline", [False, True])
+    def test_a_loop_that_ends_when_closing_has_hardly_begun(self, steps, is_pipeline):
+        async def main():
+            engine = await asynctrt.open(double_model())
+            engines.append(engine)
+            if is_pipeline:
+                pipeline = asynctrt.Pipeline(engine, inputs=engine.inputs, outputs=engine.outputs)
+                engines.append(pipeline)
+            tasks = [asyncio.create_task(one.aclose()) for one in engines]
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            return tasks
+
+        engines = []
+        asyncio.run(main())
+        assert {one.state for one in engines} == {"closed"}
+
     async def test_what_is_not_open_says_so(self):
         opening = asynctrt.open(double_model())
         assert "not entered yet" in repr(opening)
+        assert not hasattr(opening, "infer")
         with pytest.raises(UsageError, match="not open yet, so it has no 'infer'"):
             opening.infer
         with pytest.raises(AttributeError):
