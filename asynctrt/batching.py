@@ -12,7 +12,8 @@ import sys
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Hashable, Iterator
 from contextlib import suppress
-from types import TracebackType
+from contextvars import Context
+from types import AsyncGeneratorType, MethodType, TracebackType
 from typing import (
     Any,
     Concatenate,
@@ -49,6 +50,7 @@ from asynctrt.errors import (
 from asynctrt.forks import in_child
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
 from asynctrt.loops import running_loop
+from asynctrt.opening import NotOpenError
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options
 from asynctrt.statistics import Statistics
@@ -62,6 +64,9 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 U = TypeVar("U")
+
+Keeper = AsyncGeneratorType[None, None]
+"""What :func:`keep_open` returns."""
 
 Names = str | tuple[str, ...] | list[str]
 """The parameters that a key names."""
@@ -265,7 +270,9 @@ class Batched(Generic[P, R]):
         items: bool,
         run_on: FunctionRunsOn = "thread",
     ) -> None:
-        functools.update_wrapper(self, function)
+        # An object's own attributes are its state, which changes, and may be called like ours.
+        updated = functools.WRAPPER_UPDATES if inspect.isroutine(function) else ()
+        functools.update_wrapper(self, function, updated=updated)
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         mark_as_coroutine_function(self)
         self._settings = options, key, items, run_on
@@ -276,6 +283,8 @@ class Batched(Generic[P, R]):
         self._waits = is_coroutine_function(function)
         self._engines = self._engines_of(function, self._key, self.__name__)
         self._instance: object = None
+        # The classes that it is a method of.
+        self._owners: tuple[type, ...] = ()
         # For methods, by the id of their instance, which need be neither hashable nor unequal to others.
         self._bound: dict[int, tuple[weakref.ref[Any], Engines]] = {}
 
@@ -295,25 +304,47 @@ class Batched(Generic[P, R]):
             found = getattr(found, name, None)
         return path if found is self else (restored, (self.__wrapped__, self._settings))
 
+    def __eq__(self, other: object) -> bool:
+        """Compare as functions and bound methods do: a method is bound anew each time it is asked for."""
+        if self._instance is None or not isinstance(other, Batched):
+            return self is other
+        return self._instance is other._instance and self._bound is other._bound
+
+    def __hash__(self) -> int:
+        """Hash what is compared."""
+        return hash((id(self._instance), id(self._bound)))
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        """Learn that it is a method."""
+        self._owners += (owner,)
+
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> Self: ...
     @overload
     def __get__(self: "Batched[Concatenate[S, Q], R]", instance: S, owner: type[Any]) -> "Batched[Q, R]": ...
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None or isinstance(self.__wrapped__, staticmethod):
+        if instance is None or self._instance is not None or isinstance(self.__wrapped__, staticmethod):
             return self
         found = self._bound.get(id(instance))
         if found is None:
             found = self._bind(instance)
         bound: Batched[Any, R] = object.__new__(type(self))
-        # It holds the instance, so that a call does too; its engines hold it weakly.
-        bound.__dict__.update(self.__dict__, _engines=found[1], _instance=instance)
+        # It holds the instance, so that a call does too; its engines hold it weakly. What it wraps is bound,
+        # too: signatures are read from there.
+        bound.__dict__.update(
+            self.__dict__,
+            __wrapped__=MethodType(self.__wrapped__, instance),
+            _engines=found[1],
+            _instance=instance,
+            _owners=(),
+        )
         return bound
 
     async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Compute one item, in a batch with those of other callers.
 
-        :raises InputError: if the call's key cannot be hashed, or misses an argument.
+        :raises InputError: if the call's key cannot be hashed, or misses an argument, and for an argument
+            that is an array of another library and cannot be read as one of NumPy's.
         :raises QueueFullError, DeadlineError: under overload.
         :raises UsageError: from within the function's own run, or one that it waits for.
         :raises ExecutionError: when the function or the key function raised; what it raised is the
@@ -321,6 +352,9 @@ class Batched(Generic[P, R]):
         """
         engine = self._engines.last()
         if engine is None or engine.loop is not running_loop():
+            if len(args) + len(kwargs) > 1 and args and self._is_method_of(args[0]):
+                method: Batched[..., R] = self.__get__(args[0], type(args[0]))
+                return await method(*args[1:], **kwargs)
             engine = await self._engines.open()
         try:
             return cast("R", await engine.compute(args, kwargs))
@@ -346,9 +380,13 @@ class Batched(Generic[P, R]):
 
         :raises UsageError: before the first call on this loop.
         """
-        found = self._engines.find(running_loop())
+        try:
+            loop = running_loop()
+        except UsageError as error:
+            raise NotOpenError(str(error)) from None
+        found = self._engines.find(loop)
         if found is None:
-            raise UsageError(
+            raise NotOpenError(
                 f"{self.__name__!r} has no engine on this event loop yet: call it, or enter it "
                 f"(async with {self.__name__}:)"
             )
@@ -365,6 +403,20 @@ class Batched(Generic[P, R]):
         """Close the engine on the running event loop, if there is one. A later call opens another."""
         await self._engines.aclose()
 
+    def _is_method_of(self, first: object) -> bool:
+        """Return whether the first argument of a call is what a method would be bound to.
+
+        It is if a method was asked of its class, and of class methods since Python 3.13, which no longer asks
+        what they wrap to bind itself.
+        """
+        return isinstance(first, self._owners) or (
+            isinstance(first, type)
+            and any(
+                isinstance(found := vars(kind).get(self.__name__), classmethod) and found.__func__ is self
+                for kind in first.__mro__
+            )
+        )
+
     def _bind(self, instance: Any) -> "tuple[weakref.ref[Any], Engines]":
         key, bound = id(instance), self._bound
         try:
@@ -372,7 +424,8 @@ class Batched(Generic[P, R]):
         except TypeError:
             raise UsageError(
                 f"{type(instance).__name__!r} has a method that asynctrt.batch decorates, and its instances "
-                "cannot be referenced weakly. Add '__weakref__' to its __slots__"
+                "cannot be referenced weakly. Add '__weakref__' to its __slots__; for a dataclass, give "
+                "weakref_slot=True"
             ) from None
         method = WeakMethod(reference, self.__wrapped__)
         name, method_key = f"{type(instance).__name__}.{self.__name__}", self._key.bound()
@@ -470,7 +523,8 @@ class Engines:
         if found is None:
             task = self._opening.get(loop)
             if task is None:
-                task = self._opening[loop] = loop.create_task(self._open(loop))
+                # Not in the context of this call, in which all later ones would be served.
+                task = self._opening[loop] = Context().run(loop.create_task, self._open(loop))
                 # Looked at here: all who wait may have been cancelled by then.
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Whoever is cancelled does not stop it, because others wait for it too.
@@ -541,7 +595,7 @@ class TicketEngine:
         self._waiting = tickets.waiting
         self._tickets = numbered()
         self._groups = groups
-        self._keeper: AsyncGenerator[None, None] | None = None
+        self._keeper: Keeper | None = None
 
     async def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue one item and return its result."""
@@ -563,8 +617,12 @@ class TicketEngine:
 
     async def attach(self, forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]") -> None:
         """Have the engine closed together with its loop, or when nothing refers to this object any more."""
-        self._keeper = keep_open(self.engine, weakref.ref(self), forget)
-        await anext(self._keeper)
+        loop, engine = self.loop, self.engine
+        keeper = cast("Keeper", keep_open(engine, weakref.ref(self), forget))
+        self._keeper = keeper
+        await anext(keeper)
+        # Its own, so that it holds the engine no longer than this object does.
+        self._end = weakref.ref(self, lambda _: close_soon(loop, engine, keeper))
 
     async def aclose(self) -> None:
         """Close the engine."""
@@ -577,10 +635,9 @@ async def keep_open(
     owner: "weakref.ref[TicketEngine]",
     forget: "weakref.WeakMethod[Callable[[TicketEngine], None]]",
 ) -> AsyncGenerator[None, None]:
-    """Close an engine when its loop ends, or when nothing refers to this generator any more.
+    """Close an engine when its loop ends.
 
-    A runner shuts down the asynchronous generators of a loop before it closes the loop, and a generator that
-    is garbage is closed on the loop that it was begun on.
+    A runner shuts down the asynchronous generators of a loop before it closes the loop.
     """
     try:
         yield
@@ -590,6 +647,31 @@ async def keep_open(
             let_go(closing)
         if engine._origin.is_here:  # A child that was forked may end the loop that it has of its parent.
             await engine.aclose()
+
+
+def close_soon(loop: asyncio.AbstractEventLoop, engine: Engine, keeper: Keeper) -> None:
+    """Close an engine that nothing refers to any more, from any thread.
+
+    Until then its generator is no garbage, so that a loop which ends meanwhile closes the engine after all.
+    To close what is garbage, asyncio makes a task, which a loop that ends may not run.
+    """
+    if engine.state == "closed" or not engine._origin.is_here:
+        return
+
+    def begin(before: "asyncio.Task[None] | None" = None) -> None:
+        # A loop that ends cancels every task, and one that has not begun runs no line of its own.
+        if before is None or before.cancelled():
+            loop.create_task(close(engine, keeper)).add_done_callback(begin)
+
+    with suppress(RuntimeError):  # A loop that is closed has closed it, or never will.
+        loop.call_soon_threadsafe(begin, context=Context())
+
+
+async def close(engine: Engine, keeper: Keeper) -> None:
+    """Close an engine, and then the generator that would."""
+    await engine.aclose()
+    if not keeper.ag_running:
+        await keeper.aclose()
 
 
 def numbered() -> Iterator[tuple[int, Array]]:

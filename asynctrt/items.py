@@ -354,7 +354,12 @@ def kind_of(value: Any) -> tuple[Any, Any]:
             "an argument has masked values, which stacked arrays cannot have. Replace them: array.filled(0); "
             "or take lists of items: @asynctrt.batch(items=True)"
         )
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise InputError(
+            f"an argument, a {type(value).__name__}, cannot be read as an array: {describe(error)}"
+        ) from error
     return array, (array.shape, array.dtype)
 
 

@@ -41,6 +41,10 @@ async def gathered(function, *items):
     return await asyncio.gather(*map(function, items), return_exceptions=True)
 
 
+async def engine_of(function):
+    return function.engine
+
+
 class Held:
     """A coroutine function over items that keeps its first batch until the test lets it go."""
 
@@ -636,6 +640,31 @@ class TestMethods:
         run(main())
         assert not Scale.twice._bound
 
+    @pytest.mark.parametrize("steps", range(5))
+    def test_an_instance_that_goes_just_before_its_loop(self, steps):
+        """Its engine is closed all the same, however far closing it has come by then."""
+
+        class Scale:
+            @asynctrt.batch
+            def twice(self, x):
+                return 2 * x
+
+        async def turn():
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+        before = set(threading.enumerate())
+        with asyncio.Runner() as runner:
+            scale = Scale()
+            assert runner.run(gathered(scale.twice, 1)) == [2]
+            engine = runner.run(engine_of(scale.twice))
+            del scale
+            gc.collect()
+            if steps:
+                runner.run(turn())
+        assert engine.state == "closed"
+        assert set(threading.enumerate()) == before
+
     def test_instances_without_weak_references(self):
         class Slotted:
             __slots__ = ()
@@ -644,7 +673,7 @@ class TestMethods:
             def twice(self, x):
                 return 2 * x
 
-        with pytest.raises(UsageError, match="Add '__weakref__' to its __slots__"):
+        with pytest.raises(UsageError, match="Add '__weakref__' to its __slots__; for a data"):
             Slotted().twice(1)
 
     def test_a_static_method(self):
