@@ -15,7 +15,17 @@ from numpy import ndarray
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, content_of, convert, split_shared
+from asynctrt.tensors import (
+    Array,
+    Dims,
+    TensorSpec,
+    Views,
+    check_shape,
+    content_of,
+    convert,
+    has_masked,
+    split_shared,
+)
 from asynctrt.validation import int_or_none, show
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -386,11 +396,3 @@ def _may_be_not_finite(dtype: np.dtype[Any]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def has_masked(array: object) -> bool:
-    """Return whether an array has values that are masked, which a plain array cannot leave out."""
-    if not isinstance(array, np.ma.MaskedArray):
-        return False
-    mask = np.ma.getmask(array)
-    return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask is one of booleans too.

@@ -8,8 +8,7 @@ import numpy as np
 
 from asynctrt.backends.function import is_coroutine_function, own_error
 from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe
-from asynctrt.inputs import has_masked
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array, TensorSpec, has_masked
 from asynctrt.validation import check_names, show
 
 GROUPS_MAX: Final = 64

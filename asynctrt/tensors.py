@@ -343,6 +343,14 @@ def content_of(value: Array) -> tuple[Dims, bytes | tuple[str, ...]]:
     return value.shape, tuple(flat.tolist()) if value.dtype.hasobject else flat.tobytes()
 
 
+def has_masked(array: object) -> bool:
+    """Return whether an array has values that are masked, which a plain array cannot leave out."""
+    if not isinstance(array, np.ma.MaskedArray):
+        return False
+    mask = np.ma.getmask(array)
+    return bool(np.ascontiguousarray(mask).view(np.bool_).any())  # A structured mask is one of booleans too.
+
+
 def convert(spec: TensorSpec, value: Any) -> Array:
     """Return nested lists or a number as an array of the tensor's dtype, if that changes no value.
 

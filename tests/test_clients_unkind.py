@@ -18,6 +18,7 @@ from asynctrt.client import RemoteError, connect, connect_blocking
 from asynctrt.errors import (
     ConnectionLostError,
     DeadlineError,
+    InputError,
     OptionsError,
     UnauthorizedError,
     UsageError,
@@ -357,6 +358,54 @@ class TestWhere:
                     await client.infer("double", ROW)
 
         asyncio.run(main())
+
+    async def test_a_password_in_an_address_is_sent_and_is_in_no_message(self, kind):
+        server = Unkind(answer("401 Unauthorized", b"no"))
+        listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+        async with listening:
+            url = f"{kind}://me:pa55@127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            client = connect(url, **({"proxy": None} if kind == "ws" else {}))
+            with pytest.raises(UnauthorizedError) as refused:
+                async with client:
+                    await client.infer("m", ROW)
+        assert b"Authorization: Basic bWU6cGE1NQ==" in server.requests[0]
+        lost = connect(f"{kind}://me:pa55@127.0.0.1:9", **({"proxy": None} if kind == "ws" else {}))
+        with pytest.raises(ConnectionLostError) as unreachable:
+            async with lost:
+                await lost.infer("m", ROW)
+        with pytest.raises(UsageError, match="one authorization") as twice:
+            connect(url, token="secret")
+        with pytest.raises(UsageError) as unknown:
+            connect(url.replace(kind, "ftp", 1))
+        said = [str(one.value) for one in (refused, unreachable, twice, unknown)]
+        assert "pa55" not in " ".join([*said, repr(client), client.url])
+
+    @pytest.mark.parametrize("host", [f"{'a' * 64}.invalid:80", "127.0.0.1:99999"])
+    async def test_addresses_that_cannot_be(self, kind, host):
+        with pytest.raises((UsageError, ConnectionLostError)):
+            async with connect(f"{kind}://{host}", **({"proxy": None} if kind == "ws" else {})) as client:
+                await client.infer("m", ROW)
+
+    @pytest.mark.parametrize(
+        ("url", "settings"),
+        [
+            (None, {}),
+            (b"http://127.0.0.1", {}),
+            ("http://127.0.0.1", {"token": b"secret"}),
+            ("http://127.0.0.1", {"attempts": "2"}),
+            ("http://127.0.0.1", {"max_in_flight": 2.5}),
+        ],
+    )
+    def test_settings_of_another_type(self, url, settings):
+        with pytest.raises(UsageError):
+            connect(url, **settings)
+
+    async def test_masked_inputs_are_refused(self, kind):
+        masked = np.ma.masked_array([[1, 2, 3, 4]], [[0, 1, 0, 0]], np.float32)
+        async with serving() as server, connect(url_of(server, kind)) as client:
+            with pytest.raises(InputError, match=r"masked values.*filled"):
+                await client.infer("double", {"input": masked})
+            assert (await client.infer("double", {"input": masked.filled(0)}))["output"][0, 0] == 2
 
     @pytest.mark.parametrize("proxy", ["nothing://127.0.0.1:9", "socks5://127.0.0.1:9"])
     async def test_a_proxy_that_websockets_cannot_use(self, proxy):

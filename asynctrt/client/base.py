@@ -13,6 +13,7 @@ from asynctrt.client.persistence import (
     only_input,
     seconds_of,
     with_dtype,
+    without_credentials,
 )
 from asynctrt.errors import UsageError
 from asynctrt.forks import Origin
@@ -29,7 +30,8 @@ class Client(ABC):
 
     def __init__(self, url: str, max_in_flight: int, attempts: int, *, idempotent: bool) -> None:
         check_settings(max_in_flight, attempts)
-        self.url = url
+        self._address = url
+        self.url = without_credentials(url)
         self._attempts = attempts
         self._idempotent = idempotent
         self._inputs: dict[tuple[str, str], tuple[TensorSpec, ...]] = {}

@@ -3,6 +3,7 @@
 from typing import Any
 
 from asynctrt.client.base import Client
+from asynctrt.client.persistence import without_credentials
 from asynctrt.client.websocket import WebSocketClient
 from asynctrt.errors import UsageError
 
@@ -34,15 +35,27 @@ def connect(
     :param max_size: the largest answer in bytes; ``None`` for no limit.
     :param settings: passed to ``websockets.asyncio.client.connect`` or to ``aiohttp.TCPConnector``: ``ssl``
         and others.
-    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, ``url`` is no such address, or
-        ``token`` cannot stand in a header; on entering, for an unknown setting.
+    :raises UsageError: if ``max_in_flight`` or ``attempts`` is less than 1, ``url`` is no such address,
+        ``token`` cannot stand in a header, or there are a token and a password in the address, which is in no
+        message; on entering, for an unknown setting.
     :raises MissingExtraError: for HTTP without aiohttp.
     :raises ConnectionLostError: on entering, if there is no server at the address of a websocket.
     :raises UnauthorizedError: on entering, if the websocket's server refuses the token.
     """
-    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+    if not isinstance(url, str):
+        raise UsageError(
+            f"the address of a server is a str such as http://HOST:PORT, not a {type(url).__name__}"
+        )
+    if token is not None and not (
+        isinstance(token, str) and token.isascii() and token.isprintable() and " " not in token
+    ):
         # A line break would end the header and begin another one. The message must not show the token.
         raise UsageError("a token has printable ASCII characters without spaces, and this one has others")
+    if token and url != without_credentials(url):
+        raise UsageError(
+            f"{without_credentials(url)!r} was given with a user and a password, and with a token as well. A "
+            "request has one authorization: leave out one of them"
+        )
     scheme = url.partition("://")[0]
     if scheme in ("http", "https"):
         # Not before it is needed: applications that use websockets need no aiohttp.
@@ -58,7 +71,8 @@ def connect(
             settings=settings,
         )
     if scheme not in ("ws", "wss"):
-        raise UsageError(f"{url!r} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
+        shown = without_credentials(url)
+        raise UsageError(f"{shown!r} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
     return WebSocketClient(url, settings, max_in_flight, attempts, reconnect_timeout, idempotent=idempotent)

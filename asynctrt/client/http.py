@@ -63,7 +63,7 @@ class HttpClient(Client):
     ) -> None:
         super().__init__(url.rstrip("/").removesuffix("/v2"), max_in_flight, attempts, idempotent=idempotent)
         if not _is_address(url):
-            raise UsageError(f"{url!r} is not the address of a server, such as http://HOST:PORT")
+            raise UsageError(f"{self.url!r} is not the address of a server, such as http://HOST:PORT")
         self._token = token
         self._max_size = math.inf if max_size is None else max_size
         self._settings = {"limit": max_in_flight, **settings}
@@ -174,13 +174,13 @@ class HttpClient(Client):
             raise NotConnectedError(
                 "this client is closed" if self._is_closed else "use the client in `async with connect(...)`"
             )
-        url = URL(self.url + path, encoded=True)
+        url = URL(self._address + path, encoded=True)
         try:
             async with self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             ) as response:
                 answer = await self._read(response)
-        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.InvalidURL, UnicodeError) as error:
             raise NotConnectedError(f"cannot connect to {self.url}: {_text_of(error)}") from error
         except asyncio.CancelledError:
             if not self._is_closed or is_cancelled():

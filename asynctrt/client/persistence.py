@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -20,7 +21,7 @@ from asynctrt.errors import (
 )
 from asynctrt.kserve.client import AnswerError, read_specs
 from asynctrt.tensors import TensorSpec, convert
-from asynctrt.validation import duration
+from asynctrt.validation import duration, int_or_none
 
 T = TypeVar("T")
 
@@ -97,13 +98,21 @@ async def persist(
     raise DeadlineError(f"no answer within the deadline of {deadline:g} s")
 
 
-def check_settings(max_in_flight: int, attempts: int) -> None:
+def check_settings(max_in_flight: object, attempts: object) -> None:
     """Check the settings that all clients have.
 
-    :raises UsageError: if one is less than 1.
+    :raises UsageError: if one is no whole number, or less than 1.
     """
-    if max_in_flight < 1 or attempts < 1:
-        raise UsageError(f"max_in_flight and attempts must be at least 1, not {max_in_flight} and {attempts}")
+    if any(number is None or number < 1 for number in map(int_or_none, (max_in_flight, attempts))):
+        raise UsageError(
+            "max_in_flight and attempts must be whole numbers of at least 1, not "
+            f"{max_in_flight!r:.40} and {attempts!r:.40}"
+        )
+
+
+def without_credentials(url: str) -> str:
+    """Return an address without the user and the password in it, for messages."""
+    return re.sub(r"//[^/]*@", "//", url, count=1)
 
 
 def seconds_of(name: str, value: Any) -> float | None:

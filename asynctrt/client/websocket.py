@@ -227,12 +227,12 @@ class WebSocketClient(Client):
 
     async def _open(self) -> ClientConnection:
         try:
-            return await open_websocket(self.url, **self._settings)
+            return await open_websocket(self._address, **self._settings)
         except (TypeError, ImportError, InvalidProxy) as error:
             raise UsageError(f"websockets refuses a setting of this client: {error}") from error
         except InvalidStatus as error:
             raise _refused(self.url, error) from error
-        except InvalidURI as error:
+        except (InvalidURI, ValueError) as error:
             raise UsageError(
                 f"{self.url!r} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
             ) from error
@@ -267,7 +267,7 @@ class WebSocketClient(Client):
         """
         delays = backoff(initial_delay=0.1, min_delay=0.1, max_delay=5.0)
         while True:
-            opening = open_websocket(self.url, **self._settings)
+            opening = open_websocket(self._address, **self._settings)
             try:
                 return await opening
             except Exception as error:

@@ -18,7 +18,7 @@ from asynctrt.kserve.datatypes import (
     write_tensor,
 )
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.tensors import Array, TensorSpec, convert
+from asynctrt.tensors import Array, TensorSpec, convert, has_masked
 
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
@@ -43,8 +43,13 @@ def as_array(name: str, value: Any) -> Array:
     """Return an input as an array in native byte order. Text, and objects that are text or bytes, become
     objects that are bytes.
 
-    :raises InputError: if the protocol has no datatype for it.
+    :raises InputError: if the protocol has no datatype for it, or some of it is masked.
     """
+    if has_masked(value):
+        raise InputError(
+            f"input {name!r} has masked values, which a model cannot leave out. Replace them: "
+            "array.filled(value)"
+        )
     array = np.asarray(value)
     if array.dtype.kind in "US" and array is not value:
         array = np.asarray(value, object)  # NumPy's own strings lose the NULs at their ends.
