@@ -217,8 +217,12 @@ class Groups:
         group.waiting -= 1
         if not group.waiting:
             self._queued[group.queue] -= 1
-            if not self._keeps:
+            if self._keeps:
+                return
+            if self._found.get(group.kind) is group:
                 del self._found[group.kind]
+            else:  # The key was changed meanwhile, so that it is not found where it was put.
+                self._found = {kind: found for kind, found in self._found.items() if found is not group}
 
     def _add(self, kind: Hashable) -> Group:
         if self._keeps and len(self._found) >= 16 * GROUPS_MAX:

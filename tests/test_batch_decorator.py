@@ -5,6 +5,7 @@ import gc
 import threading
 import warnings
 import weakref
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -518,6 +519,32 @@ class TestKey:
             return results, len(names)
 
         assert run(main()) == (list(range(20 * GROUPS_MAX)), 0)
+
+    def test_a_key_that_the_function_changes(self):
+        class Settings:
+            def __init__(self, scale):
+                self.scale = scale
+
+            def __hash__(self):
+                return self.scale
+
+            def __eq__(self, other):
+                return self.scale == other.scale
+
+        @asynctrt.batch(key="settings")
+        def scaled(x, settings):
+            settings.scale += 1
+            return settings.scale * x
+
+        async def main():
+            given = [Settings(scale) for scale in (1, 2, 5)]
+            kept = [weakref.ref(settings) for settings in given]
+            assert await gathered(partial(scaled, 1), *given) == [2, 3, 6]
+            given.clear()
+            gc.collect()
+            assert [reference() for reference in kept] == [None] * 3
+
+        run(main())
 
     def test_a_new_key_waits_in_a_queue_that_no_other_uses(self):
         async def main():
