@@ -400,6 +400,14 @@ class TestWhere:
         with pytest.raises(UsageError):
             connect(url, **settings)
 
+    @pytest.mark.parametrize("names", [{"model": None}, {"model": "\ud800"}, {"model": "m", "version": 1}])
+    async def test_names_that_are_no_text(self, kind, names):
+        async with serving() as server, connect(url_of(server, kind)) as client:
+            with pytest.raises(UsageError, match="must be a text"):
+                await client.infer(inputs=ROW, **names)
+            with pytest.raises(UsageError, match="must be a text"):
+                await client.metadata(**names)
+
     async def test_masked_inputs_are_refused(self, kind):
         masked = np.ma.masked_array([[1, 2, 3, 4]], [[0, 1, 0, 0]], np.float32)
         async with serving() as server, connect(url_of(server, kind)) as client:

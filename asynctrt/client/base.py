@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from asynctrt.client.persistence import (
+    check_names,
     check_settings,
     input_specs,
     is_plain,
@@ -91,8 +92,9 @@ class Client(ABC):
         :raises DeadlineError: if there is no answer within ``deadline``, or the request was queued for longer
             than ``timeout``.
         :raises OptionsError: for a ``timeout`` or ``deadline`` that is no number of seconds.
-        :raises UsageError: for an array without a name, if the model has several inputs; on another event
-            loop than the client's, and in a process forked from its own.
+        :raises UsageError: for an array without a name, if the model has several inputs; for a model or a
+            version that is no text; on another event loop than the client's, and in a process forked from its
+            own.
         :raises AnswerError: if the server's answer cannot be read.
         """
 
@@ -112,6 +114,7 @@ class Client(ABC):
     ) -> tuple[Mapping[str, Any], float | None]:
         """Return a call's inputs by name, and what is left of its deadline once the model was asked for."""
         self._check_loop()
+        check_names(model, version)
         deadline = seconds_of("deadline", deadline)
         limits = limits_here()
         left_ns = None if limits is None else limits.left_ns()

@@ -10,6 +10,7 @@ from asynctrt import errors
 from asynctrt.client.base import Client
 from asynctrt.client.persistence import (
     NotConnectedError,
+    check_names,
     persist,
     queue_timeout,
     remote_error,
@@ -151,6 +152,7 @@ class HttpClient(Client):
     ) -> dict[str, Any]:
         """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
         self._check_loop()
+        check_names(model, version)
 
         async def send() -> dict[str, Any]:
             answer, _ = await self._ask("GET", _path(model, version))

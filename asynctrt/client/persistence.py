@@ -106,8 +106,26 @@ def check_settings(max_in_flight: object, attempts: object) -> None:
     if any(number is None or number < 1 for number in map(int_or_none, (max_in_flight, attempts))):
         raise UsageError(
             "max_in_flight and attempts must be whole numbers of at least 1, not "
-            f"{max_in_flight!r:.40} and {attempts!r:.40}"
+            f"{repr(max_in_flight)[:40]} and {repr(attempts)[:40]}"
         )
+
+
+def check_names(model: object, version: object) -> None:
+    """Check what a request says which model it is for.
+
+    :raises UsageError: for a name or a version that is no text, or one that UTF-8 cannot hold.
+    """
+    for what, text in (("model", model), ("version", version)):
+        if not isinstance(text, str) or not _is_utf8(text):
+            raise UsageError(f"{what} must be a text that UTF-8 can hold, not {repr(text)[:100]}")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def without_credentials(url: str) -> str:

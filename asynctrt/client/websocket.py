@@ -6,7 +6,14 @@ from typing import Any, Final, Self
 
 from asynctrt import errors
 from asynctrt.client.base import Client
-from asynctrt.client.persistence import NotConnectedError, persist, queue_timeout, remote_error, seconds_of
+from asynctrt.client.persistence import (
+    NotConnectedError,
+    check_names,
+    persist,
+    queue_timeout,
+    remote_error,
+    seconds_of,
+)
 from asynctrt.errors import (
     AsynctrtError,
     ConnectionLostError,
@@ -150,6 +157,7 @@ class WebSocketClient(Client):
     ) -> dict[str, Any]:
         """Ask for a description: see :meth:`asynctrt.client.Client.metadata`."""
         self._check_loop()
+        check_names(model, version)
         content = {"metadata": True, "model_name": model, "model_version": version}
         rest = b"," + dump(content)[1:]
 
