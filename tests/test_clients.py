@@ -5,6 +5,9 @@ import threading
 
 import numpy as np
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from asynctrt.backends.function import FunctionModel
 from asynctrt.client import NotConnectedError, RemoteError, connect, connect_blocking
@@ -31,6 +34,7 @@ from asynctrt.testing import LatchDevice
 from tests.helpers import free_port, until
 from tests.models import double_model, failing_model, rows
 from tests.serving.support import WAIT_S, engine_of, serving, taken
+from tests.serving.test_asgi import running
 
 pytestmark = pytest.mark.anyio
 KINDS = ("http", "ws")
@@ -219,6 +223,9 @@ class TestHttp:
 
         async def answer(reader, writer):
             head = await reader.readuntil(b"\r\n\r\n")
+            if head.startswith(b"GET /v2 "):  # What it takes; it has no such page.
+                writer.close()
+                return
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
             await reader.readexactly(length)
             writer.write(next(answers))
@@ -315,3 +322,55 @@ def test_impossible_settings():
                 connect(url, **wrong)
     with pytest.raises(UsageError, match="http://HOST:PORT"):
         connect("http://")
+
+
+class PlainServer:
+    """A server of KServe V2 that takes JSON alone, as MLServer does; it doubles ``x``."""
+
+    def __init__(self, extensions=()):
+        self.requests = []
+        self._extensions = extensions
+        self.app = Starlette(
+            routes=[
+                Route("/v2", self.about),
+                Route("/v2/models/m", self.model),
+                Route("/v2/models/m/infer", self.infer, methods=["POST"]),
+            ]
+        )
+
+    async def about(self, request):
+        if self._extensions is None:
+            return JSONResponse({"error": "not found"}, 404)
+        return JSONResponse({"name": "plain", "version": "1", "extensions": list(self._extensions)})
+
+    async def model(self, request):
+        tensor = {"name": "x", "datatype": "FP32", "shape": [-1, 4]}
+        return JSONResponse({"name": "m", "platform": "", "inputs": [tensor], "outputs": [tensor]})
+
+    async def infer(self, request):
+        if request.headers["content-type"] != "application/json":
+            return JSONResponse({"error": "not JSON"}, 422)
+        sent = await request.json()
+        self.requests.append(sent)
+        (given,) = sent["inputs"]
+        answer = {**given, "name": "y", "data": [2 * value for value in given["data"]]}
+        return JSONResponse({"model_name": "m", "outputs": [answer]})
+
+
+async def test_a_server_without_raw_tensors_gets_json():
+    server = PlainServer()
+    async with running(server.app) as where, connect(f"http://{where}") as client:
+        sent = {"x": np.arange(8, dtype=np.float32).reshape(2, 4)}
+        for _ in range(2):
+            answer = await client.infer("m", sent, outputs=["y"], priority=3)
+            np.testing.assert_array_equal(answer["y"], 2 * sent["x"])
+    assert server.requests[0]["outputs"] == [{"name": "y"}]
+    assert server.requests[0]["parameters"] == {"priority": 3}
+    assert "binary" not in str(server.requests)
+
+
+async def test_a_server_that_tells_nothing_gets_raw_tensors():
+    server = PlainServer(extensions=None)
+    async with running(server.app) as where, connect(f"http://{where}") as client:
+        with pytest.raises(RemoteError, match="not JSON"):
+            await client.infer("m", {"x": np.ones((1, 4), np.float32)})

@@ -1,4 +1,4 @@
-"""Call a server over HTTP: KServe V2 with raw tensors, so Triton and others understand it, too."""
+"""Call a server over HTTP: KServe V2, with raw tensors where the server takes them and as JSON where not."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from asynctrt.client.persistence import (
     seconds_of,
 )
 from asynctrt.errors import AsynctrtError, ConnectionLostError, MissingExtraError, RequestError, UsageError
-from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer
+from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer, takes_binary
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
 from asynctrt.loops import is_cancelled
@@ -69,6 +69,7 @@ class HttpClient(Client):
         self._max_size = math.inf if max_size is None else max_size
         self._settings = {"limit": max_in_flight, **settings}
         self._session: aiohttp.ClientSession | None = None
+        self._takes_binary: bool | None = None
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -116,20 +117,24 @@ class HttpClient(Client):
         inputs, deadline = await self._named(model, version, inputs, deadline)
         arrays = as_arrays(inputs)
         tensors = [write_tensor(array) for array in arrays.values()]
-        head = dump(
-            describe_request(
-                arrays,
-                [len(tensor) for tensor in tensors],
-                outputs=outputs,
-                timeout=queue_timeout(timeout, deadline),
-                priority=priority,
-            )
-        )
-        body = b"".join((head, *tensors))
-        headers = {HEAD_NBYTES: str(len(head)), "Content-Type": "application/octet-stream"}
         path = f"{_path(model, version)}/infer"
 
         async def send() -> dict[str, Array]:
+            if self._takes_binary is None:
+                self._takes_binary = await self._learns_binary()
+            head = dump(
+                describe_request(
+                    arrays,
+                    [len(tensor) for tensor in tensors] if self._takes_binary else None,
+                    outputs=outputs,
+                    timeout=queue_timeout(timeout, deadline),
+                    priority=priority,
+                )
+            )
+            body, headers = head, {"Content-Type": "application/json"}
+            if self._takes_binary:
+                body = b"".join((head, *tensors))
+                headers = {HEAD_NBYTES: str(len(head)), "Content-Type": "application/octet-stream"}
             answer, given = await self._ask("POST", path, body, headers)
             length = given.get(HEAD_NBYTES)
             try:
@@ -146,6 +151,16 @@ class HttpClient(Client):
             deadline=deadline,
             is_over=lambda: self._session is None,
         )
+
+    async def _learns_binary(self) -> bool:
+        """Ask the server whether it takes raw tensors, or JSON alone."""
+        try:
+            answer, _ = await self._ask("GET", "/v2")
+            return takes_binary(parse_object(answer, "the answer"))
+        except NotConnectedError:
+            raise
+        except AsynctrtError:
+            return True  # Some servers have no such page.
 
     async def metadata(
         self, model: str, *, version: str = "", deadline: float | None = None

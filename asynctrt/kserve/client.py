@@ -98,7 +98,7 @@ def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def describe_request(
     arrays: Mapping[str, Array],
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None,
     *,
     outputs: Sequence[str] | None = None,
     timeout: float | None = None,
@@ -106,24 +106,33 @@ def describe_request(
 ) -> dict[str, Any]:
     """Return the head of a request whose tensors follow it as raw bytes, and which asks for the same.
 
-    :param sizes: the raw bytes of each tensor.
+    :param sizes: the raw bytes of each tensor; ``None`` for a request of JSON alone, which has the values.
     :param timeout: seconds that the request may be queued.
     :raises InputError: for ``outputs`` that are no names.
     """
     outputs = names_of(outputs)
-    parameters: dict[str, Any] = {"binary_data_output": True}
+    parameters: dict[str, Any] = {} if sizes is None else {"binary_data_output": True}
     if timeout is not None:
         parameters["timeout"] = max(1, round(timeout * 1e6))
     if priority:
         parameters["priority"] = priority
-    content: dict[str, Any] = {"parameters": parameters}
-    content["inputs"] = [
-        describe(name, array) | {"parameters": {"binary_data_size": nbytes}}
-        for (name, array), nbytes in zip(arrays.items(), sizes, strict=True)
-    ]
+    content: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    if sizes is None:
+        content["inputs"] = [
+            describe(name, array) | {"data": to_json(array)} for name, array in arrays.items()
+        ]
+    else:
+        content["inputs"] = [
+            describe(name, array) | {"parameters": {"binary_data_size": nbytes}}
+            for (name, array), nbytes in zip(arrays.items(), sizes, strict=True)
+        ]
     if outputs is not None:
         content["outputs"] = [{"name": name} for name in outputs]
     return content
+
+
+BINARY: Final = "binary_tensor_data"
+"""The extension by which tensors follow the JSON as they are in memory."""
 
 
 def write_binary(inputs: Mapping[str, Any], priority: int) -> tuple[bytes, int]:
@@ -139,11 +148,13 @@ def write_json(inputs: Mapping[str, Any], priority: int) -> bytes:
 
     :raises RequestError: for infinities and bytes that are not text, which JSON cannot carry.
     """
-    content: dict[str, Any] = {"parameters": {"priority": priority}} if priority else {}
-    content["inputs"] = [
-        describe(name, array) | {"data": to_json(array)} for name, array in as_arrays(inputs).items()
-    ]
-    return dump(content)
+    return dump(describe_request(as_arrays(inputs), None, priority=priority))
+
+
+def takes_binary(server: Mapping[str, Any]) -> bool:
+    """Return whether a server takes raw tensors, by what it tells of itself; one that tells nothing does."""
+    extensions = server.get("extensions")
+    return not isinstance(extensions, list) or BINARY in extensions
 
 
 # ---- answers

@@ -22,13 +22,13 @@ from asynctrt.kserve.client import (
     UNREADABLE,
     AnswerError,
     read_answer,
+    takes_binary,
     write_binary,
     write_json,
 )
 from asynctrt.kserve.json_codec import parse_object
 from asynctrt.loadtest.headers import Headers, has, headers_of
 from asynctrt.loadtest.kserve import (
-    BINARY,
     REFUSALS,
     Address,
     choose_model,
@@ -111,10 +111,9 @@ class Pages:
         metadata = await self._object("GET", self.address.path)
         self.inputs = read_specs(metadata.get("inputs") or ())
         try:
-            extensions = (await self._object("GET", "/v2")).get("extensions")
+            self.takes_binary = takes_binary(await self._object("GET", "/v2"))
         except AsynctrtError:
             return  # Some servers have no such page, which does not matter.
-        self.takes_binary = not isinstance(extensions, list) or BINARY in extensions
 
     async def counters(self) -> BatchCounters | None:
         """Return the statistics of the model; ``None`` if the server has none.
@@ -162,7 +161,11 @@ class Pages:
             async with (
                 asyncio.timeout(PAGE_S),
                 self.session.request(
-                    method, URL(url, encoded=True), data=body, allow_redirects=False
+                    method,
+                    URL(url, encoded=True),
+                    data=body,
+                    headers={"Content-Type": "application/json"} if method == "POST" else None,
+                    allow_redirects=False,
                 ) as response,
             ):
                 return response.status, await response.read()

@@ -23,8 +23,6 @@ from asynctrt.loadtest.targets import BatchCounters, TargetSpec, without_passwor
 from asynctrt.tensors import TensorSpec
 
 MODELS: Final = "/v2/models/"
-BINARY: Final = "binary_tensor_data"
-"""The extension for raw tensors over HTTP."""
 REFUSALS: Final = (RequestError, UnauthorizedError, UnknownModelError, TooLargeError, UnsupportedError)
 """The errors with which a server can refuse a request, each with its HTTP status and gRPC code."""
 
