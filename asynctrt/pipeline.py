@@ -204,6 +204,7 @@ class Pipeline(Engine):
         # The executor's queue has no bound, and keeps what was cancelled: only what can begin is put there.
         self._free_threads = asyncio.Semaphore(threads)
         self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
+        self._rows = 0  # Of all of them.
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}
         self._closing = None
@@ -323,11 +324,10 @@ class Pipeline(Engine):
             raise EngineClosedError(f"{self._name!r} is {self._state}: send to another engine")
         if rows > self._options.max_queue_rows:
             raise too_many_rows(rows, self._options.max_queue_rows, "max_in_flight")
-        under_way = sum([rows for rows, _ in self._tasks.values()])
-        if under_way + rows > self._options.max_queue_rows:
+        if self._rows + rows > self._options.max_queue_rows:
             self._counts["refused"] += 1
             raise QueueFullError(
-                f"{under_way} rows are under way in {self._name!r}, and at most "
+                f"{self._rows} rows are under way in {self._name!r}, and at most "
                 f"{self._options.max_queue_rows} may be: {rows} more have no room. Retry later, send less, "
                 "or give it a larger max_in_flight"
             )
@@ -338,6 +338,7 @@ class Pipeline(Engine):
         answer: asyncio.Future[InferResult] = self._loop.create_future()
         task = self._loop.create_task(self._run(arrays, rows, call, now_ns, names))
         self._tasks[task] = rows, answer
+        self._rows += rows
         self._counts["submitted"] += 1
         task.add_done_callback(partial(self._ended, began_ns=now_ns))
         answer.add_done_callback(partial(self._answered, task))
@@ -507,6 +508,7 @@ class Pipeline(Engine):
 
     def _ended(self, task: "asyncio.Task[InferResult]", *, began_ns: int) -> None:
         rows, answer = self._tasks.pop(task)
+        self._rows -= rows
         error = None if task.cancelled() else task.exception()
         if answer.done():
             return
