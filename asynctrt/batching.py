@@ -45,6 +45,7 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
     copy_of,
+    show,
 )
 from asynctrt.forks import in_child
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
@@ -54,7 +55,7 @@ from asynctrt.options import Options
 from asynctrt.statistics import Statistics
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensors import Array
-from asynctrt.validation import check_names, show
+from asynctrt.validation import check_names
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

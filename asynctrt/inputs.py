@@ -13,10 +13,10 @@ import numpy.typing as npt
 from numpy import ndarray
 
 from asynctrt.devices.base import DeviceArray
-from asynctrt.errors import InputError, describe
+from asynctrt.errors import InputError, describe, show
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, content_of, convert, split_shared
-from asynctrt.validation import int_or_none, show
+from asynctrt.validation import int_or_none
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 
@@ -198,8 +198,8 @@ class InputCheck:
         """
         if not isinstance(dims, Mapping) or not set(dims) <= set(self._names):
             raise InputError(
-                f"dims must map names of inputs to the dimensions of one row, not {dims!r}; the inputs are "
-                f"{list(self._names)}"
+                f"dims must map names of inputs to the dimensions of one row, not {show(dims)}; the inputs "
+                f"are {list(self._names)}"
             )
         shapes = []
         for spec in self.specs:
@@ -211,7 +211,7 @@ class InputCheck:
             )
             if not fits:
                 raise InputError(
-                    f"input {spec.name!r} has rows of shape {spec.dims}, given {given!r}. Write "
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {show(given)}. Write "
                     f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
                 )
             shapes.append(tuple(size for size in shape if size is not None))

@@ -7,10 +7,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from asynctrt.backends.function import is_coroutine_function, own_error
-from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe
+from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe, show
 from asynctrt.inputs import has_masked
 from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import check_names, show
+from asynctrt.validation import check_names
 
 GROUPS_MAX: Final = 64
 """Groups of calls that have a queue each; further ones share a queue, but are computed apart all the same."""

@@ -38,6 +38,7 @@ from asynctrt.errors import (
     UsageError,
     describe,
     once_begun,
+    show,
 )
 from asynctrt.inputs import InputCheck, Inputs, Outputs
 from asynctrt.loops import is_cancelled, running_loop, wait_shielded
@@ -456,7 +457,8 @@ class Pipeline(Engine):
             return lambda given, call: call.infer(engine, given)
         if not callable(stage):
             raise UsageError(
-                f"{stage!r} is not a stage of a pipeline: an engine, a function or a coroutine function is"
+                f"{show(stage)} is not a stage of a pipeline: an engine, a function or a coroutine function "
+                "is"
             )
         function: Callable[..., Any] = stage if takes_call(stage) else lambda given, _: stage(given)
         if is_coroutine_function(stage):
@@ -485,7 +487,9 @@ class Pipeline(Engine):
             if names is not None and spec.name not in names:
                 continue
             if spec.name not in given:
-                raise ExecutionError(f"output {spec.name!r} is missing: the last stage gave {sorted(given)}")
+                raise ExecutionError(
+                    f"output {spec.name!r} is missing: the last stage gave {show(list(given))}"
+                )
             array = as_dtype(spec, np.asarray(given[spec.name]))
             fixed = all(
                 symbols.setdefault(dim, size) == size if isinstance(dim, str) else dim == size

@@ -14,8 +14,8 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from asynctrt.errors import ExecutionError, InputError, ModelError
-from asynctrt.validation import as_int, show
+from asynctrt.errors import ExecutionError, InputError, ModelError, show
+from asynctrt.validation import as_int
 
 ALONE_FIX: Final = "Open the model with batching='off', so that each request runs alone"
 
@@ -217,7 +217,7 @@ class InferResult(Mapping[str, Array]):
         try:
             return self._outputs[name]
         except KeyError:
-            raise KeyError(f"{name!r} is not an output of this answer: {sorted(self._outputs)}") from None
+            raise KeyError(f"{show(name)} is not an output of this answer: {sorted(self._outputs)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)
@@ -356,6 +356,8 @@ def convert(spec: TensorSpec, value: Any) -> Array:
         raise InputError(
             f"input {spec.name!r} takes shape {shape_text(spec)}; the lists given are ragged ({error})"
         ) from error
+    except MemoryError:  # Of strings all are as long as the longest.
+        raise InputError(f"input {spec.name!r} was given lists that are too large for an array") from None
     kinds = {"f": "biuf", "c": "biufc", "i": "biu", "u": "biu", "b": "b"}.get(spec.dtype.kind, "")
     if given.size and given.dtype.kind not in kinds:
         raise InputError(

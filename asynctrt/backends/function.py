@@ -16,9 +16,9 @@ from asynctrt import clock
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
-from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe
+from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe, show
 from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import choice, show
+from asynctrt.validation import choice
 
 BatchFunction = Callable[..., Any]
 
@@ -670,7 +670,7 @@ def refuse_generators(function: BatchFunction) -> None:
     for kind in _calls_of(function):
         if inspect.isgeneratorfunction(kind) or inspect.isasyncgenfunction(kind):
             raise ModelError(
-                f"{function!r} is a generator function, and a batch has one set of outputs. Return them "
+                f"{show(function)} is a generator function, and a batch has one set of outputs. Return them "
                 "instead of yielding them"
             )
 
@@ -691,7 +691,7 @@ def _takes_outputs(function: BatchFunction) -> bool:
     most = 2 if is_open else len(positional)
     if needed > 2 or most < 1 or keywords:
         raise ModelError(
-            f"{function!r} is called as function(inputs) or function(inputs, outputs), and its signature "
+            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and its signature "
             f"is {inspect.signature(function)}"
         )
     if needed == 2 or (not needed and is_open):

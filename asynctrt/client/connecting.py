@@ -4,7 +4,7 @@ from typing import Any
 
 from asynctrt.client.base import Client
 from asynctrt.client.websocket import WebSocketClient
-from asynctrt.errors import UsageError
+from asynctrt.errors import UsageError, show
 
 
 def connect(
@@ -58,7 +58,7 @@ def connect(
             settings=settings,
         )
     if scheme not in ("ws", "wss"):
-        raise UsageError(f"{url!r} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
+        raise UsageError(f"{show(url)} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
     return WebSocketClient(url, settings, max_in_flight, attempts, reconnect_timeout, idempotent=idempotent)

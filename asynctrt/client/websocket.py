@@ -13,6 +13,7 @@ from asynctrt.errors import (
     MissingExtraError,
     UsageError,
     copy_for,
+    show,
 )
 from asynctrt.forks import in_child, seal
 from asynctrt.kserve.client import (
@@ -228,7 +229,7 @@ class WebSocketClient(Client):
             raise _refused(self.url, error) from error
         except InvalidURI as error:
             raise UsageError(
-                f"{self.url!r} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
+                f"{show(self.url)} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
             ) from error
         except (OSError, InvalidHandshake, TimeoutError) as error:
             raise ConnectionLostError(f"cannot connect to {self.url}: {_text_of(error)}") from error

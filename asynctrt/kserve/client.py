@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import AsynctrtError, InputError, ModelError, RequestError
+from asynctrt.errors import AsynctrtError, InputError, ModelError, RequestError, show
 from asynctrt.kserve.codec import PlacedTensor, read_tensors
 from asynctrt.kserve.datatypes import (
     DATATYPES,
@@ -85,8 +85,9 @@ def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
     """
     if isinstance(outputs, str):
         raise InputError(
-            f"outputs must be names of the model's outputs, such as [{outputs!r}], not {outputs!r}. Answers "
-            "of a server always come to this process: outputs='host' and 'device' are for an engine in it"
+            f"outputs must be names of the model's outputs, such as [{show(outputs)}], not {show(outputs)}. "
+            "Answers of a server always come to this process: outputs='host' and 'device' are for an engine "
+            "in it"
         )
     return None if outputs is None else tuple(outputs)
 

@@ -131,7 +131,7 @@ class BucketQueue:
         )
 
     def push_parts(self, parts: Sequence[Request]) -> bool:
-        """Append the parts of one call, as :meth:`push`: all count at once, and stand in the queue in turn."""
+        """Append the parts of one call as :meth:`push`: all count at once, and join the queue in turn."""
         first, *others = parts
         self._calls[first] = call = SplitCall(others, self._due_ns(first))
         self.rows += call.rows
@@ -208,7 +208,9 @@ class BucketQueue:
             self._tombstones -= 1
         standing = (queue, *self._parts(priority))
         return (
-            request for requests in reversed(standing) for request in reversed(requests)
+            request
+            for requests in reversed(standing)
+            for request in reversed(requests)
             if request.state is QUEUED
         )
 
@@ -244,7 +246,9 @@ class BucketQueue:
                         break
         return tuple(chosen), rows_max - room
 
-    def take(self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT) -> None:
+    def take(  # noqa: C901  (a call a batch less)
+        self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT
+    ) -> None:
         """Let what :meth:`choose` returned leave the queue, for the state ``after``."""
         for request in chosen:
             request.state = after
@@ -267,9 +271,8 @@ class BucketQueue:
         self.requests -= taken
         self._tombstones += taken
         if self._calls:
-            for request in chosen:
-                if request in self._calls:
-                    self._let_next_in(request)
+            for part in [request for request in chosen if request in self._calls]:
+                self._let_next_in(part)
         self.head()
         self._bury()
 

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from typing import Final, NamedTuple
 
-from asynctrt.errors import OptionsError
+from asynctrt.errors import SHOWN_MAX, OptionsError
 
 SHAPE: Final = re.compile(r"\s*p(\d{1,2}(?:\.\d{1,2})?)\s*<\s*(\d{1,15}(?:\.\d{1,15})?)\s*(us|µs|ms|s)\s*")
 UNITS_NS: Final = {"us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
@@ -34,7 +34,7 @@ class Target(NamedTuple):
         within_ns = round(Decimal(found[2]) * UNITS_NS[found[3]]) if found else 0
         if not 0.5 <= percentile < 1 or not 0 < within_ns <= WITHIN_NS_MAX:
             raise OptionsError(
-                f"{text!r} is not a latency target: write p99<20ms, a percentile from p50 on and a time in "
-                "us, ms or s"
+                f"{text[:SHOWN_MAX]!r} is not a latency target: write p99<20ms, a percentile from p50 on "
+                "and a time in us, ms or s"
             )
         return cls(percentile, within_ns)
