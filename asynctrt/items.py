@@ -9,14 +9,11 @@ import numpy as np
 from asynctrt.backends.function import is_coroutine_function, own_error
 from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe, show
 from asynctrt.inputs import has_masked
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import SHARED_NBYTES_MAX, Array, TensorSpec
 from asynctrt.validation import check_names
 
 GROUPS_MAX: Final = 64
 """Groups of calls that have a queue each; further ones share a queue, but are computed apart all the same."""
-
-SHARED_NBYTES_MAX: Final = 128 * 1024
-"""Up to this size the results of a batch are copied as one block, of which each caller gets a view."""
 
 INT64: Final = np.iinfo(np.int64)
 NUMBERS: Final[dict[type, type]] = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
@@ -408,7 +405,9 @@ def results_of(given: object, count: int) -> list[Any]:
         array = np.asarray(given)
         if array.ndim:
             check_count(array, count)
-            return list(array.copy()) if array.nbytes <= SHARED_NBYTES_MAX else [row.copy() for row in array]
+            if array.ndim == 1 or array.nbytes <= SHARED_NBYTES_MAX:
+                return list(array.copy())
+            return [row.copy() for row in array]
     raise ExecutionError(
         f"the function returned a {type(given).__name__} for {count} items. Return a list with one result "
         "per item, an array whose first axis counts items, or a tuple or mapping of these"

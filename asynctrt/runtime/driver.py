@@ -671,8 +671,7 @@ class Driver:
                     flight.hold,
                 )
                 return
-            shared = nbytes <= staging.SHARED_NBYTES_MAX
-            values = copy_out(outputs, source.spans, batch.rows, shared=shared)
+            values = copy_out(outputs, source.spans, batch.rows)
         except Exception as raised:
             self._fail(batch, raised)
             return
