@@ -362,7 +362,7 @@ class Padding:
                 raise OptionsError(f"pad_with is {value} for {spec.name!r}, whose dtype is {spec.dtype.name}")
             return np.zeros((), spec.dtype)[()]
         try:
-            with np.errstate(over="raise", invalid="raise"):
+            with np.errstate(all="ignore", over="raise", invalid="raise"):
                 converted = np.array(value).astype(spec.dtype)
         except (FloatingPointError, OverflowError):
             converted = None

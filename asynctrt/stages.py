@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from asynctrt.errors import ExecutionError, UsageError, show
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array, TensorSpec, cast
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def as_dtype(spec: TensorSpec, array: Array) -> Array:
         is_text or np.can_cast(array.dtype, spec.dtype, "same_kind")
     ):
         raise ExecutionError(f"output {spec.name!r} is {array.dtype}, and should be {spec.dtype.name}")
-    converted = array.astype(spec.dtype)
+    converted = cast(array, spec.dtype)
     if spec.dtype.kind in "iuS" and not np.array_equal(converted, array):
         raise ExecutionError(
             f"output {spec.name!r} is {array.dtype} with values that {spec.dtype} cannot hold: "

@@ -32,7 +32,7 @@ class TensorSpec:
     """One input or output of a model.
 
     :param name: the tensor's name.
-    :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts.
+    :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts; kept in native byte order.
     :param dims: the dimensions of one row, without the batch axis. A string names a dimension that may differ
         from request to request; tensors that share the name have the same size there.
     :param axis: the axis that counts rows: 1 for an LSTM's state ``(2, rows, 128)``, whose ``dims`` are
@@ -368,8 +368,7 @@ def convert(spec: TensorSpec, value: Any) -> Array:
             f"input {spec.name!r} is {spec.dtype.name}; the values given are {given.dtype} and cannot be "
             "converted without changing them. Give an array of that dtype"
         )
-    with np.errstate(over="ignore"):
-        converted: Array = given.astype(spec.dtype)
+    converted = cast(given, spec.dtype)
     if spec.dtype.kind in "iu":
         overflows = not np.array_equal(converted, given)
     else:
@@ -381,6 +380,15 @@ def convert(spec: TensorSpec, value: Any) -> Array:
             "a value given is outside that range"
         )
     return converted
+
+
+def cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array as another dtype, whatever the application has NumPy do about values that do not fit.
+
+    ``np.seterr(all="raise")`` or ``warnings.simplefilter("error")`` would have it raise.
+    """
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
 
 
 def _as_uint64(value: Any) -> Any:
@@ -405,6 +413,8 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
             f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', or "
             f"object for strings, not {show(dtype)}"
         )
+    if not known.isnative:
+        known = known.newbyteorder("=")  # The order of bytes changes no value, and arrays are converted.
     # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.
     try:
         own: np.dtype[Any] = np.dtype(known.str)

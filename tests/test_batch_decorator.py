@@ -950,11 +950,11 @@ class TestTheFunction:
 
 
 @pytest.mark.parametrize("width", [1, 100, 1000])
-async def test_who_keeps_a_result_keeps_little_of_others(width):
+def test_who_keeps_a_result_keeps_little_of_others(width):
     @asynctrt.batch(max_rows=64)
     def repeat(x):
         return np.repeat(x[:, None], width, 1)
 
-    for value in await asyncio.gather(*[repeat(float(number)) for number in range(64)]):
+    for value in run(gathered(repeat, *map(float, range(64)))):
         held = value if value.base is None else value.base
         assert held.nbytes <= max(2 * value.nbytes, 4096)

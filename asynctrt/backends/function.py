@@ -577,7 +577,8 @@ class OutputMemory:
                 f"output {self.name!r} is {dtype.name}, and the function gave {array.dtype}, which NumPy "
                 f"does not cast to it with casting='same_kind'. Convert it: array.astype({dtype.name!r})"
             )
-        target[...] = array
+        with np.errstate(all="ignore"):  # Whatever the application has NumPy do.
+            target[...] = array
         if dtype.kind in "iu" and not np.array_equal(target, array):
             limits = np.iinfo(dtype)
             raise ExecutionError(

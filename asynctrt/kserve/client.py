@@ -18,7 +18,7 @@ from asynctrt.kserve.datatypes import (
     write_tensor,
 )
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.tensors import Array, TensorSpec, convert
+from asynctrt.tensors import Array, TensorSpec, cast, convert
 
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
@@ -240,8 +240,7 @@ def read_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     if dtype.kind == "O":
         return _byte_strings(name, np.array(values, object)).reshape(shape)
     if dtype.kind in "fV":  # bfloat16 is of kind V, which NumPy does not know as a float.
-        with np.errstate(over="ignore"):
-            return np.array(values, np.float64).astype(dtype).reshape(shape)
+        return cast(np.array(values, np.float64), dtype).reshape(shape)
     return convert(TensorSpec(name, dtype), values).reshape(shape)
 
 

@@ -86,7 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
     except tomllib.TOMLDecodeError as error:
