@@ -49,7 +49,7 @@ from asynctrt.errors import (
 )
 from asynctrt.forks import in_child
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
-from asynctrt.loops import running_loop
+from asynctrt.loops import result_of, running_loop
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options
 from asynctrt.statistics import Statistics
@@ -241,12 +241,12 @@ def batch(
     RUN_ON("run_on", run_on)
 
     def decorate(decorated: Callable[..., Any]) -> Batched[Any, Any]:
-        if not callable(decorated):
+        if not callable(decorated) and not isinstance(decorated, classmethod):
             raise OptionsError(
                 f"{show(decorated)} is not a function, which asynctrt.batch decorates. Options are keywords: "
                 "@asynctrt.batch(max_rows=32)"
             )
-        refuse_generators(decorated)
+        refuse_generators(decorated.__func__ if isinstance(decorated, classmethod) else decorated)
         return Batched(decorated, options, key, items=items, run_on=run_on)
 
     return decorate if function is None else decorate(function)
@@ -270,12 +270,15 @@ class Batched(Generic[P, R]):
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         mark_as_coroutine_function(self)
         self._settings = options, key, items, run_on
+        # A class method's own function takes the class, as a method's takes the instance.
+        self._function = function.__func__ if isinstance(function, classmethod) else function
         self._options = options
-        self._key = key_of(key, function, self.__name__)
+        self._key = key_of(key, self._function, self.__name__)
         self._items = items
         self._run_on: FunctionRunsOn = run_on
-        self._waits = is_coroutine_function(function)
-        self._engines = self._engines_of(function, self._key, self.__name__)
+        self._waits = is_coroutine_function(self._function)
+        self._engines = self._engines_of(self._function, self._key, self.__name__)
+        self._origin = origin_of(self, function, self._settings)
         self._instance: object = None
         # For methods, by the id of their instance, which need be neither hashable nor unequal to others.
         self._bound: dict[int, tuple[weakref.ref[Any], Engines]] = {}
@@ -283,25 +286,29 @@ class Batched(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<asynctrt.batch {self.__name__!r} max_rows={self._options.max_rows or 'default'}>"
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Pickle and copy by name, as a function; if no name leads here, by its function, without engines.
 
-        What is bound is bound again to the instance, which is pickled or copied.
+        What pickles functions of the main module by value (``cloudpickle``) does so with its function. What
+        is bound is bound again to the instance, which is pickled or copied.
         """
         if self._instance is not None:
             return getattr, (self._instance, self.__name__)
-        found: Any = sys.modules.get(self.__module__)
         path: str = getattr(self, "__qualname__", self.__name__)
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        return path if found is self else (restored, (self.__wrapped__, self._settings))
+        found = found_by_name(self.__module__, path)
+        if not isinstance(found, Batched) or found._origin is not self._origin:
+            return restored, (self.__wrapped__, self._settings)
+        # Before the fourth protocol the name of what an attribute has would be pickled with the attribute.
+        return path if protocol < 4 else (original, (self._origin,))
 
     @overload
     def __get__(self, instance: None, owner: type[Any]) -> Self: ...
     @overload
     def __get__(self: "Batched[Concatenate[S, Q], R]", instance: S, owner: type[Any]) -> "Batched[Q, R]": ...
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None or isinstance(self.__wrapped__, staticmethod):
+        if isinstance(self.__wrapped__, classmethod):
+            instance = owner
+        elif instance is None or isinstance(self.__wrapped__, staticmethod):
             return self
         found = self._bound.get(id(instance))
         if found is None:
@@ -375,8 +382,9 @@ class Batched(Generic[P, R]):
                 f"{type(instance).__name__!r} has a method that asynctrt.batch decorates, and its instances "
                 "cannot be referenced weakly. Add '__weakref__' to its __slots__"
             ) from None
-        method = WeakMethod(reference, self.__wrapped__)
-        name, method_key = f"{type(instance).__name__}.{self.__name__}", self._key.bound()
+        method = WeakMethod(reference, self._function)
+        owner = instance if isinstance(instance, type) else type(instance)
+        name, method_key = f"{owner.__name__}.{self.__name__}", self._key.bound()
         found = reference, self._engines_of(method, method_key, name)
         return self._bound.setdefault(key, found)
 
@@ -392,6 +400,40 @@ def restored(
     """Decorate a function that was pickled or copied."""
     options, key, items, run_on = settings
     return Batched(function, options, key, items=items, run_on=run_on)
+
+
+def origin_of(
+    batched: Batched[Any, Any],
+    function: Callable[..., Any],
+    settings: tuple[Options, object, bool, FunctionRunsOn],
+) -> Callable[[], tuple[Any, ...]]:
+    """Return a function that pickles as that of the application does: by its name, or else by value.
+
+    :returns: what returns the function and its settings. Its own name leads to the attribute ``_origin``.
+    """
+
+    def origin() -> tuple[Any, ...]:
+        return function, settings
+
+    origin.__module__, origin.__name__ = batched.__module__, "_origin"
+    origin.__qualname__ = f"{getattr(batched, '__qualname__', batched.__name__)}._origin"
+    return origin
+
+
+def original(origin: Callable[[], tuple[Any, ...]]) -> Any:
+    """Return what was pickled: it has this origin if that was found by name, else it is made anew."""
+    found = found_by_name(origin.__module__, origin.__qualname__.removesuffix("._origin"))
+    if isinstance(found, Batched) and found._origin is origin:
+        return found
+    return restored(*origin())
+
+
+def found_by_name(module: str, path: str) -> Any:
+    """Return what a module has; ``None`` if there is nothing of this name."""
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
@@ -447,6 +489,7 @@ class Engines:
         self._name = name
         self._items = items
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
+        self._closing: dict[asyncio.AbstractEventLoop, Engine] = {}
         in_child(self, Engines._let_go)
         self.last: Callable[[], TicketEngine | None] = _none
         """Returns the engine that was opened last: a shortcut for the only one that most programs have."""
@@ -454,6 +497,7 @@ class Engines:
     def _let_go(self) -> None:
         """In a child that was forked: wait for nothing that the parent was doing."""
         self._opening = {}
+        self._closing = {}
 
     def find(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine | None":
         """Return the engine on `loop`, if there is one."""
@@ -476,9 +520,7 @@ class Engines:
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Whoever is cancelled does not stop it, because others wait for it too.
             await asyncio.wait([task])
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise copy_of(error)  # The others get it as well.
-            found = task.result()
+            found = result_of(task)
             self.last = weakref.ref(found)
         return found
 
@@ -492,7 +534,13 @@ class Engines:
         found = self.find(loop)
         if found is not None:
             self._forget(found)
-            await found.aclose()
+            self._closing[loop] = found.engine
+            try:
+                await found.aclose()
+            finally:
+                self._closing.pop(loop, None)
+        elif (closing := self._closing.get(loop)) is not None:
+            await closing.aclose()
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine":
         try:
@@ -554,6 +602,9 @@ class TicketEngine:
         item = self._waiting[ticket] = Item(args, kwargs, group)
         try:
             await self._infer(row)
+        except (asyncio.CancelledError, GeneratorExit):
+            item.leave()
+            raise
         finally:
             self._waiting.pop(ticket, None)
             self._groups.leave(group)

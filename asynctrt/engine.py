@@ -32,7 +32,7 @@ from asynctrt.errors import (
 )
 from asynctrt.forks import Origin, in_child
 from asynctrt.inputs import Checked, Inputs, Outputs
-from asynctrt.loops import running_loop, see_through_in_thread, wait_shielded
+from asynctrt.loops import result_of, running_loop, see_through_in_thread, wait_shielded
 from asynctrt.nesting import Run
 from asynctrt.options import Options
 from asynctrt.parts import EngineParts
@@ -553,7 +553,7 @@ class Engine:
         closing = self._close_soon()
         # A caller who is cancelled waits all the same: a loop that ends then must not leave it half closed.
         cancelled = await wait_shielded(closing)
-        closing.result()
+        result_of(closing)
         if cancelled is not None:
             raise cancelled
 

@@ -15,7 +15,18 @@ from numpy import ndarray
 from asynctrt.devices.base import DeviceArray
 from asynctrt.errors import InputError, describe, show
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
-from asynctrt.tensors import Array, Dims, TensorSpec, Views, check_shape, content_of, convert, split_shared
+from asynctrt.tensors import (
+    Array,
+    Dims,
+    TensorSpec,
+    Views,
+    as_numpy,
+    check_shape,
+    content_of,
+    convert,
+    is_array,
+    split_shared,
+)
 from asynctrt.validation import int_or_none
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
@@ -308,7 +319,7 @@ class InputCheck:
     @staticmethod
     def _foreign(spec: TensorSpec, value: Any) -> Array:
         """Return another library's array as NumPy's, without a copy where it allows that."""
-        if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+        if not is_array(value):
             try:
                 memoryview(value)
             except TypeError:
@@ -316,7 +327,7 @@ class InputCheck:
                     f"input {spec.name!r} takes an array or nested lists, given {type(value).__name__}"
                 ) from None
         try:
-            return np.asarray(value)
+            return as_numpy(value)
         except Exception as error:
             raise InputError(
                 f"input {spec.name!r}: the {type(value).__name__} cannot be read as an array "

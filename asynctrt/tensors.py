@@ -382,6 +382,24 @@ def convert(spec: TensorSpec, value: Any) -> Array:
     return converted
 
 
+def is_array(value: object) -> bool:
+    """Return whether a value is an array of any library."""
+    return (
+        hasattr(value, "__array__") or hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__")
+    )
+
+
+def as_numpy(value: Any) -> Array:
+    """Return an array of any library as NumPy's, without a copy where that is possible."""
+    if (
+        hasattr(value, "__array__")
+        or hasattr(value, "__array_interface__")
+        or not hasattr(value, "__dlpack__")
+    ):
+        return np.asarray(value)
+    return np.from_dlpack(value)
+
+
 def cast(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array as another dtype, whatever the application has NumPy do about values that do not fit.
 

@@ -17,7 +17,7 @@ from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
 from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe, show
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array, TensorSpec, as_numpy, is_array
 from asynctrt.validation import choice
 
 BatchFunction = Callable[..., Any]
@@ -646,12 +646,12 @@ class OutputMemory:
         return drawn.tobytes()
 
     def _converted(self, value: object) -> Array:
-        if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+        if not is_array(value):
             raise ExecutionError(
                 f"output {self.name!r} is an array, and the function gave a {type(value).__name__}. Give an "
                 "array: np.asarray(rows)"
             )
-        return np.asarray(value)
+        return as_numpy(value)
 
 
 def is_coroutine_function(function: BatchFunction) -> bool:

@@ -782,11 +782,13 @@ class Scheduler:
     def bisect(self, batch: Batch) -> bool:
         """Note that a batch failed, to find out by halves whose requests it fails with; all stay in flight.
 
-        :returns: False, with nothing noted, for a batch of one request, after :meth:`close`, and when so many
-            were bisected without success that the model is to blame.
+        :returns: False, with nothing noted, for a batch of one request, or of none that is still awaited,
+            after :meth:`close`, and when so many were bisected without success that the model is to blame.
         """
         if len(batch.requests) < 2 or not self._bisections or self._is_over:
             return False
+        if not any(request.state is IN_FLIGHT for request in batch.requests):
+            return False  # Nobody waits for any of it.
         if self._in_flight.pop(batch.number, None) is not batch:
             raise _not_in_flight(batch)
         self._bisections -= 1
