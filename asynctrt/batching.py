@@ -188,8 +188,9 @@ def batch(
         await double(21.0)
 
     The function may be a plain one, which runs in a thread, and in the same one each time unless there are
-    several ``contexts``; or a coroutine function, which runs on the event loop; or a method, and then each
-    instance has an engine of its own. It is called with the arguments of its callers, each gathered over the
+    several ``contexts``; or a coroutine function, which runs on the event loop, and is cancelled when all
+    callers of its batch were; or a method, and then each instance, or class, has an engine of its own. It is
+    called with the arguments of its callers, each gathered over the
     batch:
 
     - Arrays, NumPy's scalars and Python's bool, int (of 64 bits), float and complex are stacked to one array
@@ -204,7 +205,9 @@ def batch(
             return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
-    mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: a
+    mapping of these, of which each caller gets a tuple or dict of its own. Arrays of other libraries become
+    NumPy's if NumPy can hold them; else, and with ``items=True``, each caller gets a copy of a row as it is,
+    without its gradient. A list may hold exceptions: a
     copy of each is raised to the caller of its item; for one that is no ``Exception``, such as a
     ``CancelledError``, an :class:`ExecutionError` with it as ``__cause__``. What the function raises fails
     all callers of this batch with :class:`ExecutionError`, as does a wrong number of results.
@@ -240,7 +243,7 @@ def batch(
     options = Options.from_settings(None, {"contexts": 1, "isolate_failures": False, **settings})
     RUN_ON("run_on", run_on)
 
-    def decorate(decorated: Callable[..., Any]) -> Batched[Any, Any]:
+    def decorate(decorated: Any) -> Batched[Any, Any]:
         if not callable(decorated) and not isinstance(decorated, classmethod):
             raise OptionsError(
                 f"{show(decorated)} is not a function, which asynctrt.batch decorates. Options are keywords: "
@@ -306,9 +309,10 @@ class Batched(Generic[P, R]):
     @overload
     def __get__(self: "Batched[Concatenate[S, Q], R]", instance: S, owner: type[Any]) -> "Batched[Q, R]": ...
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if isinstance(self.__wrapped__, classmethod):
+        decorated: Any = self.__wrapped__
+        if isinstance(decorated, classmethod):
             instance = owner
-        elif instance is None or isinstance(self.__wrapped__, staticmethod):
+        elif instance is None or isinstance(decorated, staticmethod):
             return self
         found = self._bound.get(id(instance))
         if found is None:

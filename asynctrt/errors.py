@@ -259,7 +259,7 @@ def describe(error: BaseException) -> str:
     return bounded(f"{name}: {bounded(text, DESCRIBED_MAX)}" if text else name, DESCRIBED_MAX)
 
 
-def show(value: object) -> str:
+def show(value: Any) -> str:
     """Return the ``repr`` of any value for a message: a short one, and one that never raises."""
     try:
         if isinstance(value, str | bytes | bytearray):

@@ -483,7 +483,7 @@ def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
             "the function returned an array with masked values. Return a list of one array for each item, or "
             "replace them: array.filled(0)"
         )
-    if is_array(given) and not isinstance(given, np.generic) and getattr(given, "shape", (count,)):
+    if is_array(given) and not isinstance(given, np.generic) and getattr(given, "shape", True):
         return rows_of(given, count, keeps=keeps)
     raise ExecutionError(
         f"the function returned a {type(given).__name__} for {count} items. Return a list with one result "
