@@ -787,10 +787,11 @@ class Scheduler:
         """
         if len(batch.requests) < 2 or not self._bisections or self._is_over:
             return False
+        if self._in_flight.get(batch.number) is not batch:
+            raise _not_in_flight(batch)
         if not any(request.state is IN_FLIGHT for request in batch.requests):
             return False  # Nobody waits for any of it.
-        if self._in_flight.pop(batch.number, None) is not batch:
-            raise _not_in_flight(batch)
+        del self._in_flight[batch.number]
         self._bisections -= 1
         self._counters.bisected += 1
         self._forget(batch)
