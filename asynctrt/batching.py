@@ -46,17 +46,18 @@ from asynctrt.errors import (
     OptionsError,
     UsageError,
     copy_of,
+    show,
 )
 from asynctrt.forks import in_child
 from asynctrt.items import DONE, TICKET, Groups, Item, Key, Tickets, key_of
-from asynctrt.loops import running_loop
+from asynctrt.loops import result_of, running_loop
 from asynctrt.opening import NotOpenError
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options
 from asynctrt.statistics import Statistics
 from asynctrt.synonyms import SYNONYMS
 from asynctrt.tensors import Array
-from asynctrt.validation import check_names, show
+from asynctrt.validation import check_names
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -192,8 +193,9 @@ def batch(
         await double(21.0)
 
     The function may be a plain one, which runs in a thread, and in the same one each time unless there are
-    several ``contexts``; or a coroutine function, which runs on the event loop; or a method, and then each
-    instance has an engine of its own. It is called with the arguments of its callers, each gathered over the
+    several ``contexts``; or a coroutine function, which runs on the event loop, and is cancelled when all
+    callers of its batch were; or a method, and then each instance, or class, has an engine of its own. It is
+    called with the arguments of its callers, each gathered over the
     batch:
 
     - Arrays, NumPy's scalars and Python's bool, int (of 64 bits), float and complex are stacked to one array
@@ -208,7 +210,9 @@ def batch(
             return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
-    mapping of these, of which each caller gets a tuple or dict of its own. A list may hold exceptions: a
+    mapping of these, of which each caller gets a tuple or dict of its own. Arrays of other libraries become
+    NumPy's if NumPy can hold them; else, and with ``items=True``, each caller gets a copy of a row as it is,
+    without its gradient. A list may hold exceptions: a
     copy of each is raised to the caller of its item; for one that is no ``Exception``, such as a
     ``CancelledError``, an :class:`ExecutionError` with it as ``__cause__``. What the function raises fails
     all callers of this batch with :class:`ExecutionError`, as does a wrong number of results.
@@ -244,13 +248,13 @@ def batch(
     options = Options.from_settings(None, {"contexts": 1, "isolate_failures": False, **settings})
     RUN_ON("run_on", run_on)
 
-    def decorate(decorated: Callable[..., Any]) -> Batched[Any, Any]:
-        if not callable(decorated):
+    def decorate(decorated: Any) -> Batched[Any, Any]:
+        if not callable(decorated) and not isinstance(decorated, classmethod):
             raise OptionsError(
                 f"{show(decorated)} is not a function, which asynctrt.batch decorates. Options are keywords: "
                 "@asynctrt.batch(max_rows=32)"
             )
-        refuse_generators(decorated)
+        refuse_generators(decorated.__func__ if isinstance(decorated, classmethod) else decorated)
         return Batched(decorated, options, key, items=items, run_on=run_on)
 
     return decorate if function is None else decorate(function)
@@ -276,12 +280,15 @@ class Batched(Generic[P, R]):
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
         mark_as_coroutine_function(self)
         self._settings = options, key, items, run_on
+        # A class method's own function takes the class, as a method's takes the instance.
+        self._function = function.__func__ if isinstance(function, classmethod) else function
         self._options = options
-        self._key = key_of(key, function, self.__name__)
+        self._key = key_of(key, self._function, self.__name__)
         self._items = items
         self._run_on: FunctionRunsOn = run_on
-        self._waits = is_coroutine_function(function)
-        self._engines = self._engines_of(function, self._key, self.__name__)
+        self._waits = is_coroutine_function(self._function)
+        self._engines = self._engines_of(self._function, self._key, self.__name__)
+        self._origin = origin_of(self, function, self._settings)
         self._instance: object = None
         # The classes that it is a method of.
         self._owners: tuple[type, ...] = ()
@@ -291,18 +298,20 @@ class Batched(Generic[P, R]):
     def __repr__(self) -> str:
         return f"<asynctrt.batch {self.__name__!r} max_rows={self._options.max_rows or 'default'}>"
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         """Pickle and copy by name, as a function; if no name leads here, by its function, without engines.
 
-        What is bound is bound again to the instance, which is pickled or copied.
+        What pickles functions of the main module by value (``cloudpickle``) does so with its function. What
+        is bound is bound again to the instance, which is pickled or copied.
         """
         if self._instance is not None:
             return getattr, (self._instance, self.__name__)
-        found: Any = sys.modules.get(self.__module__)
         path: str = getattr(self, "__qualname__", self.__name__)
-        for name in path.split("."):
-            found = getattr(found, name, None)
-        return path if found is self else (restored, (self.__wrapped__, self._settings))
+        found = found_by_name(self.__module__, path)
+        if not isinstance(found, Batched) or found._origin is not self._origin:
+            return restored, (self.__wrapped__, self._settings)
+        # Before the fourth protocol the name of what an attribute has would be pickled with the attribute.
+        return path if protocol < 4 else (original, (self._origin,))
 
     def __eq__(self, other: object) -> bool:
         """Compare as functions and bound methods do: a method is bound anew each time it is asked for."""
@@ -323,7 +332,12 @@ class Batched(Generic[P, R]):
     @overload
     def __get__(self: "Batched[Concatenate[S, Q], R]", instance: S, owner: type[Any]) -> "Batched[Q, R]": ...
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
-        if instance is None or self._instance is not None or isinstance(self.__wrapped__, staticmethod):
+        if self._instance is not None:
+            return self
+        decorated: Any = self.__wrapped__
+        if isinstance(decorated, classmethod):
+            instance = owner
+        elif instance is None or isinstance(decorated, staticmethod):
             return self
         found = self._bound.get(id(instance))
         if found is None:
@@ -333,7 +347,7 @@ class Batched(Generic[P, R]):
         # too: signatures are read from there.
         bound.__dict__.update(
             self.__dict__,
-            __wrapped__=MethodType(self.__wrapped__, instance),
+            __wrapped__=MethodType(self._function, instance),
             _engines=found[1],
             _instance=instance,
             _owners=(),
@@ -427,8 +441,9 @@ class Batched(Generic[P, R]):
                 "cannot be referenced weakly. Add '__weakref__' to its __slots__; for a dataclass, give "
                 "weakref_slot=True"
             ) from None
-        method = WeakMethod(reference, self.__wrapped__)
-        name, method_key = f"{type(instance).__name__}.{self.__name__}", self._key.bound()
+        method = WeakMethod(reference, self._function)
+        owner = instance if isinstance(instance, type) else type(instance)
+        name, method_key = f"{owner.__name__}.{self.__name__}", self._key.bound()
         found = reference, self._engines_of(method, method_key, name)
         return self._bound.setdefault(key, found)
 
@@ -444,6 +459,40 @@ def restored(
     """Decorate a function that was pickled or copied."""
     options, key, items, run_on = settings
     return Batched(function, options, key, items=items, run_on=run_on)
+
+
+def origin_of(
+    batched: Batched[Any, Any],
+    function: Callable[..., Any],
+    settings: tuple[Options, object, bool, FunctionRunsOn],
+) -> Callable[[], tuple[Any, ...]]:
+    """Return a function that pickles as that of the application does: by its name, or else by value.
+
+    :returns: what returns the function and its settings. Its own name leads to the attribute ``_origin``.
+    """
+
+    def origin() -> tuple[Any, ...]:
+        return function, settings
+
+    origin.__module__, origin.__name__ = batched.__module__, "_origin"
+    origin.__qualname__ = f"{getattr(batched, '__qualname__', batched.__name__)}._origin"
+    return origin
+
+
+def original(origin: Callable[[], tuple[Any, ...]]) -> Any:
+    """Return what was pickled: it has this origin if that was found by name, else it is made anew."""
+    found = found_by_name(origin.__module__, origin.__qualname__.removesuffix("._origin"))
+    if isinstance(found, Batched) and found._origin is origin:
+        return found
+    return restored(*origin())
+
+
+def found_by_name(module: str, path: str) -> Any:
+    """Return what a module has; ``None`` if there is nothing of this name."""
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def mark_as_coroutine_function(batched: Batched[Any, Any]) -> None:
@@ -499,6 +548,7 @@ class Engines:
         self._name = name
         self._items = items
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[TicketEngine]] = {}
+        self._closing: dict[asyncio.AbstractEventLoop, Engine] = {}
         in_child(self, Engines._let_go)
         self.last: Callable[[], TicketEngine | None] = _none
         """Returns the engine that was opened last: a shortcut for the only one that most programs have."""
@@ -506,6 +556,7 @@ class Engines:
     def _let_go(self) -> None:
         """In a child that was forked: wait for nothing that the parent was doing."""
         self._opening = {}
+        self._closing = {}
 
     def find(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine | None":
         """Return the engine on `loop`, if there is one."""
@@ -529,9 +580,7 @@ class Engines:
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())
             # Whoever is cancelled does not stop it, because others wait for it too.
             await asyncio.wait([task])
-            if not task.cancelled() and (error := task.exception()) is not None:
-                raise copy_of(error)  # The others get it as well.
-            found = task.result()
+            found = result_of(task)
             self.last = weakref.ref(found)
         return found
 
@@ -545,7 +594,13 @@ class Engines:
         found = self.find(loop)
         if found is not None:
             self._forget(found)
-            await found.aclose()
+            self._closing[loop] = found.engine
+            try:
+                await found.aclose()
+            finally:
+                self._closing.pop(loop, None)
+        elif (closing := self._closing.get(loop)) is not None:
+            await closing.aclose()
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> "TicketEngine":
         try:
@@ -607,6 +662,9 @@ class TicketEngine:
         item = self._waiting[ticket] = Item(args, kwargs, group)
         try:
             await self._infer(row)
+        except (asyncio.CancelledError, GeneratorExit):
+            item.leave()
+            raise
         finally:
             self._waiting.pop(ticket, None)
             self._groups.leave(group)

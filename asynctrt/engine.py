@@ -28,6 +28,7 @@ from asynctrt.errors import (
     OverloadError,
     UsageError,
     once_begun,
+    show,
 )
 from asynctrt.forks import Origin, in_child
 from asynctrt.inputs import Checked, Inputs, Outputs
@@ -398,7 +399,7 @@ class Engine:
         rows_max = self._scheduler.limit(key)
         count = int_or_none(rows)
         if count is None or not 1 <= count <= rows_max:
-            raise InputError(f"rows of a slot must be a whole number from 1 to {rows_max}, not {rows!r}")
+            raise InputError(f"rows of a slot must be a whole number from 1 to {rows_max}, not {show(rows)}")
         return Slot(self._slots, key.shape, count, self._submit_slot)
 
     def statistics(self) -> Statistics:

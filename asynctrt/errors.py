@@ -39,11 +39,22 @@ Each class carries the status that a server answers with, so no server needs a t
 
 Errors that come from a model or an application may be of any class, and so may raise when they are printed
 or copied. :func:`describe`, :func:`copy_for` and :func:`copy_of` take any exception and never raise.
+
+No message is longer than ``MESSAGE_MAX``, whatever values or messages of others it has in it.
 """
 
 import copy
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, cast
+
+MESSAGE_MAX: Final = 4000
+"""Characters of a message. Of a longer one the middle is left out."""
+
+DESCRIBED_MAX: Final = 2000
+"""Characters of another error's message within one."""
+
+SHOWN_MAX: Final = 120
+"""Characters of a wrong value that a message shows."""
 
 
 class AsynctrtError(Exception):
@@ -53,6 +64,9 @@ class AsynctrtError(Exception):
     """HTTP status code for this error."""
     grpc_code: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code for this error."""
+
+    def __str__(self) -> str:
+        return bounded(super().__str__())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle without calling ``__init__``, whose parameters a subclass may have changed."""
@@ -239,10 +253,34 @@ def once_begun(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Return ``"ValueError: its message"`` for any exception, even one whose ``__str__`` raises."""
+    """Return ``"ValueError: its message"``, bounded, for any exception, even one that cannot be printed."""
     name = _read(lambda: type(error).__name__, "an exception")
     text = _read(lambda: str(error), "(its message cannot be read: str() of it raises)")
-    return f"{name}: {text}" if text else name
+    return bounded(f"{name}: {bounded(text, DESCRIBED_MAX)}" if text else name, DESCRIBED_MAX)
+
+
+def show(value: Any) -> str:
+    """Return the ``repr`` of any value for a message: a short one, and one that never raises."""
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            value = value[:SHOWN_MAX]  # A model has megabytes, and its text some four times as many.
+        if getattr(value, "shape", ()) and hasattr(value, "dtype"):
+            # NumPy may be set to print all that is in an array.
+            text = f"a {type(value).__name__} of shape {value.shape} and dtype {value.dtype}"
+        else:
+            text = repr(value)
+    except Exception:  # Foreign code ran; and an int of more than 4,300 digits has none.
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
+
+
+def bounded(text: str, length_max: int = MESSAGE_MAX) -> str:
+    """Return a text of at most ``length_max`` characters: a longer one without its middle."""
+    if len(text) <= length_max:
+        return text
+    left_out = f" … ({len(text):,} characters) … "
+    kept = length_max - len(left_out)
+    return f"{text[: kept - kept // 4]}{left_out}{text[len(text) - kept // 4 :]}"
 
 
 def copy_for(error: BaseException) -> AsynctrtError:

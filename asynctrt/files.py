@@ -25,6 +25,14 @@ class SpecialFileError(OSError):
     """What is to be read is no regular file: reading it might never end."""
 
 
+def is_there(path: str | Path) -> bool:
+    """Return whether there is a file or a folder of this name, which may be too long for one."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file to read it. A pipe would be waited for, and a device has no end.
 

@@ -13,20 +13,22 @@ import numpy.typing as npt
 from numpy import ndarray
 
 from asynctrt.devices.base import DeviceArray
-from asynctrt.errors import InputError, describe
+from asynctrt.errors import InputError, describe, show
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.tensors import (
     Array,
     Dims,
     TensorSpec,
     Views,
+    as_numpy,
     check_shape,
     content_of,
     convert,
     has_masked,
+    is_array,
     split_shared,
 )
-from asynctrt.validation import int_or_none, show
+from asynctrt.validation import int_or_none
 
 Inputs = Mapping[str, npt.ArrayLike] | npt.ArrayLike
 
@@ -208,8 +210,8 @@ class InputCheck:
         """
         if not isinstance(dims, Mapping) or not set(dims) <= set(self._names):
             raise InputError(
-                f"dims must map names of inputs to the dimensions of one row, not {dims!r}; the inputs are "
-                f"{list(self._names)}"
+                f"dims must map names of inputs to the dimensions of one row, not {show(dims)}; the inputs "
+                f"are {list(self._names)}"
             )
         shapes = []
         for spec in self.specs:
@@ -221,7 +223,7 @@ class InputCheck:
             )
             if not fits:
                 raise InputError(
-                    f"input {spec.name!r} has rows of shape {spec.dims}, given {given!r}. Write "
+                    f"input {spec.name!r} has rows of shape {spec.dims}, given {show(given)}. Write "
                     f"engine.slot(rows=..., dims={{{spec.name!r}: (...)}})"
                 )
             shapes.append(tuple(size for size in shape if size is not None))
@@ -318,7 +320,7 @@ class InputCheck:
     @staticmethod
     def _foreign(spec: TensorSpec, value: Any) -> Array:
         """Return another library's array as NumPy's, without a copy where it allows that."""
-        if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+        if not is_array(value):
             try:
                 memoryview(value)
             except TypeError:
@@ -326,7 +328,7 @@ class InputCheck:
                     f"input {spec.name!r} takes an array or nested lists, given {type(value).__name__}"
                 ) from None
         try:
-            return np.asarray(value)
+            return as_numpy(value)
         except Exception as error:
             raise InputError(
                 f"input {spec.name!r}: the {type(value).__name__} cannot be read as an array "

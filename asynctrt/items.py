@@ -1,21 +1,21 @@
 """The items of ``@asynctrt.batch``: which calls share a batch, how items are stacked, whose a result is."""
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from asynctrt.backends.function import is_coroutine_function, own_error
-from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe
-from asynctrt.tensors import Array, TensorSpec, has_masked
-from asynctrt.validation import check_names, show
+from asynctrt.errors import AsynctrtError, ExecutionError, InputError, OptionsError, copy_for, describe, show
+from asynctrt.loops import is_cancelled
+from asynctrt.tensors import SHARED_NBYTES_MAX, Array, TensorSpec, as_numpy, has_masked, is_array
+from asynctrt.validation import check_names
 
 GROUPS_MAX: Final = 64
 """Groups of calls that have a queue each; further ones share a queue, but are computed apart all the same."""
-
-SHARED_NBYTES_MAX: Final = 128 * 1024
-"""Up to this size the results of a batch are copied as one block, of which each caller gets a view."""
 
 INT64: Final = np.iinfo(np.int64)
 NUMBERS: Final[dict[type, type]] = {bool: np.bool_, int: np.int64, float: np.float64, complex: np.complex128}
@@ -237,13 +237,51 @@ class Item:
     :param group: the calls that it can be stacked with.
     """
 
-    __slots__ = ("args", "group", "kwargs", "result")
+    __slots__ = ("args", "group", "has_left", "kwargs", "result", "wait")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], group: Group) -> None:
         self.args = args
         self.kwargs = kwargs
         self.group = group
         self.result: Any = None
+        self.has_left = False
+        """Whether its caller was cancelled."""
+        self.wait: Wait | None = None
+
+    def leave(self) -> None:
+        """Note that its caller was cancelled."""
+        self.has_left = True
+        if self.wait is not None:
+            self.wait.leave()
+
+
+class Wait:
+    """The wait for what a function returned for the items of one group.
+
+    :param task: what waits.
+    :param callers: for how many callers.
+    """
+
+    __slots__ = ("_callers", "_task", "is_vain")
+
+    def __init__(self, task: "asyncio.Task[Any] | None", callers: int) -> None:
+        self._task = task
+        self._callers = callers
+        self.is_vain = False
+        """Whether it was cancelled, because all callers have left."""
+
+    def leave(self) -> None:
+        """Note that a caller has left. When all have, the function is cancelled: others wait behind it."""
+        self._callers -= 1
+        if not self._callers and self._task is not None:
+            self.is_vain = True
+            self._task.cancel()
+
+    def end(self) -> None:
+        """Note that it is over."""
+        if self.is_vain and self._task is not None:
+            self._task.uncancel()
+        self._task = None
 
 
 TICKET: Final = TensorSpec("ticket", np.dtype(np.int64), ("group",))
@@ -278,8 +316,10 @@ class Tickets:
                 given = self._compute(group)
                 if isinstance(given, Awaitable):
                     return self._await(given, groups, index, done)
-                distribute(given, group)
-            except Exception as error:
+                distribute(given, group, keeps=self._items)
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:
                 if self._fails_all(groups):
                     raise
                 fail(group, error)
@@ -289,13 +329,37 @@ class Tickets:
         for group in groups[index:]:
             try:
                 if group is not groups[index]:
-                    given = self._compute(group)
-                distribute(await given if isinstance(given, Awaitable) else given, group)
-            except Exception as error:
-                if self._fails_all(groups):
+                    given = None if all_left(group) else self._compute(group)
+                if isinstance(given, Awaitable):
+                    given = await self._waited(given, group)
+                if not all_left(group):
+                    distribute(given, group, keeps=self._items)
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:
+                has_left = all_left(group)
+                if has_left and not all(map(all_left, groups)):
+                    continue  # Those of other groups wait.
+                is_ended = isinstance(error, asyncio.CancelledError) and is_cancelled()
+                if has_left or is_ended or self._fails_all(groups):
                     raise
                 fail(group, error)
         return done
+
+    async def _waited(self, given: Awaitable[Any], group: list[Item]) -> Any:
+        """Await what the function returned, until no caller of the group is left."""
+        staying = [item for item in group if not item.has_left]
+        if not staying:
+            if inspect.iscoroutine(given):
+                given.close()
+            raise asyncio.CancelledError
+        wait = Wait(asyncio.current_task(), len(staying))
+        for item in staying:
+            item.wait = wait
+        try:
+            return await given
+        finally:
+            wait.end()
 
     def _fails_all(self, groups: list[list[Item]]) -> bool:
         """Return whether what a group raises fails its batch: if it is alone, or will be in a half of it."""
@@ -327,6 +391,11 @@ class Tickets:
         return self._function(*args, **kwargs)
 
 
+def all_left(group: list[Item]) -> bool:
+    """Return whether all callers of a group were cancelled."""
+    return all(item.has_left for item in group)
+
+
 def grouped(
     args: tuple[Any, ...], kwargs: dict[str, Any], once: frozenset[int | str]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Hashable]:
@@ -350,7 +419,7 @@ def kind_of(value: Any) -> tuple[Any, Any]:
         return value, (value.shape, value.dtype)
     if kind in NUMBERS:
         return value, (None if kind is int and not INT64.min <= value <= INT64.max else kind)
-    if isinstance(value, str | bytes) or not hasattr(value, "__array__"):
+    if isinstance(value, str | bytes) or not is_array(value):
         return value, None
     if has_masked(value):
         raise InputError(
@@ -358,10 +427,11 @@ def kind_of(value: Any) -> tuple[Any, Any]:
             "or take lists of items: @asynctrt.batch(items=True)"
         )
     try:
-        array = np.asarray(value)
+        array = as_numpy(value)
     except Exception as error:
         raise InputError(
-            f"an argument, a {type(value).__name__}, cannot be read as an array: {describe(error)}"
+            f"an argument, a {type(value).__name__}, cannot be read as a NumPy array, to be stacked "
+            f"({describe(error)}). Convert it; or take lists of items: @asynctrt.batch(items=True)"
         ) from error
     return array, (array.shape, array.dtype)
 
@@ -378,24 +448,27 @@ def stacked(values: list[Any]) -> Any:
     return np.array(values, NUMBERS[type(first)])
 
 
-def fail(group: list[Item], error: Exception) -> None:
+def fail(group: list[Item], error: BaseException) -> None:
     """Fail one of several groups that share a batch, and no other."""
     for item in group:
         item.result = copy_for(own_error(error))
 
 
-def distribute(given: object, group: list[Item]) -> None:
+def distribute(given: object, group: list[Item], *, keeps: bool) -> None:
     """Give each item of a batch its result.
 
+    :param keeps: whether arrays of other libraries stay what they are.
     :raises ExecutionError: when there is not one result per item.
     """
-    for item, result in zip(group, results_of(given, len(group)), strict=True):
+    for item, result in zip(group, results_of(given, len(group), keeps=keeps), strict=True):
         item.result = result
 
 
-def results_of(given: object, count: int) -> list[Any]:
+def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
     """Return what a function returned as one result per item. Arrays are copied: they may be used again.
 
+    :param keeps: whether arrays of other libraries stay what they are; else they become NumPy's where NumPy
+        can hold them.
     :raises ExecutionError: when it is made up of anything but arrays and lists with one result per item.
     """
     if isinstance(given, list):
@@ -403,27 +476,44 @@ def results_of(given: object, count: int) -> list[Any]:
         return given
     if isinstance(given, tuple) and given:
         make = getattr(type(given), "_make", tuple)  # A named tuple stays one.
-        return [make(parts) for parts in zip(*[results_of(part, count) for part in given], strict=True)]
+        parts = [results_of(part, count, keeps=keeps) for part in given]
+        return [make(each) for each in zip(*parts, strict=True)]
     if isinstance(given, Mapping):
-        parts = {name: results_of(part, count) for name, part in given.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(count)]
+        named = {name: results_of(part, count, keeps=keeps) for name, part in given.items()}
+        return [{name: part[index] for name, part in named.items()} for index in range(count)]
     if has_masked(given):
         raise ExecutionError(
             "the function returned an array with masked values. Return a list of one array for each item, or "
             "replace them: array.filled(0)"
         )
-    if hasattr(given, "__array__") and not isinstance(given, np.generic):
-        array = np.asarray(given)
-        if array.ndim:
-            check_count(array, count)
-            return list(array.copy()) if array.nbytes <= SHARED_NBYTES_MAX else [row.copy() for row in array]
+    if is_array(given) and not isinstance(given, np.generic) and getattr(given, "shape", True):
+        return rows_of(given, count, keeps=keeps)
     raise ExecutionError(
         f"the function returned a {type(given).__name__} for {count} items. Return a list with one result "
         "per item, an array whose first axis counts items, or a tuple or mapping of these"
     )
 
 
-def check_count(results: Sequence[Any] | Array, count: int) -> None:
+def rows_of(given: Any, count: int, *, keeps: bool) -> list[Any]:
+    """Return copies of the rows of an array. Those of PyTorch lose their gradients."""
+    if hasattr(given, "detach"):
+        given = given.detach()
+    array = None
+    if isinstance(given, np.ndarray) or not keeps:
+        with suppress(Exception):  # It lies on a GPU, or NumPy has no such dtype.
+            array = as_numpy(given)
+    if array is None:
+        check_count(given, count)
+        rows = [given[index] for index in range(count)]
+        copies = [getattr(row, "clone", None) or getattr(row, "copy", None) for row in rows]
+        return [row if copy is None else copy() for row, copy in zip(rows, copies, strict=True)]
+    check_count(array, count)
+    if array.ndim == 1 or array.nbytes <= SHARED_NBYTES_MAX:
+        return list(array.copy())
+    return [row.copy() for row in array]
+
+
+def check_count(results: Any, count: int) -> None:
     """Check that there is one result per item.
 
     :raises ExecutionError: if there are more or fewer.

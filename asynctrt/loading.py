@@ -14,14 +14,22 @@ from asynctrt.backends.base import Model, missing_members
 from asynctrt.backends.onnx_axes import FIRST_AXIS, RowSettings
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError, ModelError, ModelNotFoundError, OptionsError, describe
+from asynctrt.errors import (
+    DeviceUnavailableError,
+    ModelError,
+    ModelNotFoundError,
+    OptionsError,
+    describe,
+    show,
+)
+from asynctrt.files import is_there
 from asynctrt.onnx_objects import OnnxObject, is_onnx_object, is_session, shown
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.tensorrt_options import TensorRTOptions
+from asynctrt.validation import number
 
 ATTRIBUTE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """How a model in a Python module is written: ``package.module:attribute``."""
-
 logger = logging.getLogger("asynctrt")
 
 PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
@@ -29,6 +37,8 @@ PLAN_SUFFIXES: Final = (".plan", ".engine", ".trt")
 ENGINE_NAME: ContextVar[str] = ContextVar("ENGINE_NAME", default="")
 """What an engine that is opened in this context is called in every front of a server. Those that are called
 the same share their workers, and no others do."""
+
+GPU_NBYTES: Final = number(1, 2**62, unit="bytes")
 
 _gpu_memory_nbytes: int | None = None
 
@@ -39,7 +49,7 @@ def find_device(device: str | Device) -> Device:
         return device
     if not isinstance(device, str):
         raise DeviceUnavailableError(
-            f"{device!r} is not a device, nor the name of one: 'host', 'cuda:0', 'cuda:1' and so on"
+            f"{show(device)} is not a device, nor the name of one: 'host', 'cuda:0', 'cuda:1' and so on"
         )
     if device == "host":
         return HostDevice()
@@ -49,7 +59,7 @@ def find_device(device: str | Device) -> Device:
 
         return find_cuda_device(device)
     raise DeviceUnavailableError(
-        f"{device!r} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on"
+        f"{show(device)} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on"
     )
 
 
@@ -66,6 +76,8 @@ def limit_gpu_memory(nbytes: int | None) -> None:
     # Not before it is needed: it loads CUDA's bindings.
     from asynctrt.devices.cuda import limit_memory  # noqa: PLC0415
 
+    if nbytes is not None:
+        nbytes = int(GPU_NBYTES("the limit of memory on each GPU", nbytes))
     limit_memory(nbytes)
     global _gpu_memory_nbytes  # noqa: PLW0603  (one for the process, as the memory is)
     _gpu_memory_nbytes = nbytes
@@ -102,7 +114,7 @@ def load_model(
                 "and adds name, inputs, outputs, create_context and close"
             )
         return _checked(model)
-    if isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists():
+    if isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not is_there(model):
         return _checked(_attribute(model))
     path = Path(model)
     if path.suffix in PLAN_SUFFIXES:
@@ -120,7 +132,7 @@ def load_model(
 
         plan: Model = TensorRTModel(path, device=device, flavour=flavour, options=tensorrt)
         return plan
-    if path.is_dir():
+    if is_there(path) and path.is_dir():
         raise ModelNotFoundError(f"{str(path)!r} is a folder. Give the path of an .onnx file in it")
     return _onnx_model(path, device, runtime, onnx, rows)
 
@@ -152,7 +164,7 @@ def _is_onnx(model: object) -> bool:
     """Whether ONNX Runtime runs the model."""
     if not isinstance(model, str | os.PathLike):
         return is_onnx_object(model)
-    is_attribute = isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not Path(model).exists()
+    is_attribute = isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not is_there(model)
     return not is_attribute and Path(model).suffix not in PLAN_SUFFIXES
 
 
@@ -202,15 +214,15 @@ def _attribute(where: str) -> Model:
         ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise ModelNotFoundError(f"{where!r}: {found!r} has no {name!r}")
+            raise ModelNotFoundError(f"{where!r}: {show(found)} has no {name!r}")
         found = getattr(found, name)
     if not isinstance(found, Model) and callable(found):
         try:
             found = found()
         except Exception as error:
-            raise ModelError(f"{where!r} made no model: {type(error).__name__}: {error}") from error
+            raise ModelError(f"{where!r} made no model: {describe(error)}") from error
     if not isinstance(found, Model):
-        raise ModelError(f"{where!r} is not a model, nor a function that makes one, but {found!r}")
+        raise ModelError(f"{where!r} is not a model, nor a function that makes one, but {show(found)}")
     return found
 
 

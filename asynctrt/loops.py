@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from anyio import CancelScope
 
 from asynctrt.cancellation import Cancellation, cancelled_by
-from asynctrt.errors import UsageError
+from asynctrt.errors import UsageError, copy_of
 
 T = TypeVar("T")
 
@@ -104,8 +104,15 @@ async def see_through(begin: Callable[[], "asyncio.Task[Any]"]) -> asyncio.Cance
         task = begin()
         cancelled = await wait_shielded(task) or cancelled
         if not task.cancelled():
-            task.result()
+            result_of(task)
             return cancelled
+
+
+def result_of(done: "asyncio.Future[T]") -> T:
+    """Return the result of a future that several may ask; each gets an error of its own if it failed."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        raise copy_of(error)
+    return done.result()
 
 
 async def wait_shielded(

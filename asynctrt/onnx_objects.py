@@ -6,8 +6,7 @@ They are recognised without importing ``onnx`` or ``onnxruntime``, which a progr
 import os
 from typing import Any, Protocol, TypeGuard
 
-from asynctrt.errors import ModelError
-from asynctrt.validation import show
+from asynctrt.errors import ModelError, show
 
 
 class ModelProto(Protocol):

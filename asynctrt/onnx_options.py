@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from asynctrt.errors import OptionsError
+from asynctrt.errors import OptionsError, show
 from asynctrt.frozen import FrozenDict
 from asynctrt.validation import (
     FLAG,
@@ -21,7 +21,6 @@ from asynctrt.validation import (
     count,
     documented,
     setting,
-    show,
     validate,
 )
 

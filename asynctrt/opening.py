@@ -13,7 +13,7 @@ from asynctrt.backends.base import Model
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.base import Device
 from asynctrt.engine import STREAM_END_S, Engine
-from asynctrt.errors import DeviceUnavailableError, OptionsError, UsageError
+from asynctrt.errors import SHOWN_MAX, DeviceUnavailableError, OptionsError, UsageError, bounded
 from asynctrt.loops import in_thread, running_loop
 from asynctrt.onnx_objects import OnnxObject, shown
 from asynctrt.options import Options, Settings
@@ -150,8 +150,9 @@ class Opening:
             return await self._open_isolated(devices)
         if len(devices) != 1:
             raise OptionsError(
-                f"an engine in this process runs on one device, not on {', '.join(map(str, devices))}. Open "
-                "it with isolation='process', or an engine for each"
+                "an engine in this process runs on one device, not on "
+                f"{bounded(', '.join(map(str, devices)), SHOWN_MAX)}. Open it with isolation='process', or "
+                "an engine for each"
             )
         device = devices[0]
         if self._shared_arenas is not None:

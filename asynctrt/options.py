@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from asynctrt.build_options import BuildOptions
-from asynctrt.errors import OptionsError
+from asynctrt.errors import OptionsError, show
 from asynctrt.frozen import FrozenDict
 from asynctrt.onnx_options import OnnxOptions
 from asynctrt.pad_options import sizes_of, values_of
@@ -187,6 +187,8 @@ def _share(given: Any) -> float:
 
 
 def _latency_target(given: Any) -> str:
+    if not isinstance(given, str | Target):
+        raise TypeError
     return str(Target.parse(str(given)))
 
 
@@ -539,7 +541,8 @@ class Options:
         if self.pads_by_choice:
             raise OptionsError(
                 "deterministic lets an answer depend on nothing but its own rows, and with "
-                f"pad={self.pad!r} their size when they are padded depends on what else comes. Give the sizes"
+                f"pad={show(self.pad)} their size when they are padded depends on what else comes. Give the "
+                "sizes"
             )
         for name in ("contexts", "arenas", "max_in_flight"):
             if getattr(self, name) not in (None, 1):
@@ -550,7 +553,7 @@ class Options:
         if self.graphs not in ("auto", "off"):
             raise OptionsError(
                 f"deterministic pads every batch to max_rows, so graphs must be 'auto' or 'off', not "
-                f"{self.graphs!r}"
+                f"{show(self.graphs)}"
             )
 
     @classmethod

@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from asynctrt.errors import InputError
+from asynctrt.errors import InputError, show
 from asynctrt.inputs import Checked, InputCheck, Inputs
 from asynctrt.options import Options
 from asynctrt.padding import Padding
 from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.tensors import Array, Dims, TensorSpec, check_shape, split_shared
-from asynctrt.validation import show
 
 FILLED_MAX: Final = 1024
 """Masks and lengths that are kept for the next request of the same shape."""

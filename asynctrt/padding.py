@@ -12,13 +12,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from asynctrt.errors import InputError, OptionsError
+from asynctrt.errors import InputError, OptionsError, show
 from asynctrt.options import Options
 from asynctrt.pad_options import MASK, auto_limit
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.sizes import Sizes, merged
 from asynctrt.tensors import Array, Dims, TensorSpec
-from asynctrt.validation import show
 
 FITS_MAX: Final = 4096
 """Shapes of requests that are remembered."""
@@ -276,7 +275,7 @@ class Padding:
         ]
         if len({dim.rpartition(".")[0] for dim in nameless}) > 1:
             raise OptionsError(
-                f"pad={pad!r} cannot tell which of {', '.join(map(repr, nameless))} are the same, as the "
+                f"pad={show(pad)} cannot tell which of {', '.join(map(repr, nameless))} are the same, as the "
                 f"model has no names for them. Write pad={{{'='.join(nameless)!r}: {pad!r}}} if they are, "
                 "and each by itself if not"
             )
@@ -363,7 +362,7 @@ class Padding:
                 raise OptionsError(f"pad_with is {value} for {spec.name!r}, whose dtype is {spec.dtype.name}")
             return np.zeros((), spec.dtype)[()]
         try:
-            with np.errstate(over="raise", invalid="raise"):
+            with np.errstate(all="ignore", over="raise", invalid="raise"):
                 converted = np.array(value).astype(spec.dtype)
         except (FloatingPointError, OverflowError):
             converted = None

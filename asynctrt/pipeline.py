@@ -38,6 +38,7 @@ from asynctrt.errors import (
     UsageError,
     describe,
     once_begun,
+    show,
 )
 from asynctrt.inputs import InputCheck, Inputs, Outputs
 from asynctrt.loops import is_cancelled, running_loop, wait_shielded
@@ -204,6 +205,7 @@ class Pipeline(Engine):
         # The executor's queue has no bound, and keeps what was cancelled: only what can begin is put there.
         self._free_threads = asyncio.Semaphore(threads)
         self._tasks: dict[asyncio.Task[InferResult], tuple[int, asyncio.Future[InferResult]]] = {}
+        self._rows = 0  # Of all of them.
         self._counts: Counter[str] = Counter()
         self._sizes: dict[int, tuple[int, int]] = {}
         self._closing = None
@@ -323,11 +325,10 @@ class Pipeline(Engine):
             raise EngineClosedError(f"{self._name!r} is {self._state}: send to another engine")
         if rows > self._options.max_queue_rows:
             raise too_many_rows(rows, self._options.max_queue_rows, "max_in_flight")
-        under_way = sum([rows for rows, _ in self._tasks.values()])
-        if under_way + rows > self._options.max_queue_rows:
+        if self._rows + rows > self._options.max_queue_rows:
             self._counts["refused"] += 1
             raise QueueFullError(
-                f"{under_way} rows are under way in {self._name!r}, and at most "
+                f"{self._rows} rows are under way in {self._name!r}, and at most "
                 f"{self._options.max_queue_rows} may be: {rows} more have no room. Retry later, send less, "
                 "or give it a larger max_in_flight"
             )
@@ -338,6 +339,7 @@ class Pipeline(Engine):
         answer: asyncio.Future[InferResult] = self._loop.create_future()
         task = self._loop.create_task(self._run(arrays, rows, call, now_ns, names))
         self._tasks[task] = rows, answer
+        self._rows += rows
         self._counts["submitted"] += 1
         task.add_done_callback(partial(self._ended, began_ns=now_ns))
         answer.add_done_callback(partial(self._answered, task))
@@ -455,7 +457,8 @@ class Pipeline(Engine):
             return lambda given, call: call.infer(engine, given)
         if not callable(stage):
             raise UsageError(
-                f"{stage!r} is not a stage of a pipeline: an engine, a function or a coroutine function is"
+                f"{show(stage)} is not a stage of a pipeline: an engine, a function or a coroutine function "
+                "is"
             )
         function: Callable[..., Any] = stage if takes_call(stage) else lambda given, _: stage(given)
         if is_coroutine_function(stage):
@@ -484,7 +487,9 @@ class Pipeline(Engine):
             if names is not None and spec.name not in names:
                 continue
             if spec.name not in given:
-                raise ExecutionError(f"output {spec.name!r} is missing: the last stage gave {sorted(given)}")
+                raise ExecutionError(
+                    f"output {spec.name!r} is missing: the last stage gave {show(list(given))}"
+                )
             array = as_dtype(spec, np.asarray(given[spec.name]))
             fixed = all(
                 symbols.setdefault(dim, size) == size if isinstance(dim, str) else dim == size
@@ -507,6 +512,7 @@ class Pipeline(Engine):
 
     def _ended(self, task: "asyncio.Task[InferResult]", *, began_ns: int) -> None:
         rows, answer = self._tasks.pop(task)
+        self._rows -= rows
         error = None if task.cancelled() else task.exception()
         if answer.done():
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from asynctrt import clock
-from asynctrt.errors import DeadlineError, InputError
+from asynctrt.errors import DeadlineError, InputError, show
 from asynctrt.nesting import Run, Runs
 from asynctrt.validation import int_or_none, timeout_ns_of
 
@@ -97,7 +97,7 @@ def within(timeout: float | None = None, *, priority: int = 0) -> Iterator[None]
     """
     level = int_or_none(priority)
     if level is None or level < 0:
-        raise InputError(f"priority must be a whole number ≥ 0, not {priority!r}")
+        raise InputError(f"priority must be a whole number ≥ 0, not {show(priority)}")
     deadline_ns = None if timeout is None else clock.now_ns() + timeout_ns_of(timeout)
     around = _LIMITS.get()
     if around is not None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Unpack
 
 from asynctrt import clock
 from asynctrt.engine import Engine
-from asynctrt.errors import DeviceLostError, MissingExtraError, OptionsError
+from asynctrt.errors import DeviceLostError, MissingExtraError, OptionsError, show
 from asynctrt.inputs import Inputs, Outputs
 from asynctrt.opening import open as open_engine
 from asynctrt.options import Options, Settings
@@ -266,7 +266,7 @@ def application(
     """
     if not isinstance(model, str | os.PathLike):
         raise OptionsError(
-            f"each replica opens the model by itself: give a path or 'module:attribute', not {model!r}"
+            f"each replica opens the model by itself: give a path or 'module:attribute', not {show(model)}"
         )
     chosen: dict[str, Any] = {"name": "engine", **DEPLOYMENT}
     chosen["request_router_config"] = {"request_router_class": DrainRouter, **ROUTER}
@@ -288,8 +288,8 @@ def application(
     gpus = (chosen.get("ray_actor_options") or {}).get("num_gpus", 0)
     if numbers and max(numbers) >= max(1, gpus):
         raise OptionsError(
-            f"device={device!r}, but a replica with {gpus:g} GPUs numbers them from 0, whichever Ray gives "
-            "it: the first is 'cuda:0'"
+            f"device={show(device)}, but a replica with {gpus:g} GPUs numbers them from 0, whichever Ray "
+            "gives it: the first is 'cuda:0'"
         )
     opened = Options.from_settings(options, dict(settings))
     application: Application = serve.deployment(**chosen)(EngineReplica).bind(model, device, opened)

@@ -7,8 +7,8 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from asynctrt.errors import ExecutionError, UsageError
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.errors import ExecutionError, UsageError, show
+from asynctrt.tensors import Array, TensorSpec, cast
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ def specs_of(what: str, given: TensorSpec | Sequence[TensorSpec]) -> tuple[Tenso
     specs = (given,) if isinstance(given, TensorSpec) else tuple(given)
     names = {spec.name for spec in specs if isinstance(spec, TensorSpec)}
     if not specs or len(names) < len(specs):
-        raise UsageError(f"the {what} of a pipeline are TensorSpecs with different names, not {given!r}")
+        raise UsageError(f"the {what} of a pipeline are TensorSpecs with different names, not {show(given)}")
     return specs
 
 
@@ -40,8 +40,8 @@ def takes_call(stage: Callable[..., Any]) -> bool:
     keywords = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
     if needed > 2 or keywords or not (positional or is_open):
         raise UsageError(
-            f"a stage is called as stage(inputs) or stage(inputs, call), and {stage!r} has the parameters "
-            f"{inspect.signature(stage)}"
+            f"a stage is called as stage(inputs) or stage(inputs, call), and {show(stage)} has the "
+            f"parameters {inspect.signature(stage)}"
         )
     # An optional second parameter is the function's own, unless its name says otherwise.
     return needed == 2 or (len(positional) > 1 and positional[1].name == "call")
@@ -91,7 +91,7 @@ def as_dtype(spec: TensorSpec, array: Array) -> Array:
         is_text or np.can_cast(array.dtype, spec.dtype, "same_kind")
     ):
         raise ExecutionError(f"output {spec.name!r} is {array.dtype}, and should be {spec.dtype.name}")
-    converted = array.astype(spec.dtype)
+    converted = cast(array, spec.dtype)
     if spec.dtype.kind in "iuS" and not np.array_equal(converted, array):
         raise ExecutionError(
             f"output {spec.name!r} is {array.dtype} with values that {spec.dtype} cannot hold: "

@@ -14,10 +14,14 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from asynctrt.errors import ExecutionError, InputError, ModelError
-from asynctrt.validation import as_int, show
+from asynctrt.errors import ExecutionError, InputError, ModelError, show
+from asynctrt.validation import as_int
 
 ALONE_FIX: Final = "Open the model with batching='off', so that each request runs alone"
+
+SHARED_NBYTES_MAX: Final = 4096
+"""Up to this size the rows of a batch's output are copied as one block, of which each caller gets a view. So
+a row that is kept keeps little else. To copy each of 64 rows by itself takes 0.25 µs a row longer."""
 
 Array = npt.NDArray[Any]
 Dims = tuple[int, ...]
@@ -28,7 +32,7 @@ class TensorSpec:
     """One input or output of a model.
 
     :param name: the tensor's name.
-    :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts.
+    :param dtype: its NumPy dtype, or whatever ``np.dtype`` accepts; kept in native byte order.
     :param dims: the dimensions of one row, without the batch axis. A string names a dimension that may differ
         from request to request; tensors that share the name have the same size there.
     :param axis: the axis that counts rows: 1 for an LSTM's state ``(2, rows, 128)``, whose ``dims`` are
@@ -217,7 +221,7 @@ class InferResult(Mapping[str, Array]):
         try:
             return self._outputs[name]
         except KeyError:
-            raise KeyError(f"{name!r} is not an output of this answer: {sorted(self._outputs)}") from None
+            raise KeyError(f"{show(name)} is not an output of this answer: {sorted(self._outputs)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)
@@ -364,14 +368,15 @@ def convert(spec: TensorSpec, value: Any) -> Array:
         raise InputError(
             f"input {spec.name!r} takes shape {shape_text(spec)}; the lists given are ragged ({error})"
         ) from error
+    except MemoryError:  # Of strings all are as long as the longest.
+        raise InputError(f"input {spec.name!r} was given lists that are too large for an array") from None
     kinds = {"f": "biuf", "c": "biufc", "i": "biu", "u": "biu", "b": "b"}.get(spec.dtype.kind, "")
     if given.size and given.dtype.kind not in kinds:
         raise InputError(
             f"input {spec.name!r} is {spec.dtype.name}; the values given are {given.dtype} and cannot be "
             "converted without changing them. Give an array of that dtype"
         )
-    with np.errstate(over="ignore"):
-        converted: Array = given.astype(spec.dtype)
+    converted = cast(given, spec.dtype)
     if spec.dtype.kind in "iu":
         overflows = not np.array_equal(converted, given)
     else:
@@ -383,6 +388,33 @@ def convert(spec: TensorSpec, value: Any) -> Array:
             "a value given is outside that range"
         )
     return converted
+
+
+def is_array(value: object) -> bool:
+    """Return whether a value is an array of any library."""
+    return (
+        hasattr(value, "__array__") or hasattr(value, "__array_interface__") or hasattr(value, "__dlpack__")
+    )
+
+
+def as_numpy(value: Any) -> Array:
+    """Return an array of any library as NumPy's, without a copy where that is possible."""
+    if (
+        hasattr(value, "__array__")
+        or hasattr(value, "__array_interface__")
+        or not hasattr(value, "__dlpack__")
+    ):
+        return np.asarray(value)
+    return np.from_dlpack(value)
+
+
+def cast(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array as another dtype, whatever the application has NumPy do about values that do not fit.
+
+    ``np.seterr(all="raise")`` or ``warnings.simplefilter("error")`` would have it raise.
+    """
+    with np.errstate(all="ignore"):
+        return array.astype(dtype)
 
 
 def _as_uint64(value: Any) -> Any:
@@ -407,6 +439,8 @@ def _dtype(name: str, dtype: Any) -> np.dtype[Any]:
             f"the dtype of {name!r} must be a NumPy dtype of values in fixed memory, such as 'float32', or "
             f"object for strings, not {show(dtype)}"
         )
+    if not known.isnative:
+        known = known.newbyteorder("=")  # The order of bytes changes no value, and arrays are converted.
     # NumPy has one object for each of its own dtypes, by which checks recognise it; an unpickled one differs.
     try:
         own: np.dtype[Any] = np.dtype(known.str)

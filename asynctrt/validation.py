@@ -27,7 +27,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from asynctrt.errors import InputError, OptionsError
+from asynctrt.errors import SHOWN_MAX, InputError, OptionsError, bounded, show
 from asynctrt.synonyms import nearest_name
 
 T = TypeVar("T")
@@ -40,17 +40,13 @@ UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
-SHOWN_MAX: Final = 120
-"""Characters of a wrong value that a message shows."""
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """One kind of value.
 
     :param expected: completes the sentence "max_rows must be …".
-    :param convert: returns the value in the form to keep; raises ``TypeError`` or ``ValueError`` for one that
-        is not of this kind.
+    :param convert: returns the value in the form to keep; raises for one that is not of this kind.
     :param fix: a sentence for the end of the message.
     """
 
@@ -68,7 +64,7 @@ class Check:
             return self.convert(value)
         except OptionsError:
             raise  # It says more: what is wrong within the value.
-        except (TypeError, ValueError):
+        except Exception:  # Foreign objects raise what they like.
             fix = f". {self.fix}" if self.fix else ""
             raise OptionsError(f"{name} must be {self.expected}, not {show(value)}{fix}") from None
 
@@ -141,30 +137,24 @@ def check_names(
     valid = f"alid {kind}s{' ' * bool(where)}{where}: {', '.join(names)}"
     for name in given:
         if name not in names:
-            nearest = nearest_name(str(name), names, others, 0.4)
+            nearest = nearest_name(str(name)[:SHOWN_MAX], names, others, 0.4)
             hint = f"did you mean {nearest!r}? V" if nearest else "v"
-            raise OptionsError(f"unknown {what} {name!r}; {hint}{valid}")
-
-
-def show(value: object) -> str:
-    """Return the ``repr`` of any value for a message: a short one, and one that never raises."""
-    try:
-        if isinstance(value, str | bytes | bytearray):
-            value = value[:SHOWN_MAX]  # A model has megabytes, and its text some four times as many.
-        text = repr(value)
-    except Exception:  # Foreign code ran; and an int of more than 4,300 digits has none.
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
+            raise OptionsError(f"unknown {what} {show(name)}; {hint}{valid}")
 
 
 def as_int(value: Any) -> int:
     """Return a whole number as an ``int``.
 
     :raises TypeError: for anything but an ``int`` or a NumPy integer; ``True`` and ``False`` are not numbers.
+    :raises ValueError: for one that does not fit into 64 bits: nothing here counts that far, and Python
+        refuses to print the largest.
     """
     if isinstance(value, bool):
         raise TypeError("a bool is not a number")
-    return operator.index(value)
+    whole = operator.index(value)
+    if whole.bit_length() > 64:
+        raise ValueError("it does not fit into 64 bits")
+    return whole
 
 
 def int_or_none(value: Any) -> int | None:
@@ -333,9 +323,8 @@ def output_names(outputs: Any, known: Sequence[str]) -> frozenset[str] | None:
         raise InputError(f"outputs names none. Name some of the model's outputs: {listed}; or leave it out")
     unknown = names.difference(known)
     if unknown:
-        raise InputError(
-            f"unknown output {', '.join(sorted(map(show, unknown)))}; the model's outputs: {listed}"
-        )
+        named = bounded(", ".join(sorted(map(show, unknown))), 4 * SHOWN_MAX)
+        raise InputError(f"unknown output {named}; the model's outputs: {listed}")
     return None if len(names) == len(known) else names
 
 

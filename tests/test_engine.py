@@ -611,6 +611,20 @@ class TestCancelling:
             assert victim.cancelled()
             assert answer(mate) == [4]
 
+    async def test_who_comes_after_a_split_request_has_a_turn_between_its_parts(self):
+        seen = []
+
+        def note(inputs):
+            seen.append(float(inputs["input"][0, 0]))
+            return 2 * inputs["input"]
+
+        async with asynctrt.open(double_model(note), max_rows=2, contexts=1) as engine:
+            seen.clear()
+            large, small = engine.submit(rows(*range(20))), engine.submit(rows(99))
+            assert (await small)["output"][0, 0] == 198
+            assert (await large)["output"][:, 0].tolist() == list(range(0, 40, 2))
+        assert seen == [0, 99, *range(2, 20, 2)]
+
     async def test_a_split_request_that_was_submitted_is_answered_though_the_engine_drains_at_once(self):
         async with asynctrt.open(double_model(), max_rows=2) as engine:
             future = engine.submit(rows(1, 2, 3, 4, 5))

@@ -27,6 +27,7 @@ from asynctrt.serving.admission import Admission, Submission
 from asynctrt.testing import LatchDevice
 from tests.helpers import WAIT_S, until
 from tests.models import double_model, rows
+from tests.scheduling.support import count_operations
 
 pytestmark = pytest.mark.anyio
 X, Y = TensorSpec("x", "float32", (4,)), TensorSpec("y", "float32", (4,))
@@ -365,3 +366,22 @@ async def test_one_client_of_a_server_cannot_take_all_of_it():
         answers = await asyncio.gather(*(one.answer() for one in sent), return_exceptions=True)
         assert not any(isinstance(answer, Exception) for answer in answers[64:])
         assert {type(answer) for answer in answers[:64] if isinstance(answer, Exception)} <= {QueueFullError}
+
+
+@pytest.mark.parametrize("under_way", [10, 2000])
+async def test_a_request_costs_as_much_beside_few_as_beside_thousands(under_way):
+    gate = asyncio.Event()
+
+    async def stage(given):
+        await gate.wait()
+        return {"y": given["x"]}
+
+    async with pipeline(stage, max_in_flight=under_way + 1) as one, asyncio.timeout(WAIT_S):
+        sent = [one.submit(rows(1)) for _ in range(under_way)]
+        assert count_operations(lambda: sent.append(one.submit(rows(1)))) < 200
+        with pytest.raises(QueueFullError, match=f"{under_way + 1} rows are under way"):
+            one.submit(rows(1))
+        gate.set()
+        await asyncio.gather(*sent)
+        sent = [one.submit(rows(1)) for _ in range(under_way + 1)]
+        await asyncio.gather(*sent)

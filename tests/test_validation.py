@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynctrt.errors import InputError, OptionsError
+from asynctrt.errors import SHOWN_MAX, InputError, OptionsError, show
 from asynctrt.validation import (
     FLAG,
     PATH,
     PORT,
-    SHOWN_MAX,
     TEXTS,
     TIMEOUT_NS_MAX,
     WORDS,
@@ -33,7 +32,6 @@ from asynctrt.validation import (
     number,
     priority_of,
     setting,
-    show,
     timeout_ns_of,
     validate,
 )
@@ -242,7 +240,13 @@ def test_a_timeout_fits_into_every_timer(seconds):
     assert timeout_ns == TIMEOUT_NS_MAX or math.isclose(timeout_ns / 1e9, seconds, abs_tol=1e-9)
 
 
-@given(st.integers())
+@pytest.mark.parametrize("given", [2**64, -(2**64), 10**5000], ids=["64", "-64", "unprintable"])
+def test_what_does_not_fit_into_64_bits_counts_nothing(given):
+    with pytest.raises(OptionsError, match="^rows must be a whole number ≥ 1, not "):
+        count(1)("rows", given)
+
+
+@given(st.integers(1 - 2**64, 2**64 - 1))
 def test_whole_numbers_are_kept(value):
     assert as_int(value) == value
     assert as_float(value) == float(value)

@@ -16,9 +16,9 @@ from asynctrt import clock
 from asynctrt.backends.base import ModelBase, TensorMemory
 from asynctrt.devices.base import Buffer, Device, Stream
 from asynctrt.devices.host import HostStream, RunOn, Unfinished, Work, warn_if_held
-from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe
-from asynctrt.tensors import Array, TensorSpec
-from asynctrt.validation import choice, show
+from asynctrt.errors import AsynctrtError, DeviceUnavailableError, ExecutionError, ModelError, describe, show
+from asynctrt.tensors import Array, TensorSpec, as_numpy, is_array
+from asynctrt.validation import choice
 
 BatchFunction = Callable[..., Any]
 
@@ -577,7 +577,8 @@ class OutputMemory:
                 f"output {self.name!r} is {dtype.name}, and the function gave {array.dtype}, which NumPy "
                 f"does not cast to it with casting='same_kind'. Convert it: array.astype({dtype.name!r})"
             )
-        target[...] = array
+        with np.errstate(all="ignore"):  # Whatever the application has NumPy do.
+            target[...] = array
         if dtype.kind in "iu" and not np.array_equal(target, array):
             limits = np.iinfo(dtype)
             raise ExecutionError(
@@ -645,12 +646,12 @@ class OutputMemory:
         return drawn.tobytes()
 
     def _converted(self, value: object) -> Array:
-        if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+        if not is_array(value):
             raise ExecutionError(
                 f"output {self.name!r} is an array, and the function gave a {type(value).__name__}. Give an "
                 "array: np.asarray(rows)"
             )
-        return np.asarray(value)
+        return as_numpy(value)
 
 
 def is_coroutine_function(function: BatchFunction) -> bool:
@@ -670,7 +671,7 @@ def refuse_generators(function: BatchFunction) -> None:
     for kind in _calls_of(function):
         if inspect.isgeneratorfunction(kind) or inspect.isasyncgenfunction(kind):
             raise ModelError(
-                f"{function!r} is a generator function, and a batch has one set of outputs. Return them "
+                f"{show(function)} is a generator function, and a batch has one set of outputs. Return them "
                 "instead of yielding them"
             )
 
@@ -691,7 +692,7 @@ def _takes_outputs(function: BatchFunction) -> bool:
     most = 2 if is_open else len(positional)
     if needed > 2 or most < 1 or keywords:
         raise ModelError(
-            f"{function!r} is called as function(inputs) or function(inputs, outputs), and its signature "
+            f"{show(function)} is called as function(inputs) or function(inputs, outputs), and its signature "
             f"is {inspect.signature(function)}"
         )
     if needed == 2 or (not needed and is_open):

@@ -16,15 +16,19 @@ from typing import Any, Final
 
 from asynctrt.devices.host import cores
 from asynctrt.errors import (
+    DESCRIBED_MAX,
     DeviceUnavailableError,
     MissingExtraError,
     ModelError,
     ModelNotFoundError,
     OptionsError,
+    bounded,
+    show,
 )
+from asynctrt.files import is_there
 from asynctrt.onnx_objects import content_of, is_onnx_object, is_session, shown
 from asynctrt.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
-from asynctrt.validation import PATH, show
+from asynctrt.validation import PATH
 
 # When it is imported or a session is made, ONNX Runtime otherwise creates a telemetry database in the user's
 # home directory. An application that wants it sets the variable itself.
@@ -95,9 +99,10 @@ class Source:
             return
         self.path = PATH("path", given)
         self.what = str(self.path)
-        if not self.path.exists():
+        if not is_there(self.path):
+            path = bounded(str(self.path), DESCRIBED_MAX // 2)
             raise ModelNotFoundError(
-                f"there is no file {str(self.path)!r}. Give the path of an .onnx file; the working "
+                f"there is no file {path!r}. Give the path of an .onnx file; the working "
                 f"directory is {str(Path.cwd())!r}"
             )
 

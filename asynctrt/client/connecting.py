@@ -5,7 +5,7 @@ from typing import Any
 from asynctrt.client.base import Client
 from asynctrt.client.persistence import without_credentials
 from asynctrt.client.websocket import WebSocketClient
-from asynctrt.errors import UsageError
+from asynctrt.errors import UsageError, show
 
 
 def connect(
@@ -71,8 +71,8 @@ def connect(
             settings=settings,
         )
     if scheme not in ("ws", "wss"):
-        shown = without_credentials(url)
-        raise UsageError(f"{shown!r} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
+        shown = show(without_credentials(url))
+        raise UsageError(f"{shown} is not an address such as ws://HOST:PORT/v2/ws or http://HOST:PORT")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     settings = {"compression": None, "additional_headers": headers, "max_size": max_size} | settings
     return WebSocketClient(url, settings, max_in_flight, attempts, reconnect_timeout, idempotent=idempotent)

@@ -16,7 +16,14 @@ from asynctrt.client.persistence import (
     remote_error,
     seconds_of,
 )
-from asynctrt.errors import AsynctrtError, ConnectionLostError, MissingExtraError, RequestError, UsageError
+from asynctrt.errors import (
+    AsynctrtError,
+    ConnectionLostError,
+    MissingExtraError,
+    RequestError,
+    UsageError,
+    show,
+)
 from asynctrt.kserve.client import AnswerError, as_arrays, describe_request, read_answer, takes_binary
 from asynctrt.kserve.datatypes import write_tensor
 from asynctrt.kserve.json_codec import dump, parse_object
@@ -64,7 +71,7 @@ class HttpClient(Client):
     ) -> None:
         super().__init__(url.rstrip("/").removesuffix("/v2"), max_in_flight, attempts, idempotent=idempotent)
         if not _is_address(url):
-            raise UsageError(f"{self.url!r} is not the address of a server, such as http://HOST:PORT")
+            raise UsageError(f"{show(self.url)} is not the address of a server, such as http://HOST:PORT")
         self._token = token
         self._max_size = math.inf if max_size is None else max_size
         self._settings = {"limit": max_in_flight, **settings}

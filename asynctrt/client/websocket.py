@@ -20,6 +20,7 @@ from asynctrt.errors import (
     MissingExtraError,
     UsageError,
     copy_for,
+    show,
 )
 from asynctrt.forks import in_child, seal
 from asynctrt.kserve.client import (
@@ -242,7 +243,7 @@ class WebSocketClient(Client):
             raise _refused(self.url, error) from error
         except (InvalidURI, ValueError) as error:
             raise UsageError(
-                f"{self.url!r} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
+                f"{show(self.url)} is not the address of a websocket, such as ws://HOST:PORT/v2/ws"
             ) from error
         except (OSError, InvalidHandshake, TimeoutError, RuntimeError) as error:
             # asyncio looks hosts up in threads, and has none when the interpreter exits: a RuntimeError.

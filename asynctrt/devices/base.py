@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from asynctrt.errors import DeviceLostError, DeviceMemoryError, OptionsError, UsageError
+from asynctrt.errors import DeviceLostError, DeviceMemoryError, OptionsError, UsageError, show
 
 ALIGNMENT: Final = 256
 """Alignment in bytes of every buffer and of every tensor within one, as ``set_device_memory`` demands."""
@@ -369,8 +369,8 @@ class DeviceArray:
         """
         if not isinstance(rows, slice) or rows.step not in (None, 1):
             raise UsageError(
-                f"a DeviceArray is sliced by consecutive rows, array[start:stop], not by {rows!r}. To read "
-                "single values copy it to the host, array.numpy(), or give it to a library of the GPU: "
+                f"a DeviceArray is sliced by consecutive rows, array[start:stop], not by {show(rows)}. To "
+                "read single values copy it to the host, array.numpy(), or give it to a library of the GPU: "
                 "torch.as_tensor(array)"
             )
         start, stop, _ = rows.indices(len(self))

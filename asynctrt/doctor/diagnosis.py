@@ -7,7 +7,7 @@ from typing import Final
 from asynctrt.doctor.checks import CHECKS
 from asynctrt.doctor.facts import Facts, gather
 from asynctrt.doctor.findings import Report
-from asynctrt.errors import OptionsError
+from asynctrt.errors import OptionsError, show
 
 DEVICE: Final = re.compile(r"host|cuda:\d+")
 
@@ -31,9 +31,11 @@ def diagnose(
     :raises OptionsError: if ``device`` is no name of a device, or ``timeout`` is not positive.
     """
     if device is not None and not DEVICE.fullmatch(device):
-        raise OptionsError(f"{device!r} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on")
+        raise OptionsError(
+            f"{show(device)} is not a device. There are 'host' and 'cuda:0', 'cuda:1' and so on"
+        )
     if not timeout > 0:
-        raise OptionsError(f"timeout must be a number of seconds > 0, not {timeout!r}")
+        raise OptionsError(f"timeout must be a number of seconds > 0, not {show(timeout)}")
     return conclude(gather(device=device, timeout_s=timeout, on_done=on_done))
 
 

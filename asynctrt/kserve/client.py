@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from asynctrt.errors import AsynctrtError, InputError, ModelError, RequestError
+from asynctrt.errors import AsynctrtError, InputError, ModelError, RequestError, show
 from asynctrt.kserve.codec import PlacedTensor, read_tensors
 from asynctrt.kserve.datatypes import (
     DATATYPES,
@@ -18,7 +18,7 @@ from asynctrt.kserve.datatypes import (
     write_tensor,
 )
 from asynctrt.kserve.json_codec import dump, mapping, parse_object
-from asynctrt.tensors import Array, TensorSpec, convert, has_masked
+from asynctrt.tensors import Array, TensorSpec, cast, convert, has_masked
 
 TEXT_LENGTH_MAX: Final = 300
 """Characters of a server's text that an error message quotes."""
@@ -90,8 +90,9 @@ def names_of(outputs: Sequence[str] | None) -> tuple[str, ...] | None:
     """
     if isinstance(outputs, str):
         raise InputError(
-            f"outputs must be names of the model's outputs, such as [{outputs!r}], not {outputs!r}. Answers "
-            "of a server always come to this process: outputs='host' and 'device' are for an engine in it"
+            f"outputs must be names of the model's outputs, such as [{show(outputs)}], not {show(outputs)}. "
+            "Answers of a server always come to this process: outputs='host' and 'device' are for an engine "
+            "in it"
         )
     return None if outputs is None else tuple(outputs)
 
@@ -255,8 +256,7 @@ def read_values(name: str, datatype: str, shape: Sequence[int], values: Sequence
     if dtype.kind == "O":
         return _byte_strings(name, np.array(values, object)).reshape(shape)
     if dtype.kind in "fV":  # bfloat16 is of kind V, which NumPy does not know as a float.
-        with np.errstate(over="ignore"):
-            return np.array(values, np.float64).astype(dtype).reshape(shape)
+        return cast(np.array(values, np.float64), dtype).reshape(shape)
     return convert(TensorSpec(name, dtype), values).reshape(shape)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from asynctrt.errors import ExecutionError, InputError, MissingExtraError, ModelError, RequestError
 from asynctrt.kserve.json_pieces import Pause, no_pause
-from asynctrt.tensors import Array, TensorSpec, convert, shape_text
+from asynctrt.tensors import Array, TensorSpec, cast, convert, shape_text
 
 DATATYPES: Final = {
     "bool": "BOOL",
@@ -371,7 +371,7 @@ def _flat(spec: TensorSpec, data: list[Any], pause: Pause) -> list[Any]:
 def _bfloats(spec: TensorSpec, data: list[Any]) -> Array:
     """Convert values to ``bfloat16``, refusing those that NumPy would silently turn into infinities."""
     wide = convert(TensorSpec(spec.name, np.dtype("float32"), spec.dims), data)
-    array = wide.astype(spec.dtype)
+    array = cast(wide, spec.dtype)
     if not np.array_equal(np.isinf(array), np.isinf(wide)):
         raise InputError(f"input {spec.name!r} is bfloat16; a value is beyond its largest, 3.39e38")
     return array

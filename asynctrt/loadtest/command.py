@@ -252,7 +252,7 @@ def read_report(path: Path) -> dict[str, Any]:
     :raises UsageError: if it cannot be read, or is not a report.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UsageError(f"the baseline {str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):

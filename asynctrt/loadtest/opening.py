@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from asynctrt.engine import Engine
-from asynctrt.errors import UsageError
+from asynctrt.errors import UsageError, show
+from asynctrt.files import is_there
 from asynctrt.loading import ATTRIBUTE, name_of
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
@@ -38,7 +38,7 @@ async def opened(
         made = CallTarget(target)
     else:
         raise UsageError(
-            f"the target must be a path, an address, an engine or an async function, not {target!r}"
+            f"the target must be a path, an address, an engine or an async function, not {show(target)}"
         )
     try:
         yield made
@@ -50,7 +50,7 @@ async def opened(
 def _coroutine_function(where: str) -> Call | None:
     """Return the coroutine function ``module:name``; ``None`` for anything else, which may be a model."""
     module, mark, name = where.partition(":")
-    if not mark or not ATTRIBUTE.fullmatch(where) or Path(where).exists():
+    if not mark or not ATTRIBUTE.fullmatch(where) or is_there(where):
         return None
     try:
         found: Any = attrgetter(name)(import_module(module))

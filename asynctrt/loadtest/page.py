@@ -129,8 +129,8 @@ def render(report: Report, plots: Sequence[Any], charts: Sequence[Chart] = ()) -
         results=[table for table in (_search(report), _comparison(report), _scenario(report)) if table],
         plots=drawn,
         charts=charts,
-        chart_style=(UPLOT / "uPlot.min.css").read_text() if charts else "",
-        scripts=[Script(path.read_text()) for path in SCRIPTS] if charts else [],
+        chart_style=(UPLOT / "uPlot.min.css").read_text("utf-8") if charts else "",
+        scripts=[Script(path.read_text("utf-8")) for path in SCRIPTS] if charts else [],
         tables=[table for table in (_runs(report), _inside(report), _errors(report)) if table],
         facts=[
             ("Target", list(flat(report.target))),

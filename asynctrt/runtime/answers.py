@@ -1,6 +1,7 @@
 """What a caller is told when a request fails: an error of its own, in words for that one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from asynctrt.errors import (
     AsynctrtError,
@@ -22,27 +23,35 @@ def answer_error(request: Request, error: AsynctrtError) -> None:
     request.future = request.payload = None
 
 
-def typed_error(model: str, requests: Sequence[Request], error: BaseException) -> AsynctrtError:
-    """Return an error for one caller, its own: one that many raise would collect all their tracebacks.
+def typed_errors(
+    model: str, requests: Sequence[Request], error: BaseException
+) -> Callable[[], AsynctrtError]:
+    """Return what makes an error for one caller, its own: one that many raise would collect all their
+    tracebacks.
 
     :param requests: those of the batch that failed with ``error``.
     """
     if isinstance(error, AsynctrtError):
-        return copy_for(error)
+        return partial(copy_for, error)
     rows = sum(request.rows for request in requests)
     if len(requests) == 1:
-        failed = ExecutionError(
+        said = (
             f"{model} failed while it ran this request alone ({rows} row{'s' * (rows != 1)}): "
             f"{describe(error)}. Others are not affected"
         )
     else:
-        failed = ExecutionError(
+        said = (
             f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
             f"{describe(error)}. Other batches are not affected. With isolate_failures=True such a batch is "
             "tried again in halves, so that only the requests at fault fail, unless so many failed before "
             "that the model is at fault"
         )
-    failed.__cause__ = error
+    return partial(_caused, said, error)
+
+
+def _caused(said: str, cause: BaseException) -> ExecutionError:
+    failed = ExecutionError(said)
+    failed.__cause__ = cause
     return failed
 
 

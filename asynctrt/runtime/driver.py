@@ -29,7 +29,7 @@ from asynctrt.errors import (
     describe,
 )
 from asynctrt.runtime import padding, staging
-from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_error
+from asynctrt.runtime.answers import answer_error, deadline_error, displaced_error, typed_errors
 from asynctrt.runtime.completion import Reaper, Waiting
 from asynctrt.runtime.contexts import ContextPool, Lane
 from asynctrt.runtime.inflight import InFlight
@@ -370,8 +370,9 @@ class Driver:
         )
 
     def _reject(self, rejected: RejectedBatch) -> None:
+        make = typed_errors(self._name, rejected.requests, rejected.error)
         for request in rejected.requests:
-            answer_error(request, typed_error(self._name, rejected.requests, rejected.error))
+            answer_error(request, make())
 
     def _start(self, batch: Batch, *, has_grown: bool = False) -> None:
         """Stage one batch and put it on its stream. Whatever goes wrong fails this batch and no other."""
@@ -670,8 +671,7 @@ class Driver:
                     flight.hold,
                 )
                 return
-            shared = nbytes <= staging.SHARED_NBYTES_MAX
-            values = copy_out(outputs, source.spans, batch.rows, shared=shared)
+            values = copy_out(outputs, source.spans, batch.rows)
         except Exception as raised:
             self._fail(batch, raised)
             return
@@ -806,8 +806,9 @@ class Driver:
         if flight is not None:
             self._leave_lane(flight)
         self._scheduler.failed(batch, quarantine=quarantine)
+        make = typed_errors(self._name, batch.requests, error)
         for request in batch.requests:
-            answer_error(request, typed_error(self._name, batch.requests, error))
+            answer_error(request, make())
         if flight is not None and quarantine:
             self._given_up[batch.number] = flight
         elif flight is not None:

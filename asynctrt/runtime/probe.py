@@ -17,7 +17,7 @@ from asynctrt.scheduling.batch import Batch, Reason
 from asynctrt.scheduling.key import BatchKey
 from asynctrt.scheduling.request import Request
 from asynctrt.scheduling.shapes import Shapes
-from asynctrt.tensors import ALONE_FIX, Array, Dims, TensorSpec, content_of, split_shared
+from asynctrt.tensors import ALONE_FIX, Array, Dims, TensorSpec, cast, content_of, split_shared
 
 PROBE_S: Final = 120.0
 """How long a batch may take."""
@@ -376,6 +376,7 @@ def differing(
     return ""
 
 
+@np.errstate(all="ignore")
 def _error(ours: Array, theirs: Array, tolerance: float) -> float:
     """Return the largest difference relative to the largest value; 0 if the tolerance explains it."""
     if not ours.size or ours.dtype.hasobject:
@@ -410,7 +411,7 @@ def made_up(spec: TensorSpec, dims: Dims, row: str, sample: Sample) -> Array:
     if spec.dtype.kind in "iu":
         return rng.integers(0, 128, dims).astype(spec.dtype)
     values = rng.random(dims) if sample.tame else rng.standard_normal(dims)
-    return np.asarray(values * (EXTREME if row == "e" else 1)).astype(spec.dtype)
+    return cast(np.asarray(values * (EXTREME if row == "e" else 1)), spec.dtype)
 
 
 def said_of(error: Exception) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from types import TracebackType
 from typing import Any, Self
 
-from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError
+from asynctrt.errors import EngineClosedError, InputError, QueueFullError, UsageError, show
 from asynctrt.forks import Origin
 from asynctrt.runtime.contexts import ContextPool
 from asynctrt.runtime.staging import Slab, SlotRows
@@ -272,8 +272,8 @@ class Slot:
         """
         owner = self._entered()
         names = [span.name for span in owner.slab.layout.inputs]
-        if name not in names:
-            raise InputError(f"{name!r} is not an input of this model; its inputs are {names}")
+        if not isinstance(name, str) or name not in names:
+            raise InputError(f"{show(name)} is not an input of this model; its inputs are {names}")
         return owner.slab.inputs[names.index(name)][self._span]
 
     async def infer(self, *, timeout: float | None = None, priority: int = 0) -> InferResult:

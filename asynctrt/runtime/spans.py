@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Final
 
 from asynctrt.scheduling.request import Request
-from asynctrt.tensors import Array
+from asynctrt.tensors import SHARED_NBYTES_MAX, Array
 
 PART_NBYTES_MIN: Final = 1 << 20
 """Several threads copy the rows of a batch, each at least so much of them."""
@@ -73,25 +73,36 @@ def views_of(
 
 
 def copy_out(
-    outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int, *, shared: bool
+    outputs: Mapping[str, Array], spans: Sequence[slice] | None, rows: int
 ) -> list[dict[str, Array]]:
     """Copy the outputs of each request out of ``outputs``.
 
+    An output of up to ``SHARED_NBYTES_MAX`` bytes is copied as a block, of which each request gets a view.
+
     :param spans: the rows of each request; ``None`` if every request has one row and they lie in order.
     :param rows: the rows of the batch, from the first on.
-    :param shared: whether to copy the batch as a block, of which each request gets a view.
     """
-    if shared:
-        blocks = {}
+    if rows == 1:
+        own = {}
         for name, array in outputs.items():  # A comprehension takes longer by as much as a copy.
-            blocks[name] = array[:rows].copy()
-        if rows == 1:
-            return [blocks]
-        if spans is None and len(blocks) == 1:
-            # Iterating over a block is the cheapest way to get its rows.
-            for name, block in blocks.items():
-                return [{name: row} for row in block.reshape(rows, 1, *block.shape[1:])]
-        spans = spans or [slice(row, row + 1) for row in range(rows)]
-        return [{name: block[span] for name, block in blocks.items()} for span in spans]
+            own[name] = array[:1].copy()
+        return [own]
+    if spans is None and len(outputs) == 1:
+        # Iterating over a block is the cheapest way to get its rows.
+        for name, array in outputs.items():
+            block = array[:rows, None]
+            if block.nbytes <= SHARED_NBYTES_MAX:
+                return [{name: row} for row in block.copy()]
+            return [{name: row.copy()} for row in block]
     spans = spans or [slice(row, row + 1) for row in range(rows)]
-    return [{name: array[span].copy() for name, array in outputs.items()} for span in spans]
+    if len(spans) == 1:
+        return [{name: array[spans[0]].copy() for name, array in outputs.items()}]
+    sources = []
+    for name, array in outputs.items():
+        block = array[:rows]
+        is_shared = block.nbytes <= SHARED_NBYTES_MAX
+        sources.append((name, block.copy() if is_shared else block, is_shared))
+    return [
+        {name: block[span] if is_shared else block[span].copy() for name, block, is_shared in sources}
+        for span in spans
+    ]

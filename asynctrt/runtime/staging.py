@@ -40,11 +40,6 @@ from asynctrt.tensors import (
     split_shared,
 )
 
-SHARED_NBYTES_MAX: Final = 128 * 1024
-"""Up to this size a batch's output is copied as one block, of which each result is a view. A result that
-is kept then keeps at most this much memory; larger outputs are copied request by request."""
-
-
 AHEAD_ROW_NBYTES_MIN: Final = 64 << 10
 AHEAD_ROW_NBYTES_MAX: Final = 256 << 10
 """Rows of these sizes are copied before their batch is launched. Smaller ones cost less when all are gathered

@@ -4,6 +4,9 @@ A request that leaves its queue from the middle (cancelled, expired, launched be
 is left in place as a tombstone, known by its state, and skipped when it comes up. Queues and heap rebuild
 themselves before tombstones outnumber live entries, so they stay bounded by the queue bound and removal stays
 O(1) on average. Finding the bucket to launch from does not depend on how many there are.
+
+Of a call that was split only one part at a time stands in its queue. The next one joins at the end when that
+one leaves, so that other requests have their turns between the parts.
 """
 
 from bisect import bisect_right
@@ -38,15 +41,33 @@ EMPTY_MAX: Final = 256
 """Empty buckets that are kept."""
 
 
+class SplitCall:
+    """A call of several parts, of which one stands in the queue.
+
+    :param parts: the others, in order.
+    :param due_ns: when the one in the queue is due.
+    """
+
+    __slots__ = ("due_ns", "parts", "rows")
+
+    def __init__(self, parts: Sequence[Request], due_ns: int) -> None:
+        self.parts = deque(parts)
+        self.due_ns = due_ns
+        self.rows = sum(part.rows for part in parts)
+        """Rows of the others, of which some may have left."""
+
+
 class BucketQueue:
     """The requests of one bucket: the most urgent priority first, and within one what is due first.
 
     A request is due at its deadline, or when it has waited for ``patience_ns`` if that is earlier. So nothing
-    waits for longer than that for what comes later, and without deadlines the order is that of arrival.
+    waits for longer than that for what comes later, and without deadlines the order is that of arrival. Parts
+    of a call that was split arrive one after the other in this sense.
     """
 
     __slots__ = (
         "_by_priority",
+        "_calls",
         "_patience_ns",
         "_tombstones",
         "_urgent_rows",
@@ -83,6 +104,8 @@ class BucketQueue:
         self._patience_ns = patience_ns
         # Rows by priority; those of priority 0 are not counted, as they go behind all others.
         self._urgent_rows: dict[int, int] = {}
+        # The calls that were split, by the part of each that stands in the queue.
+        self._calls: dict[Request, SplitCall] = {}
 
     def __repr__(self) -> str:
         return f"<BucketQueue {self.key!r} requests={self.requests} rows={self.rows}>"
@@ -107,6 +130,16 @@ class BucketQueue:
             or (rows >= self.rows_max and not self.is_full)
         )
 
+    def push_parts(self, parts: Sequence[Request]) -> bool:
+        """Append the parts of one call as :meth:`push`: all count at once, and join the queue in turn."""
+        first, *others = parts
+        self._calls[first] = call = SplitCall(others, self._due_ns(first))
+        self.rows += call.rows
+        self.requests += len(others)
+        if first.priority:
+            self._urgent_rows[first.priority] = self._urgent_rows.get(first.priority, 0) + call.rows
+        return self.push(first)
+
     def discard(self, request: Request) -> None:
         """Forget a request whose state has just left QUEUED. Its place becomes a tombstone."""
         self.rows -= request.rows
@@ -114,6 +147,8 @@ class BucketQueue:
         self._tombstones += 1
         if request.priority:
             self._urgent_rows[request.priority] -= request.rows
+        if request in self._calls:
+            self._let_next_in(request)
         self._bury()
 
     def rows_ahead(self, request: Request) -> int:
@@ -126,7 +161,10 @@ class BucketQueue:
         if queue and self._goes_before(request, queue[-1]):
             # Each has a row at least, and some are tombstones.
             return above + max(self._place_in(queue, request) - self._tombstones, 0)
-        return above + self._urgent_rows.get(priority, 0) if priority else self.rows
+        ahead = above + self._urgent_rows.get(priority, 0) if priority else self.rows
+        # Those that are not in the queue yet join it behind the request.
+        behind = sum(call.rows for part, call in self._calls.items() if part.priority == priority)
+        return max(ahead - behind, above)
 
     def overdue_ns(self) -> int:
         """Return when the first of its requests is due, whatever its priority. Not for an empty queue."""
@@ -134,10 +172,11 @@ class BucketQueue:
 
     def waiting(self) -> Iterator[Request]:
         """Yield the queued requests, most urgent first."""
-        for queue in self._by_priority:
-            for request in queue:
-                if request.state is QUEUED:
-                    yield request
+        for priority in reversed(range(len(self._by_priority))):
+            for requests in (self._by_priority[-1 - priority], *self._parts(priority)):
+                for request in requests:
+                    if request.state is QUEUED:
+                        yield request
 
     def head(self, *, by_age: bool = False) -> Request | None:
         """Return the request that the next batch of this bucket starts with.
@@ -167,7 +206,13 @@ class BucketQueue:
         while queue and queue[-1].state is not QUEUED:
             queue.pop()
             self._tombstones -= 1
-        return (request for request in reversed(queue) if request.state is QUEUED)
+        standing = (queue, *self._parts(priority))
+        return (
+            request
+            for requests in reversed(standing)
+            for request in reversed(requests)
+            if request.state is QUEUED
+        )
 
     def choose(
         self,
@@ -181,7 +226,7 @@ class BucketQueue:
 
         :param by_age: begin with the priority whose first request is due first.
         """
-        if not self._tombstones and self.rows <= rows_max:
+        if not self._tombstones and self.rows <= rows_max and not self._calls:
             return tuple(chain.from_iterable(self._by_priority)), self.rows
         chosen: list[Request] = []
         room = rows_max
@@ -201,7 +246,9 @@ class BucketQueue:
                         break
         return tuple(chosen), rows_max - room
 
-    def take(self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT) -> None:
+    def take(  # noqa: C901  (a call a batch less)
+        self, chosen: Sequence[Request], rows: int, after: State = IN_FLIGHT
+    ) -> None:
         """Let what :meth:`choose` returned leave the queue, for the state ``after``."""
         for request in chosen:
             request.state = after
@@ -213,6 +260,8 @@ class BucketQueue:
             self.deadline_ns = NO_DEADLINE_NS
             if self._urgent_rows:
                 self._urgent_rows.clear()
+            if self._calls:
+                self._calls.clear()
             return
         if self._urgent_rows:
             for request in chosen:
@@ -221,10 +270,41 @@ class BucketQueue:
         self.rows -= rows
         self.requests -= taken
         self._tombstones += taken
+        if self._calls:
+            for part in [request for request in chosen if request in self._calls]:
+                self._let_next_in(part)
         self.head()
         self._bury()
 
+    def _let_next_in(self, part: Request) -> None:
+        """Append what follows a part of a call that has just left the queue; before all that is due later
+        than its deadline."""
+        call = self._calls.pop(part)
+        while call.parts:
+            following = call.parts.popleft()
+            call.rows -= following.rows
+            if following.state is QUEUED:
+                break
+            self._tombstones -= 1
+        else:
+            return
+        queue = self._by_priority[-1 - following.priority]
+        last_ns = self._due_ns(queue[-1]) if queue else 0
+        if following.deadline_ns < last_ns:
+            call.due_ns = following.deadline_ns
+            queue.insert(bisect_right(queue, call.due_ns, key=self._due_ns), following)
+        else:
+            call.due_ns = max(self._due_ns(following), last_ns)
+            queue.append(following)
+        self._calls[following] = call
+
+    def _parts(self, priority: int) -> list[deque[Request]]:
+        """Return the parts of calls of one priority that are not in the queue yet."""
+        return [call.parts for part, call in self._calls.items() if part.priority == priority]
+
     def _due_ns(self, request: Request) -> int:
+        if self._calls and (call := self._calls.get(request)) is not None:
+            return call.due_ns
         return min(request.deadline_ns, request.arrival_ns + self._patience_ns)
 
     def _goes_before(self, request: Request, other: Request) -> bool:
@@ -254,6 +334,9 @@ class BucketQueue:
                 alive = [request for request in queue if request.state is QUEUED]
                 queue.clear()
                 queue.extend(alive)
+            for call in self._calls.values():
+                call.parts = deque(part for part in call.parts if part.state is QUEUED)
+                call.rows = sum(part.rows for part in call.parts)
             self._tombstones = 0
 
 

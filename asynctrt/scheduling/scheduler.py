@@ -294,19 +294,18 @@ class Scheduler:
         """
         return self._shapes.limit(key.shape)
 
-    def submit(self, request: Request, *, is_foreseen: bool = False) -> None:
+    def submit(self, request: Request) -> None:
         """Queue one request, or raise and change nothing.
 
         A queue without room for it gives up less urgent requests, which then are in :attr:`displaced`.
 
-        :param is_foreseen: whether it is known that it is not too late.
         :raises EngineClosedError: (or what else was given) after :meth:`refuse` or :meth:`close`.
         :raises DeadlineUnreachableError: when it would be too late, as far as can be told.
         :raises QueueFullError: when the queue has no room for its rows.
         :raises InputError, ExecutionError: as :meth:`limit`.
         """
         rows = request.rows
-        if request.deadline_ns != NO_DEADLINE_NS and not is_foreseen and not self._closed:
+        if request.deadline_ns != NO_DEADLINE_NS and not self._closed:
             self._foresees = True
             bucket = self._bucket
             # Most are launched at once, which the forecast would say after two calls.
@@ -343,7 +342,13 @@ class Scheduler:
         for request in requests:
             request.deadline_ns = min(request.deadline_ns, requests[-1].deadline_ns)
             request.reserve_ns = requests[-1].reserve_ns
-            self.submit(request, is_foreseen=True)
+        bucket = self._bucket = self._bucket_of(requests[0].key)
+        if bucket.push_parts(requests):
+            self._buckets.pushed(bucket, requests[0])
+        self._queued_rows += rows
+        if requests[0].deadline_ns != NO_DEADLINE_NS:
+            for request in requests:
+                self._deadlines.push(request, queued_max=self._queued_rows)
 
     def cancel(self, request: Request) -> bool:
         """Note that the caller has gone away. True: the request was queued and has left the queue.
@@ -777,13 +782,16 @@ class Scheduler:
     def bisect(self, batch: Batch) -> bool:
         """Note that a batch failed, to find out by halves whose requests it fails with; all stay in flight.
 
-        :returns: False, with nothing noted, for a batch of one request, after :meth:`close`, and when so many
-            were bisected without success that the model is to blame.
+        :returns: False, with nothing noted, for a batch of one request, or of none that is still awaited,
+            after :meth:`close`, and when so many were bisected without success that the model is to blame.
         """
         if len(batch.requests) < 2 or not self._bisections or self._is_over:
             return False
-        if self._in_flight.pop(batch.number, None) is not batch:
+        if self._in_flight.get(batch.number) is not batch:
             raise _not_in_flight(batch)
+        if not any(request.state is IN_FLIGHT for request in batch.requests):
+            return False  # Nobody waits for any of it.
+        del self._in_flight[batch.number]
         self._bisections -= 1
         self._counters.bisected += 1
         self._forget(batch)

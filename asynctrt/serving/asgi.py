@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, QueueFullError, RequestError, TooLargeError, UsageError
+from asynctrt.errors import AsynctrtError, QueueFullError, RequestError, TooLargeError, UsageError, show
 from asynctrt.serving.admission import Caller, address_of
 from asynctrt.serving.api import Api, Headers, ModelRoute, error_answer
 from asynctrt.serving.memory import UNCOUNTED_NBYTES, Hold
@@ -88,7 +88,7 @@ class _Found:
         if isinstance(engine, Repository):
             return engine
         if not isinstance(engine, Engine):
-            raise UsageError(f"expected an open engine, or a function that returns one, not {engine!r}")
+            raise UsageError(f"expected an open engine, or a function that returns one, not {show(engine)}")
         settings = self.settings
         repository = Repository(
             tensors_max=settings.max_tensors,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError
+from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
 from asynctrt.loading import ATTRIBUTE
 from asynctrt.onnx_options import relative_to
 from asynctrt.options import Options
@@ -86,7 +86,7 @@ def read_config(path: Path) -> dict[str, Any]:
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
     except tomllib.TOMLDecodeError as error:
@@ -133,7 +133,7 @@ def configure(given: Mapping[str, Any], config: Mapping[str, Any]) -> ServeConfi
         _check_isolation(models)
     device = both.get("device", "host")
     if not isinstance(device, str):
-        raise OptionsError(f"device must be the name of a device, not {device!r}")
+        raise OptionsError(f"device must be the name of a device, not {show(device)}")
     return ServeConfig(settings, tuple(models), device)
 
 

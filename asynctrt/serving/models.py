@@ -7,7 +7,7 @@ from typing import Any, Final, Self
 
 import asynctrt
 from asynctrt.engine import Engine
-from asynctrt.errors import ModelError, OptionsError
+from asynctrt.errors import ModelError, OptionsError, show
 from asynctrt.loading import ENGINE_NAME, name_of
 from asynctrt.options import Options
 from asynctrt.serving.warmup import WARMUP, warm_all_sizes
@@ -48,7 +48,7 @@ class ModelSource:
         if not equals:
             named, path = name_of(text), text
         if not path or not named:
-            raise OptionsError(f"a model must be PATH, NAME=PATH or NAME:VERSION=PATH, not {text!r}")
+            raise OptionsError(f"a model must be PATH, NAME=PATH or NAME:VERSION=PATH, not {show(text)}")
         name, colon, version = named.rpartition(":")
         if not colon or not version.isdigit():
             name, version = named, "1"
@@ -66,10 +66,10 @@ class ModelSource:
         own = dict(table)
         path = own.pop("path", None)
         if not isinstance(path, str):
-            raise OptionsError(f"each [[models]] table needs a path, a string; this one has {path!r}")
+            raise OptionsError(f"each [[models]] table needs a path, a string; this one has {show(path)}")
         device, warmup = own.pop("device", None), own.pop("warmup", None)
         if not isinstance(device, str | None):
-            raise OptionsError(f"the device of {path!r} must be the name of a device, not {device!r}")
+            raise OptionsError(f"the device of {path!r} must be the name of a device, not {show(device)}")
         if is_folder(path):
             if "name" in own or "version" in own:
                 raise OptionsError(
@@ -79,7 +79,9 @@ class ModelSource:
         name = own.pop("name", None) or name_of(path)
         version = own.pop("version", 1)
         if not isinstance(name, str) or isinstance(version, bool) or not isinstance(version, int | str):
-            raise OptionsError(f"name must be a string and version a number, not {name!r} and {version!r}")
+            raise OptionsError(
+                f"name must be a string and version a number, not {show(name)} and {show(version)}"
+            )
         return cls._checked(name, str(version), path, {**settings, **own}, device, warmup)
 
     @classmethod

@@ -13,6 +13,7 @@ from asynctrt.errors import (
     ModelNotReadyError,
     UnknownModelError,
     UsageError,
+    show,
 )
 from asynctrt.kserve.codec import ANSWER_NBYTES_MAX
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
@@ -123,10 +124,12 @@ class Repository:
         :raises ModelError: if KServe has no datatype for one of its tensors.
         """
         if not is_version(version):
-            raise UsageError(f"a model's version must be a whole number, not {version!r}, as in NAME:2=PATH")
+            raise UsageError(
+                f"a model's version must be a whole number, not {show(version)}, as in NAME:2=PATH"
+            )
         if not name or name != name.strip():
             raise UsageError(
-                f"a model's name must not be empty or begin or end with a space, unlike {name!r}"
+                f"a model's name must not be empty or begin or end with a space, unlike {show(name)}"
             )
         model = self._models.get(name) or Model()
         if model.place is not None:

@@ -5,14 +5,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError
 from asynctrt.kserve.datatypes import TEXT, check_nbytes, datatype_of, read_tensor
-from asynctrt.tensors import Array, TensorSpec
+from asynctrt.tensors import Array, TensorSpec, cast
 from asynctrt.validation import count
 
 WARMUP: Final = count(0)
@@ -119,9 +119,7 @@ def filled(spec: TensorSpec, shape: Sequence[int], *, is_random: bool = False) -
     generator = np.random.default_rng(0)
     if spec.dtype.kind in "iub":
         return generator.integers(0, 2, shape).astype(spec.dtype)
-    values: Any = generator.random(shape, np.float32)
-    array: Array = values.astype(spec.dtype)
-    return array
+    return cast(generator.random(shape, np.float32), spec.dtype)
 
 
 def stated_shape(spec: TensorSpec, dims: tuple[int, ...], rows: int) -> tuple[int, ...] | None:

@@ -32,6 +32,7 @@ from asynctrt.errors import (
     ExecutionError,
     InternalError,
     ModelError,
+    bounded,
     describe,
 )
 from asynctrt.loading import limit_gpu_memory
@@ -339,10 +340,10 @@ class Served:
         text = json.dumps(
             {
                 "kind": _nearest(error).__name__,
-                "text": str(error),
+                "text": bounded(str(error)),
                 "predicted_s": getattr(error, "predicted_s", 0.0),
-                "notes": [str(note) for note in getattr(error, "__notes__", [])],
-                "cause": "" if cause is None else "".join(traceback.format_exception(cause)),
+                "notes": [bounded(str(note)) for note in getattr(error, "__notes__", [])],
+                "cause": "" if cause is None else bounded(_traceback_of(cause), TEXT_MAX),
             }
         ).encode()
         block, rows, start, capacity, _ = work.where
@@ -579,7 +580,11 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         is_known = False
     words = str(error) if is_known else describe(error)
-    return _nearest(error)(words[:TEXT_MAX] + "…" * (len(words) > TEXT_MAX))
+    return _nearest(error)(words)
+
+
+def _traceback_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _nearest(error: BaseException) -> type[AsynctrtError]:

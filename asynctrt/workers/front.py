@@ -49,9 +49,6 @@ from asynctrt.workers.slabs import Slabs
 COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 """Groups with more bytes than this are copied in other threads, in or out, as batches in process are."""
 
-SHARED_NBYTES_MAX: Final = 128 * 1024
-"""Up to this size the answers of a group are copied as one block, of which each caller gets a view."""
-
 DEATHS_MAX: Final = 2
 """A group that was in a batch when so many workers died is suspected, and tried apart from the others."""
 
@@ -506,15 +503,15 @@ class Front:
             outputs: list[dict[str, Array]] = []
 
             def copy() -> None:
-                outputs.extend(self._copied(group, views, size, callers_differ=callers_differ))
+                outputs.extend(self._copied(group, views, callers_differ=callers_differ))
 
             if self._copies(group, [copy], size, partial(self._copied_off_loop, group, records, outputs)):
                 return
-        outputs = self._copied(group, views, size, callers_differ=callers_differ)
+        outputs = self._copied(group, views, callers_differ=callers_differ)
         self._deliver(group, outputs, records)
 
     def _copied(
-        self, group: Group, views: dict[str, Array], nbytes: int, *, callers_differ: bool
+        self, group: Group, views: dict[str, Array], *, callers_differ: bool
     ) -> list[dict[str, Array]]:
         """Return the outputs of each request, in arrays that are its caller's."""
         requests = group.requests
@@ -523,7 +520,7 @@ class Front:
         if len(requests) == 1:
             return [copied(views)]
         spans = None if len(requests) == group.rows else spans_of(requests)
-        return copy_out(views, spans, group.rows, shared=nbytes <= SHARED_NBYTES_MAX)
+        return copy_out(views, spans, group.rows)
 
     def _copied_off_loop(
         self,

@@ -61,7 +61,7 @@ async def steps(seconds):
         batch = schedule()
         source = pool.source(batch)
         flight = InFlight(batch, pool.contexts[batch.context], source)
-        outputs = copy_out(source.slab.outputs, None, BATCH, shared=True)
+        outputs = copy_out(source.slab.outputs, None, BATCH)
         gather_ns = ns(source.stage, 2000, BATCH)
         futures_ns = ns(futures, 500, BATCH)
         parts = {
@@ -74,9 +74,7 @@ async def steps(seconds):
             "a batch on the device, divided by 64": ns(
                 partial(flight.context.enqueue, flight.source, flight.events), 5000, BATCH
             ),
-            "copy its row out": ns(
-                lambda: copy_out(source.slab.outputs, None, BATCH, shared=True), 2000, BATCH
-            ),
+            "copy its row out": ns(lambda: copy_out(source.slab.outputs, None, BATCH), 2000, BATCH),
             "make the result, resolve the future": ns(deliver, 500, BATCH) - futures_ns,
         }
     async with asynctrt.open(echo_model(), device=HostDevice(in_place="always")) as engine:

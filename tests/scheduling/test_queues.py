@@ -233,6 +233,124 @@ class TestOneBucket:
             assert places(queue) <= 2 * queue.requests + TOMBSTONES_MIN
 
 
+def parts_of(count, rows=ROWS_MAX, **kw):
+    return [request(rows, **kw) for _ in range(count)]
+
+
+def batches(queue, count):
+    return [take(queue, ROWS_MAX) for _ in range(count)]
+
+
+class TestSplitCalls:
+    def test_who_comes_next_has_a_turn_between_the_parts(self):
+        queue, parts = queue_of(), parts_of(4)
+        queue.push_parts(parts)
+        first, second = request(arrival_ns=1), request(arrival_ns=2)
+        queue.push(first)
+        assert batches(queue, 1) == [parts[:1]]
+        queue.push(second)
+        assert batches(queue, 2) == [[first, second], parts[1:2]]
+        assert batches(queue, 2) == [parts[2:3], parts[3:]]
+        assert repr(queue) == f"<BucketQueue {KEY!r} requests=0 rows=0>"
+
+    def test_two_calls_take_turns(self):
+        queue, a, b = queue_of(), parts_of(3), parts_of(2, arrival_ns=1)
+        queue.push_parts(a)
+        queue.push_parts(b)
+        assert batches(queue, 5) == [a[:1], b[:1], a[1:2], b[1:], a[2:]]
+
+    def test_a_last_part_that_is_small_shares_its_batch(self):
+        queue, parts, other = queue_of(), [request(ROWS_MAX), request(3)], request(arrival_ns=1)
+        queue.push_parts(parts)
+        queue.push(other)
+        assert batches(queue, 2) == [parts[:1], [other, parts[1]]]
+
+    def test_a_deadline_decides_before_turns_do(self):
+        queue, parts = queue_of(), parts_of(2, deadline_ns=50)
+        queue.push_parts(parts)
+        sooner, later = request(deadline_ns=40), request(ROWS_MAX, deadline_ns=60)
+        for each in (later, sooner):
+            queue.push(each)
+        assert batches(queue, 4) == [[sooner], parts[:1], parts[1:], [later]]
+
+    def test_a_deadline_after_which_patience_has_long_ended_does_not(self):
+        queue = BucketQueue(KEY, PRIORITIES, ROWS_MAX, patience_ns=10)
+        parts, other = parts_of(2, deadline_ns=500), request(arrival_ns=1, deadline_ns=600)
+        queue.push_parts(parts)
+        queue.push(other)
+        assert batches(queue, 3) == [parts[:1], [other], parts[1:]]
+
+    def test_only_the_part_in_the_queue_is_ahead_of_who_comes_next(self):
+        queue = queue_of(request(2))
+        queue.push_parts(parts_of(5))
+        assert queue.rows_ahead(request()) == 2 + ROWS_MAX
+        queue.push_parts(parts_of(3, priority=1))
+        assert queue.rows_ahead(request()) == 2 + ROWS_MAX + 3 * ROWS_MAX
+        assert queue.rows_ahead(request(priority=1)) == ROWS_MAX
+
+    @pytest.mark.parametrize("gone", [[0], [1], [0, 1], [2, 1], [3]])
+    def test_what_follows_a_part_that_leaves_goes_on(self, gone):
+        queue, parts = queue_of(), parts_of(4)
+        queue.push_parts(parts)
+        for number in gone:
+            leave(queue, parts[number])
+        assert batches(queue, 4 - len(gone)) == [[each] for each in parts if each.state is State.IN_FLIGHT]
+        assert queue.requests == 0
+
+    def test_the_last_part_is_the_first_to_make_room(self):
+        parts, other = parts_of(3), request()
+        queue = queue_of(other)
+        queue.push_parts(parts)
+        assert list(queue.newest(0)) == [*parts[:0:-1], parts[0], other]
+
+    @pytest.mark.parametrize("count", [10, 1000])
+    def test_many_parts_cost_a_batch_no_more_than_few(self, count):
+        queue = queue_of()
+        queue.push_parts(parts_of(count))
+        assert count_operations(lambda: take(queue, ROWS_MAX)) < 100
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        some.lists(
+            some.tuples(
+                some.sampled_from(["one", "call", "leave", "take"]),
+                some.integers(0, 10**6),  # Which one, and how many parts.
+                some.integers(0, PRIORITIES - 1),
+                some.sampled_from([EVER_NS, 30, 90]),
+            ),
+            max_size=80,
+        )
+    )
+    def test_each_part_is_taken_once_and_in_order(self, events):
+        queue, alive, calls, taken = queue_of(), [], [], []
+        events += [("take", 0, 0, 0)] * 500  # So many batches at the most.
+        for arrived, (what, choice, priority, deadline_ns) in enumerate(events):
+            keywords = {"priority": priority, "arrival_ns": arrived, "deadline_ns": deadline_ns}
+            if what == "one":
+                alive.append(request(1 + choice % ROWS_MAX, **keywords))
+                queue.push(alive[-1])
+            elif what == "call":
+                calls.append([*parts_of(1 + choice % 5, **keywords), request(1 + choice % 7, **keywords)])
+                queue.push_parts(calls[-1])
+                alive += calls[-1]
+            elif what == "leave" and alive:
+                leave(queue, alive.pop(choice % len(alive)))
+            elif what == "take":
+                chosen = take(queue, ROWS_MAX)
+                assert bool(chosen) == bool(alive)
+                assert sum(each.rows for each in chosen) <= ROWS_MAX
+                taken += chosen
+                alive = [each for each in alive if each not in chosen]
+            assert set(queue.waiting()) == set(alive)
+            assert (queue.requests, queue.rows) == (len(alive), sum(each.rows for each in alive))
+            assert places(queue) <= 2 * queue.requests + TOMBSTONES_MIN
+        assert not alive
+        assert len(taken) == len(set(taken))
+        for parts in calls:
+            order = [taken.index(part) for part in parts if part in taken]
+            assert order == sorted(order)
+
+
 class Board:
     """Buckets with their queues, driven as the scheduler drives them."""
 

@@ -41,7 +41,7 @@ def behave(inputs):
     if RAISE in first:
         raise ValueError("a row is -2")
     if LONG_ERROR in first:
-        raise ValueError("long " * 1000)
+        raise ValueError("long " * 1_000_000)
     if STOP in first:
         os.kill(os.getpid(), signal.SIGSTOP)
     if HANG in first:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from asynctrt.devices.base import ALIGNMENT, MemoryFigures, Stream, mib
 from asynctrt.devices.cuda.bindings import driver
-from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for
+from asynctrt.errors import DeviceError, DeviceLostError, DeviceMemoryError, OptionsError, copy_for, show
 from asynctrt.forks import Origin
 
 STICKY: Final = frozenset(
@@ -134,7 +134,7 @@ def limit_memory(nbytes: int | None) -> None:
     """
     global _limit_nbytes  # noqa: PLW0603  (one for the process, as the memory is)
     if nbytes is not None and nbytes < 1:
-        raise OptionsError(f"the limit of memory on each GPU must be at least 1 byte, not {nbytes!r}")
+        raise OptionsError(f"the limit of memory on each GPU must be at least 1 byte, not {show(nbytes)}")
     _limit_nbytes = nbytes
 
 

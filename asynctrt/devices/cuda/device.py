@@ -12,7 +12,7 @@ from asynctrt.devices.cuda.bindings import StridedMemoryView, driver
 from asynctrt.devices.cuda.context import CudaContext, text_of
 from asynctrt.devices.cuda.memory import CudaBuffer, OrderedBuffer, PinnedBuffer
 from asynctrt.devices.cuda.streams import CudaEvent, CudaStream
-from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError, UsageError
+from asynctrt.errors import DeviceUnavailableError, InputError, OptionsError, UsageError, show
 
 QUEUES: Final = "32"
 """Hardware queues that the streams of a process share on a GPU: the most that CUDA knows
@@ -284,7 +284,7 @@ def find_cuda_device(name: str) -> CudaDevice:
     if found is None:
         by_uuid = ". A UUID names one with isolation='process'; or set CUDA_VISIBLE_DEVICES to it"
         raise DeviceUnavailableError(
-            f"{name!r} is not a device of this process. A GPU is called 'cuda:0', 'cuda:1', ..."
+            f"{show(name)} is not a device of this process. A GPU is called 'cuda:0', 'cuda:1', ..."
             f"{by_uuid * name.startswith(('cuda:MIG-', 'cuda:GPU-'))}"
         )
     return CudaDevice(int(found[1] or 0))

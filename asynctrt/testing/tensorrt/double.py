@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from asynctrt.devices.base import Device
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import DeviceUnavailableError
+from asynctrt.errors import DeviceUnavailableError, show
 from asynctrt.testing.tensorrt import names
 from asynctrt.testing.tensorrt.context import IExecutionContext as Context
 from asynctrt.testing.tensorrt.core import IRuntimeConfig as Config
@@ -189,4 +189,6 @@ def _executor(device: Device, monitor: ViolationMonitor) -> Executor:
 
         if isinstance(device, CudaDevice):
             return CudaExecutor(device, monitor)
-    raise DeviceUnavailableError(f"the TensorRT double runs on a host or a CUDA device, not on {device!r}")
+    raise DeviceUnavailableError(
+        f"the TensorRT double runs on a host or a CUDA device, not on {show(device)}"
+    )
