@@ -507,6 +507,11 @@ def test_an_event_is_done_until_it_is_recorded():
     assert repr(event) == "<HostEvent done>"
 
 
+def test_memory_is_aligned_as_that_of_a_gpu():
+    buffers = [HostBuffer(nbytes) for nbytes in (1, 100, 4096, 1 << 20) for _ in range(8)]
+    assert {buffer.address % 512 for buffer in buffers} == {0}
+
+
 def test_memory_that_is_not_there_is_a_typed_error():
     with pytest.raises(DeviceMemoryError, match="Lower max_rows or contexts"):
         HostBuffer(1 << 60)

@@ -1,7 +1,7 @@
 """What an engine can do under the library that runs it. Whatever depends on a version is decided here.
 
 An engine has the abilities of the version that built it, even if a later one runs it. Under TensorRT 10.16 an
-engine of 8.6 answers calls that came with 10.1 with 0 and an error, and one of them crashes the process.
+engine of 8.6 answers later calls with 0 or -1 and an error, and some of them crash the process.
 """
 
 import mmap
@@ -24,6 +24,19 @@ SIZES_MEMORY: Final = (10, 1)
 TELLS_FORMATS_BY_PROFILE: Final = (8, 6, 1)
 """The first library that is asked for the format of a tensor in each profile. Under the bindings of 8.6.1,
 8.6.0 crashes when it is asked so."""
+
+STREAMS_WEIGHTS: Final = (10, 1)
+"""The first version with the budget for streamed weights that is used here: 10.0 takes it in another way."""
+
+TELLS_WEIGHTS: Final = (10, 14)
+"""The first version whose engines tell the size of their weights."""
+
+TELLS_ALIASES: Final = (10, 15)
+"""The first version whose engines tell which outputs overwrite an input."""
+
+CALLS_AS_LATER: Final = (10, 0)
+"""The first version whose engines call an output allocator as later libraries do. Under these, one that an
+older version built ends the process with the call."""
 
 LACKS_UNSIZED: Final = (11, 0)
 """The first library without the older calls for enqueue memory."""
@@ -48,12 +61,28 @@ class Abilities:
     """Whether enqueue memory is set with its size, and the library says what the shapes of a batch need."""
     tells_formats_by_profile: bool
     """Whether the library tells the format of a tensor for each profile."""
+    streams_weights: bool
+    """Whether weights can be streamed, and the engine tells how many."""
+    tells_weights: bool
+    """Whether it tells the size of its weights."""
+    tells_aliases: bool
+    """Whether it tells which outputs overwrite an input."""
+    allocates_outputs: bool
+    """Whether outputs can be as large as the data says."""
 
     @classmethod
     def of(cls, flavour: Flavour, header: PlanHeader) -> "Abilities":
         """Return the abilities of an engine, by the versions of the library and of the plan."""
         if header.tag == TAG_RTX:
-            return cls(shares_profiles=True, sizes_memory=True, tells_formats_by_profile=True)
+            return cls(
+                shares_profiles=True,
+                sizes_memory=True,
+                tells_formats_by_profile=True,
+                streams_weights=True,
+                tells_weights=True,
+                tells_aliases=True,
+                allocates_outputs=True,
+            )
         built = header.version
         here = numbers_of(flavour.version) or built
         version = min(built, here)
@@ -61,6 +90,10 @@ class Abilities:
             shares_profiles=True if version >= SHARES_PROFILES else None,
             sizes_memory=version >= SIZES_MEMORY or here >= LACKS_UNSIZED,
             tells_formats_by_profile=here >= TELLS_FORMATS_BY_PROFILE,
+            streams_weights=version >= STREAMS_WEIGHTS,
+            tells_weights=version >= TELLS_WEIGHTS,
+            tells_aliases=version >= TELLS_ALIASES,
+            allocates_outputs=built >= CALLS_AS_LATER or here < CALLS_AS_LATER,
         )
 
     def enqueue_nbytes(self, engine: Any, profile: int) -> int:
@@ -69,6 +102,15 @@ class Abilities:
             return int(engine.get_device_memory_size_for_profile_v2(profile))
         # An engine that does not know the call above crashes in get_device_memory_size_for_profile.
         return int(engine.device_memory_size)
+
+    def streamable_nbytes(self, engine: Any) -> int:
+        """Return the bytes of weights that can be streamed."""
+        return int(engine.streamable_weights_size) if self.streams_weights else 0
+
+    def stat(self, engine: Any, module: Any, name: str) -> int | None:
+        """Return one of the engine's figures, a member of ``EngineStat``; ``None`` if it does not tell."""
+        stats = getattr(module, "EngineStat", None) if self.tells_weights else None
+        return None if stats is None else int(engine.get_engine_stat(getattr(stats, name)))
 
     def create_context(self, engine: Any, module: Any) -> Any:
         """Create a context that has no enqueue memory until it is set."""

@@ -17,7 +17,7 @@ from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe
 from asynctrt.backends.tensorrt.messages import LogSubscription, TensorRTErrors, keep_alive, log_of
 from asynctrt.backends.tensorrt.plugins import register_plugins
 from asynctrt.backends.tensorrt.profiles import NetworkTensor, Range, profile_text, profiles_of
-from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_MEMORY, NO_PLUGIN
+from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
 from asynctrt.build_options import BuildOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError, UsageError
@@ -450,7 +450,7 @@ def _run(made: _Build, report: Report | None, cancelled: threading.Event | None)
 def _failure(made: _Build) -> Exception:
     errors = TensorRTErrors(tuple(("", text) for text in made.log.take()))
     what = f"{made.flavour.title} cannot build a plan from {made.where}"
-    if errors.search(NO_MEMORY):
+    if errors.is_out_of_memory:
         return DeviceMemoryError(
             f"{what}: the GPU has too little memory. Make profiles smaller (max_rows, dims), or workspace "
             f"and tactic_memory; they are {made.options.workspace:,} and {made.options.tactic_memory:,} "

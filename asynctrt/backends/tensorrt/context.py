@@ -94,7 +94,7 @@ class Loaded:
                 f"{what} failed, and nothing on {self.device.name} can be trusted in this process any more. "
                 f"{errors}.{said or ' Restart the process, for example under a supervisor'}"
             )
-        if refusals or errors.has_code("FAILED_ALLOCATION") or lacks_memory(self.device, STEP_NBYTES):
+        if refusals or errors.is_out_of_memory or lacks_memory(self.device, STEP_NBYTES):
             why = describe_refusals(refusals) or f"The device: {self.device.memory()}"
             return DeviceMemoryError(f"{what} failed for lack of memory. {why}. {errors}")
         return ExecutionError(f"{what} failed. {errors}")

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from asynctrt.backends.tensorrt.engine import engine_stat, streamable_nbytes
+from asynctrt.backends.tensorrt.abilities import Abilities
 
 LAYERS_MAX: Final = 10_000
 """Layers whose names are kept."""
@@ -32,20 +32,21 @@ class EngineDetails:
     """The runtime that it was built for: ``STANDARD``, ``SAFETY`` and so on."""
 
 
-def read_details(module: Any, engine: Any) -> EngineDetails:
+def read_details(module: Any, engine: Any, abilities: Abilities) -> EngineDetails:
     """Return what TensorRT tells of an engine.
 
     :param module: the flavour's module.
+    :param abilities: what the engine can do under its library.
     """
-    stripped = engine_stat(module, engine, "STRIPPED_WEIGHTS_SIZE")
+    stripped = abilities.stat(engine, module, "STRIPPED_WEIGHTS_SIZE")
     return EngineDetails(
         name=str(engine.name),
         layers=int(engine.num_layers),
         layer_names=_layer_names(module, engine),
-        weights_nbytes=engine_stat(module, engine, "TOTAL_WEIGHTS_SIZE"),
+        weights_nbytes=abilities.stat(engine, module, "TOTAL_WEIGHTS_SIZE"),
         # A complete engine answers -1.
         stripped_nbytes=None if stripped is None else max(0, stripped),
-        streamable_nbytes=streamable_nbytes(engine),
+        streamable_nbytes=abilities.streamable_nbytes(engine),
         is_refittable=bool(engine.refittable),
         aux_streams=int(engine.num_aux_streams),
         hardware_compatibility=_name(engine.hardware_compatibility_level),

@@ -221,7 +221,7 @@ def read_signature(
     for name in inputs:
         _check_input(model, module, engine, name)
     for name in outputs:
-        _check_output(model, module, engine, name)
+        _check_output(model, module, engine, name, abilities)
     for kind, tensors in (("input", inputs), ("output", outputs)):
         for name in tensors:
             _check_format(model, engine, kind, name, abilities)
@@ -262,16 +262,16 @@ def _check_input(model: str, module: Any, engine: Any, name: str) -> None:
         )
 
 
-def _check_output(model: str, module: Any, engine: Any, name: str) -> None:
+def _check_output(model: str, module: Any, engine: Any, name: str, abilities: Abilities) -> None:
     if engine.get_tensor_location(name) == module.TensorLocation.HOST:
         raise ModelError(
             f"output {name!r} of {model!r} is a shape tensor, which the engine writes on the host, and not "
             "for each row. Remove it from the network's outputs"
         )
-    aliased = getattr(engine, "get_aliased_input_tensor", None)
-    if aliased is not None and aliased(name):
+    aliased = engine.get_aliased_input_tensor(name) if abilities.tells_aliases else None
+    if aliased:
         raise ModelError(
-            f"output {name!r} of {model!r} overwrites input {aliased(name)!r}, as a key-value cache does: "
+            f"output {name!r} of {model!r} overwrites input {aliased!r}, as a key-value cache does: "
             "such a model keeps state from batch to batch, which requests of other callers would see. Build "
             "it without aliased outputs"
         )
@@ -353,18 +353,3 @@ def _shape_text(shape: tuple[int | str, ...]) -> str:
 
 def _range_text(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}..{high}"
-
-
-def streamable_nbytes(engine: Any) -> int:
-    """Return the bytes of weights that can be streamed.
-
-    They are 0 with TensorRT before 10.1, which takes its budget in another way than the one used here.
-    """
-    return int(engine.streamable_weights_size) if hasattr(engine, "weight_streaming_budget_v2") else 0
-
-
-def engine_stat(module: Any, engine: Any, name: str) -> int | None:
-    """Return one of the engine's figures, or ``None`` from a library that does not tell: before 10.14."""
-    stats = getattr(module, "EngineStat", None)
-    stat = getattr(stats, name, None)
-    return None if stat is None else int(engine.get_engine_stat(stat))

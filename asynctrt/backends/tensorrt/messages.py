@@ -44,6 +44,9 @@ STICKY: Final = re.compile(
 """CUDA errors after which every call that this process makes on the device fails ("How TensorRT works",
 Cross-Context CUDA Error Isolation), as TensorRT writes them: by number, by name or in CUDA's words."""
 
+NO_MEMORY: Final = r"out of memory|OutOfMemory|allocation (?:failed|failure)|failed to allocate"
+"""How TensorRT words that memory was refused. It has a code for that, and uses another one."""
+
 logger = logging.getLogger("asynctrt.tensorrt")
 
 
@@ -194,6 +197,11 @@ class TensorRTErrors:
     def search(self, pattern: str) -> re.Match[str] | None:
         """Return the first match of a pattern in the texts, ignoring case."""
         return re.search(pattern, "\n".join(text for _, text in self._errors), re.IGNORECASE)
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether any of them says that memory was refused."""
+        return self.has_code("FAILED_ALLOCATION") or self.search(NO_MEMORY) is not None
 
     @property
     def is_sticky(self) -> bool:

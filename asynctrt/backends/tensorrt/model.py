@@ -14,7 +14,7 @@ from asynctrt.backends.base import ExecutionContext
 from asynctrt.backends.tensorrt.abilities import Abilities, check_lean_runtime
 from asynctrt.backends.tensorrt.context import CLOSE_S, Loaded, TensorRTContext, create_trt_context
 from asynctrt.backends.tensorrt.details import EngineDetails, read_details
-from asynctrt.backends.tensorrt.engine import Signature, engine_stat, read_signature, streamable_nbytes
+from asynctrt.backends.tensorrt.engine import Signature, read_signature
 from asynctrt.backends.tensorrt.flavours import Flavour, cuda_runtimes, describe_runtimes, find_flavour
 from asynctrt.backends.tensorrt.jit import KernelCache, check_options
 from asynctrt.backends.tensorrt.manifest import find_manifest, manifest_path
@@ -220,7 +220,7 @@ class TensorRTModel:
         :raises UsageError: after :meth:`close`.
         """
         loaded = self._open()
-        return read_details(loaded.flavour.module, loaded.engine)
+        return read_details(loaded.flavour.module, loaded.engine, loaded.abilities)
 
     def memory_statistics(self) -> MemoryStatistics:
         """Return how much device memory TensorRT holds for this model, beside arenas and slabs.
@@ -437,7 +437,7 @@ def _configure_runtime(runtime: Any, recorder: Any, allocator: Any, options: Ten
 def _stream_weights(name: str, loaded: Loaded) -> bool:
     """Set the budget for weight streaming, if there is one; return whether weights are streamed."""
     budget, engine = loaded.options.weight_streaming_budget, loaded.engine
-    streamable = streamable_nbytes(engine)
+    streamable = loaded.abilities.streamable_nbytes(engine)
     if budget is None:
         return streamable > 0 and int(engine.weight_streaming_budget_v2) < streamable
     if not streamable:
@@ -524,7 +524,14 @@ def _examine(name: str, loaded: Loaded, names_of_dims: Mapping[tuple[str, int], 
             EXCLUSIVE,
             SHARING,
         )
-    return _Examined(signature.with_outputs(probe.outputs()), is_capturable, shares_profiles)
+    signature = signature.with_outputs(probe.outputs())
+    if signature.unbound and not loaded.abilities.allocates_outputs:
+        raise ModelError(
+            f"the size of output {signature.unbound[0]!r} of {name!r} depends on the data, and "
+            f"{loaded.flavour.title} ends the process when a plan of TensorRT 8 asks for its memory. Build "
+            "the plan with TensorRT 10 or later, or run it under the version that built it"
+        )
+    return _Examined(signature, is_capturable, shares_profiles)
 
 
 def _shares_profiles(loaded: Loaded, context: Any) -> bool:
@@ -549,11 +556,11 @@ def _shares_profiles(loaded: Loaded, context: Any) -> bool:
 
 def _weights_nbytes(loaded: Loaded) -> int:
     engine = loaded.engine
-    total = engine_stat(loaded.flavour.module, engine, "TOTAL_WEIGHTS_SIZE")
+    total = loaded.abilities.stat(engine, loaded.flavour.module, "TOTAL_WEIGHTS_SIZE")
     if total is None or total < 0:
         # What it holds before it has a context is its weights.
         return loaded.memory.statistics().held_nbytes
-    streamable = streamable_nbytes(engine)
+    streamable = loaded.abilities.streamable_nbytes(engine)
     return (
         max(0, total - max(0, streamable - int(engine.weight_streaming_budget_v2))) if streamable else total
     )

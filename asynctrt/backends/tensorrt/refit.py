@@ -5,7 +5,6 @@ import os
 from typing import Any, Final
 
 from asynctrt.backends.tensorrt.context import Loaded
-from asynctrt.backends.tensorrt.engine import engine_stat
 from asynctrt.backends.tensorrt.messages import ERRORS_MAX, TensorRTErrors, keep_alive, log_of
 from asynctrt.backends.tensorrt.plan import Plan
 from asynctrt.devices.base import mib
@@ -39,7 +38,7 @@ def refit(plan: Plan, loaded: Loaded) -> None:
 
 
 def _check_complete(plan: Plan, loaded: Loaded, *, is_refittable: bool) -> None:
-    stripped = engine_stat(loaded.flavour.module, loaded.engine, "STRIPPED_WEIGHTS_SIZE")
+    stripped = loaded.abilities.stat(loaded.engine, loaded.flavour.module, "STRIPPED_WEIGHTS_SIZE")
     if stripped is None and is_refittable:
         logger.warning(
             "%s was built to be refitted, and %s does not tell whether it has its weights. If it was built "

@@ -29,10 +29,9 @@ from asynctrt.errors import (
 NO_CUDA = r"CUDA initialization failure|cudaError (?:3|35|36|100|803|804)\b|driver version is insufficient"
 """CUDA cannot be used at all: there is no driver, it is too old, or there is no GPU."""
 
-NO_MEMORY = r"out of memory|OutOfMemory|allocation (?:failed|failure)|failed to allocate"
 OTHER_VERSION = (
     r"version tag does not match|stdVersionRead|expecting library version|incompatible serialization version"
-    r"|plan major version does not match|old deserialization call on a newer plan"
+    r"|plan major version does not match"
 )
 OTHER_PLATFORM = r"platform specific tag mismatch|only supported on the target runtime platform"
 TOO_SMALL_GPU = r"only supports \d+ multiprocessors"
@@ -42,7 +41,10 @@ OTHER_GPU = (
     r"|not compatible with (?:this|the) (?:GPU|device|hardware-compatible engine)"
 )
 HOST_CODE = r"host (?:executable )?code|engineHostCodeAllowed|engine_host_code_allowed"
-NO_LEAN = r"EXCLUDE_LEAN_RUNTIME|lean runtime|load_?runtime|not version.compatible"
+NO_LEAN = (
+    r"EXCLUDE_LEAN_RUNTIME|lean runtime|load_?runtime|not version.compatible"
+    r"|old deserialization call on a newer plan"
+)
 NO_PLUGIN = r"plugin[^.]*not (?:found|registered)|could not find plugin|getPluginCreator"
 """How TensorRT words each of these, as seen with TensorRT 11.4 and TensorRT for RTX 1.7 or found among the
 texts of their libraries, or as reported for other versions."""
@@ -91,7 +93,7 @@ class Refused:
         is_rtx = self.flavour.tag == TAG_RTX
         is_old = not is_rtx and found != here and found[:2] < compatible_since(here)
         is_late = not is_rtx and here is not None and found > here
-        if not is_old and (has_lean_runtime or not (fatal or is_late)):
+        if not (is_old or is_late) and (has_lean_runtime or not fatal):
             return None
         return ModelError(
             f"{self.plan.where} cannot be loaded by {self.flavour.title} on {self.device.name}: "
@@ -105,7 +107,7 @@ class Refused:
                 "a CUDA error has made this GPU unusable for the rest of this process. Restart the process, "
                 "for example under a supervisor"
             )
-        if self.memory or errors.has_code("FAILED_ALLOCATION") or errors.search(NO_MEMORY):
+        if self.memory or errors.is_out_of_memory:
             refused = describe_refusals(self.memory) or f"An allocation failed; {self.device.memory()}"
             return DeviceMemoryError, f"the device has no room for its weights. {refused}"
         # A library that cannot use CUDA is not asked about the header: it would only repeat that.

@@ -1,25 +1,29 @@
 """Buffers of the host device."""
 
 from collections.abc import Callable
+from typing import Final
 from weakref import finalize
 
 import numpy as np
 
-from asynctrt.devices.base import ALIGNMENT, view_of
+from asynctrt.devices.base import view_of
 from asynctrt.errors import DeviceMemoryError
+
+BLOCK_ALIGNMENT: Final = 512
+"""That of what CUDA allocates, which is what TensorRT 8 asks of enqueue memory."""
 
 
 class HostBuffer:
-    """Zeroed memory of the process, aligned to 256 bytes. Views keep it alive after :meth:`close`."""
+    """Zeroed memory of the process, aligned to 512 bytes. Views keep it alive after :meth:`close`."""
 
     def __init__(self, nbytes: int, on_close: Callable[[int], None] | None = None) -> None:
         try:
-            block = np.zeros(nbytes + ALIGNMENT, np.uint8)
+            block = np.zeros(nbytes + BLOCK_ALIGNMENT, np.uint8)
         except MemoryError as error:
             raise DeviceMemoryError(
                 f"the host has no memory for a buffer of {nbytes} bytes. Lower max_rows or contexts"
             ) from error
-        start = -block.ctypes.data % ALIGNMENT
+        start = -block.ctypes.data % BLOCK_ALIGNMENT
         self._bytes = block[start : start + nbytes]
         # The bytes are given back once: when it is closed, or when the last reference to it goes.
         self._give_back = None if on_close is None else finalize(self, on_close, nbytes)

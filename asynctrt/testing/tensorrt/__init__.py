@@ -30,12 +30,13 @@ violation.
 
 - a context used by two threads at once; an enqueue while a batch of the same context is pending on another
   stream; a switch of profiles while one is pending at all;
-- an enqueue with missing shapes, after a refused shape, or without an address or enqueue memory; enqueue
-  memory that is too small; addresses that are not aligned to 256 bytes; overlapping memory;
+- an enqueue after a refused shape; enqueue memory that is too small; addresses that are not aligned to 256
+  bytes; overlapping memory;
 - an unknown stream; auxiliary streams that are not all different;
 - weights that are unloaded or refitted while a batch is in flight; a refit with weights that were freed;
 - a logger, an error recorder, an allocator or an output allocator that was destroyed while it is needed;
-- an output allocator that raises or returns ``None``, of which only the standard error stream would hear.
+- an output allocator that raises or returns ``None``, of which only the standard error stream would hear;
+- what ends the process with an engine of TensorRT 8 under a later library, such as an output allocator.
 
 **Noted**, because it is found while a batch executes or an object is destroyed: two batches in one arena at
 once or out of order; a write to enqueue memory that is in use; a context that is destroyed while its batch is
@@ -45,9 +46,10 @@ batch fails if it can, the next call into the double raises the violation, and
 :meth:`StrictTensorRT.violations` lists it.
 
 **Refused** as by the real library, with ``False`` or ``None`` and a report to the error recorder or, without
-one, to the logger: plans that are damaged, of another version or for another GPU, shapes outside the profile
-or that do not fit together, unknown names, memory that an allocator refuses, a profile that another context
-has to itself (``EngineSpec(shares_profiles=False)``). ``infer_shapes`` and
+one, to the logger: plans that are damaged, of another version or for another GPU, shapes that no profile
+takes, unknown names, memory that an allocator refuses, a profile that another context has to itself
+(``EngineSpec(shares_profiles=False)``); an enqueue without shapes, addresses or enqueue memory, or with
+shapes that are outside the active profile or do not fit together. ``infer_shapes`` and
 ``set_optimization_profile_async`` raise ``RuntimeError`` instead, as the bindings do.
 
 **The memory of an output whose size depends on the data** is asked for twice: before the batch is enqueued,

@@ -36,6 +36,11 @@ from asynctrt.testing.tensorrt.spec import COMPUTED, DESCRIBED, TensorIO
 
 ENQUEUE: Final = "IExecutionContext::enqueueV3"
 
+UNRESOLVED: Final = "condition: allInputDimensionsSpecified(routine)."
+
+ALIGNMENT_OF_8: Final = 512
+"""What TensorRT 8 asks of the address of enqueue memory, and rounds sizes of outputs up to."""
+
 PERSISTING_NBYTES: Final = 32 << 20
 """The L2 cache that can be set aside on a device that does not tell: about that of an H100."""
 
@@ -140,6 +145,17 @@ class IExecutionContext(Reporter):
     def __repr__(self) -> str:
         return f"<IExecutionContext {self.name!r} profile={self._profile} shapes={self._shapes}>"
 
+    def _check_detachable(self) -> None:
+        """Check that it may be left without a recorder.
+
+        :raises ViolationError: if a later library runs an engine of TensorRT 8, with which this crashes.
+        """
+        if self._engine._is_passed_on:
+            raise self._violation(
+                f"error_recorder is set to None: TensorRT {self._core.library.version} ends the process when "
+                "the engine is of TensorRT 8"
+            )
+
     def _violation(self, message: str) -> ViolationError:
         return self._core.monitor.found(f"{self.name}: {message}")
 
@@ -225,12 +241,24 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def set_input_shape(self, name: str, shape: Sequence[int] | Dims) -> bool:
-        """Set the shape of an input; ``False``, and an error, if the active profile does not accept it."""
+        """Set the shape of an input; ``False``, and an error, if no profile accepts it.
+
+        One that only another profile accepts is refused later, when it is used. An engine of TensorRT 8 takes
+        -1 for a dimension that is not known yet.
+
+        :raises RuntimeError: for more dimensions than there can be.
+        """
         given = tuple(int(dim) for dim in shape)
-        problem = self._shape_problem(name, given)
+        if len(given) > Dims.MAX_DIMS:
+            raise RuntimeError(f"a shape has at most {Dims.MAX_DIMS} dimensions, not {len(given)}")
+        where = "IExecutionContext::setInputShape"
+        is_known = self._engine._tensor(name, where) is not None
+        problem = self._shape_problem(name, given) if is_known else None
         if problem is not None:
+            self._report_usage(where, problem)
+        if problem is not None or not is_known:
             self._refused = f"set_input_shape({name!r}, {given}) was refused"
-            self._report_usage("IExecutionContext::setInputShape", problem)
+            self._enqueued = None
             return False
         if self._shapes.get(name) != given:
             self._shapes[name] = given
@@ -242,10 +270,9 @@ class IExecutionContext(Reporter):
 
     def _shape_problem(self, name: str, given: tuple[int, ...]) -> str | None:
         if name not in self._engine._inputs:
-            return f"condition: an input tensor's name. Given invalid tensor name: {name}"
+            return f"condition: mEngine.getTensorIOMode(...) == TensorIOMode::kINPUT. Given: {name}"
         if self._profile < 0:
             return "condition: an optimization profile that is set. Profile index must be set explicitly."
-        low, _, high = self._spec.profiles[self._profile][name]
         dims = self._engine._tensors[name].dims
         if len(given) != len(dims) or any(
             dim not in (-1, set_) for dim, set_ in zip(dims, given, strict=True)
@@ -254,23 +281,35 @@ class IExecutionContext(Reporter):
                 f"condition: engineDims.d[i] == dims.d[i]. Static dimension mismatch while setting input "
                 f"shape for {name}. Set dimensions are {list(given)}. Expected dimensions are {list(dims)}."
             )
-        if any(not a <= dim <= b for a, dim, b in zip(low, given, high, strict=True)):
+        if not any(self._is_within(name, given, profile) for profile in range(len(self._spec.profiles))):
+            ranges = (profile[name] for profile in self._spec.profiles)
+            valid = (
+                f"Valid range for profile {index}: {list(low)}..{list(high)}."
+                for index, (low, _, high) in enumerate(ranges)
+            )
             return (
                 f"condition: satisfyProfile. Set dimension {list(given)} for tensor {name} does not "
-                f"satisfy any optimization profiles. Valid range for profile {self._profile}: "
-                f"{list(low)}..{list(high)}."
+                f"satisfy any optimization profiles. {' '.join(valid)}"
             )
         return None
 
+    def _is_within(self, name: str, given: tuple[int, ...], profile: int) -> bool:
+        low, _, high = self._spec.profiles[profile][name]
+        return all(
+            a <= dim <= b or (dim == -1 and self._engine._is_of_8)
+            for a, dim, b in zip(low, given, high, strict=True)
+        )
+
     def _reset_shapes(self) -> None:
-        """Forget all shapes but the static ones."""
-        self._shapes = {io.name: io.dims for io in self._spec.inputs if -1 not in io.dims}
+        """Forget all shapes but the static ones; an engine of TensorRT 8 keeps those that were set."""
+        if not (self._shapes and self._engine._is_of_8):
+            self._shapes = {io.name: io.dims for io in self._spec.inputs if -1 not in io.dims}
         self._sized_for_shapes = False
         self._refused = None
         self._enqueued, self._is_changed = None, True
 
     def _unspecified(self) -> list[str]:
-        return [io.name for io in self._spec.inputs if io.name not in self._shapes]
+        return [io.name for io in self._spec.inputs if -1 in self._shapes.get(io.name, (-1,))]
 
     def _shape_of(self, io: TensorIO) -> tuple[int, ...]:
         """Return the shape of a tensor, with -1 for unknown dimensions."""
@@ -309,7 +348,16 @@ class IExecutionContext(Reporter):
         return computed if isinstance(computed, str) else None
 
     def _fits_together(self, where: str) -> bool:
-        """Return whether the shapes of the inputs fit together; report an error if not."""
+        """Return whether the shapes of the inputs fit the profile and each other; report an error if not."""
+        for name, shape in self._shapes.items():
+            if not self._is_within(name, shape, self._profile):
+                low, _, high = self._spec.profiles[self._profile][name]
+                self._report_usage(
+                    where,
+                    "condition: profileMinDims.d[i] <= dimensions.d[i]. Supplied binding dimension "
+                    f"{list(shape)} for {name} exceed min ~ max range {list(low)}..{list(high)}.",
+                )
+                return False
         problem = self._shapes_problem()
         if problem is not None:
             self._report(ErrorCodeTRT.FAILED_EXECUTION, where, "Internal Error", problem)
@@ -319,7 +367,7 @@ class IExecutionContext(Reporter):
     def infer_shapes(self) -> list[str]:
         """Return the inputs whose shapes are missing.
 
-        :raises RuntimeError: if the shapes of the inputs do not fit together, after a report.
+        :raises RuntimeError: if the shapes do not fit the active profile, or together, after a report.
         """
         missing = self._unspecified()
         if not missing and not self._fits_together("IExecutionContext::inferShapes"):
@@ -334,22 +382,36 @@ class IExecutionContext(Reporter):
 
     @exclusive
     def get_tensor_strides(self, name: str) -> Dims:
-        """Return the strides of a tensor, which is row-major."""
+        """Return the strides of a tensor, which is row-major; -1 while its shape is not known.
+
+        An engine of TensorRT 8 returns none then, and reports an error.
+        """
         io = self._engine._tensor(name, "IExecutionContext::getTensorStrides")
         if io is None:
             return Dims()
         shape = self._shape_of(io)
+        if -1 in shape and self._engine._is_of_8:
+            self._report_usage("IExecutionContext::getTensorStrides", UNRESOLVED)
+            return Dims()
         if -1 in shape:
             return Dims([-1] * len(shape))
         return Dims([int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))])
 
     @exclusive
     def get_max_output_size(self, name: str) -> int:
-        """Return the most bytes that an output needs for the current shapes; -1 if unknown."""
-        io = self._engine._tensors.get(name)
+        """Return the most bytes that an output needs for the current shapes; -1 if unknown.
+
+        An engine of TensorRT 8 reports an error then, and rounds what it returns up.
+        """
+        io, is_of_8 = self._engine._tensors.get(name), self._engine._is_of_8
+        where = "IExecutionContext::getMaxOutputSize"
         if io is None or name in self._engine._inputs or self._unspecified() or self._shapes_problem():
+            if is_of_8 and (io is not None or self._engine._tensor(name, where)):
+                is_input = name in self._engine._inputs
+                self._report_usage(where, "condition: an output" if is_input else UNRESOLVED)
             return -1
-        return self._nbytes_of(io)
+        nbytes = self._nbytes_of(io)
+        return -(-nbytes // ALIGNMENT_OF_8) * ALIGNMENT_OF_8 if is_of_8 else nbytes
 
     def _nbytes_of(self, io: TensorIO) -> int:
         """Return the bytes of a tensor; a packed row is at most as long as the row it comes from."""
@@ -402,7 +464,7 @@ class IExecutionContext(Reporter):
             block = self._core.allocate(self._engine._memory_nbytes(profile_index))
             if block is None:
                 self._engine._give_profile(self._profile, self)
-                self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", "no enqueue memory")
+                self._report_memory(where, "no enqueue memory")
                 return False
             assert self._own_arena is not None
             self._own_arena.close()
@@ -421,9 +483,7 @@ class IExecutionContext(Reporter):
     @exclusive
     def set_tensor_address(self, name: str, memory: int) -> bool:
         """Set an address, or 0 to unset it; ``False``, and an error, for an unknown name."""
-        if name not in self._engine._tensors:
-            text = f"condition: a tensor's name. Given invalid tensor name: {name}"
-            self._report_usage("IExecutionContext::setTensorAddress", text)
+        if self._engine._tensor(name, "IExecutionContext::setTensorAddress") is None:
             return False
         memory = int(memory)
         if memory < 0 or memory % ALIGNMENT:
@@ -442,10 +502,13 @@ class IExecutionContext(Reporter):
     @exclusive
     def set_output_allocator(self, name: str, output_allocator: IOutputAllocator | None) -> bool:
         """Set the allocator of an output, or ``None``; ``False``, and an error, if it is not an output."""
-        if name not in self._engine._tensors or name in self._engine._inputs:
-            text = f"condition: an output tensor's name. Given invalid tensor name: {name}"
-            self._report_usage("IExecutionContext::setOutputAllocator", text)
+        where = "IExecutionContext::setOutputAllocator"
+        if self._engine._tensor(name, where) is None:
             return False
+        if name in self._engine._inputs:
+            self._report_usage(where, f"condition: an output tensor. Given: {name}")
+            return False
+        self._enqueued = None
         if output_allocator is None:
             if self._allocators.pop(name, None) is not None:
                 self._modified()
@@ -508,12 +571,16 @@ class IExecutionContext(Reporter):
         if self._engine._sizes_memory:
             raise self._violation("device_memory has no size, so it cannot be checked: use set_device_memory")
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
-            text = "Context not created with user managed device memory, cannot set buffer"
-            self._report_usage("IExecutionContext::setDeviceMemory", text)
+            text = "Context not created with createExecutionContextWithoutDeviceMemory, cannot set buffer"
+            self._report_words(ErrorCodeTRT.INVALID_STATE, text)
             return
-        memory = int(memory)
-        if memory <= 0 or memory % ALIGNMENT:
-            raise self._violation(f"device_memory {memory:#x} is not aligned to {ALIGNMENT} bytes")
+        memory, where = int(memory), "IExecutionContext::setDeviceMemory"
+        if memory <= 0 or memory % ALIGNMENT_OF_8:
+            text = f"setDeviceMemory: memory must be aligned on {ALIGNMENT_OF_8} byte boundary."
+            if memory <= 0:
+                text = "setDeviceMemory: Cannot set memory to nullptr."
+            self._report(ErrorCodeTRT.INVALID_ARGUMENT, where, "Internal Error", text)
+            return
         self._take_memory(memory, self._engine._memory_nbytes())
 
     device_memory = property(
@@ -529,7 +596,7 @@ class IExecutionContext(Reporter):
         They may be none. 0 is returned after an error, too, which is reported.
         """
         where = "IExecutionContext::updateDeviceMemorySizeForShapes"
-        if not self._engine._has_sizes(where):
+        if not self._engine._knows((10, 0), where):
             return 0
         if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
             self._report_usage(
@@ -693,7 +760,7 @@ class IExecutionContext(Reporter):
             block = Block(address, nbytes, lambda: allocator.deallocate(address))
         if block is None or not block.address:
             text = f"Requested size was {nbytes} bytes."
-            self._report(ErrorCodeTRT.FAILED_ALLOCATION, ENQUEUE, "OutOfMemory", text)
+            self._report_memory(ENQUEUE, text)
             return None
         return block
 
@@ -707,8 +774,6 @@ class IExecutionContext(Reporter):
         if self._profile < 0:
             self._report_usage(ENQUEUE, "condition: mOptimizationProfile >= 0. No profile is set.")
             return False
-        if not self._unspecified() and not self._fits_together(ENQUEUE):
-            return False
         computed = DESCRIBED if self._spec.function is not None else COMPUTED
         unsupported = [io for io in self._spec.inputs if io.on_host or io.dtype not in computed]
         if unsupported:
@@ -718,6 +783,8 @@ class IExecutionContext(Reporter):
                 "Internal Error",
                 f"the double cannot compute {unsupported[0]}",
             )
+            return False
+        if self._enqueued is None and not self._is_complete():
             return False
         # After a change the layers update what they hold, which cannot be part of a graph.
         waits = self._waits or self._spec.data_dependent
@@ -729,23 +796,34 @@ class IExecutionContext(Reporter):
             return False
         return True
 
-    def _prepared(self) -> EnqueuedBatch:
-        """Return the next batch without its numbers. It is computed again only after a change.
-
-        :raises ViolationError: for shapes, addresses or enqueue memory that are missing or wrong.
-        """
-        missing = self._unspecified()
-        if missing:
-            raise self._violation(f"executes without the shapes of {', '.join(missing)}")
-        if self._refused:
-            raise self._violation(f"executes although {self._refused}: it would run with the old shapes")
+    def _is_complete(self) -> bool:
+        """Return whether addresses, shapes that fit and enqueue memory are there; report an error if not."""
         for io in (*self._spec.inputs, *self._spec.outputs):
             if not self._addresses.get(io.name) and io.name not in self._allocators:
-                raise self._violation(f"executes without an address of {io.name!r}")
+                kind = "input" if io.name in self._engine._inputs else "output"
+                self._report_usage(ENQUEUE, f"condition: an address. None is set for {kind} {io.name}.")
+                return False
+        missing = self._unspecified()
+        if missing:
+            self._report_usage(ENQUEUE, f"{UNRESOLVED} Missing: {', '.join(missing)}")
+            return False
+        if not self._fits_together(ENQUEUE):
+            return False
+        if self._arena_needed() and not self._arena[0]:
+            text = "mEngine.getDeviceMemorySize() == 0 || mExecutionResources->getDeviceMemory() != nullptr"
+            self._report_usage(ENQUEUE, f"condition: {text}")
+            return False
+        return True
+
+    def _prepared(self) -> EnqueuedBatch:
+        """Return the next batch, which is complete, without its numbers. It is made anew only after a change.
+
+        :raises ViolationError: for shapes, addresses or enqueue memory that are wrong.
+        """
+        if self._refused:
+            raise self._violation(f"executes although {self._refused}: it would run with the old shapes")
         needed = self._arena_needed()
         address, size = self._arena if needed else (0, 0)
-        if needed and not address:
-            raise self._violation("executes without enqueue memory: set_device_memory was not called")
         if size < needed:
             raise self._violation(f"executes with {size} bytes of enqueue memory, but needs {needed}")
         self._check_memory(address, size)
@@ -797,6 +875,11 @@ class IExecutionContext(Reporter):
         outputs = list(enqueued.outputs)
         for index, io in enumerate(self._spec.outputs):
             allocator = self._living_allocator(io.name)
+            if allocator is not None and self._engine._is_passed_on:
+                raise self._violation(
+                    f"executes with an output allocator for {io.name!r}: TensorRT "
+                    f"{self._core.library.version} ends the process when an engine of TensorRT 8 calls it"
+                )
             if allocator is None:
                 if self._spec.data_dependent and index == len(outputs) - 1:
                     raise self._violation(
@@ -858,7 +941,7 @@ class IExecutionContext(Reporter):
             )
         if not given:
             text = f"IOutputAllocator returned nullptr for allocation request of {size} bytes."
-            self._report(ErrorCodeTRT.FAILED_ALLOCATION, ENQUEUE, "OutOfMemory", text)
+            self._report_memory(ENQUEUE, text)
         return int(given)
 
     def _tell(self, name: str, shape: tuple[int, ...]) -> None:

@@ -199,6 +199,8 @@ class Core:
         except NotImplementedError as error:
             self.say(ILogger.ERROR, str(error))
             return None
+        except Exception:  # The bindings write it to the standard error stream, and refuse the memory.
+            return None
         if address is None:
             raise self.monitor.found(
                 "the GPU allocator returned None, of which the bindings complain on the standard error "
@@ -242,7 +244,12 @@ class Reporter:
         """Attach a recorder, or none. Objects that are created from now on inherit it."""
         if recorder is not None:
             require_initialised(recorder, IErrorRecorder)
+        else:
+            self._check_detachable()
         self._recorder = None if recorder is None else weakref.ref(recorder)
+
+    def _check_detachable(self) -> None:
+        """Check that it may be left without a recorder."""
 
     def _living_recorder(self) -> IErrorRecorder:
         recorder = self._recorder() if self._recorder is not None else None
@@ -254,7 +261,10 @@ class Reporter:
 
     def _report(self, code: ErrorCodeTRT, where: str, kind: str, text: str) -> None:
         """Report an error, worded as by the real library, to the recorder or, without one, to the logger."""
-        message = f"{where}: Error Code {code.value}: {kind} ({text})"
+        self._report_words(code, f"{where}: Error Code {code.value}: {kind} ({text})")
+
+    def _report_words(self, code: ErrorCodeTRT, message: str) -> None:
+        """Report an error of which the real library says no more than this."""
         if self._recorder is not None:
             self._living_recorder().report_error(code, message)
         else:
@@ -264,6 +274,10 @@ class Reporter:
         self._report(
             ErrorCodeTRT.INVALID_ARGUMENT, where, "API Usage Error", f"Parameter check failed, {text}"
         )
+
+    def _report_memory(self, where: str, text: str) -> None:
+        """Report that memory was refused. The real library has a code for it, and uses another one."""
+        self._report(ErrorCodeTRT.INTERNAL_ERROR, where, "OutOfMemory", text)
 
     def _report_destroyed_late(self, where: str) -> None:
         """Report that what it holds on a lost device cannot be freed. For destructors: never raises."""

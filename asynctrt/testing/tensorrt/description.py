@@ -47,6 +47,9 @@ class EngineDescription(Reporter):
         self._version = version_of(plan.version)
         self._is_rtx = tag_of(core.library.flavour) == RTX_TAG
         self._sizes_memory = self._is_rtx or self._version >= SIZES_MEMORY
+        # TensorRT 8 runs its engines, also under a later library, which passes on the calls.
+        self._is_of_8 = not self._is_rtx and self._version < (10,)
+        self._is_passed_on = self._is_of_8 and version_of(core.library.version) >= (10,)
         self._lock = threading.Lock()
         self._owners: dict[int, weakref.ref[Reporter]] = {}
 
@@ -54,7 +57,7 @@ class EngineDescription(Reporter):
         return len(self._tensors)
 
     def __getitem__(self, index: int) -> str:
-        return self.get_tensor_name(index)
+        return list(self._tensors)[index]
 
     @property
     def name(self) -> str:
@@ -122,9 +125,17 @@ class EngineDescription(Reporter):
     def _has_sizes(self, where: str) -> bool:
         """Return whether the engine knows a call of 10.1; report an error if not."""
         if not self._sizes_memory:
-            text = f"{where} is only supported from TensorRT 10.1 onwards."
-            self._report(ErrorCodeTRT.UNSUPPORTED_STATE, where, "API Usage Error", text)
+            text = f"::{where.partition('::')[2]} is only supported from TensorRT 10.1 onwards."
+            self._report(ErrorCodeTRT.UNSPECIFIED_ERROR, where, "Internal Error", text)
         return self._sizes_memory
+
+    def _knows(self, since: tuple[int, int], where: str) -> bool:
+        """Return whether the engine knows a call of another version; report an error if not."""
+        if self._is_rtx or self._version >= since:
+            return True
+        text = f"Not supported for engine created before TensorRT {since[0]}.{since[1]}."
+        self._report(ErrorCodeTRT.INVALID_ARGUMENT, where, "API Usage Error", text)
+        return False
 
     def get_device_memory_size_for_profile_v2(self, profile_index: int) -> int:
         """Return the bytes of enqueue memory that suffice for a profile; 0, and an error, if unknown.
@@ -137,29 +148,46 @@ class EngineDescription(Reporter):
         return self._memory_nbytes(profile_index)
 
     def get_engine_stat(self, stat: EngineStat = EngineStat.TOTAL_WEIGHTS_SIZE) -> int:
-        """Return the size of the weights, or of those that were stripped; -1 if none were."""
+        """Return the size of the weights, or of those that were stripped; -1 if none were.
+
+        -1, and an error, from an engine of a version before 10.14.
+        """
+        if not self._knows((10, 14), "ICudaEngine::getEngineStat"):
+            return -1
         if stat == EngineStat.TOTAL_WEIGHTS_SIZE:
             return self._spec.weights_nbytes
         return self._spec.stripped_weights_nbytes or -1
 
     @property
     def streamable_weights_size(self) -> int:
-        """Bytes of weights that a budget may leave on the host."""
-        return self._spec.streamable_weights_nbytes
+        """Bytes of weights that a budget may leave on the host; -1, and an error, before 10.0."""
+        known = self._knows((10, 0), "ICudaEngine::getStreamableWeightsSize")
+        return self._spec.streamable_weights_nbytes if known else -1
 
     @property
     def weight_streaming_scratch_memory_size(self) -> int:
-        """Bytes that streaming needs in the enqueue memory of each context: room for one step's weights."""
-        return self._scratch_nbytes
+        """Bytes that streaming needs in the enqueue memory of each context: room for one step's weights.
+
+        -1, and an error, from an engine of a version before 10.1.
+        """
+        known = self._has_sizes("ICudaEngine::getWeightStreamingScratchMemorySize")
+        return self._scratch_nbytes if known else -1
 
     @property
     def _scratch_nbytes(self) -> int:
         streamable = self._spec.streamable_weights_nbytes
         return aligned(-(-streamable // self._spec.steps)) if self._budget < streamable else 0
 
-    def get_tensor_name(self, index: int) -> str:
-        """Return the name of a tensor; inputs come first."""
-        return list(self._tensors)[index]
+    def get_tensor_name(self, index: int) -> str | None:
+        """Return the name of a tensor, inputs first; ``None``, and an error, if there are not as many."""
+        if 0 <= index < len(self._tensors):
+            return list(self._tensors)[index]
+        self._report_usage(
+            "ICudaEngine::getIOTensorName",
+            "condition: index >= 0 && index < getNbIOTensors(). getIOTensorName is called with invalid index "
+            f"{index}.",
+        )
+        return None
 
     def get_tensor_mode(self, name: str) -> TensorIOMode:
         """Return whether a tensor is an input or an output; ``NONE``, and an error, for an unknown name."""
@@ -188,18 +216,30 @@ class EngineDescription(Reporter):
         return tensor is not None and tensor.on_host
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
-        """Return ``None``: no output shares its memory with an input."""
-        self._tensor(name, "ICudaEngine::getAliasedInputTensor")
+        """Return ``None``: no output shares its memory with an input. With an error before 10.15."""
+        where = "ICudaEngine::getAliasedInputTensor"
+        if self._knows((10, 15), where):
+            self._tensor(name, where)
         return None
 
     def get_tensor_bytes_per_component(self, name: str, profile_index: int = 0) -> int:
-        """Return the bytes of an element; -1, and an error, for an unknown name."""
+        """Return -1, as no tensor is vectorised; with an error for an unknown name.
+
+        An engine of TensorRT 8 answers 0 with an error for a known one.
+        """
         tensor = self._tensor(name, "ICudaEngine::getTensorBytesPerComponent")
-        return -1 if tensor is None else tensor.itemsize
+        if tensor is None or not self._is_of_8:
+            return -1
+        self._report_words(
+            ErrorCodeTRT.INVALID_ARGUMENT,
+            "Get bytes per component failed, getBindingVectorizedDim() result shall not equal -1.",
+        )
+        return 0
 
     def get_tensor_components_per_element(self, name: str, profile_index: int = 0) -> int:
-        """Return 1, as no tensor is vectorised; -1, and an error, for an unknown name."""
-        return 1 if self._tensor(name, "ICudaEngine::getTensorComponentsPerElement") else -1
+        """Return -1, as no tensor is vectorised; with an error for an unknown name."""
+        self._tensor(name, "ICudaEngine::getTensorComponentsPerElement")
+        return -1
 
     def get_tensor_vectorized_dim(self, name: str, profile_index: int = 0) -> int:
         """Return -1, as no tensor is vectorised."""
@@ -207,17 +247,28 @@ class EngineDescription(Reporter):
         return -1
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[Dims]:
-        """Return the smallest, the optimal and the largest shape of an input in a profile."""
+        """Return the smallest, the optimal and the largest shape of an input in a profile.
+
+        Three empty ones, each with an error, for an unknown profile or name; an engine of TensorRT 8 does not
+        report an output.
+        """
+        return [self._profile_shape(name, profile_index, which) for which in range(3)]
+
+    def _profile_shape(self, name: str, profile: int, which: int) -> Dims:
         where = "ICudaEngine::getProfileShape"
-        if name not in self._inputs or not self._has_profile(profile_index, where):
-            self._report_usage(where, f"condition: an input and a profile. Given: {name}, {profile_index}")
-            return []
-        return [Dims(shape) for shape in self._spec.profiles[profile_index][name]]
+        if not self._has_profile(profile, where) or self._tensor(name, where) is None:
+            return Dims()
+        if name in self._inputs:
+            return Dims(self._spec.profiles[profile][name][which])
+        if not self._is_of_8:
+            self._report_usage(where, f"condition: an input. Given: {name}")
+        return Dims()
 
     def _tensor(self, name: str, where: str) -> TensorIO | None:
         tensor = self._tensors.get(name)
         if tensor is None:
-            self._report_usage(where, f"condition: a tensor's name. Given invalid tensor name: {name}")
+            text = f"Given invalid tensor name: {name}. Get valid tensor names with getIOTensorName()"
+            self._report(ErrorCodeTRT.INVALID_ARGUMENT, where, "Internal Error", text)
         return tensor
 
     def _give_profile(self, index: int, context: Reporter) -> bool:

@@ -74,13 +74,15 @@ class ICudaEngine(EngineDescription):
 
     @property
     def weight_streaming_budget_v2(self) -> int:
-        """Bytes of streamable weights that are kept on the device."""
-        return self._budget
+        """Bytes of streamable weights that are kept on the device; -1, and an error, before 10.1."""
+        return self._budget if self._has_sizes("ICudaEngine::getWeightStreamingBudgetV2") else -1
 
     @weight_streaming_budget_v2.setter
     def weight_streaming_budget_v2(self, budget: int) -> None:
         """Move weights; while the engine has contexts report an error, and change nothing."""
         where = "ICudaEngine::setWeightStreamingBudgetV2"
+        if not self._has_sizes(where):
+            return
         if self._contexts:
             self._report_usage(where, "condition: no active IExecutionContext. The budget cannot change now.")
             return
@@ -94,9 +96,7 @@ class ICudaEngine(EngineDescription):
         old.close()
         weights = self._core.allocate(aligned(fixed + budget))
         if weights is None:
-            self._report(
-                ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", f"Requested size was {budget} bytes."
-            )
+            self._report_memory(where, f"Requested size was {budget} bytes.")
             # What it had before was freed for it, and is taken back.
             self._weights = self._core.allocate(aligned(fixed + self._budget))
             self._write_weights()
@@ -143,7 +143,7 @@ class ICudaEngine(EngineDescription):
             )
             return None
         if self._core.monitor.take("context-memory"):
-            self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", "")
+            self._report_memory(where, "no further information")
             return None
         wanted = [aligned(self._spec.persistent_nbytes)]
         if strategy == ExecutionContextAllocationStrategy.STATIC:

@@ -107,7 +107,7 @@ class Refitter(Reporter):
         engine._refit_scratch = engine._refit_scratch or engine._core.allocate(nbytes)
         if engine._refit_scratch is None:
             text = f"Requested size was {nbytes} bytes."
-            self._report(ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", text)
+            self._report_memory(where, text)
             return False
         names = engine._spec.weight_names
         old = dict(zip(names, engine._coefficients.tolist(), strict=True))

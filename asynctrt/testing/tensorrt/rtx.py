@@ -238,9 +238,7 @@ class RtxCudaEngine(ICudaEngine):
         nbytes = aligned(self._spec.weights_nbytes)
         weights = self._core.allocate(nbytes)
         if weights is None:
-            self._report(
-                ErrorCodeTRT.FAILED_ALLOCATION, where, "OutOfMemory", f"Requested size was {nbytes} bytes."
-            )
+            self._report_memory(where, f"Requested size was {nbytes} bytes.")
             return False
         self._weights = weights
         self._write_weights()

@@ -82,6 +82,7 @@ class Runtime(Reporter):
         require_initialised(logger, ILogger)
         super().__init__(Core(self._library, logger), None)
         self._max_threads = 1
+        self._is_loaded = False
         if not self._library.log.register(self, logger):
             self._core.say(
                 ILogger.WARNING,
@@ -125,6 +126,9 @@ class Runtime(Reporter):
     @max_threads.setter
     def max_threads(self, threads: int) -> None:
         """Set the number of threads; below 1 report an error, and change nothing."""
+        if threads < 1 and self._is_of_8:
+            self._report_words(ErrorCodeTRT.INVALID_ARGUMENT, "maxThreads should not be less than 1.")
+            return
         if threads < 1:
             self._report_usage("IRuntime::setMaxThreads", "condition: maxThreads > 0.")
             return
@@ -147,10 +151,10 @@ class Runtime(Reporter):
             numbers = version_of(version)
         except (OSError, ValueError) as error:
             self._report(
-                ErrorCodeTRT.INVALID_ARGUMENT,
+                ErrorCodeTRT.FAILED_INITIALIZATION,
                 "IRuntime::loadRuntime",
                 "API Usage Error",
-                f"Unable to load {path}: {error}",
+                f"Unable to load library: {path}: {error}",
             )
             return None
         if numbers < oldest_plan(version_of(self._core.version)):
@@ -162,6 +166,7 @@ class Runtime(Reporter):
         other._core.allocator = self._core.allocator
         other._core.is_lean_code_allowed = self._core.is_lean_code_allowed
         other._recorder = self._recorder
+        other._is_loaded = True
         weakref.finalize(self, _note_orphan, weakref.ref(other), self._core.monitor).atexit = False
         return other
 
@@ -178,8 +183,28 @@ class Runtime(Reporter):
         self._say_from_thread(f"Loaded engine size: {size_mib} MiB")
         if self._report_loss(where):
             return None
+        engine = self._deserialise(bytes(serialized_engine), where)
+        if engine is None and self._is_loaded:
+            # What loaded it looks at the result, too.
+            self._report(
+                ErrorCodeTRT.INTERNAL_ERROR,
+                where,
+                "Internal Error",
+                "Assertion engine != nullptr failed. Engine deserialization failed.",
+            )
+        return engine
+
+    @property
+    def _is_of_8(self) -> bool:
+        return version_of(self._core.version) < (10,)
+
+    def _deserialise(self, content: bytes, where: str) -> "ICudaEngine | None":
+        if not content and self._is_of_8:
+            text = "Cannot deserialize with an empty memory buffer."
+            self._report(ErrorCodeTRT.INVALID_ARGUMENT, where, "Internal Error", text)
+            return None
         try:
-            plan = read_plan(bytes(serialized_engine), self._core.library.flavour)
+            plan = read_plan(content, self._core.library.flavour)
         except PlanError as error:
             self._core.say(ILogger.VERBOSE, "the plan cannot be read")
             self._report_raw(where, ErrorCodeTRT.UNSPECIFIED_ERROR, str(error))
@@ -201,7 +226,7 @@ class Runtime(Reporter):
                 "corresponding IPluginCreator not found in Plugin Registry)",
             )
             return None
-        return self._new_engine(plan, bytes(serialized_engine))
+        return self._new_engine(plan, content)
 
     def _new_engine(self, plan: PlanContent, content: bytes) -> "ICudaEngine | None":
         """Return the engine with its weights on the device; ``None``, and an error, if they do not fit."""
@@ -209,12 +234,7 @@ class Runtime(Reporter):
         fails = self._core.monitor.take("deserialize-memory")
         weights = None if fails else self._core.allocate(aligned(plan.spec.weights_nbytes))
         if weights is None:
-            self._report(
-                ErrorCodeTRT.FAILED_ALLOCATION,
-                where,
-                "OutOfMemory",
-                f"Requested size was {aligned(plan.spec.weights_nbytes)} bytes.",
-            )
+            self._report_memory(where, f"Requested size was {aligned(plan.spec.weights_nbytes)} bytes.")
             return None
         return self._made(plan, weights, content)
 
@@ -255,9 +275,9 @@ class Runtime(Reporter):
                     "false. Call IRuntime::setEngineHostCodeAllowed(true) if the plan is trusted.)"
                 )
         elif here != built:
-            return ErrorCodeTRT.INVALID_STATE, (
-                f"API Usage Error (The engine was built with version {plan.version} and without its lean "
-                "runtime, which IRuntime::loadRuntime has to load.)"
+            return ErrorCodeTRT.UNSPECIFIED_ERROR, (
+                "Internal Error (Failed due to an old deserialization call on a newer plan file. This might "
+                "happen when the plan file was built from an older TensorRT version.)"
             )
         level = plan.spec.hardware_compatibility
         compute = self._core.library.compute_capability

@@ -13,7 +13,7 @@ from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.backends.tensorrt.plan import read_header
 from asynctrt.devices.arenas import Arenas
 from asynctrt.devices.host import HostDevice
-from asynctrt.errors import InternalError, ModelError, OptionsError, UsageError
+from asynctrt.errors import DeviceMemoryError, InternalError, ModelError, OptionsError, UsageError
 from asynctrt.testing.tensorrt import (
     EngineSpec,
     StrictTensorRT,
@@ -152,6 +152,7 @@ async def test_without_room_for_a_second_context_nothing_is_tried(load, little_r
         ("10.0.1.6", (10, 0, 1, 6), True, False),
         ("10.16.1.11", (10, 0, 1, 6), True, False),
         ("10.1.0.27", (10, 1, 0, 27), True, True),
+        ("10.16.1.11", (10, 14, 1, 48), True, True),
         ("11.4.0.106", (10, 9, 0, 34), True, True),
         ("11.4.0.106", (11, 4, 0, 106), True, True),
         ("of my own", (8, 6, 1, 6), None, False),
@@ -167,6 +168,10 @@ def test_an_engine_has_the_abilities_of_the_version_that_built_it(
         shares_profiles=shares_profiles,
         sizes_memory=sizes_memory,
         tells_formats_by_profile=library != "8.6.0.12",
+        streams_weights=sizes_memory,
+        tells_weights=plan >= (10, 14),
+        tells_aliases=plan >= (10, 15),
+        allocates_outputs=(library, plan[0]) != ("10.16.1.11", 8),
     )
 
 
@@ -250,6 +255,28 @@ async def test_urgent_requests_have_no_context_to_themselves_where_there_is_one(
         await asynctrt.open(made.model, device=made.device, urgent_share=0.5)
 
 
+def test_an_older_engine_is_not_asked_what_it_does_not_know(old):
+    made = old()
+    details = made.model.details()
+    assert (details.weights_nbytes, details.stripped_nbytes, details.streamable_nbytes) == (None, None, 0)
+    made.trt.fail_next("context-memory")
+    with pytest.raises(DeviceMemoryError) as caught:
+        made.model.create_context(made.device)
+    # What went before is not mistaken for the reason.
+    assert "createExecutionContext: Error Code 2: OutOfMemory" in str(caught.value)
+    assert str(caught.value).count("Error Code") == 1
+
+
+def test_weights_of_an_older_engine_are_not_streamed(old):
+    with pytest.raises(OptionsError, match="was not built to stream weights"):
+        old(model=False, weight_streaming_budget="auto").open()
+
+
+def test_an_older_engine_that_would_call_an_output_allocator_is_refused(old):
+    with pytest.raises(ModelError, match="output 'positives' .* ends the process when a plan of TensorRT 8"):
+        old(EngineSpec(data_dependent=True), model=False).open()
+
+
 def test_a_plan_of_8_is_refused_by_11_before_anything_of_it_is_loaded(old):
     made = old(version="11.4.0.106", model=False)
     with pytest.raises(
@@ -257,6 +284,13 @@ def test_a_plan_of_8_is_refused_by_11_before_anything_of_it_is_loaded(old):
     ) as caught:
         made.open()
     assert "refused by its header, before the library loaded it" in str(caught.value)
+
+
+def test_a_plan_of_a_later_version_is_refused_whatever_the_lean_runtime_would_do(old):
+    """That of 8.6 does not look at the version in the header, by which the rest would go."""
+    made = old(model=False)
+    with pytest.raises(ModelError, match="later version built.* refused by its header, before the library"):
+        made.open(double_plan(made.spec, version="99.1.0.0"))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_detailed_layers_have_names_too(bench, monkeypatch):
 def test_a_version_that_tells_no_sizes(bench):
     """Before 10.14, there are no figures of an engine."""
     made = bench(EngineSpec())
-    details = read_details(SimpleNamespace(), made.model._loaded.engine)
+    details = read_details(SimpleNamespace(), made.model._loaded.engine, made.model._loaded.abilities)
     assert details.weights_nbytes is details.stripped_nbytes is None
 
 

@@ -12,7 +12,15 @@ from asynctrt.errors import InputError, ModelError
 from asynctrt.tensors import TensorSpec
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, TensorIO
 
-ABILITIES = Abilities(shares_profiles=True, sizes_memory=True, tells_formats_by_profile=True)
+ABILITIES = Abilities(
+    shares_profiles=True,
+    sizes_memory=True,
+    tells_formats_by_profile=True,
+    streams_weights=True,
+    tells_weights=True,
+    tells_aliases=True,
+    allocates_outputs=True,
+)
 
 
 class Engine:

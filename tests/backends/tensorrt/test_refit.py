@@ -5,6 +5,7 @@ import gc
 import pytest
 
 from asynctrt.backends.tensorrt import refit
+from asynctrt.backends.tensorrt.abilities import Abilities
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import DeviceMemoryError, ExecutionError, ModelError, OptionsError
 from asynctrt.testing.tensorrt import EngineSpec, StrictTensorRT, double_plan, double_weights
@@ -34,7 +35,7 @@ def test_a_stripped_plan_gets_its_weights(bench, onnx, double):
 
 
 def test_without_them_its_answers_would_be_wrong(bench, onnx, monkeypatch):
-    monkeypatch.setattr(refit, "engine_stat", lambda *_: 0)
+    monkeypatch.setattr(Abilities, "stat", lambda *_: 0)
     made = bench(STRIPPED)
     context = made.model.create_context(made.device)
     with pytest.raises(AssertionError, match="Mismatched elements"):

@@ -99,6 +99,8 @@ def test_shapes_are_known_as_far_as_they_are_set(bench):
     assert tuple(context.get_tensor_strides("b")) == (-1, -1)
     assert context.infer_shapes() == ["b"]
     assert context.set_input_shape("b", made.trt.Dims((2, 16)))
+    with pytest.raises(RuntimeError, match="at most 8 dimensions"):
+        context.set_input_shape("b", (1,) * 9)
     assert context.infer_shapes() == []
     assert context.get_max_output_size("output_a") == 2 * 3 * 4 * 4
     assert context.get_max_output_size("a") == -1
@@ -112,12 +114,13 @@ def test_shapes_are_known_as_far_as_they_are_set(bench):
         ("input", (0, 16), "satisfyProfile"),
         ("input", (8, 15), r"Static dimension mismatch .* Expected dimensions are \[-1, 16\]"),
         ("input", (8,), "Static dimension mismatch"),
-        ("output", (8, 16), "invalid tensor name: output"),
+        ("output", (8, 16), "kINPUT. Given: output"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused_and_reported(bench, name, shape, said):
     made = bench()
     user = made.user().give(rows(4, 16))
+    user.run()
     assert not user.context.set_input_shape(name, shape)
     code, message = made.recorder.last()
     assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
@@ -134,7 +137,14 @@ def test_profiles_are_switched_on_a_stream(bench):
     made = bench(EngineSpec(profiles=TWO_PROFILES))
     user, stream = made.user(), made.stream()
     context = user.context
-    assert not context.set_input_shape("input", (32, 16))
+    user.give(rows(3, 16))
+    assert context.set_input_shape("input", (32, 16)), "another profile takes it"
+    with pytest.raises(RuntimeError, match="infer_shapes error code: -1"):
+        context.infer_shapes()
+    assert "min ~ max range [1, 16]..[" in made.recorder.last()[1]
+    assert context.update_device_memory_size_for_shapes() == 0
+    assert not context.execute_async_v3(stream.handle)
+    assert len(made.recorder.errors) == 3
     assert context.set_optimization_profile_async(1, stream.handle)
     assert context.active_optimization_profile == 1
     assert context.infer_shapes() == ["input"]
@@ -247,7 +257,7 @@ def test_memory_for_another_profile_can_be_refused(bench):
     made.allocator.refuse = True
     with pytest.raises(RuntimeError, match="Error in set optimization profile async"):
         user.context.set_optimization_profile_async(1, stream.handle)
-    assert made.recorder.last()[0] == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
+    assert "Error Code 2: OutOfMemory" in made.recorder.last()[1]
     user.give(rows(3, 16)).run(stream)
     user.check()
 
@@ -325,7 +335,7 @@ def test_memory_for_an_output_that_is_refused(bench, which):
     kind.reallocate_output_async = refuse
     assert not user.context.execute_async_v3(stream.handle)
     code, said = made.recorder.last()
-    assert code == made.trt.ErrorCodeTRT.FAILED_ALLOCATION
+    assert code == made.trt.ErrorCodeTRT.INTERNAL_ERROR
     size = asked[-1][2]
     assert f"IOutputAllocator returned nullptr for allocation request of {size} bytes." in said
     assert wait(made.device, stream) is None
@@ -451,22 +461,44 @@ def test_addresses_are_kept_and_unset(bench):
         context.set_tensor_address("input", None)
 
 
-# What raises
+def refused(made, context, said):
+    """Check that an enqueue is refused and reported."""
+    assert not context.execute_async_v3(made.stream().handle)
+    code, message = made.recorder.last()
+    assert code == made.trt.ErrorCodeTRT.INVALID_ARGUMENT
+    assert said in message
+    assert made.trt.violations() == ()
 
 
 def test_an_enqueue_without_shapes(bench):
-    made = bench()
-    with violated(made, "executes without the shapes of input"):
-        made.user().context.execute_async_v3(made.stream().handle)
+    made = bench(EngineSpec(profiles=TWO_PROFILES))
+    user = made.user().give(rows(4, 16))
+    user.run(stream := made.stream())
+    assert user.context.set_optimization_profile_async(1, stream.handle)
+    assert wait(made.device, stream) is None
+    refused(made, user.context, "allInputDimensionsSpecified(routine). Missing: input")
 
 
 @pytest.mark.parametrize("name", ["input", "output"])
 def test_an_enqueue_without_an_address(bench, name):
     made = bench()
     user = made.user().give(rows(4, 16))
+    user.run()
     user.context.set_tensor_address(name, 0)
-    with violated(made, f"executes without an address of '{name}'"):
-        user.context.execute_async_v3(made.stream().handle)
+    refused(made, user.context, f"None is set for {name} {name}.")
+
+
+def test_an_enqueue_without_the_allocator_that_stood_in_for_an_address(bench):
+    made = bench()
+    user = made.user().give(rows(4, 16))
+    allocator = make_output_allocator(made)
+    user.context.set_tensor_address("output", 0)
+    user.context.set_output_allocator("output", allocator)
+    stream = made.stream()
+    assert user.context.execute_async_v3(stream.handle)
+    assert wait(made.device, stream) is None
+    user.context.set_output_allocator("output", None)
+    refused(made, user.context, "None is set for output output.")
 
 
 def test_an_enqueue_without_enqueue_memory(bench):
@@ -477,8 +509,10 @@ def test_an_enqueue_without_enqueue_memory(bench):
     assert bare.set_input_shape("input", (4, 16))
     for name in ("input", "output"):
         bare.set_tensor_address(name, user.context.get_tensor_address(name))
-    with violated(made, "set_device_memory was not called"):
-        bare.execute_async_v3(made.stream().handle)
+    refused(made, bare, "getDeviceMemory() != nullptr")
+
+
+# What raises
 
 
 def test_an_enqueue_without_an_output_allocator(bench):

@@ -17,7 +17,14 @@ from asynctrt.testing.tensorrt import (
     double_lean_runtime,
     double_plan,
 )
-from tests.testing.tensorrt.support import Bench, make_allocator, make_logger, make_recorder, rows
+from tests.testing.tensorrt.support import (
+    Bench,
+    make_allocator,
+    make_logger,
+    make_output_allocator,
+    make_recorder,
+    rows,
+)
 
 TWO_PROFILES = (
     {"input": ((1, 16), (2, 16), (4, 16))},
@@ -50,8 +57,8 @@ def test_an_engine_says_what_its_plan_says():
     assert engine.get_tensor_dtype("output") == trt.float32
     assert tuple(engine.get_tensor_shape("output")) == (-1, 16)
     assert engine.get_tensor_location("input") == trt.TensorLocation.DEVICE
-    assert engine.get_tensor_bytes_per_component("input") == 4
-    assert engine.get_tensor_components_per_element("input") == 1
+    assert engine.get_tensor_bytes_per_component("input") == -1
+    assert engine.get_tensor_components_per_element("input") == -1
     assert engine.get_tensor_vectorized_dim("input") == -1
     assert engine.get_aliased_input_tensor("output") is None
     assert engine.num_optimization_profiles == 2
@@ -120,7 +127,7 @@ REFUSED = [
     ),
     (
         double_plan(EngineSpec(version_compatible=True, excludes_lean_runtime=True), version="10.9.0.34"),
-        "without its lean runtime",
+        "old deserialization call on a newer plan file",
     ),
 ]
 
@@ -223,8 +230,8 @@ def test_an_allocator_that_refuses_makes_it_fail():
     bench.allocator.refuse = True
     assert bench.load(EngineSpec()) is None
     assert bench.recorder.last() == (
-        bench.trt.ErrorCodeTRT.FAILED_ALLOCATION,
-        "IRuntime::deserializeCudaEngine: Error Code 5: OutOfMemory (Requested size was 4096 bytes.)",
+        bench.trt.ErrorCodeTRT.INTERNAL_ERROR,
+        "IRuntime::deserializeCudaEngine: Error Code 2: OutOfMemory (Requested size was 4096 bytes.)",
     )
     with pytest.raises(ViolationError, match="segmentation fault"):
         bench.engine.create_execution_context()
@@ -246,6 +253,17 @@ def test_an_allocation_that_is_not_aligned_is_a_violation():
     type(bench.allocator).allocate = lambda self, size, alignment, flags: 1 << 20 | alignment // 2
     with pytest.raises(ViolationError, match="not aligned to 256"):
         bench.load(EngineSpec())
+
+
+def test_an_allocator_that_raises_refuses():
+    bench = Bench(start=False)
+
+    def fail(self, size, alignment, flags):
+        raise MemoryError("no memory today")
+
+    type(bench.allocator).allocate = fail
+    assert bench.load(EngineSpec()) is None
+    assert "Error Code 2: OutOfMemory" in bench.recorder.last()[1]
 
 
 def test_memory_is_refused_with_0_and_not_with_none():
@@ -355,8 +373,9 @@ def test_names_and_profiles_that_are_not_there_are_reported():
     engine = bench.engine
     assert tuple(engine.get_tensor_shape("nothing")) == ()
     assert engine.get_tensor_mode("nothing") == bench.trt.TensorIOMode.NONE
-    assert engine.get_tensor_profile_shape("input", 1) == []
-    assert engine.get_tensor_profile_shape("output", 0) == []
+    for name, profile in (("input", 1), ("output", 0), ("nothing", 0)):
+        assert list(map(tuple, engine.get_tensor_profile_shape(name, profile))) == [(), (), ()]
+    assert engine.get_tensor_name(2) is None
     assert engine.get_device_memory_size_for_profile_v2(3) == 0
     codes = {code for code, _ in bench.recorder.errors}
     assert codes == {bench.trt.ErrorCodeTRT.INVALID_ARGUMENT}
@@ -402,7 +421,7 @@ def test_memory_can_be_refused_on_demand(what, where):
     for _ in range(2):
         made = bench.load(EngineSpec()) if where == "deserialize" else bench.engine.create_execution_context()
         assert made is None
-        assert bench.recorder.last()[0] == bench.trt.ErrorCodeTRT.FAILED_ALLOCATION
+        assert "Error Code 2: OutOfMemory" in bench.recorder.last()[1]
     assert bench.load(EngineSpec())
     assert bench.engine.create_execution_context()
 
@@ -456,7 +475,7 @@ def test_an_older_engine_answers_0_to_later_calls_and_reports_it():
     assert "setDeviceMemoryV2 is only supported" in bench.recorder.last()[1]
     assert context.update_device_memory_size_for_shapes() == 0
     context.device_memory = arena.address
-    assert "not created with user managed device memory" in bench.recorder.last()[1]
+    assert "not created with createExecutionContextWithoutDeviceMemory" in bench.recorder.last()[1]
     assert bench.trt.violations() == ()
 
 
@@ -480,19 +499,32 @@ def test_older_engines_share_memory_that_has_no_size():
     stream = bench.stream()
     for context in contexts:
         user = bench.user(context=context, arena=arena)
-        with pytest.raises(ViolationError, match="not aligned to 256"):
-            context.device_memory = arena.address + 8
         context.device_memory = arena.address
+        for address in (0, arena.address + 256):
+            context.device_memory = address
+        assert "must be aligned on 512 byte boundary" in bench.recorder.last()[1]
         user.give(rows(4, 16)).run(stream)
         user.check()
-    assert len(bench.trt.violations()) == 2
+    assert len(bench.recorder.errors) == 4
+    assert bench.trt.violations() == ()
 
 
 def test_older_engines_need_memory_too():
     bench = old_engine()
     user = bench.user(context=bench.engine.create_execution_context_without_device_memory(), arena=None)
     user.give(rows(4, 16))
-    with pytest.raises(ViolationError, match="set_device_memory was not called"):
+    assert not user.context.execute_async_v3(bench.stream().handle)
+    assert "getDeviceMemory() != nullptr" in bench.recorder.last()[1]
+
+
+def test_an_older_engine_with_a_callback_that_a_later_library_passes_on_wrongly():
+    bench = old_engine()
+    user = bench.user(context=bench.engine.create_execution_context(), arena=None).give(rows(4, 16))
+    with pytest.raises(ViolationError, match="error_recorder is set to None"):
+        user.context.error_recorder = None
+    allocator = make_output_allocator(bench)
+    assert user.context.set_output_allocator("output", allocator)
+    with pytest.raises(ViolationError, match="executes with an output allocator for 'output'"):
         user.context.execute_async_v3(bench.stream().handle)
 
 
