@@ -1,6 +1,7 @@
-"""What the real TensorRT and the double are both put through: each scenario in a process of its own.
+"""What the real TensorRT and the double are both put through.
 
-A step that may end the process, or that leaves undefined what follows, is the last of its scenario.
+A step that may end the process, or that leaves undefined what follows, is the last of its scenario, which has
+a process of its own then.
 """
 
 import gc
@@ -9,12 +10,20 @@ from tests.gpu.sides import same
 from tests.testing.tensorrt.support import make_logger, wait
 
 SCENARIOS = {}
+RISKY = set()
+"""Those that may end the process, or leave it in another state than they found it."""
 
 
 def scenario(function):
     """Note a scenario by its function's name."""
     SCENARIOS[function.__name__] = function
     return function
+
+
+def risky(function):
+    """Note a scenario that has a process of its own, after the others."""
+    RISKY.add(function.__name__)
+    return scenario(function)
 
 
 # Engines
@@ -63,7 +72,7 @@ def engine_of_two_profiles(side):
     describe(side, "encoder2")
 
 
-@scenario
+@risky
 def sizes_of_memory(side):
     engine = side.open("encoder2")
     side.attempt("device_memory_size_v2", lambda: engine.device_memory_size_v2)
@@ -210,7 +219,7 @@ def interfaces_that_were_not_initialised(side):
     side.attempt("something else", lambda: setattr(runtime, "gpu_allocator", object()))
 
 
-@scenario
+@risky
 def recorder_is_inherited(side):
     engine = side.open()
     side.attempt("by the engine", lambda: engine.error_recorder is side.recorder)
@@ -266,7 +275,7 @@ def context_outlives_its_engine(side):
     side.attempt("the same answers", lambda: same(before, side.run(context, 4, 64)))
 
 
-@scenario
+@risky
 def lean_runtime_outlives_what_loaded_it(side):
     side.start()
     side.root = None
@@ -561,22 +570,22 @@ def refusing(side, answer=0, create="create_execution_context"):
     side.note("calls", bool(side.allocator.calls))
 
 
-@scenario
+@risky
 def allocator_refuses_a_context(side):
     refusing(side)
 
 
-@scenario
+@risky
 def allocator_refuses_a_context_without_memory(side):
     refusing(side, create="create_execution_context_without_device_memory")
 
 
-@scenario
+@risky
 def allocator_answers_none(side):
     refusing(side, answer=None)
 
 
-@scenario
+@risky
 def allocator_refuses_an_engine(side):
     side.start()
     side.allocator.refuses = True
@@ -620,7 +629,7 @@ def output_allocator(side, nbytes=1 << 20, is_old=False):
     return side.keep(OutputAllocator())
 
 
-@scenario
+@risky
 def allocator_of_an_output(side):
     side.open()
     context, stream = side.context(), side.stream()
@@ -632,13 +641,20 @@ def allocator_of_an_output(side):
         side.attempt("enqueue", lambda: context.execute_async_v3(stream.handle))
         side.finish(stream)
         side.note("calls", allocator.calls)
+
+
+@risky
+def settings_of_output_allocators(side):
+    side.open()
+    context, allocator = side.context(), output_allocator(side)
     side.attempt("of an input", lambda: context.set_output_allocator("x", allocator))
     side.attempt("of nobody", lambda: context.set_output_allocator("nobody", allocator))
+    side.attempt("of an output", lambda: context.set_output_allocator("y", allocator))
     side.attempt("none", lambda: context.set_output_allocator("y", None))
     side.attempt("get none", lambda: context.get_output_allocator("y"))
 
 
-@scenario
+@risky
 def allocator_of_an_output_refuses(side):
     side.open()
     context, stream = side.context(), side.stream()
@@ -679,12 +695,12 @@ def captured_at_once(side, change):
     side.attempt("end", lambda: bool(stream.end_capture()))
 
 
-@scenario
+@risky
 def capture_of_the_first_batch(side):
     captured_at_once(side, lambda context, stream: None)
 
 
-@scenario
+@risky
 def capture_after_other_shapes(side):
     def change(context, stream):
         assert context.execute_async_v3(stream.handle)
@@ -694,7 +710,7 @@ def capture_after_other_shapes(side):
     captured_at_once(side, change)
 
 
-@scenario
+@risky
 def graph_after_other_shapes_and_back(side):
     side.open()
     context, stream = side.context(), side.stream()
@@ -730,7 +746,7 @@ def auxiliary_streams_that_are_the_same(side):
     side.attempt("set", lambda: context.set_aux_streams([stream.handle, stream.handle]))
 
 
-@scenario
+@risky
 def recorder_that_is_gone(side):
     engine = side.open()
     other = type(side.recorder)()

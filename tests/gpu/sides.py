@@ -3,6 +3,8 @@
 A note is a line of JSON, written at once, so that it is there when the library ends the process.
 """
 
+import functools
+import gc
 import json
 import re
 from dataclasses import dataclass
@@ -25,6 +27,10 @@ from tests.testing.tensorrt.support import make_logger, wait
 
 PLANS = ("mlp", "encoder2")
 """A perceptron with one profile, and a text encoder with two, both version-compatible."""
+
+CLOSE_S = 5.0
+CALLED_BACK = []
+"""What a library may call until the process ends, whatever should have been destroyed."""
 
 BUILT_BY = "8.6.0.12"
 LIBRARY = "10.16.1.11"
@@ -67,6 +73,16 @@ class Setting:
     """``libnvinfer_lean.so`` of the version that built the plans; empty if the package itself runs them."""
 
 
+@functools.cache
+def library(flavour):
+    """Return what a process has once: its GPU, a package, and the one logger that this takes."""
+    from asynctrt.devices.cuda import CudaDevice
+
+    device, trt = CudaDevice(0), import_module(flavour)
+    device.activate()
+    return device, trt, make_logger(trt)
+
+
 class OverError(Exception):
     """What follows is undefined."""
 
@@ -78,21 +94,32 @@ class Side:
         self.name, self.setting, self.folder = name, setting, folder
         self.is_real = name == "real" and setting.flavour != "double"
         if self.is_real:
-            from asynctrt.devices.cuda import CudaDevice
-
-            self.device = CudaDevice(0)
-            self.device.activate()
-            self.trt = import_module(setting.flavour)
+            self.device, self.trt, self.logger = library(setting.flavour)
         else:
             self.device = HostDevice(threads=4)
             flavour = "tensorrt_lean" if setting.flavour == "double" else setting.flavour
             self.trt = StrictTensorRT(self.device, version=version or LIBRARY, flavour=flavour)
-        self.logger = make_logger(self.trt)
+            self.logger = make_logger(self.trt)
         self.recorder = make_recorder(self.trt)
         self.allocator = make_allocator(self.trt, self.device)
         self.root = self.runtime = self.engine = None
-        self.kept = []
-        self.told = 0
+        self.kept, self.streams = [], []
+        self.told = len(self.logger.said)
+
+    def close(self):
+        """Free all that it has, so that another side can follow in this process."""
+        self.engine = None
+        gc.collect()
+        self.runtime = None
+        for stream in self.streams:
+            stream.close(CLOSE_S)
+        for one in self.kept:
+            if hasattr(one, "close"):
+                one.close()
+        self.kept.clear()
+        self.root = None
+        gc.collect()
+        CALLED_BACK.append((self.logger, self.recorder, self.allocator))
 
     # Notes
 
@@ -203,7 +230,8 @@ class Side:
         return one
 
     def stream(self):
-        return self.keep(self.device.create_stream())
+        self.streams.append(self.device.create_stream())
+        return self.streams[-1]
 
     def tensors(self):
         """Return the names of the inputs and those of the outputs."""

@@ -1,6 +1,8 @@
 """What compares the double with the real TensorRT on a GPU: its scenarios run, and it finds differences."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,17 +28,35 @@ DONE = json.dumps({"end": "done"})
 UNDEFINED = outcome(note("one", 1), note("two", "undefined: said why"), json.dumps({"end": "undefined"}))
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_runs_on_the_double(tmp_path, capsys, name):
-    side = Side("double", Setting("double", "", ""), "", tmp_path)
+RECORDED = json.loads((Path(differential.__file__).parent / "recorded.json").read_text())
+"""What a real package did on a GPU: of each step its value, the recorded and the logged errors."""
+
+
+def performed(name, folder, capsys):
+    """Run a scenario on the double."""
+    side = Side("double", Setting("double", "", ""), RECORDED["version"], folder)
     try:
         SCENARIOS[name](side)
         last = DONE
     except OverError:
         last = json.dumps({"end": "undefined"})
-    found = read_outcome(capsys.readouterr().out + last, "", 0)
+    side.close()
+    return read_outcome(capsys.readouterr().out + last, "", 0)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_scenario_runs_on_the_double(tmp_path, capsys, name):
+    found = performed(name, tmp_path, capsys)
     assert found.steps
     assert list(differences(name, found, found)) == []
+
+
+@pytest.mark.parametrize("name", RECORDED["scenarios"])
+def test_the_double_does_what_tensorrt_did(tmp_path, capsys, name):
+    names = ("step", "value", "recorded", "logged")
+    steps = tuple(dict(zip(names, step, strict=False)) for step in RECORDED["scenarios"][name])
+    found = list(differences(name, Outcome(steps, "done"), performed(name, tmp_path, capsys)))
+    assert [(name, step) for step, *_ in found] == [key for key in differential.KNOWN if key[0] == name]
 
 
 def test_what_a_process_did_before_it_crashed_is_kept():
@@ -86,6 +106,50 @@ def test_a_known_difference_is_told_as_such(monkeypatch):
     one, other = (outcome(note("one", value), DONE) for value in (1, 2))
     assert verdicts(one, other) == [("one", "known")]
     assert isinstance(one, Outcome)
+
+
+PROGRAM = """#!{python} -IS
+import json, os, signal, sys
+names, side = sys.argv[sys.argv.index("--perform") + 1 :][:2]
+for name in names.split(","):
+    if name == "second_logger":
+        sys.exit("no room")
+    print(json.dumps({{"scenario": name}}))
+    print(json.dumps({{"begins": "end"}}), flush=True)
+    if name == "addresses" and side == "real":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    print(json.dumps({{"step": "end", "value": 1}}))
+    print(json.dumps({{"end": "done"}}), flush=True)
+"""
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    """Have the processes of a comparison run a program that is quick, and does as it is told."""
+    program = tmp_path / "program"
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def test_scenarios_after_one_that_ends_their_process_run_in_another(processes, capsys):
+    assert differential.main(["--flavour", "double", "--only", "^(addresses|capture|shapes)$", "--jobs", "2"])
+    shown = capsys.readouterr()
+    assert "crash (SIGSEGV) at 'end'" in shown.out
+    assert "2 same, 0 stricter, 0 known, 1 differs, 0 not run" in shown.out
+    assert "6 of 6: " in shown.err
+
+
+def test_what_cannot_start_is_not_run(processes, capsys):
+    assert differential.main(["--flavour", "double", "--only", "^second_logger$"]) == 1
+    shown = capsys.readouterr().out
+    assert "1 not run" in shown
+    assert "second_logger on the real side: no room" in shown
+
+
+def test_nothing_runs_without_time(capsys):
+    assert differential.main(["--flavour", "double", "--within", "0"]) == 1
+    assert f"0 differs, {len(SCENARIOS)} not run" in capsys.readouterr().out
 
 
 @pytest.mark.tier2
