@@ -210,7 +210,8 @@ def batch(
             return models[model_id](x)
 
     It returns one result per item, in order: an array whose first axis counts items, a list, or a tuple or
-    mapping of these, of which each caller gets a tuple or dict of its own. Arrays of other libraries become
+    mapping of these, of which each caller gets a tuple or dict of its own. One number or text of an array is
+    Python's own: ``await double(3)`` is the ``int`` 6, which JSON takes. Arrays of other libraries become
     NumPy's if NumPy can hold them; else, and with ``items=True``, each caller gets a copy of a row as it is,
     without its gradient. A list may hold exceptions: a
     copy of each is raised to the caller of its item; for one that is no ``Exception``, such as a

@@ -14,6 +14,9 @@ from asynctrt.loops import is_cancelled
 from asynctrt.tensors import SHARED_NBYTES_MAX, Array, TensorSpec, as_numpy, has_masked, is_array
 from asynctrt.validation import check_names
 
+PLAIN_KINDS: Final = "biufcUS"
+"""NumPy's kinds of what Python has a type of its own for: truth values, numbers and texts."""
+
 GROUPS_MAX: Final = 64
 """Groups of calls that have a queue each; further ones share a queue, but are computed apart all the same."""
 
@@ -495,7 +498,10 @@ def results_of(given: object, count: int, *, keeps: bool = False) -> list[Any]:
 
 
 def rows_of(given: Any, count: int, *, keeps: bool) -> list[Any]:
-    """Return copies of the rows of an array. Those of PyTorch lose their gradients."""
+    """Return copies of the rows of an array. Those of PyTorch lose their gradients.
+
+    Rows that are single numbers or texts become Python's own, which JSON takes, too.
+    """
     if hasattr(given, "detach"):
         given = given.detach()
     array = None
@@ -508,6 +514,8 @@ def rows_of(given: Any, count: int, *, keeps: bool) -> list[Any]:
         copies = [getattr(row, "clone", None) or getattr(row, "copy", None) for row in rows]
         return [row if copy is None else copy() for row, copy in zip(rows, copies, strict=True)]
     check_count(array, count)
+    if array.ndim == 1 and array.dtype.kind in PLAIN_KINDS:
+        return array.tolist()  # type: ignore[no-any-return]  # Of one axis it is a list.
     if array.ndim == 1 or array.nbytes <= SHARED_NBYTES_MAX:
         return list(array.copy())
     return [row.copy() for row in array]

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import threading
 import time
 import warnings
@@ -1018,3 +1019,33 @@ def test_who_keeps_a_result_keeps_little_of_others(width):
     for value in run(gathered(repeat, *map(float, range(64)))):
         held = value if value.base is None else value.base
         assert held.nbytes <= max(2 * value.nbytes, 4096)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (np.array([3, 4]), 3),
+        (np.array([3, 4], np.uint8), 3),
+        (np.array([0.5, 4], np.float32), 0.5),
+        (np.array([True, False]), True),
+        (np.array([1j, 2]), 1j),
+        (np.array(["a", "bc"]), "a"),
+        ((np.array([3, 4]), np.array([0.5, 1])), (3, 0.5)),
+        (
+            {"label": np.array(["a", "b"]), "score": np.array([0.25, 1], np.float16)},
+            {"label": "a", "score": 0.25},
+        ),
+    ],
+)
+async def test_numbers_and_texts_are_pythons_own(answers, expected):
+    @asynctrt.batch(max_rows=2)
+    def answer(x):
+        return answers
+
+    async with answer:
+        found, _ = await asyncio.gather(answer(1), answer(2))
+    assert found == expected
+    assert type(found) is type(expected)
+    if not isinstance(expected, complex):
+        assert json.loads(json.dumps({"found": found}))

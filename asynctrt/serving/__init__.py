@@ -17,12 +17,14 @@ from asynctrt.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from asynctrt.serving.asgi import kserve_app, websocket_endpoint
+    from asynctrt.serving.disconnect import CancelOnDisconnect
     from asynctrt.serving.folder import ModelFolder
     from asynctrt.serving.monitoring import monitoring_app
     from asynctrt.serving.repository import Repository
     from asynctrt.serving.server import Server
 
 __all__ = [
+    "CancelOnDisconnect",
     "ModelFolder",
     "Repository",
     "Server",
@@ -39,6 +41,10 @@ def __getattr__(name: str) -> Any:
         from asynctrt.serving import asgi  # noqa: PLC0415
 
         return getattr(asgi, name)
+    if name == "CancelOnDisconnect":
+        from asynctrt.serving.disconnect import CancelOnDisconnect  # noqa: PLC0415
+
+        return CancelOnDisconnect
     if name == "ModelFolder":
         from asynctrt.serving.folder import ModelFolder  # noqa: PLC0415
 

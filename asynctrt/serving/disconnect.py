@@ -1,0 +1,96 @@
+"""Cancels what an application computes for a client that has gone. ASGI alone, so for any framework."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+class CancelOnDisconnect:
+    """ASGI middleware that cancels the handler of a request whose client has gone.
+
+    Frameworks notice a client that hangs up only when they write to it, so that its rows are computed for
+    nobody. The handler gets a ``CancelledError`` where it awaits, and what it asked of an engine leaves the
+    queue. ::
+
+        app.add_middleware(CancelOnDisconnect)  # FastAPI, Starlette
+        app = CancelOnDisconnect(app)  # any other application
+
+    A handler that must end all the same shields what it does: ``asyncio.shield``, ``anyio.CancelScope(shield=
+    True)``, or a background task. Add it last, so that it is the outermost middleware.
+
+    :param app: the application.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Run the application for one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = _Request(receive, send)
+        handler = asyncio.ensure_future(self._app(scope, request.receive, request.send))
+        watcher = asyncio.ensure_future(request.watch())
+        try:
+            await asyncio.wait((handler, watcher), return_when=asyncio.FIRST_COMPLETED)
+            has_gone = not handler.done() and request.has_gone
+            if has_gone:
+                handler.cancel()
+            await asyncio.wait((handler,))
+        except asyncio.CancelledError:
+            handler.cancel()
+            await asyncio.wait((handler,))
+            raise
+        finally:
+            watcher.cancel()
+            await asyncio.wait((watcher,))
+        if not (has_gone and handler.cancelled()):
+            await handler
+
+
+class _Request:
+    """What the server says of one request: passed on to the application, and looked at."""
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._lock = asyncio.Lock()
+        self._is_read = asyncio.Event()
+        self._is_over = False
+        self.has_gone = False
+
+    async def receive(self) -> Message:
+        """Return the next message, which may be that the client has gone."""
+        async with self._lock:
+            if self.has_gone:
+                return {"type": "http.disconnect"}
+            message = await self._receive()
+            self._note(message)
+            return message
+
+    async def send(self, message: Message) -> None:
+        """Pass on a part of the answer."""
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._is_over = True  # Whoever goes from now on has the answer.
+        await self._send(message)
+
+    async def watch(self) -> None:
+        """Wait until the client has gone. The application reads its request first."""
+        await self._is_read.wait()
+        while not self.has_gone:
+            await self.receive()
+        if self._is_over:
+            await asyncio.Event().wait()
+
+    def _note(self, message: Message) -> None:
+        if message["type"] == "http.disconnect":
+            self.has_gone = True
+            self._is_read.set()
+        elif not message.get("more_body", False):
+            self._is_read.set()
