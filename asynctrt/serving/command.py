@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
-from asynctrt.loading import ATTRIBUTE
+from asynctrt.loading import ATTRIBUTE, is_attribute
 from asynctrt.onnx_options import relative_to
 from asynctrt.options import Options
 from asynctrt.process import DEVICE_LOST, add_cwd_to_path, shorten_switch_interval
@@ -150,6 +150,12 @@ def _check_isolation(models: list[ModelSource]) -> None:
             )
 
 
+def find_modules(config: ServeConfig) -> None:
+    """Let models that are named ``module:attribute`` be in the working directory; nothing else is."""
+    if any(is_attribute(source.path) for source in config.models):
+        add_cwd_to_path()
+
+
 async def serve(
     config: ServeConfig,
     say: Callable[[str], None],
@@ -171,7 +177,6 @@ async def serve(
     _open_log(config)
     show = shower(settings, say)
     shorten_switch_interval()
-    add_cwd_to_path()
     folders = config.folders()
     repository = _with_places(config.repository(), folders)
     server = Server(repository, settings, is_front=opened is not None)
@@ -262,7 +267,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
         metrics_port=None if config.settings.metrics_port is None else 0,
         access_log=None,
     )
-    add_cwd_to_path()
+    find_modules(config)
     repository = _with_places(config.repository(), config.folders())
     async with Server(repository, settings):
         names = await repository.look_for_models()
