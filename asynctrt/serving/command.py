@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
+from asynctrt.files import read_regular
 from asynctrt.loading import ATTRIBUTE, is_attribute
 from asynctrt.onnx_options import relative_to
 from asynctrt.options import Options
@@ -28,6 +29,8 @@ from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
+
+CONFIG_NBYTES_MAX: Final = 16 << 20
 
 PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
@@ -86,7 +89,7 @@ def read_config(path: Path) -> dict[str, Any]:
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        content = tomllib.loads(read_regular(path, CONFIG_NBYTES_MAX).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
     except tomllib.TOMLDecodeError as error:
