@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 from asynctrt import __version__
 from asynctrt.errors import MissingExtraError
@@ -16,6 +17,7 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"asynctrt {__version__}\n")
         return
+    _open_standard_streams()
     is_default = (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     )  # Else somebody wants it ignored.
@@ -35,9 +37,24 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
+def _open_standard_streams() -> None:
+    """Open those that whoever started the process has closed: connections would get their descriptors."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # The lowest number that is free.
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def _end(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
+    # `python -m` puts the working directory first, where anyone may have left a file named like a package.
+    if not sys.flags.safe_path and sys.path[0] in ("", str(Path.cwd())):
+        del sys.path[0]
     main()

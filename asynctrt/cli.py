@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
 
@@ -35,14 +35,15 @@ from asynctrt.process import DEVICE_LOST
 from asynctrt.serving.settings import ServerSettings
 from asynctrt.simulation.settings import FLAGS, OPTION_NAMES, SimulationSettings
 from asynctrt.synonyms import ALL_SYNONYMS, COMMAND_SYNONYMS, SHORT_FLAGS, nearest_name
-from asynctrt.validation import docs_of, seconds_of
+from asynctrt.validation import docs_of, printable, seconds_of
 
 try:
     import typer
     import typer.core
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderHook
     from rich.markup import escape
     from rich.progress import Progress
+    from rich.segment import Segment
 
     from asynctrt.bench_terminal import show_model, show_overhead
     from asynctrt.build_terminal import BuildBar, builds_shown, progress_on
@@ -121,8 +122,33 @@ app = typer.Typer(
     help="A model behind [bold]await[/bold]: batching inference for asyncio.",
     rich_markup_mode="rich",
 )
-out = Console()
-err = Console(stderr=True)
+
+
+class _Harmless(RenderHook):
+    """Keeps all that is printed from controlling the terminal, but for the console's own styles."""
+
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        return [_Cleaned(one) for one in renderables]
+
+
+class _Cleaned:
+    def __init__(self, what: Any) -> None:
+        self._what = what
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._what, options):
+            text = segment.text if segment.control else printable(segment.text, keep="\n\t")
+            yield segment._replace(text=text)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    console.push_render_hook(_Harmless())
+    return console
+
+
+out = _console()
+err = _console(stderr=True)
 
 
 class _Command(typer.core.TyperCommand):
@@ -454,15 +480,20 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     Times are in seconds, or have a unit: 0.5, 500ms, 1m30s.
     """
     # They need the extra `serve`, which the other commands do not.
-    from asynctrt.serving import command, fronts  # noqa: PLC0415
+    from asynctrt.serving import command, fronts, line_writer  # noqa: PLC0415
 
     settings = {name: value for name, value in given.items() if _is_given(ctx, name)}
     path = settings.pop("config", None)
     config = command.configure(settings, command.read_config(path) if path else {})
     config = dataclasses.replace(config, notes=tuple(misspelt(os.environ, _variables())))
 
+    writer = line_writer.standard_error()
+
     def say(line: str) -> None:
-        err.print(line, highlight=False, markup=False, soft_wrap=True)
+        if writer is None:
+            err.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:
+            writer.put(f"{printable(line)}\n".encode())
 
     job = command.check if given["check"] else fronts.serve
     try:
@@ -471,6 +502,9 @@ def _serve(ctx: typer.Context, **given: Any) -> None:
     except DeviceLostError as error:
         say(f"error: {error}")
         raise typer.Exit(DEVICE_LOST) from error
+    finally:
+        if writer is not None:
+            writer.flush()
     if was_interrupted:
         raise typer.Exit(INTERRUPTED)
 

@@ -1,4 +1,4 @@
-"""Write files completely or not at all, and lock them against other processes."""
+"""Read files that may be anybody's, write files completely or not at all, and lock them."""
 
 import errno
 import os
@@ -17,12 +17,15 @@ from asynctrt.errors import UsageError
 TEMPORARY: Final = ".tmp"
 """How the names of files end that are being written; they begin with a dot, and the file's own name."""
 
+GROWTH_NBYTES: Final = 1 << 20
+"""What is read at once of what has been added to a file meanwhile."""
+
 WAIT_S: Final = 0.05
 """Time between two tries to get a lock that somebody else has."""
 
 
 class SpecialFileError(OSError):
-    """What is to be read is no regular file: reading it might never end."""
+    """What is to be read is no regular file, so that it may have no end; or is too large, or elsewhere."""
 
 
 def is_there(path: str | Path) -> bool:
@@ -33,23 +36,75 @@ def is_there(path: str | Path) -> bool:
         return False
 
 
-def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+def open_regular(
+    path: str | os.PathLike[str], *, within: Path | None = None, follow: bool = True
+) -> BufferedReader:
     """Open a regular file to read it. A pipe would be waited for, and a device has no end.
 
-    :raises SpecialFileError: if it is one of these.
+    :param within: the folder that the file must lie in, whatever links lead to it.
+    :param follow: whether the file itself may be a link.
+    :raises SpecialFileError: if it is one of these, or lies elsewhere.
     :raises OSError: if it cannot be opened; ``IsADirectoryError`` for a folder.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
     try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not stat.S_ISREG(mode):
+        if not stat.S_ISREG(status.st_mode):
             raise SpecialFileError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        if within is not None:
+            # Links may change at any time: what counts is the file that is open.
+            real = check_within(path, within)
+            if not os.path.samestat(status, real.stat()):
+                raise SpecialFileError(errno.EINVAL, "it was replaced meanwhile", os.fspath(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def check_within(path: str | os.PathLike[str], folder: Path) -> Path:
+    """Return the real path of what may be a link, and must lie in a folder.
+
+    :raises SpecialFileError: if it lies elsewhere.
+    """
+    real, root = os.path.realpath(path), os.path.realpath(folder)
+    if os.path.commonpath([real, root]) != root:
+        raise SpecialFileError(errno.EXDEV, f"it is a link out of {os.fspath(folder)!r}", os.fspath(path))
+    return Path(real)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder for this user alone, and those that it is in.
+
+    :raises OSError: if that is not possible.
+    """
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def read_regular(
+    path: str | os.PathLike[str],
+    nbytes_max: int,
+    *,
+    within: Path | None = None,
+    follow: bool = True,
+) -> bytes:
+    """Read a whole regular file: see :func:`open_regular`.
+
+    :raises SpecialFileError: also if it has more than ``nbytes_max`` bytes.
+    """
+    with open_regular(path, within=within, follow=follow) as file:
+        # Python allocates as much as it is to read, however small the file is.
+        content = file.read(min(nbytes_max, os.fstat(file.fileno()).st_size) + 1)
+        while len(content) <= nbytes_max and (more := file.read(GROWTH_NBYTES)):
+            content += more
+    if len(content) > nbytes_max:
+        raise SpecialFileError(errno.EFBIG, f"it has more than {nbytes_max:,} bytes", os.fspath(path))
+    return content
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int = 0o644) -> None:

@@ -114,8 +114,8 @@ def load_model(
                 "and adds name, inputs, outputs, create_context and close"
             )
         return _checked(model)
-    if isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not is_there(model):
-        return _checked(_attribute(model))
+    if is_attribute(model):
+        return _checked(_attribute(str(model)))
     path = Path(model)
     if path.suffix in PLAN_SUFFIXES:
         if runtime == "onnxruntime":
@@ -164,8 +164,7 @@ def _is_onnx(model: object) -> bool:
     """Whether ONNX Runtime runs the model."""
     if not isinstance(model, str | os.PathLike):
         return is_onnx_object(model)
-    is_attribute = isinstance(model, str) and ATTRIBUTE.fullmatch(model) and not is_there(model)
-    return not is_attribute and Path(model).suffix not in PLAN_SUFFIXES
+    return not is_attribute(model) and Path(model).suffix not in PLAN_SUFFIXES
 
 
 def _onnx_model(
@@ -191,6 +190,11 @@ def _onnx_model(
     model = OnnxCudaModel(path, onnx, device=device, rows=rows)
     logger.info("%r runs on %s by ONNX Runtime's CUDA provider", model.name, device.name)
     return model
+
+
+def is_attribute(model: object) -> bool:
+    """Whether a model is given as ``module:attribute``, rather than as a file of that name."""
+    return isinstance(model, str) and bool(ATTRIBUTE.fullmatch(model)) and not is_there(model)
 
 
 def name_of(model: str) -> str:

@@ -6,7 +6,11 @@ import sys
 from asyncio import _get_running_loop
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from threading import Thread
+from typing import Any, Final, TypeVar, cast
 
 from anyio import CancelScope
 
@@ -43,6 +47,36 @@ def is_cancelled() -> bool:
     """
     task = asyncio.current_task()
     return task is None or bool(task.cancelling())
+
+
+async def in_lost_thread(function: Callable[[], T]) -> T:
+    """Run a blocking function that makes nothing in a thread of its own, which may hang.
+
+    Nobody has to wait for it: neither the end of the process, nor a caller who is cancelled, nor what
+    shares threads with others.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def done(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # Its caller was cancelled.
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # The loop is closed.
+            loop.call_soon_threadsafe(done, result, error)
+
+    Thread(target=partial(copy_context().run, run), name="asynctrt-look", daemon=True).start()
+    return await future
 
 
 async def in_thread(function: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:

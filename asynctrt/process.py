@@ -1,11 +1,15 @@
 """Settings of a whole process, which a command may change and a library may not."""
 
 import gc
+import json
 import os
 import resource
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 DEVICE_LOST: Final = 75
@@ -38,6 +42,12 @@ def shorten_switch_interval() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
+def open_files_max() -> int:
+    """Return how many open files this process may have once its limit is raised."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
 def raise_open_files() -> int:
     """Raise this process's soft limit of open files as far as it may, and return what it is then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -48,10 +58,87 @@ def raise_open_files() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+PROGRAM: Final = (
+    "import json, sys; sys.path[:], last = json.loads(sys.argv.pop(1)); "
+    "from importlib import import_module; import_module('asynctrt.process').look_last(last); "
+    "import_module(sys.argv.pop(1)).main()"
+)
+"""What a child process runs: the ``main`` of a module, with a given ``sys.path``."""
+
+SAFE_PATH: Final = "PYTHONSAFEPATH"
+
+
+class _InstalledFirst:
+    """Finds top-level modules everywhere but in the folders where they are looked for last.
+
+    The end of ``sys.path`` does not suffice: a module there comes before a namespace package, as ``google``
+    and ``cuda`` are, wherever that is.
+    """
+
+    def __init__(self) -> None:
+        self.last: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a module is, unless it is in one of these folders or is no top-level module."""
+        if path is not None:
+            return None
+        return PathFinder.find_spec(name, [entry for entry in sys.path if entry not in self.last], target)
+
+
+_installed_first: Final = _InstalledFirst()
+
+
+def look_last(folders: Sequence[str]) -> None:
+    """Let modules be found in these folders that are found nowhere else."""
+    new = [folder for folder in folders if folder not in sys.path]
+    if not new:
+        return
+    if _installed_first not in sys.meta_path:
+        at = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
+        sys.meta_path.insert(at, _installed_first)
+    _installed_first.last += new
+    sys.path += new
+
+
 def add_cwd_to_path() -> None:
-    """Add the working directory to ``sys.path``, as ``python -m`` does, to find ``module:attribute``."""
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))
+    """Let ``module:attribute`` be found in the working directory, if it is not installed.
+
+    Others may be able to write there: no file there may take the place of an installed package.
+    """
+    if "" not in sys.path:
+        look_last([str(Path.cwd())])
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the command of a child process that calls ``main`` in a module of ours.
+
+    It finds modules where this process does, from the first import on. Python by itself would look for them
+    in the working directory first.
+    """
+    last = _installed_first.last
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry not in last]
+    own = str(Path(__file__).parents[1])
+    if own not in path:
+        path.append(own)
+    return [sys.executable, "-P", "-c", PROGRAM, json.dumps([path, last]), module, *arguments]
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """Keep the Python processes that are started meanwhile from importing from the working directory."""
+    before, path = os.environ.get(SAFE_PATH), sys.path[:]
+    os.environ[SAFE_PATH] = "1"
+    sys.path[:] = [entry for entry in path if entry not in _installed_first.last]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 def freeze_gc() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import MissingExtraError, UntrustedError, UsageError
-from asynctrt.files import open_regular, write_whole
+from asynctrt.files import make_private, open_regular, write_whole
 
 try:
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -73,7 +73,7 @@ def create_key(path: Path) -> TrustedKey:
     private = Ed25519PrivateKey.generate()
     public_path = path.with_name(path.name + ".pub")
     for one in (path, public_path):
-        if one.exists():
+        if os.path.lexists(one):
             raise UsageError(
                 f"{str(one)!r} is there already. Choose another name: keys are never overwritten"
             )
@@ -130,7 +130,7 @@ def trust(path: Path, folder: Path) -> TrustedKey:
     """
     key = read_key(path)
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise UsageError(f"{str(folder)!r} cannot be made: {error.strerror}") from error
     write_whole(
@@ -267,6 +267,8 @@ def _trusted(folder: Path) -> list[tuple[Path, TrustedKey]]:
     paths = sorted(folder.glob("*.pub"))
     if paths:
         _check_ours(folder, folder.stat())
+        for parent in folder.resolve().parents:
+            _check_sealed(parent, parent.stat())
     # Their files begin with a part of their id, so that two of one name have room.
     found = []
     for path in paths:
@@ -286,6 +288,19 @@ def _check_ours(path: Path, status: os.stat_result) -> None:
         raise UsageError(
             f"{str(path)!r} belongs to somebody else, or can be written by others (mode {mode:o}), who could "
             f"put their own key there: chmod go-w {path}, or copy it to a place of your own"
+        )
+
+
+def _check_sealed(parent: Path, status: os.stat_result) -> None:
+    """Check that not everybody can put another folder in the place of one in this folder.
+
+    :raises UsageError: if anybody can.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o002 and not mode & stat.S_ISVTX:
+        raise UsageError(
+            f"{str(parent)!r} can be written by everybody (mode {mode:o}), who could put a folder with their "
+            f"own keys there: chmod o-w {parent}"
         )
 
 

@@ -40,6 +40,8 @@ UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 PART: Final = rf"(\d+(?:\.\d+)?)({'|'.join(UNITS_S)})"
 
+REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -140,6 +142,18 @@ def check_names(
             nearest = nearest_name(str(name)[:SHOWN_MAX], names, others, 0.4)
             hint = f"did you mean {nearest!r}? V" if nearest else "v"
             raise OptionsError(f"unknown {what} {show(name)}; {hint}{valid}")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return a text in which a replacement stands for each character that could control a terminal.
+
+    Names in files, and the errors of servers, are other people's.
+
+    :param keep: characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else REPLACEMENT for letter in text)
 
 
 def as_int(value: Any) -> int:

@@ -15,11 +15,13 @@ import types
 import pytest
 import typer.main
 from rich.console import Console
+from rich.text import Text
 
 import asynctrt
 from asynctrt import bench, cli
 from asynctrt.bench_terminal import show_model, show_overhead
 from asynctrt.command_help import show_help
+from asynctrt.errors import OverloadError
 from tests.models import double_onnx, refusing_onnx, sequence_onnx
 
 WAIT_S = 50
@@ -36,6 +38,28 @@ def asynctrt_command(*arguments, columns=160):
         env={**os.environ, "COLUMNS": str(columns)},
     )
     return done.returncode, done.stdout, done.stderr
+
+
+HOSTILE = "busy \x1b[31mRED\x1b]0;title\x07\x1b[2J\x9b2J\u202e\udcff [bold]"
+
+
+def test_what_others_say_does_not_control_the_terminal(monkeypatch, capsys):
+    """Names in models and errors of servers are other people's, and styles are ours."""
+
+    def fails():
+        raise OverloadError(HOSTILE)
+
+    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(cli, "prepare", lambda: None)
+    with pytest.raises(SystemExit):
+        cli.main()
+    cli._say(HOSTILE)
+    cli.out.print(f"[red]{HOSTILE.replace('[', '(')}[/]", Text(HOSTILE))
+    cli.out.print_json(json.dumps({"said": HOSTILE[:-9]}, ensure_ascii=False))
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert "busy" in text
+        assert all(letter.isprintable() or letter == "\n" for letter in text), text
 
 
 def in_a_terminal(*arguments, interrupt_at):

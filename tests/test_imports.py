@@ -102,7 +102,7 @@ def test_scheduling_sees_the_standard_library_and_the_errors_alone(path):
 @pytest.mark.parametrize("path", files("devices") + files("backends"), ids=lambda path: path.name)
 def test_devices_and_backends_never_see_scheduling_or_runtime(path):
     leaves = {"clock", "errors", "files", "options", "pace", "signatures", "tensorrt_options", "tensors"}
-    leaves |= {"build_options", "cancellation", "onnx_objects", "onnx_options", "validation"}
+    leaves |= {"build_options", "cancellation", "onnx_objects", "onnx_options", "process", "validation"}
     leaves |= {"forks", "nesting", "propagation"}
     assert own(imports(path)) <= leaves | {"backends", "devices"}
 
@@ -126,7 +126,8 @@ def test_the_protocol_sees_tensors_and_errors_alone(path):
 @pytest.mark.parametrize("path", files("workers"), ids=lambda path: path.name)
 def test_workers_see_the_engine_and_not_what_runs_it(path):
     seen = {"clock", "engine", "errors", "inputs", "loading", "loops", "opening", "options", "process"}
-    seen |= {"forks", "nesting", "padded_inputs", "statistics", "tensors", "validation", "version", "workers"}
+    seen |= {"cgroup", "forks", "nesting", "padded_inputs", "statistics", "tensors", "validation", "version"}
+    seen |= {"workers"}
     # A front has requests and their keys as an engine has, but neither a scheduler nor a device.
     modules = {"runtime.answers", "runtime.slots", "runtime.spans"}
     modules |= {"scheduling.batch", "scheduling.key", "scheduling.request"}
@@ -142,12 +143,15 @@ def test_workers_see_the_engine_and_not_what_runs_it(path):
 def test_serving_sees_the_engine_and_nothing_under_it(path):
     seen = {
         "alarm",
+        "cgroup",
         "clock",
         "engine",
         "errors",
+        "files",
         "forks",
         "kserve",
         "loading",
+        "loops",
         "onnx_options",
         "options",
         "pipeline",
@@ -159,7 +163,7 @@ def test_serving_sees_the_engine_and_nothing_under_it(path):
         "validation",
     }
     if path.name in ("front.py", "fronts.py"):
-        seen |= {"loops", "version", "workers"}
+        seen |= {"version", "workers"}
     assert own(imports(path)) - {"__version__"} <= seen | {"Opening"}
 
 

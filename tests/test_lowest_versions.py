@@ -29,8 +29,11 @@ TOOLS = (
 )
 TESTS = (
     "tests/backends/test_function.py",
+    "tests/backends/test_onnx_links.py",
+    "tests/loadtest/test_http_target.py",
     "tests/loadtest/test_local.py",
     "tests/plans/test_onnx_file.py",
+    "tests/serving/test_http_reader.py",
     "tests/serving/test_metrics.py",
     "tests/serving/test_websocket.py",
     "tests/test_options.py",

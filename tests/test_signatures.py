@@ -150,6 +150,33 @@ def test_files_that_others_can_write_or_read_are_not_used(made, tmp_path):
         signatures.sign(DIGEST, folder / "mine")
 
 
+def test_a_folder_above_that_everybody_can_write_is_refused(made, tmp_path):
+    above = tmp_path / "above"
+    signatures.trust(tmp_path / "mine.pub", above / "asynctrt/trusted")
+    above.chmod(0o777)
+    with pytest.raises(UsageError, match="can be written by everybody"):
+        signatures.trusted_keys(above / "asynctrt/trusted")
+    above.chmod(0o1777)  # As /tmp is: nobody can rename what is another's.
+    assert len(signatures.trusted_keys(above / "asynctrt/trusted")) == 1
+
+
+def test_folders_of_keys_are_made_for_their_owner_alone(made, tmp_path):
+    before = os.umask(0)
+    try:
+        signatures.trust(tmp_path / "mine.pub", tmp_path / "config/asynctrt/trusted")
+    finally:
+        os.umask(before)
+    for folder in ("config", "config/asynctrt", "config/asynctrt/trusted"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_in_the_place_of_a_new_key_is_not_followed(tmp_path):
+    (tmp_path / "new.pub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="is there already"):
+        signatures.create_key(tmp_path / "new")
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.parametrize("which", ["the folder", "a key"])
 def test_trusted_keys_of_somebody_else_are_not_used(made, tmp_path, monkeypatch, which):
     folder, _, _ = made

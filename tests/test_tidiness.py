@@ -128,6 +128,7 @@ OF_THE_PROCESS = {
     "backends/tensorrt/messages.py:_logs": "TensorRT has one logger in a process",
     "devices/cuda/context.py:_gpus": "a GPU is lost, or stuck, for the whole process",
     "devices/cuda/streams.py:_collector": "Python has one garbage collector in a process",
+    "process.py:_installed_first": "modules are found by the process",
     "runtime/shares.py:_devices": "a device is one, whichever engine runs on it",
 }
 """State at module level, each with the reason why it cannot belong to an engine or to a device."""

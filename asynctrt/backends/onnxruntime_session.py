@@ -25,7 +25,7 @@ from asynctrt.errors import (
     bounded,
     show,
 )
-from asynctrt.files import is_there
+from asynctrt.files import is_there, open_regular
 from asynctrt.onnx_objects import content_of, is_onnx_object, is_session, shown
 from asynctrt.onnx_options import CPU, CUDA, TENSORRT, OnnxOptions
 from asynctrt.validation import PATH
@@ -99,12 +99,18 @@ class Source:
             return
         self.path = PATH("path", given)
         self.what = str(self.path)
-        if not is_there(self.path):
+        try:
+            # ONNX Runtime would wait for a pipe.
+            open_regular(self.path).close()
+        except (OSError, ValueError) as error:
             path = bounded(str(self.path), DESCRIBED_MAX // 2)
+            if is_there(self.path):
+                why = error.strerror if isinstance(error, OSError) else error
+                raise ModelError(f"{path!r} cannot be read: {why}") from error
             raise ModelNotFoundError(
                 f"there is no file {path!r}. Give the path of an .onnx file; the working "
                 f"directory is {str(Path.cwd())!r}"
-            )
+            ) from error
 
     def __str__(self) -> str:
         return self._shown

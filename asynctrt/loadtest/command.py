@@ -18,6 +18,7 @@ from asynctrt.errors import AsynctrtError, OptionsError, UsageError
 from asynctrt.files import write_whole
 from asynctrt.loadtest.criteria import Criterion, failures
 from asynctrt.loadtest.job import LoadJob, carry_out, make_report
+from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.page import interactive
 from asynctrt.loadtest.report import FORMAT, Report, mean_figures, saved_figures
 from asynctrt.loadtest.session import OPTION_NAMES, SETTING_NAMES, LoadSession, Watch
@@ -25,7 +26,6 @@ from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
 from asynctrt.loadtest.views import main_run
 from asynctrt.options import Options
-from asynctrt.process import add_cwd_to_path
 
 ADDRESS: Final = re.compile(r"[\w.-]+:\d+(/|$)")
 """How a target looks that is an address without a scheme: ``localhost:8000``."""
@@ -141,7 +141,7 @@ async def load(planned: LoadPlan, watch: Watch) -> Report:
     :raises KeyboardInterrupt: if there is nothing to report yet.
     :raises AsynctrtError: if the target cannot be measured.
     """
-    add_cwd_to_path()
+    find_modules(planned.job.target, planned.job.settings)
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     interrupted = False

@@ -40,7 +40,7 @@ from asynctrt.loadtest.kserve import (
     read_index,
     read_specs,
 )
-from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -60,7 +60,6 @@ PAGE_S: Final = 10.0
 
 OPTIONS: Final = (
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
     # The server is to be measured, not a proxy before it.
     ("grpc.enable_http_proxy", 0),
     # Targets with the same address do not share a connection.
@@ -121,9 +120,14 @@ class GrpcTarget:
         others = [(name.lower(), value) for name, value in headers if name.lower() != "host"]
         self._metadata = tuple(others) or None
         self._kinds = message_classes()
+        options: tuple[tuple[str, Any], ...] = (
+            *OPTIONS,
+            ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
+        )
         scheme, _, where = address.server.partition("://")
         credentials = grpc.ssl_channel_credentials() if scheme == "grpcs" else None
-        options = OPTIONS if host is None else (*OPTIONS, ("grpc.default_authority", host))
+        if host is not None:
+            options += (("grpc.default_authority", host),)
         self._connect = partial(_Connection, where, credentials, options)
         self._connections = [self._connect()]
         self._next = self._connections[0]

@@ -37,7 +37,7 @@ from asynctrt.loadtest.kserve import (
     read_index,
     read_specs,
 )
-from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -48,6 +48,8 @@ try:
 except ImportError as error:
     raise MissingExtraError("load tests of servers need aiohttp: pip install 'asynctrt[load]'") from error
 
+PAGE_NBYTES_MAX: Final = 16 << 20
+"""Bytes of a model's description or statistics, or of a server's list of models."""
 PAGE_S: Final = 10.0
 """How long a server may take to describe a model."""
 HEAD_NBYTES: Final = "Inference-Header-Content-Length"
@@ -116,11 +118,14 @@ class Pages:
             return  # Some servers have no such page, which does not matter.
 
     async def counters(self) -> BatchCounters | None:
-        """Return the statistics of the model; ``None`` if the server has none.
+        """Return the statistics of the model; ``None`` if the server has none, or too many.
 
         :raises ConnectionLostError: if the server is gone.
         """
-        status, body = await self._ask("GET", f"{self.address.path}/stats")
+        try:
+            status, body = await self._ask("GET", f"{self.address.path}/stats")
+        except TargetError:
+            return None
         if status != 200:
             return None
         try:
@@ -168,7 +173,7 @@ class Pages:
                     allow_redirects=False,
                 ) as response,
             ):
-                return response.status, await response.read()
+                return response.status, await read_body(response, PAGE_NBYTES_MAX)
         except TimeoutError as error:
             raise ConnectionLostError(
                 f"{self.address.shown}{path} did not answer within {PAGE_S:g} s"
@@ -211,7 +216,7 @@ class HttpTarget:
         try:
             response = await self._post(self._url, data=payload, allow_redirects=False)
             # The connection is free when everything is read, and closed if that fails or is cancelled.
-            body = await response.read()
+            body = await read_body(response, ANSWER_NBYTES_MAX)
         except (aiohttp.ClientError, OSError) as error:
             raise failure(self._server, error) from error
         if response.status != 200:
@@ -239,6 +244,26 @@ class HttpTarget:
 
     async def aclose(self) -> None:
         await self._pages.aclose()
+
+
+async def read_body(response: aiohttp.ClientResponse, nbytes_max: int) -> bytes:
+    """Return the body of an answer.
+
+    :raises TargetError: if it has more bytes; it is not read any further.
+    """
+    nbytes = response.content_length
+    if nbytes is not None and nbytes <= nbytes_max and "Content-Encoding" not in response.headers:
+        return await response.read()
+    body = bytearray()
+    if nbytes is None or nbytes <= nbytes_max:
+        async for piece in response.content.iter_any():
+            body += piece
+            if len(body) > nbytes_max:
+                break
+        else:
+            return bytes(body)
+    response.close()
+    raise TargetError(f"the answer has more than {nbytes_max:,} bytes, and is not read any further")
 
 
 def refusal(where: str, status: int, body: bytes) -> AsynctrtError:

@@ -9,11 +9,12 @@ from typing import Any
 
 from asynctrt.engine import Engine
 from asynctrt.errors import UsageError, show
-from asynctrt.files import is_there
-from asynctrt.loading import ATTRIBUTE, name_of
+from asynctrt.loading import is_attribute, name_of
 from asynctrt.loadtest.local_targets import CallTarget, EngineTarget
+from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import Call, Target, TargetSpec
 from asynctrt.opening import open as open_engine
+from asynctrt.process import add_cwd_to_path
 
 
 @asynccontextmanager
@@ -47,10 +48,16 @@ async def opened(
             await made.aclose()
 
 
+def find_modules(spec: TargetSpec, settings: LoadSettings) -> None:
+    """Let what is named ``module:attribute`` be in the working directory; nothing else is."""
+    if settings.reader is not None or is_attribute(spec.where):
+        add_cwd_to_path()
+
+
 def _coroutine_function(where: str) -> Call | None:
     """Return the coroutine function ``module:name``; ``None`` for anything else, which may be a model."""
-    module, mark, name = where.partition(":")
-    if not mark or not ATTRIBUTE.fullmatch(where) or is_there(where):
+    module, _, name = where.partition(":")
+    if not is_attribute(where):
         return None
     try:
         found: Any = attrgetter(name)(import_module(module))

@@ -16,7 +16,9 @@ from asynctrt.errors import (
     UsageError,
 )
 from asynctrt.loadtest.headers import TOKEN, Headers, has, headers_of
+from asynctrt.loadtest.http_target import read_body
 from asynctrt.loadtest.targets import (
+    ANSWER_NBYTES_MAX,
     BatchCounters,
     Target,
     TargetSpec,
@@ -153,7 +155,7 @@ class PlainHttpTarget(_PlainTarget):
         try:
             asking = self._session.request(self._method, self._url, data=body, allow_redirects=False)
             async with asking as response:
-                answer = await response.read()
+                answer = await read_body(response, ANSWER_NBYTES_MAX)
         except (aiohttp.ClientConnectorError, aiohttp.InvalidURL) as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error
         except (aiohttp.ClientResponseError, aiohttp.ClientPayloadError) as error:
@@ -242,7 +244,8 @@ class PlainWebsocketTarget(_PlainTarget):
             )
         try:
             if socket is None:
-                socket = _Socket(await self._session.ws_connect(self._url, max_msg_size=0, compress=0))
+                made = await self._session.ws_connect(self._url, max_msg_size=ANSWER_NBYTES_MAX, compress=0)
+                socket = _Socket(made)
             answer = await socket.ask(message, is_text=self._is_text)
         except aiohttp.ClientConnectorError as error:
             raise TargetError(f"{self._shown} cannot be reached: {_said(error)}") from error

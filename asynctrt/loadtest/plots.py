@@ -38,6 +38,7 @@ from asynctrt.loadtest.views import (
     stages,
     words,
 )
+from asynctrt.validation import printable
 
 try:
     import matplotlib as mpl
@@ -188,7 +189,7 @@ def _axes(height_in: float) -> tuple[Figure, Axes]:
 
 
 def _short(text: str) -> str:
-    text = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    text = printable(text)
     return text if len(text) <= LABEL_CHARACTERS else f"{text[: LABEL_CHARACTERS - 1]}…"
 
 

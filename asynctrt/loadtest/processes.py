@@ -17,12 +17,13 @@ import anyio
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, InternalError, TargetError
 from asynctrt.loadtest.local import Local
+from asynctrt.loadtest.opening import find_modules
 from asynctrt.loadtest.plans import ProcessPlan
 from asynctrt.loadtest.recorder import Windows
 from asynctrt.loadtest.runner import Outcome
 from asynctrt.loadtest.settings import LoadSettings
 from asynctrt.loadtest.targets import TargetSpec
-from asynctrt.process import calm_gc, shorten_switch_interval
+from asynctrt.process import calm_gc, safe_path, shorten_switch_interval
 
 LEAD_NS: Final = 100_000_000
 """Time from when every process is ready to the start of a run, so that each has been told by then."""
@@ -81,6 +82,7 @@ def serve_runs(connection: Connection, spec: TargetSpec, settings: LoadSettings,
     # Ctrl-C reaches every process of a terminal; the parent tells its children when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     shorten_switch_interval()
+    find_modules(spec, settings)
     try:
         anyio.run(
             _serve_runs,
@@ -171,7 +173,8 @@ class Fleet:
                 name=f"asynctrt-load-{share}",
                 daemon=True,
             )
-            process.start()
+            with safe_path():
+                process.start()
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)

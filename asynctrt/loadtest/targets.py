@@ -23,6 +23,9 @@ from asynctrt.options import Options
 from asynctrt.statistics import BatchStatistics, BatchTrace
 from asynctrt.tensors import Array, TensorSpec
 
+ANSWER_NBYTES_MAX: Final = 256 << 20
+"""Bytes of one answer: a server does not decide how much memory a load test takes."""
+
 SCHEMES: Final = ("http", "https", "grpc", "grpcs", "ws", "wss")
 
 PASSWORD: Final = re.compile(r"(://)[^/?#@\s]*@")

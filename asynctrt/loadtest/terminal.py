@@ -11,6 +11,7 @@ from asynctrt.loadtest.recorder import Window, total
 from asynctrt.loadtest.report import Interval, Report, Run
 from asynctrt.loadtest.session import Progress
 from asynctrt.loadtest.views import all_errors, kept_text
+from asynctrt.validation import printable
 
 try:
     from rich import box
@@ -34,7 +35,6 @@ NARROW: Final = ("p50", "p99", "p99.9")
 WIDE_COLUMNS: Final = 110
 """Width of a terminal from which all percentiles are shown."""
 LABEL_COLUMNS: Final = 8
-REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MISSING: Final = "-"
 
 
@@ -263,7 +263,7 @@ def _show_scenario(console: Console, found: Mapping[str, object]) -> None:
 
 def _clean(text: str) -> str:
     """Return foreign text without markup or control characters."""
-    return escape("".join(letter if letter.isprintable() else REPLACEMENT for letter in text))
+    return escape(printable(text))
 
 
 def _interval(made: Interval, name: str) -> str:

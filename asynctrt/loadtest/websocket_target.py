@@ -14,7 +14,7 @@ from asynctrt.kserve.client import as_arrays
 from asynctrt.loadtest.headers import headers_of
 from asynctrt.loadtest.http_target import Pages, open_pages
 from asynctrt.loadtest.kserve import Address, read_address
-from asynctrt.loadtest.targets import BatchCounters, Target, TargetSpec
+from asynctrt.loadtest.targets import ANSWER_NBYTES_MAX, BatchCounters, Target, TargetSpec
 from asynctrt.statistics import BatchTrace
 from asynctrt.tensors import Array
 
@@ -45,7 +45,14 @@ async def open_websocket_target(spec: TargetSpec) -> Target:
     try:
         url = f"{address.server}{pages.address.path}/ws"
         clients = []
-        open_one = partial(connect, url, additional_headers=headers, max_in_flight=IN_FLIGHT_MAX, proxy=None)
+        open_one = partial(
+            connect,
+            url,
+            additional_headers=headers,
+            max_in_flight=IN_FLIGHT_MAX,
+            max_size=ANSWER_NBYTES_MAX,
+            proxy=None,
+        )
         for _ in range(CONNECTIONS):
             client = open_one()
             clients.append(await stack.enter_async_context(client))

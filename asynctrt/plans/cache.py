@@ -23,7 +23,7 @@ from asynctrt.build_options import BUILDERS, BuildOptions
 from asynctrt.clock import now_ns
 from asynctrt.devices.base import Device, mib
 from asynctrt.errors import MissingExtraError, ModelError, OptionsError, UsageError
-from asynctrt.files import locked, sweep
+from asynctrt.files import locked, make_private, open_regular, sweep
 from asynctrt.plans.building import ModelSource, build_from, read_source, write_plan
 from asynctrt.plans.digest import digest_of
 from asynctrt.plans.plan_file import installed_versions
@@ -108,7 +108,7 @@ class PlanCache:
 
     def _make_folder(self) -> None:
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.folder)
         except OSError as error:
             raise UsageError(
                 f"the plan cache {str(self.folder)!r} cannot be made: {error.strerror}. Set XDG_CACHE_HOME "
@@ -118,7 +118,8 @@ class PlanCache:
     def _find(self, path: Path, source: ModelSource) -> tuple[Plan | None, str | None]:
         """Return an entry, or why it cannot be used; twice ``None`` if there is none."""
         try:
-            content = path.read_bytes()
+            with open_regular(path, follow=False) as file:
+                content = file.read()
         except FileNotFoundError:
             return None, None
         except OSError as error:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from asynctrt.backends.onnx_axes import UNKNOWN, Declared, read_axes
 from asynctrt.errors import MissingExtraError, ModelError
-from asynctrt.plans.digest import digest_of
+from asynctrt.plans.digest import digest_of_file, opened
 
 try:
     import onnx
@@ -122,21 +122,23 @@ def read_onnx_file(path: Path) -> OnnxFile:
     :raises ModelNotFoundError: if there is no such file.
     :raises ModelError: if it is not an ONNX model.
     """
-    digest = digest_of(path)
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception as error:
-        said = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ModelError(f"{str(path)!r} is not an ONNX model: {said}. Export the model again") from error
+    with opened(path) as file:
+        digest, nbytes = digest_of_file(file), os.fstat(file.fileno()).st_size
+        file.seek(0)
+        try:
+            model = onnx.load_model_from_string(file.read())
+        except Exception as error:
+            said = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ModelError(f"{str(path)!r} is not an ONNX model: {said}. Export the model again") from error
     if not model.ir_version or not model.graph.output:
         raise ModelError(
             f"{str(path)!r} is not an ONNX model, or an empty one: it has no version or no outputs. Export "
             "the model again"
         )
-    return _describe(path, digest, model)
+    return _describe(path, nbytes, digest, model)
 
 
-def _describe(path: Path, digest: str, model: Any) -> OnnxFile:
+def _describe(path: Path, nbytes: int, digest: str, model: Any) -> OnnxFile:
     constants = {_text(tensor.name) for tensor in model.graph.initializer}
     inputs = tuple(_tensor(info) for info in model.graph.input if _text(info.name) not in constants)
     outputs = tuple(_tensor(info) for info in model.graph.output)
@@ -146,7 +148,7 @@ def _describe(path: Path, digest: str, model: Any) -> OnnxFile:
     weights = list(_weights(model, nodes))
     return OnnxFile(
         path=str(path),
-        nbytes=path.stat().st_size,
+        nbytes=nbytes,
         digest=digest,
         ir_version=model.ir_version,
         opsets={_domain(one): one.version for one in model.opset_import},

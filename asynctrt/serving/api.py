@@ -42,7 +42,7 @@ from asynctrt.serving.coding import (
     decompress,
     inflated_nbytes_max,
 )
-from asynctrt.serving.memory import NBYTES_MAX, SMALL_NBYTES, Account, Hold, Memory
+from asynctrt.serving.memory import SMALL_NBYTES, Account, Hold, Memory, default_limit
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER, RequestIds
 from asynctrt.serving.retry import retry_after
@@ -149,8 +149,7 @@ class Api:
 
     def __post_init__(self) -> None:
         self.use_tokens(self.settings.tokens)
-        limit = self.settings.max_memory or max(NBYTES_MAX, 4 * self.settings.max_body)
-        self.memory = Memory(limit)
+        self.memory = Memory(self.settings.max_memory or default_limit(self.settings))
         self._client_header = (self.settings.client_header or "").lower().encode()
         self._is_by_connection = self.settings.share_by == "connection"
 

@@ -12,11 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from asynctrt.cgroup import memory_nbytes
 from asynctrt.errors import AsynctrtError, DeviceLostError, OptionsError, UsageError, show
-from asynctrt.loading import ATTRIBUTE
+from asynctrt.files import read_regular
+from asynctrt.loading import ATTRIBUTE, is_attribute
 from asynctrt.onnx_options import relative_to
 from asynctrt.options import Options
-from asynctrt.process import DEVICE_LOST, add_cwd_to_path, shorten_switch_interval
+from asynctrt.process import (
+    DEVICE_LOST,
+    add_cwd_to_path,
+    open_files_max,
+    raise_open_files,
+    shorten_switch_interval,
+)
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
@@ -28,6 +36,11 @@ from asynctrt.validation import check_names
 
 SERVER_NAMES: Final = [item.name for item in dataclasses.fields(ServerSettings)]
 ENGINE_NAMES: Final = [item.name for item in dataclasses.fields(Options)]
+
+CONFIG_NBYTES_MAX: Final = 16 << 20
+
+OTHER_DESCRIPTORS: Final = 256
+"""What a server may need beside its connections: models, workers, logs."""
 
 PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
@@ -86,7 +99,7 @@ def read_config(path: Path) -> dict[str, Any]:
     :raises OptionsError: if it is not valid TOML, or has an unknown setting.
     """
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
+        content = tomllib.loads(read_regular(path, CONFIG_NBYTES_MAX).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the configuration {str(path)!r}: {error}") from error
     except tomllib.TOMLDecodeError as error:
@@ -150,6 +163,12 @@ def _check_isolation(models: list[ModelSource]) -> None:
             )
 
 
+def find_modules(config: ServeConfig) -> None:
+    """Let models that are named ``module:attribute`` be in the working directory; nothing else is."""
+    if any(is_attribute(source.path) for source in config.models):
+        add_cwd_to_path()
+
+
 async def serve(
     config: ServeConfig,
     say: Callable[[str], None],
@@ -171,7 +190,7 @@ async def serve(
     _open_log(config)
     show = shower(settings, say)
     shorten_switch_interval()
-    add_cwd_to_path()
+    raise_open_files()
     folders = config.folders()
     repository = _with_places(config.repository(), folders)
     server = Server(repository, settings, is_front=opened is not None)
@@ -199,6 +218,7 @@ async def serve(
                 if task.done():
                     task.result()
         finally:
+            tasks += repository.loading
             for task in tasks:
                 task.cancel()
             await _wait_or_leave(
@@ -262,7 +282,7 @@ async def check(config: ServeConfig, say: Callable[[str], None]) -> None:
         metrics_port=None if config.settings.metrics_port is None else 0,
         access_log=None,
     )
-    add_cwd_to_path()
+    find_modules(config)
     repository = _with_places(config.repository(), config.folders())
     async with Server(repository, settings):
         names = await repository.look_for_models()
@@ -323,10 +343,22 @@ async def _load_models(server: Server, say: Callable[[str], None]) -> None:
 
 
 def warnings_of(settings: ServerSettings) -> list[str]:
-    """Return what is dangerous about where a server listens; nothing if only this machine can reach it."""
-    if _is_loopback(settings.host):
-        return []
+    """Return what is dangerous about where a server listens, and what it lacks."""
     found = []
+    limit = open_files_max()
+    if limit < settings.max_connections + OTHER_DESCRIPTORS:
+        found.append(
+            f"max_connections is {settings.max_connections}, and this process may open {limit} files: raise "
+            "the limit (ulimit -n; LimitNOFILE= of systemd), or lower max_connections"
+        )
+    total = memory_nbytes()
+    if settings.max_memory is not None and total is not None and settings.max_memory > total / 2:
+        found.append(
+            f"max_memory is {settings.max_memory}, more than half of the {total} bytes that this machine, or "
+            "its container, has; a request may be there several times over: lower it"
+        )
+    if _is_loopback(settings.host):
+        return found
     has_tokens = settings.tokens or settings.tokens_file is not None
     if not has_tokens:
         found.append("anyone who can reach this address can use the server; set --tokens-file")

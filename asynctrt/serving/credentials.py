@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asynctrt.errors import OptionsError
+from asynctrt.files import read_regular
 
 FILE_NBYTES_MAX: Final = 1 << 20
 TOKENS_MAX: Final = 1024
@@ -41,11 +42,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        raw = file.read(FILE_NBYTES_MAX + 1)
-    if len(raw) > FILE_NBYTES_MAX:
-        raise OSError(f"it has more than {FILE_NBYTES_MAX} bytes")
-    return raw
+    return read_regular(path, FILE_NBYTES_MAX)
 
 
 def is_readable_by_all(path: Path) -> bool:

@@ -144,6 +144,11 @@ class Model:
             entry.reason = without_folders(str(error))
 
 
+def is_name(text: str) -> bool:
+    """Return whether a text can name a model: in URLs, JSON, metrics and logs."""
+    return bool(text) and text.isprintable() and text == text.strip()
+
+
 def is_version(text: str) -> bool:
     """Return whether a text is a version: a whole number, written without leading zeros."""
     return text.isascii() and text.isdigit() and str(int(text)) == text

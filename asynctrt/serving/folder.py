@@ -3,17 +3,23 @@
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.engine import Engine
-from asynctrt.errors import AsynctrtError, ModelError, ModelNotFoundError, UnknownModelError
-from asynctrt.serving.entries import Source, is_version
+from asynctrt.errors import AsynctrtError, ModelError, ModelNotFoundError, UnknownModelError, describe
+from asynctrt.files import SpecialFileError, check_within
+from asynctrt.loops import in_lost_thread
+from asynctrt.serving.entries import Source, is_name, is_version
 from asynctrt.serving.model_config import CONFIG, FILENAMES, ModelConfig, read_model_config
 from asynctrt.serving.models import ModelSource, files_mark
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.warmup import warm_all_sizes
+
+LOOK_S: Final = 0.1
+"""How long a look at one model may take before others have their turn beside it."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -36,6 +42,7 @@ class ModelFolder:
         self._settings = dict(settings or {})
         self._warmup = warmup
         self._warned: dict[str, tuple[str, ...]] = {}
+        self._left_out: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<ModelFolder {str(self.path)!r}>"
@@ -45,7 +52,7 @@ class ModelFolder:
 
         :raises ModelNotFoundError: if the folder cannot be read.
         """
-        return await asyncio.to_thread(self._names)
+        return await in_lost_thread(self._names)
 
     async def versions(self, name: str) -> dict[str, Source]:
         """Return the versions of a model that its version policy chooses, by their numbers.
@@ -53,40 +60,42 @@ class ModelFolder:
         :raises UnknownModelError: if there is no such model.
         :raises ModelError: if it has no versions, or its ``config.pbtxt`` asks for what asynctrt cannot do.
         """
-        return await asyncio.to_thread(self._versions, name)
+        return await in_lost_thread(partial(self._versions, name))
 
-    async def marks(self) -> dict[str, Any]:
-        """Return the state of each model's files, by its name.
+    async def mark(self, name: str) -> Any:
+        """Return the state of a model's files."""
 
-        :raises ModelNotFoundError: if the folder cannot be read.
-        """
-
-        def look(name: str) -> Any:
+        def look() -> Any:
             try:
                 return files_mark(self.path / name)
             except ModelError as error:
                 return str(error)
 
-        return await asyncio.to_thread(lambda: {name: look(name) for name in self._names()})
+        return await in_lost_thread(look)
 
     def _names(self) -> list[str]:
         try:
             with os.scandir(self.path) as found:
-                return sorted(
-                    item.name
-                    for item in found
-                    if not item.name.startswith(".") and item.name == item.name.strip() and item.is_dir()
-                )
+                names = sorted(item.name for item in found if item.name[0] != "." and item.is_dir())
         except OSError as error:
             raise ModelNotFoundError(
                 f"the models' folder {str(self.path)!r} cannot be read: {error}"
             ) from error
+        bad = tuple(name for name in names if not is_name(name))
+        if bad and bad != self._left_out:
+            logger.warning(
+                "%d folders in %s are no models, as their names are not printable: %r, for one",
+                *(len(bad), self.path, bad[0]),
+            )
+        self._left_out = bad
+        return [name for name in names if is_name(name)]
 
     def _versions(self, name: str) -> dict[str, Source]:
         if name not in self._names():
             raise UnknownModelError(f"unknown model {name!r:.200}; there is none in {str(self.path)!r}")
         folder = self.path / name
-        config = read_model_config(folder)
+        self._check_within(folder)
+        config = read_model_config(folder, self.path)
         if config.ignored != self._warned.get(name, ()):
             self._warned[name] = config.ignored
             for sentence in config.ignored:
@@ -102,8 +111,17 @@ class ModelFolder:
             )
         return {version: self._source(folder, version, config) for version in config.policy.choose(known)}
 
+    def _check_within(self, path: Path) -> None:
+        try:
+            check_within(path, self.path)
+        except SpecialFileError as error:
+            raise ModelError(
+                f"{str(path)!r} is not read: {error.strerror}. Put the file itself there"
+            ) from error
+
     def _source(self, folder: Path, version: str, config: ModelConfig) -> Source:
         path = _file(folder / version, config)
+        self._check_within(path)
         device = config.device or self._device
         settings = {**self._settings, **config.options_on(device)}
         model = ModelSource(folder.name, version, str(path), settings)
@@ -133,48 +151,84 @@ class FolderWatch:
 
     A model is loaded once its files have been the same for two looks in a row, so that files are not read
     while they are written; what could not be loaded is not tried again before it changes. A model that was
-    unloaded on request stays so.
+    unloaded on request stays so. One whose files or whose loading take long keeps no other waiting.
     """
 
     def __init__(self, repository: Repository, folder: ModelFolder) -> None:
         self._repository = repository
         self._folder = folder
-        self._seen: dict[str, Any] | None = None
+        self._names: list[str] | None = None
+        self._seen: dict[str, Any] = {}
         self._done: dict[str, Any] = {}
+        self._busy: dict[str, asyncio.Task[None]] = {}
+        self._said = ""
 
     def __repr__(self) -> str:
-        return f"<FolderWatch of {self._folder!r}, {len(self._seen or ())} models>"
+        return f"<FolderWatch of {self._folder!r}, {len(self._names or ())} models>"
 
     async def run(self, interval_s: float) -> None:
         """Look every ``interval_s`` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(interval_s)
-            try:
-                await self.look()
-            except AsynctrtError as error:
-                logger.error("%r: %s", self, error)  # noqa: TRY400  (its message says all)
+        try:
+            while True:
+                await asyncio.sleep(interval_s)
+                try:
+                    await self._begin()
+                except Exception as error:
+                    said = describe(error)
+                    if said != self._said:  # As long as it lasts, once is enough.
+                        logger.error("%r: %s", self, said)  # noqa: TRY400  (it says all)
+                else:
+                    said = ""
+                self._said = said
+        finally:
+            for task in self._busy.values():
+                task.cancel()
 
     async def look(self) -> None:
         """Compare the folder with how it was at the last look, and act on what has come to rest.
 
         :raises ModelNotFoundError: if it cannot be read; nothing is unloaded then.
         """
-        marks = await self._folder.marks()
-        seen, self._seen = self._seen, marks
-        if seen is None:
-            return
-        for name, mark in marks.items():
-            if seen.get(name) != mark or self._done.get(name) == mark or self._repository.is_put_aside(name):
-                continue
-            self._done[name] = mark
-            try:
-                await self._repository.load(name)
-            except AsynctrtError as error:
-                logger.error("%s is not loaded as it is now: %s", name, error)  # noqa: TRY400
+        await self._begin()
+        await asyncio.gather(*self._busy.values())
+
+    async def _begin(self) -> None:
+        """Look at each model that the last look is done with."""
+        names = await self._folder.names()
+        before, self._names = self._names, names
+        for name in names:
+            await self._start(name, self._look_at)
         for name in self._repository.names(self._folder):
-            if name not in marks and name not in seen:
-                self._done.pop(name, None)
-                await self._repository.remove(name)
+            if before is not None and name not in names and name not in before:
+                await self._start(name, self._remove)
+
+    async def _start(self, name: str, act: Callable[[str], Coroutine[Any, Any, None]]) -> None:
+        if name in self._busy:
+            return
+        task = self._busy[name] = asyncio.create_task(act(name))
+        task.add_done_callback(lambda _: self._busy.pop(name))
+        # Mostly it is done at once: there are no more threads than are needed.
+        await asyncio.wait([task], timeout=LOOK_S)
+
+    async def _look_at(self, name: str) -> None:
+        try:
+            mark = await self._folder.mark(name)
+        except Exception as error:
+            mark = describe(error)
+        is_first, seen = name not in self._seen, self._seen.get(name)
+        self._seen[name] = mark
+        if is_first or seen != mark or self._done.get(name) == mark or self._repository.is_put_aside(name):
+            return
+        self._done[name] = mark
+        try:
+            await self._repository.load(name)
+        except AsynctrtError as error:
+            logger.error("%s is not loaded as it is now: %s", name, error)  # noqa: TRY400
+
+    async def _remove(self, name: str) -> None:
+        self._done.pop(name, None)
+        self._seen.pop(name, None)
+        await self._repository.remove(name)
 
 
 def _file(folder: Path, config: ModelConfig) -> Path:

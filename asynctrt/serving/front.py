@@ -1,6 +1,6 @@
 """A front of ``asynctrt serve --fronts N``: a whole server, whose workers its parent has.
 
-It is started by :mod:`asynctrt.serving.fronts` as ``python -m asynctrt.serving.front FD FD VERSION``.
+It is started by :mod:`asynctrt.serving.fronts` with the arguments ``FD FD VERSION``.
 """
 
 import asyncio
@@ -62,7 +62,3 @@ def main() -> None:
         return
     end.settimeout(0)
     uvloop.run(_run(end, metrics, begin))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.loading import limit_gpu_memory
 from asynctrt.loops import in_thread
+from asynctrt.process import child_command
 from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
@@ -334,7 +334,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _spawn(*fds: int) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "asynctrt.serving.front", *map(str, fds), __version__]
+    command = child_command("asynctrt.serving.front", *map(str, fds), __version__)
     # A session of its own: Ctrl-C in a terminal is the parent's to hand on.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)  # noqa: S603
 
@@ -345,6 +345,7 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
     :param say: receives progress messages, a line each.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
     """
+    command.find_modules(config)
     if config.settings.fronts == 1:
         await command.serve(config, say)
         return

@@ -8,6 +8,7 @@ MiB hold the event loop for 300 ms.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -24,6 +25,11 @@ HANDSHAKE_S: Final = 10.0
 """Time for a client's handshake."""
 RETRY_S: Final = 1.0
 """Pause before connections are accepted again, after that failed: there are too many open files."""
+
+TELL_S: Final = 10.0
+"""How often the log says why connections are not accepted."""
+NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+"""The process, or the system, has as many as it may."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -47,6 +53,8 @@ class Listener:
         """The sockets that listen."""
         self._listening = [socket.socket(fileno=os.dup(one.fileno())) for one in self.sockets]
         self._paused: set[asyncio.TimerHandle] = set()
+        self._spare: int | None = _spare()
+        self._tell_s = 0.0
         # Accepted, and not yet the hub's.
         self._opening: dict[asyncio.Task[None], socket.socket] = {}
         for one in self._listening:
@@ -66,6 +74,9 @@ class Listener:
             one.close()
         for timer in self._paused:
             timer.cancel()
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
         self._server.close()
 
     def abort(self) -> None:
@@ -85,7 +96,9 @@ class Listener:
             except ConnectionError:  # It has gone already.
                 continue
             except OSError as error:
-                logger.error("cannot accept a connection: %s", error)  # noqa: TRY400  (it says all)
+                self._tell(error)
+                if error.errno in NO_DESCRIPTORS and self._refuse(listening):
+                    continue
                 hub.loop.remove_reader(listening)
                 self._paused = {timer for timer in self._paused if timer.when() > hub.loop.time()}
                 self._paused.add(hub.loop.call_later(RETRY_S, self._resume, listening))
@@ -98,6 +111,31 @@ class Listener:
             task = hub.loop.create_task(self._open(accepted))
             self._opening[task] = accepted
             task.add_done_callback(self._opened)
+
+    def _refuse(self, listening: socket.socket) -> bool:
+        """Refuse a connection for want of descriptors; return whether that was possible.
+
+        It would wait otherwise, for as long as others have theirs.
+        """
+        if self._spare is None:
+            return False
+        os.close(self._spare)
+        self._spare = None
+        try:
+            with contextlib.suppress(OSError):
+                listening.accept()[0].close()
+                self._hub.refused += 1
+        finally:
+            with contextlib.suppress(OSError):
+                self._spare = _spare()
+        return self._spare is not None
+
+    def _tell(self, error: OSError) -> None:
+        """Log why connections are not accepted, once in a while."""
+        now_s = self._hub.loop.time()
+        if now_s >= self._tell_s:
+            self._tell_s = now_s + TELL_S
+            logger.error("cannot accept a connection: %s", error)
 
     def _resume(self, listening: socket.socket) -> None:
         if listening in self._listening:
@@ -117,3 +155,8 @@ class Listener:
         accepted = self._opening.pop(task)
         if task.cancelled():
             accepted.close()  # It may not have begun.
+
+
+def _spare() -> int:
+    """Return a descriptor to give up when there are no others."""
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

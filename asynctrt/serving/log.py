@@ -1,5 +1,6 @@
 """Write the access log: one JSON object a request, each on a line."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -9,10 +10,13 @@ from asynctrt.errors import AsynctrtError, UsageError
 from asynctrt.kserve.json_codec import dump
 from asynctrt.serving.admission import has_result
 from asynctrt.serving.api import CANCELLED_STATUS
+from asynctrt.serving.line_writer import LineWriter
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.served import Inference
 
 FLUSH_NBYTES: Final = 64 << 10
+
+logger = logging.getLogger("asynctrt.serving")
 
 
 class Logged(Protocol):
@@ -35,17 +39,20 @@ class AccessLog:
         self._path = path
         self._lines: list[bytes] = []
         self._nbytes = 0
-        self._file = self._open()
+        self._writer = self._open()
+        self._lost = 0
+        self._is_told = False
 
     def __repr__(self) -> str:
         return f"<AccessLog {str(self._path)!r}>"
 
-    def _open(self) -> Any:
-        if str(self._path) == "-":
-            return sys.stdout.buffer
+    def _open(self) -> LineWriter:
         try:
-            return self._path.open("ab", buffering=0)
-        except OSError as error:
+            if str(self._path) == "-":
+                return LineWriter(sys.stdout.fileno())
+            with self._path.open("ab", buffering=0) as file:
+                return LineWriter(file.fileno())
+        except (OSError, ValueError, AttributeError) as error:
             raise UsageError(f"cannot write the access log {str(self._path)!r}: {error}") from error
 
     def reopen(self) -> None:
@@ -53,9 +60,10 @@ class AccessLog:
 
         :raises UsageError: if it cannot be opened. Then the old file is still written.
         """
-        file = self._open()
-        self.close()
-        self._file = file
+        writer = self._open()
+        self.flush()
+        before, self._writer, self._lost = self._writer, writer, 0
+        before.close(0)
 
     def write(
         self,
@@ -105,20 +113,27 @@ class AccessLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write the buffered lines. A full disk costs lines, not requests."""
+        """Have the buffered lines written. A full disk, or a reader that stands still, costs lines alone."""
         lines, self._lines, self._nbytes = self._lines, [], 0
         if lines:
-            try:
-                self._file.write(b"".join(lines))
-                self._file.flush()
-            except OSError:
-                return
+            self._writer.put(b"".join(lines))
+
+    def tell_losses(self) -> None:
+        """Log that lines are not written, and once they are again, how many are missing."""
+        writer = self._writer
+        if writer.lost == self._lost:
+            return
+        if writer.why and not self._is_told:
+            logger.warning("lines of the access log are not written: %s", writer.why)
+            self._is_told = True
+        elif not writer.why:
+            logger.warning("%d lines of the access log were not written", writer.lost - self._lost)
+            self._lost, self._is_told = writer.lost, False
 
     def close(self) -> None:
-        """Write the buffered lines, and close the file."""
+        """Write the buffered lines, and close the file. Blocks for a second if they are not read."""
         self.flush()
-        if self._file is not sys.stdout.buffer:
-            self._file.close()
+        self._writer.close()
 
 
 def _of(inference: Inference) -> dict[str, Any]:

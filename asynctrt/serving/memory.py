@@ -14,6 +14,8 @@ from typing import Final, Protocol
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from asynctrt import clock
+from asynctrt.cgroup import memory_nbytes
+from asynctrt.serving.settings import ServerSettings
 
 UNCOUNTED_NBYTES: Final = 256 << 10
 """Bytes of a message, and of unsent answers, that a connection has without asking: uvloop reads as many."""
@@ -34,7 +36,19 @@ PACE_TICKS: Final = 4
 """Ticks over which a client's pace is measured."""
 
 NBYTES_MAX: Final = 1 << 30
-"""The least default limit."""
+"""The least default limit, where there is enough memory."""
+
+SHARE_OF_MEMORY: Final = 0.2
+"""The share of the machine's memory, or of the container's, that the default limit is at most. Requests are
+there several times: as they came, in the memory that is shared with a worker, as answers."""
+
+
+def default_limit(settings: ServerSettings) -> int:
+    """Return how many bytes are held for all clients, unless that is set."""
+    wanted, total = max(NBYTES_MAX, 4 * settings.max_body), memory_nbytes()
+    if total is not None:
+        wanted = min(wanted, int(total * SHARE_OF_MEMORY / settings.fronts))
+    return max(settings.max_body, wanted)  # The largest request must find room.
 
 
 class Pace:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from asynctrt.errors import AsynctrtError, ModelError
+from asynctrt.files import read_regular
 from asynctrt.kserve.datatypes import datatype_of
 from asynctrt.kserve.protobuf import parse_model_config
 from asynctrt.options import MAX_ROWS_DEFAULT, Options
@@ -17,6 +18,7 @@ from asynctrt.serving.warmup import WarmUp, WarmUpTensor, row_text, stated_shape
 from asynctrt.tensors import TensorSpec
 
 CONFIG: Final = "config.pbtxt"
+NBYTES_MAX: Final = 1 << 20
 WARMUP_FOLDER: Final = "warmup"
 """Where, in a model's folder, the files lie that warm-up requests are read from."""
 
@@ -180,28 +182,32 @@ class ModelConfig:
                     )
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, within: Path | None = None) -> ModelConfig:
     """Read the ``config.pbtxt`` in a model's folder; defaults if there is none. Blocks.
 
+    :param within: the folder that no link may lead out of. Default: the model's.
     :raises ModelError: if it cannot be read, or states what asynctrt cannot do; the message has its path.
     """
     path = folder / CONFIG
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, NBYTES_MAX, within=within or folder).decode()
     except FileNotFoundError:
         return ModelConfig()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error}") from error
     try:
-        return interpret(text, folder)
-    except AsynctrtError as error:
+        return interpret(text, folder, within)
+    except (AsynctrtError, RecursionError) as error:
         raise ModelError(f"{str(path)!r}: {error}") from error
 
 
-def interpret(text: str, folder: Path) -> ModelConfig:
+def interpret(text: str, folder: Path, within: Path | None = None) -> ModelConfig:
     """Turn the text of a ``config.pbtxt`` into settings.
 
     :param folder: the model's folder; its name is the model's.
+    :param within: the folder that no link may lead out of. Default: the model's.
     :raises ModelError: if it is not a model configuration, or states what asynctrt cannot do.
     :raises OptionsError: if a value is out of an option's range.
     """
@@ -228,7 +234,7 @@ def interpret(text: str, folder: Path) -> ModelConfig:
         instances=_instances(message.instance_group),
         device=device,
         policy=_policy(message.version_policy),
-        warmups=tuple(_warmup(item, folder) for item in message.model_warmup),
+        warmups=tuple(_warmup(item, folder, within or folder) for item in message.model_warmup),
         backend=_backend(message),
         filename=_filename(message.default_model_filename),
         inputs=_tensors(message.input),
@@ -386,15 +392,15 @@ def _datatype(item: Any) -> str:
     return "" if name == "TYPE_INVALID" else str(name.removeprefix("TYPE_").replace("STRING", "BYTES"))
 
 
-def _warmup(item: Any, folder: Path) -> WarmUp:
+def _warmup(item: Any, folder: Path, within: Path) -> WarmUp:
     tensors = {}
     for name, given in item.inputs.items():
-        path = None
+        path, inside = None, None
         if given.input_data_file:
-            path = folder / WARMUP_FOLDER / given.input_data_file
+            path, inside = folder / WARMUP_FOLDER / given.input_data_file, within
             if ".." in Path(given.input_data_file).parts or Path(given.input_data_file).is_absolute():
                 raise ModelError(
                     f"input_data_file must lie in {WARMUP_FOLDER}/, unlike {given.input_data_file!r}"
                 )
-        tensors[name] = WarmUpTensor(_datatype(given), tuple(given.dims), given.random_data, path)
+        tensors[name] = WarmUpTensor(_datatype(given), tuple(given.dims), given.random_data, path, inside)
     return WarmUp(item.name, max(1, item.batch_size), max(1, item.count), tensors)

@@ -1,7 +1,10 @@
 """Parse a user's description of a model to serve."""
 
+import os
+import stat
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -135,22 +138,27 @@ def is_folder(path: str) -> bool:
 def files_mark(path: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return name, size, time of change and inode of a file, or of all files in a folder. Blocks.
 
-    Files that go away meanwhile are left out; so is all of a path that does not exist.
+    Files that go away meanwhile are left out; so is all of a path that does not exist. A folder that several
+    links lead to counts once.
 
-    :raises ModelError: for more than :data:`FILES_MAX` files.
+    :raises ModelError: for more than :data:`FILES_MAX` files and folders.
     """
     found: list[tuple[str, int, int, int]] = []
-    waiting = [path]
+    folders: set[tuple[int, int]] = set()
+    waiting, looked_at = [path], 0
     while waiting:
         part = waiting.pop()
+        looked_at += 1
         try:
             status = part.stat()
-            if part.is_dir():
-                waiting += part.iterdir()
-            else:
+            if not stat.S_ISDIR(status.st_mode):
                 found.append((str(part), status.st_size, status.st_mtime_ns, status.st_ino))
+            elif (status.st_dev, status.st_ino) not in folders:
+                folders.add((status.st_dev, status.st_ino))
+                with os.scandir(part) as entries:
+                    waiting += [part / entry.name for entry in islice(entries, FILES_MAX + 1)]
         except OSError:
             continue
-        if len(found) + len(waiting) > FILES_MAX:
+        if looked_at + len(waiting) > FILES_MAX:
             raise ModelError(f"{str(path)!r} has more than {FILES_MAX} files: is it a model?")
     return tuple(sorted(found))

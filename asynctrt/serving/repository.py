@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from asynctrt.engine import Engine
 from asynctrt.errors import (
@@ -13,10 +13,12 @@ from asynctrt.errors import (
     ModelNotReadyError,
     UnknownModelError,
     UsageError,
+    describe,
     show,
 )
 from asynctrt.kserve.codec import ANSWER_NBYTES_MAX
 from asynctrt.kserve.json_codec import JSON_NBYTES_MAX
+from asynctrt.loops import in_lost_thread
 from asynctrt.serving.admission import WAITING_NBYTES_MAX
 from asynctrt.serving.entries import (
     LOADING,
@@ -28,10 +30,14 @@ from asynctrt.serving.entries import (
     Model,
     Place,
     Source,
+    is_name,
     is_version,
 )
 from asynctrt.serving.served import ServedModel
 from asynctrt.serving.told import without_folders
+
+ALONE_S: Final = 60.0
+"""How long a model is opened alone at the start. If one hangs, the others are served all the same."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -65,6 +71,8 @@ class Repository:
         self._unseen: list[Place] = []
         self._served: dict[tuple[str, str], ServedModel] = {}
         self._retiring: dict[asyncio.Task[None], ServedModel] = {}
+        self.loading: set[asyncio.Task[Any]] = set()
+        """The tasks that load a model just now."""
         self._is_started = False
         self._lost_ns: int | None = None
         self.is_draining = False
@@ -127,9 +135,10 @@ class Repository:
             raise UsageError(
                 f"a model's version must be a whole number, not {show(version)}, as in NAME:2=PATH"
             )
-        if not name or name != name.strip():
+        if not is_name(name):
             raise UsageError(
-                f"a model's name must not be empty or begin or end with a space, unlike {show(name)}"
+                "a model's name must be printable, and not be empty or begin or end with a space, unlike "
+                f"{show(name)}"
             )
         model = self._models.get(name) or Model()
         if model.place is not None:
@@ -228,15 +237,29 @@ class Repository:
         :raises AsynctrtError: the first failure, once the others were loaded; each is listed with its reason.
         """
         failures: list[AsynctrtError] = []
-        for name in await self.look_for_models():
-            model = self._models[name]
+
+        async def load(name: str) -> None:
             try:
-                if model.place is not None or any(entry.served is None for entry in model.versions.values()):
-                    await self.load(name)
+                await self.load(name)
             except AsynctrtError as error:
                 if failures:  # The first one is raised.
                     logger.warning("cannot load model %s: %s", name, error)
                 failures.append(error)
+
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for name in await self.look_for_models():
+                model = self._models[name]
+                if model.place is not None or any(entry.served is None for entry in model.versions.values()):
+                    tasks.append(asyncio.create_task(load(name)))
+                    # One by one, as what is measured meanwhile would not be right beside others.
+                    await asyncio.wait(tasks[-1:], timeout=ALONE_S)
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
         self._is_started = True
         if failures:
             raise failures[0]
@@ -278,9 +301,16 @@ class Repository:
         :raises UnknownModelError: for a name that is not in the repository.
         :raises AsynctrtError: if a version cannot be opened; it is listed with the reason.
         """
-        model = self._models.get(name)
-        if model is None:
-            model = await self._found(name)
+        task = asyncio.current_task()
+        assert task is not None
+        self.loading.add(task)
+        try:
+            model = self._models.get(name)
+            await self._load(name, await self._found(name) if model is None else model)
+        finally:
+            self.loading.discard(task)
+
+    async def _load(self, name: str, model: Model) -> None:
         async with model.changing:
             if self._models.get(name) is not model:
                 raise UnknownModelError(f"model {name!r:.200} was removed meanwhile")
@@ -292,6 +322,10 @@ class Repository:
             except AsynctrtError as error:
                 model.blame(error)
                 raise
+            except Exception as raised:
+                typed = _typed(raised, name)
+                model.blame(typed)
+                raise typed from raised
             opened, failures = await self._open(name, model, wanted)
             if failures and was_serving:
                 await _close(opened.values())
@@ -335,7 +369,8 @@ class Repository:
                 entry.source, entry.change = source, LOADING
                 try:
                     served = await self._opened(name, version, entry, source)
-                except AsynctrtError as error:
+                except Exception as raised:
+                    error = _typed(raised, name)
                     entry.reason = without_folders(str(error))
                     # The first one is raised, and said by whoever asked.
                     level = logging.WARNING if failures else logging.DEBUG
@@ -355,7 +390,7 @@ class Repository:
 
     async def _opened(self, name: str, version: str, entry: Entry, source: Source) -> ServedModel | None:
         """Open one version; return ``None`` if what is served is as its files are."""
-        mark = None if source.mark is None else await asyncio.to_thread(source.mark)
+        mark = None if source.mark is None else await in_lost_thread(source.mark)
         if entry.served is not None and mark is not None and mark == entry.served.mark:
             entry.reason = ""
             return None
@@ -364,7 +399,7 @@ class Repository:
             if self._is_closed:
                 raise EngineClosedError("the server was closed while it was loading the model")
             served = ServedModel(name, version, engine, **self._limits)
-            if source.mark is not None and mark != await asyncio.to_thread(source.mark):
+            if source.mark is not None and mark != await in_lost_thread(source.mark):
                 raise ModelError(
                     f"version {version} of {name!r} was changed while it was being loaded: load it again "
                     "when its files are complete"
@@ -490,6 +525,13 @@ class Repository:
         if name not in self._models:
             raise UnknownModelError(f"unknown model {name!r:.200}; the repository does not list it")
         return self._models[name]
+
+
+def _typed(error: Exception, name: str) -> AsynctrtError:
+    """Return the error of a model that cannot be loaded: whatever is in its files is its own fault alone."""
+    if isinstance(error, AsynctrtError):
+        return error
+    return ModelError(f"{name!r} cannot be loaded: {describe(error)}")
 
 
 async def _close(models: Iterable[ServedModel]) -> None:

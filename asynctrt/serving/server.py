@@ -24,6 +24,7 @@ from asynctrt import clock
 from asynctrt.errors import OptionsError, UsageError
 from asynctrt.forks import Origin
 from asynctrt.loading import limit_gpu_memory
+from asynctrt.loops import in_lost_thread
 from asynctrt.process import calm_gc
 from asynctrt.serving.api import Api
 from asynctrt.serving.credentials import Certificate, Pem, is_readable_by_all, read_tokens
@@ -348,6 +349,7 @@ class Server:
                 self._refusals.tick()
             if self._log is not None:
                 self._log.flush()
+                self._log.tell_losses()
 
     def _look_for_losses(self) -> None:
         settings = self.settings
@@ -410,7 +412,7 @@ class Server:
         if self._log is not None:
             # Aborted connections write their last lines in the next loop iteration.
             await asyncio.sleep(SWEEP_S if self._hub and self._hub.connections else 0)
-            self._log.close()
+            await in_lost_thread(self._log.close)
 
 
 def _address(listener: asyncio.Server) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from asynctrt import clock
 from asynctrt.errors import DeviceError, InternalError
+from asynctrt.serving.line_writer import LineWriter, standard_error
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.request_id import HEADER
 from asynctrt.serving.served import Inference, ServedModel
@@ -38,10 +39,38 @@ logger = logging.getLogger("asynctrt.serving")
 
 def set_up_logging(form: LogFormat, level: LogLevel) -> None:
     """Send the log of this process to standard error; that of other packages from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
+    writer = standard_error()
+    handler = logging.StreamHandler(sys.stderr) if writer is None else WriterHandler(writer)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("asynctrt").setLevel(level.upper())
+
+
+class WriterHandler(logging.Handler):
+    """Hands each line to a writer, so that nobody waits for whoever reads the log."""
+
+    def __init__(self, writer: LineWriter) -> None:
+        super().__init__()
+        self._writer = writer
+        writer.missing = self._missing
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Have a record written."""
+        try:
+            self._writer.put(self._line(record))
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all is written, unless nobody reads it."""
+        self._writer.flush()
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(errors="backslashreplace")
+
+    def _missing(self, lines: int, why: str) -> bytes:
+        text = f"{lines} lines of the log were not written: {why}"
+        return self._line(logger.makeRecord(logger.name, logging.WARNING, "", 0, text, (), None))
 
 
 class TextFormatter(logging.Formatter):

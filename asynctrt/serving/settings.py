@@ -137,7 +137,7 @@ class ServerSettings:
         doc="""Bytes that are held for all clients together: of bodies and messages that arrive, of requests
         in progress, of answers that are not sent yet. The server reads no large ones while there are more,
         then refuses. Besides, each connection may have 256 KiB. Default: 1 GiB, or 4 times ``max_body`` if
-        that is more.""",
+        that is more, but no more than a fifth of the memory that the machine or its container has.""",
     )
     max_grpc_message: int = setting(
         default=4 << 20,
@@ -172,7 +172,8 @@ class ServerSettings:
     max_connections: int = setting(
         default=4096,
         check=count(1),
-        doc="HTTP and websocket connections at once, and as many of gRPC; any further one is refused.",
+        doc="""HTTP and websocket connections at once, and as many of gRPC; any further one is refused.
+        ``asynctrt serve`` raises its own limit of open files as far as it may.""",
     )
     max_requests: int = setting(
         default=65536,
@@ -282,7 +283,7 @@ class ServerSettings:
         default=None,
         check=PATH.or_none,
         doc="""A file for one JSON object a request, an inference over websocket or gRPC included; ``-`` is
-        standard output.""",
+        standard output. Lines that cannot be written, as the disk is full or nobody reads, are dropped.""",
     )
 
     __repr__ = changed_repr

@@ -15,12 +15,14 @@ MODEL_FILE: Final = re.compile(r"[^/]+/(?:\d+/[^/]+|config\.pbtxt)\Z")
 
 
 def without_folders(text: str) -> str:
-    """Return a message with names of files for absolute paths, and without the working directory."""
+    """Return a message with names of files for absolute paths, without the working directory, in UTF-8."""
     text = WORKING.sub("", text)
     for path in {found[2] for found in QUOTED.finditer(text)}:
         # Wherever it occurs: others than us do not put it into quotes.
         text = text.replace(path, _name_of(path))
-    return BARE.sub(lambda found: _name_of(found[0]), text)
+    text = BARE.sub(lambda found: _name_of(found[0]), text)
+    # Names of files may be any bytes, and JSON has none for those that are not UTF-8.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _name_of(path: str) -> str:

@@ -11,12 +11,17 @@ import numpy as np
 
 from asynctrt.engine import Engine
 from asynctrt.errors import AsynctrtError, ModelError
+from asynctrt.files import read_regular
 from asynctrt.kserve.datatypes import TEXT, check_nbytes, datatype_of, read_tensor
+from asynctrt.loops import in_lost_thread
 from asynctrt.tensors import Array, TensorSpec, cast
 from asynctrt.validation import count
 
 WARMUP: Final = count(0)
 """The check of a number of rounds."""
+
+FILE_NBYTES_MAX: Final = 1 << 30
+"""Bytes of one input of a warm-up."""
 
 WAVE_MAX: Final = 8
 """Full batches that a warm-up has queued at once."""
@@ -34,6 +39,8 @@ class WarmUpTensor:
     is_random: bool = False
     path: Path | None = None
     """A file with the raw values of all rows; without one and not random, zeros."""
+    within: Path | None = None
+    """The folder that no link may lead out of."""
 
     def read(self, spec: TensorSpec, rows: int) -> Array:
         """Return the values of ``rows`` rows, or of the whole tensor if the dims are its. Blocks.
@@ -48,9 +55,11 @@ class WarmUpTensor:
         if self.path is None:
             return filled(spec, shape, is_random=self.is_random)
         try:
-            raw = self.path.read_bytes()
+            raw = read_regular(self.path, FILE_NBYTES_MAX, within=self.within)
         except OSError as error:
-            raise ModelError(f"the values of input {spec.name!r} cannot be read: {error}") from error
+            raise ModelError(
+                f"the values of input {spec.name!r} cannot be read from {self.path.name!r}: {error.strerror}"
+            ) from error
         check_nbytes(spec, shape, len(raw))
         return read_tensor(spec, shape, raw, 0, len(raw))
 
@@ -76,7 +85,7 @@ class WarmUp:
                 f"model {', '.join(sorted(specs))}"
             )
         try:
-            arrays = await asyncio.to_thread(
+            arrays = await in_lost_thread(
                 lambda: {name: tensor.read(specs[name], self.rows) for name, tensor in self.tensors.items()}
             )
             for _ in range(self.count):

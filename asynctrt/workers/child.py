@@ -1,7 +1,7 @@
 """A worker: a process with an engine, that takes rows from shared memory and puts answers there.
 
-It is started by :mod:`asynctrt.workers.process` as ``python -m asynctrt.workers.child FD`` and ends with the
-front's end of its socket, whatever its own event loop does.
+It is started by :mod:`asynctrt.workers.process` and ends with the front's end of its socket, whatever its own
+event loop does.
 """
 
 import asyncio
@@ -608,13 +608,8 @@ def main() -> None:
     start, _ = receive(end)
     if start is None:
         return
-    sys.path[:] = start.path
     logging.getLogger("asynctrt").addHandler(ToFront(end, start.level))
     logging.getLogger("asynctrt").setLevel(start.level)
     logging.getLogger("asynctrt").propagate = False
     shorten_switch_interval()
     uvloop.run(_run(end, start))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ from functools import partial, reduce
 from typing import Final
 
 from asynctrt import clock
+from asynctrt.cgroup import memory_nbytes
 from asynctrt.engine import STREAM_END_S, Engine, _caller
 from asynctrt.errors import DeviceUnavailableError, EngineClosedError, InputError, UsageError
 from asynctrt.loading import ENGINE_NAME
@@ -246,9 +247,8 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
         )
     loop = asyncio.get_running_loop()
     own = dataclasses.replace(options, isolation="none", timeout=None)
-    memory = SharedMemory.create(
-        int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * SHARE_OF_MEMORY)
-    )
+    total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = SharedMemory.create(int(total * SHARE_OF_MEMORY))
     spawner = SPAWNER.get() or OwnWorkers()
     name = ENGINE_NAME.get()
     links = [

@@ -53,8 +53,6 @@ class Start:
     model: str
     device: str
     options: Options
-    path: tuple[str, ...]
-    """``sys.path``, for a model that is named by its module."""
     gpu_memory_nbytes: int | None
     """What it may hold on its GPU; ``None``: what there is."""
     level: int

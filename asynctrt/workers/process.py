@@ -17,6 +17,7 @@ from asynctrt.forks import in_child, seal
 from asynctrt.loading import gpu_memory_limit
 from asynctrt.loops import in_thread
 from asynctrt.options import Options
+from asynctrt.process import child_command
 from asynctrt.version import __version__
 from asynctrt.workers.messages import Outbox, Record, Start, channel, receive, send
 
@@ -76,7 +77,7 @@ class WorkerProcess:
         :raises DeviceUnavailableError: if the system refuses another process.
         """
         level = logger.getEffectiveLevel()
-        start = Start(model, device, options, tuple(sys.path), gpu_memory_limit(), level)
+        start = Start(model, device, options, gpu_memory_limit(), level)
         with ExitStack() as undo:
             try:
                 own, its = channel()
@@ -144,7 +145,7 @@ UNHEARD: Final = (signal.SIGINT, signal.SIGTERM)
 
 def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
     number = its.fileno()
-    command = [sys.executable, "-m", "asynctrt.workers.child", str(number), __version__]
+    command = child_command("asynctrt.workers.child", str(number), __version__)
     # A child without these would take the next descriptors that it opens for them.
     stdout = None if sys.__stdout__ is not None else subprocess.DEVNULL
     stderr = None if sys.__stderr__ is not None else subprocess.DEVNULL

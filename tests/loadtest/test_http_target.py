@@ -1,6 +1,7 @@
 """KServe over HTTP as a target: our server, and others that answer in their own way."""
 
 import asyncio
+import contextlib
 import json
 import zlib
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from asynctrt.errors import (
     UnknownModelError,
     UnsupportedError,
 )
-from asynctrt.loadtest import http_target
+from asynctrt.loadtest import http_target, plain_target
 from asynctrt.tensors import TensorSpec
 from tests.loadtest.kserve_support import ServerContract, answer, fails, import_without, target_at
 from tests.models import rows
@@ -108,6 +109,49 @@ def outputs(*described):
             dict(zip(("name", "datatype", "shape", "data"), item, strict=True)) for item in described
         ],
     }
+
+
+class TestLimits:
+    """A server does not decide how much memory a load test takes."""
+
+    @pytest.mark.parametrize("path", ["infer", "stats"])
+    @pytest.mark.parametrize("kind", ["length", "pieces"])
+    async def test_an_answer_of_any_size_is_not_read(self, monkeypatch, kind, path):
+        monkeypatch.setattr(http_target, "ANSWER_NBYTES_MAX", 1 << 20)
+        monkeypatch.setattr(http_target, "PAGE_NBYTES_MAX", 1 << 20)
+        written = 0
+
+        async def page(request):
+            nonlocal written
+            response = web.StreamResponse()
+            if kind == "length":
+                response.content_length = 10**12
+            await response.prepare(request)
+            with contextlib.suppress(ConnectionError):
+                while written < 64 << 20:
+                    await response.write(bytes(1 << 16))
+                    written += 1 << 16
+            return response
+
+        async with asked({f"{MODEL}/{path}": page}) as (_, target):
+            if path == "stats":
+                assert await target.batches() is None
+            else:
+                with pytest.raises(TargetError, match="more than 1,048,576 bytes"):
+                    await answer(target, {"x": rows(1)})
+            assert written < 32 << 20
+
+    async def test_what_is_unpacked_counts(self, monkeypatch):
+        monkeypatch.setattr(plain_target, "ANSWER_NBYTES_MAX", 1 << 20)
+
+        async def page(_):
+            packed = zlib.compress(bytes(4 << 20))
+            return web.Response(body=packed, headers={"Content-Encoding": "deflate"})
+
+        async with other({"/any": page}) as server, target_at(f"{server.url}/any") as target:
+            error = await fails(target.start(target.prepare({}, 0)))
+            assert type(error) is TargetError
+            assert "more than 1,048,576 bytes" in str(error)
 
 
 class TestOthers:

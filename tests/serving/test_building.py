@@ -12,13 +12,13 @@ from tests.serving.test_server import ROOT, WAIT_S, call, command
 pytestmark = pytest.mark.tier2
 
 BUILDS = """
-import os
+import os, sys
 from pathlib import Path
 import asynctrt
 from asynctrt.backends.tensorrt import build_process
 from tests.models import double_model
 
-build_process.PROGRAM = '''
+PROGRAM = '''
 import os
 from asynctrt.backends.tensorrt import build_process
 
@@ -30,6 +30,7 @@ def build(order, model, line):
 build_process._build = build
 build_process.main()
 '''
+build_process.child_command = lambda _: [sys.executable, "-c", PROGRAM]
 
 def model():
     try:

@@ -1,7 +1,11 @@
 """A folder of models in Triton's layout: found, loaded, swapped under load, watched."""
 
 import asyncio
+import logging
+import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -11,6 +15,7 @@ import orjson
 import pytest
 import tritonclient.grpc.service_pb2 as pb
 
+from asynctrt import loops
 from asynctrt.client import connect
 from asynctrt.errors import (
     AsynctrtError,
@@ -21,6 +26,8 @@ from asynctrt.errors import (
     UnknownModelError,
     UsageError,
 )
+from asynctrt.serving import folder, model_config, models
+from asynctrt.serving import repository as repository_module
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.repository import Repository
 from asynctrt.serving.server import Server
@@ -354,6 +361,226 @@ class TestWatch:
             await until(lambda: "cannot be read" in caplog.text)
             running.cancel()
             assert states(repository) == {"m:1": "READY"}
+
+
+def links(model):
+    (model / "1").mkdir(parents=True)
+    (model / "1/a").symlink_to(".")
+    (model / "1/b").symlink_to(".")
+
+
+def pipe(model, name="config.pbtxt"):
+    (model / "1").mkdir(parents=True)
+    os.mkfifo(model / name)
+
+
+def large(model):
+    scale_onnx(model / "1/model.onnx", 2)
+    with (model / "config.pbtxt").open("wb") as file:
+        file.truncate(64 << 30)
+
+
+def endless(model):
+    scale_onnx(model / "1/model.onnx", 2)
+    (model / "config.pbtxt").symlink_to("/dev/zero")
+
+
+def nested(model):
+    scale_onnx(model / "1/model.onnx", 2)
+    (model / "config.pbtxt").write_text("input {" * 10_000)
+
+
+def long_name(model):
+    scale_onnx(model / "1/model.onnx", 2)
+    (model / "config.pbtxt").write_text(f'default_model_filename: "{"x" * 300}"')
+
+
+def not_text(model):
+    (model / "1").mkdir(parents=True)
+    (model / "1/model.onnx").write_bytes(b"\x08\xff" * 1000)
+
+
+def link_out(model):
+    scale_onnx(model.parents[1] / "secret/1/model.onnx", 2)
+    model.symlink_to(model.parents[1] / "secret")
+
+
+def version_out(model):
+    scale_onnx(model.parents[1] / "secret/1/model.onnx", 2)
+    model.mkdir()
+    (model / "1").symlink_to(model.parents[1] / "secret/1")
+
+
+def file_out(model):
+    scale_onnx(model.parents[1] / "secret/1/model.onnx", 2)
+    (model / "1").mkdir(parents=True)
+    (model / "1/model.onnx").symlink_to(model.parents[1] / "secret/1/model.onnx")
+
+
+def config_out(model):
+    scale_onnx(model / "1/model.onnx", 2)
+    (model.parents[1] / "config").write_text("max_batch_size: 3")
+    (model / "config.pbtxt").symlink_to(model.parents[1] / "config")
+
+
+def warmup_out(model):
+    scale_onnx(model / "1/model.onnx", 2)
+    (model.parents[1] / "secret").write_bytes(bytes(16))
+    (model / "warmup").symlink_to("../..")
+    (model / "config.pbtxt").write_text(
+        'model_warmup { name: "w" inputs { key: "input" value { data_type: TYPE_FP32 dims: 4 '
+        'input_data_file: "secret" } } }'
+    )
+
+
+BAD_MODELS = {
+    "links to themselves": links,
+    "a pipe for a configuration": pipe,
+    "a pipe for a model": partial(pipe, name="1/model.onnx"),
+    "a large configuration": large,
+    "an endless configuration": endless,
+    "a nested configuration": nested,
+    "a long name": long_name,
+    "no model": not_text,
+    "a link out": link_out,
+    "a version that is a link out": version_out,
+    "a file that is a link out": file_out,
+    "a configuration that is a link out": config_out,
+    "a warm-up that is a link out": warmup_out,
+}
+
+
+class TestOwnersHarmThemselves:
+    @pytest.mark.parametrize("plant", BAD_MODELS.values(), ids=BAD_MODELS)
+    async def test_a_bad_model_is_listed_and_keeps_no_other_waiting(self, tmp_path, plant):
+        scale_onnx(tmp_path / "all/good/1/model.onnx", 2)
+        plant(tmp_path / "all/evil")
+        async with loaded(tmp_path / "all", is_tolerant=True) as (repository, folder):
+            assert states(repository)["good:1"] == "READY"
+            (bad,) = [item for item in repository.index() if item["name"] == "evil"]
+            assert bad["state"] == "UNAVAILABLE"
+            orjson.dumps(bad)
+            assert str(tmp_path) not in bad["reason"]
+            watch = FolderWatch(repository, folder)
+            await watch.look()
+            scale_onnx(tmp_path / "all/new/1/model.onnx", 3)
+            for _ in range(2):
+                await watch.look()
+            assert await factor(repository, "new") == 3
+
+    async def test_links_within_the_folder_are_followed(self, tmp_path):
+        """As in a volume of Kubernetes, which is swapped by one link."""
+        scale_onnx(tmp_path / "all/..2026/m/1/model.onnx", 2)
+        (tmp_path / "all/..data").symlink_to("..2026")
+        (tmp_path / "all/m").symlink_to("..data/m")
+        (tmp_path / "link").symlink_to("all")
+        async with loaded(tmp_path / "link") as (repository, _):
+            assert await factor(repository) == 2
+
+    @pytest.mark.parametrize("name", [b"caf\xe9", b"a\nb", b"\x1b[2J", b"\x9b", "\u202egpj".encode()])
+    async def test_a_name_that_cannot_be_shown_is_no_models(self, tmp_path, caplog, name):
+        scale_onnx(tmp_path / "good/1/model.onnx", 2)
+        scale_onnx(tmp_path / os.fsdecode(name) / "1/model.onnx", 2)
+        async with loaded(tmp_path) as (repository, folder):
+            for _ in range(2):
+                await folder.names()
+            assert states(repository) == {"good:1": "READY"}
+            assert caplog.text.count("not printable") == 1
+        with pytest.raises(UsageError, match="printable"):
+            repository.add(os.fsdecode(name))
+
+    @pytest.mark.parametrize("what", ["look", "load"])
+    async def test_a_model_that_hangs_keeps_no_other_waiting(self, tmp_path, monkeypatch, what):
+        scale_onnx(tmp_path / "evil/1/model.onnx", 2)
+        scale_onnx(tmp_path / "good/1/model.onnx", 2)
+        hangs = threading.Event()
+
+        def files_mark(path):
+            if path.name == "evil":
+                hangs.wait(WAIT_S)
+            return models.files_mark(path)
+
+        def read_model_config(folder, within):
+            if folder.name == "evil":
+                hangs.wait(WAIT_S)
+            return model_config.read_model_config(folder, within)
+
+        try:
+            async with loaded(tmp_path) as (repository, folder_of_models):
+                name = {"look": "files_mark", "load": "read_model_config"}[what]
+                monkeypatch.setattr(folder, name, locals()[name])
+                engine_of_before = repository.find("good").engine
+                scale_onnx(tmp_path / "evil/1/model.onnx", 3)
+                running = asyncio.create_task(FolderWatch(repository, folder_of_models).run(0.001))
+                scale_onnx(tmp_path / "good/1/model.onnx", 3)
+                scale_onnx(tmp_path / "zzz/1/model.onnx", 4)
+                await until(lambda: states(repository).get("zzz:1") == "READY")
+                await until(lambda: repository.find("good").engine is not engine_of_before)
+                assert await factor(repository, "good") == 3
+                running.cancel()
+                await asyncio.wait([running])
+                for task in repository.loading:
+                    task.cancel()
+        finally:
+            hangs.set()
+
+    async def test_a_model_that_hangs_at_the_start_keeps_no_other_waiting(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(repository_module, "ALONE_S", 0.01)
+        repository, hangs = Repository(), asyncio.Event()
+
+        async def opener():
+            await hangs.wait()
+            raise ModelError("at last")
+
+        repository.add("evil", opener=opener)
+        repository.add_place(ModelFolder(tmp_path))
+        scale_onnx(tmp_path / "good/1/model.onnx", 2)
+        loading = asyncio.create_task(repository.load_all())
+        await until(lambda: states(repository).get("good:1") == "READY")
+        hangs.set()
+        with pytest.raises(ModelError, match="at last"):
+            await loading
+        await repository.aclose()
+
+    async def test_a_watch_goes_on_when_there_are_no_threads(self, tmp_path, monkeypatch, caplog):
+        scale_onnx(tmp_path / "m/1/model.onnx", 2)
+        refused = 0
+
+        class Refused(threading.Thread):
+            def start(self):
+                nonlocal refused
+                refused += 1
+                raise RuntimeError("can't start new thread")
+
+        async with loaded(tmp_path) as (repository, folder_of_models):
+            caplog.set_level(logging.INFO, logger="asynctrt")
+            scale_onnx(tmp_path / "m/1/model.onnx", 3)
+            with monkeypatch.context() as patch:
+                patch.setattr(loops, "Thread", Refused)
+                running = asyncio.create_task(FolderWatch(repository, folder_of_models).run(0.001))
+                await until(lambda: refused > 5)
+            assert caplog.text.count("can't start new thread") == 1
+            await until(lambda: "replaced" in caplog.text or running.done())
+            assert await factor(repository) == 3
+            running.cancel()
+
+    async def test_loading_takes_no_thread_of_the_requests(self, tmp_path):
+        scale_onnx(tmp_path / "m/1/model.onnx", 2)
+        hangs = threading.Event()
+        executor = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(executor)
+        hanging = asyncio.create_task(asyncio.to_thread(hangs.wait, WAIT_S))
+        try:
+            async with loaded(tmp_path) as (repository, folder_of_models):
+                watch = FolderWatch(repository, folder_of_models)
+                scale_onnx(tmp_path / "m/1/model.onnx", 3)
+                for _ in range(3):
+                    await watch.look()
+                assert await factor(repository) == 3
+        finally:
+            hangs.set()
+            await hanging
+            executor.shutdown()
 
 
 class Callers:

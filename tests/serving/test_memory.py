@@ -38,6 +38,23 @@ CLOSE_S = 8
 """A client that sees nobody obey its close cuts the connection after 10 s."""
 
 
+@pytest.mark.parametrize(
+    ("total", "settings", "expected"),
+    [
+        (None, {}, 1 << 30),
+        (64 << 30, {}, 1 << 30),
+        (64 << 30, {"max_body": 1 << 30}, 4 << 30),
+        (600 << 20, {}, 120 << 20),
+        (600 << 20, {"fronts": 2}, 64 << 20),
+        (2000 << 20, {"fronts": 2}, 200 << 20),
+        (100 << 20, {}, 64 << 20),
+    ],
+)
+def test_the_default_follows_the_memory_there_is(monkeypatch, total, settings, expected):
+    monkeypatch.setattr(memory_module, "memory_nbytes", lambda: total)
+    assert memory_module.default_limit(ServerSettings(**settings)) == expected
+
+
 class Told:
     """Takes down what it is told."""
 

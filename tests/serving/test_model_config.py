@@ -66,7 +66,9 @@ def test_all_that_is_read(tmp_path):
     assert config.outputs == (("y", "BYTES", (1,)),)
     assert config.warmups == (
         WarmUp("zeros", 1, 1, {"x": WarmUpTensor("FP32", (3, 2))}),
-        WarmUp("file", 4, 3, {"x": WarmUpTensor("FP32", (3, 2), path=folder / "warmup/x.raw")}),
+        WarmUp(
+            "file", 4, 3, {"x": WarmUpTensor("FP32", (3, 2), path=folder / "warmup/x.raw", within=folder)}
+        ),
     )
     assert [sentence.split()[0] for sentence in config.ignored] == [
         "input.format",

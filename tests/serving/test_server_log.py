@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from asynctrt.serving import server_log
+from asynctrt.serving import command, server_log
 from asynctrt.serving.command import warnings_of
 from asynctrt.serving.server_log import FAILURES_MAX, IDS_MAX, JsonFormatter, TextFormatter, set_up_logging
 from asynctrt.serving.settings import ServerSettings
@@ -235,7 +235,25 @@ async def test_loads_and_unloads(caplog):
         ),
     ],
 )
-def test_what_is_dangerous_about_an_address(settings, says):
+def test_what_is_dangerous_about_an_address(monkeypatch, settings, says):
+    monkeypatch.setattr(command, "open_files_max", lambda: 1 << 20)
+    found = warnings_of(ServerSettings(**settings))
+    assert len(found) == len(says)
+    assert all(text in line for line, text in zip(found, says, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "descriptors", "total", "says"),
+    [
+        ({}, 1024, None, ["max_connections is 4096, and this process may open 1024 files"]),
+        ({"max_connections": 700}, 1024, None, []),
+        ({"max_memory": 600 << 20}, 1 << 20, 1 << 30, ["more than half of the 1073741824 bytes"]),
+        ({"max_memory": 500 << 20}, 1 << 20, 1 << 30, []),
+    ],
+)
+def test_what_a_server_lacks(monkeypatch, settings, descriptors, total, says):
+    monkeypatch.setattr(command, "open_files_max", lambda: descriptors)
+    monkeypatch.setattr(command, "memory_nbytes", lambda: total)
     found = warnings_of(ServerSettings(**settings))
     assert len(found) == len(says)
     assert all(text in line for line, text in zip(found, says, strict=True))

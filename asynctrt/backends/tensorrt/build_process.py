@@ -26,12 +26,7 @@ from asynctrt.backends.tensorrt.profiles import NetworkTensor
 from asynctrt.build_options import BuildOptions
 from asynctrt.cancellation import current
 from asynctrt.errors import AsynctrtError, BuildError, InternalError
-
-PROGRAM: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from asynctrt.backends.tensorrt.build_process import main; main()"
-)
-"""What the process runs. It finds packages where this one does."""
+from asynctrt.process import child_command
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -65,8 +60,7 @@ def build_in_process(
         "nbytes": len(model),
         "level": logger.getEffectiveLevel(),
     }
-    # -P: what lies in the working directory is no module.
-    command = [sys.executable, "-P", "-c", PROGRAM, json.dumps(sys.path)]
+    command = child_command("asynctrt.backends.tensorrt.build_process")
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(  # noqa: S603  (our own program)
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said

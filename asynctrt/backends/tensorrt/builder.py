@@ -21,7 +21,9 @@ from asynctrt.backends.tensorrt.refusals import NO_CUDA, NO_PLUGIN
 from asynctrt.build_options import BuildOptions
 from asynctrt.devices.base import Device
 from asynctrt.errors import BuildError, DeviceMemoryError, DeviceUnavailableError, OptionsError, UsageError
-from asynctrt.files import write_whole
+from asynctrt.files import read_regular, write_whole
+
+CACHE_NBYTES_MAX: Final = 4 << 30
 
 ERRORS_MAX: Final = 8
 """How many of the parser's errors a message has."""
@@ -419,7 +421,12 @@ def _timing_cache(made: _Build) -> Any:
     if made.options.timing_cache is None:
         return None
     path = Path(made.options.timing_cache)
-    content = path.read_bytes() if path.is_file() else b""
+    try:
+        content = read_regular(path, CACHE_NBYTES_MAX)
+    except FileNotFoundError:
+        content = b""
+    except OSError as error:
+        raise OptionsError(f"the timing cache {str(path)!r} cannot be read: {error.strerror}") from error
     cache = made.config.create_timing_cache(content)
     if cache is None or not made.config.set_timing_cache(cache, False):  # noqa: FBT003  (the library's own)
         logger.warning(

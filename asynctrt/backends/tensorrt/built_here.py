@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from asynctrt.errors import UsageError
-from asynctrt.files import locked, write_whole
+from asynctrt.files import locked, make_private, open_regular, write_whole
 
 RECORDS_MAX: Final = 4096
 """Digests that are kept; the oldest go first."""
@@ -36,7 +36,7 @@ def record(digest: str, path: Path | None = None) -> None:
     """
     path = path or records_path()
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
     except OSError as error:
         raise UsageError(f"{str(path.parent)!r} cannot be made: {error.strerror}") from error
     with locked(path.with_name(path.name + ".lock")):
@@ -56,8 +56,7 @@ def is_recorded(digest: str, path: Path | None = None) -> bool:
 def _read(path: Path) -> list[str]:
     try:
         folder = path.parent.stat()
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb") as file:
+        with open_regular(path, follow=False) as file:
             status = os.fstat(file.fileno())
             content = file.read(FILE_NBYTES_MAX)
     except FileNotFoundError:

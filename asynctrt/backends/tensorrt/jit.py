@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from asynctrt.backends.tensorrt.flavours import Flavour
 from asynctrt.errors import ExecutionError, OptionsError
-from asynctrt.files import write_whole
+from asynctrt.files import read_regular, write_whole
 from asynctrt.tensorrt_options import TensorRTOptions
 
+CACHE_NBYTES_MAX: Final = 4 << 30
 SPECIALIZATION: Final = "dynamic_shapes_kernel_specialization_strategy"
 
 logger = logging.getLogger("asynctrt.tensorrt")
@@ -89,7 +90,7 @@ class KernelCache:
 
     def _read(self) -> bytes | None:
         try:
-            return self._path.read_bytes()
+            return read_regular(self._path, CACHE_NBYTES_MAX)
         except FileNotFoundError:
             return None
         except OSError as error:

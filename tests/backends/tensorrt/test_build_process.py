@@ -1,6 +1,7 @@
 """Building in a process of its own: what goes over and back, and what becomes of a crash."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.models import double_onnx
 
 def crashing(tmp_path, monkeypatch, code):
     """Let the process that builds run this instead."""
-    monkeypatch.setattr(build_process, "PROGRAM", code)
+    monkeypatch.setattr(build_process, "child_command", lambda _: [sys.executable, "-c", code])
     return build_in_process(b"model", tmp_path / "m.onnx", None, asynctrt.BuildOptions())
 
 

@@ -1,0 +1,117 @@
+"""The limits of the container that this process is in, and the memory that it may have."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path("/")
+
+V1_UNLIMITED: Final = 1 << 60
+"""What a cgroup of version 1 says when it has no limit is larger than this."""
+
+
+class Cgroup:
+    """The control group of this process, of version 2 or 1, and those around it."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._top = root / "sys/fs/cgroup"
+        self._paths = {}
+        for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
+            _, controllers, path = line.split(":", maxsplit=2)
+            for controller in controllers.split(","):
+                self._paths[controller] = path.lstrip("/")
+
+    def quota_cores(self) -> float | None:
+        """Return how many cores' time it may use; ``None``: any."""
+        found = []
+        for folder in self._folders("cpu"):
+            quota, _, period = (text_of(folder / "cpu.max") or "").partition(" ")
+            if not quota:
+                quota = text_of(folder / "cpu.cfs_quota_us") or ""
+                period = text_of(folder / "cpu.cfs_period_us") or ""
+            if quota.isdigit() and period.isdigit() and int(period):
+                found.append(int(quota) / int(period))
+        return min(found, default=None)
+
+    def memory_limit(self) -> int | None:
+        """Return the bytes of memory that it may use; ``None``: any."""
+        found = []
+        for folder in self._folders("memory"):
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                limit = text_of(folder / name) or ""
+                if limit.isdigit() and int(limit) < V1_UNLIMITED:
+                    found.append(int(limit))
+        return min(found, default=None)
+
+    def tasks(self) -> int | None:
+        """Return how many processes and threads it may have; ``None``: any number."""
+        limits = [text_of(folder / "pids.max") or "" for folder in self._folders("pids")]
+        return min([int(limit) for limit in limits if limit.isdigit()], default=None)
+
+    def memory_used(self) -> int | None:
+        """Return the bytes of memory that it uses, without files that could be dropped."""
+        for folder in self._folders("memory"):
+            for name, files in (
+                ("memory.current", "inactive_file"),
+                ("memory.usage_in_bytes", "total_inactive_file"),
+            ):
+                used = text_of(folder / name) or ""
+                if used.isdigit():
+                    return max(0, int(used) - (field_of(folder / "memory.stat", files) or 0))
+        return None
+
+    def oom_kills(self) -> int | None:
+        """Return how many of its processes were killed as its memory was used up."""
+        told = self.count("memory.events", "oom_kill", "memory")
+        return self.count("memory.oom_control", "oom_kill", "memory") if told is None else told
+
+    def count(self, file: str, name: str, controller: str) -> int | None:
+        """Return a number that the nearest group tells."""
+        for folder in self._folders(controller):
+            value = field_of(folder / file, name)
+            if value is not None:
+                return value
+        return None
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        """Yield the folders of the groups, the innermost first; in a container only some are visible."""
+        for top, path in (
+            (self._top / controller, self._paths.get(controller)),
+            (self._top, self._paths.get("")),
+        ):
+            if path is None:
+                continue
+            inner = top / path
+            while inner != top and top in inner.parents:
+                yield inner
+                inner = inner.parent
+            yield top
+
+
+def total_memory(root: Path = ROOT) -> int | None:
+    """Return the bytes of memory that the machine has, if it tells."""
+    kib = field_of(root / "proc/meminfo", "MemTotal:")
+    return None if kib is None else kib * 1024
+
+
+def memory_nbytes(root: Path = ROOT) -> int | None:
+    """Return the bytes of memory that this process may have: the machine's, or those of its container."""
+    known = [nbytes for nbytes in (total_memory(root), Cgroup(root).memory_limit()) if nbytes is not None]
+    return min(known, default=None)
+
+
+def field_of(path: Path, name: str) -> int | None:
+    """Return the number that follows a name at the beginning of a line."""
+    for line in (text_of(path) or "").splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name and words[1].isdigit():
+            return int(words[1])
+    return None
+
+
+def text_of(path: Path) -> str | None:
+    """Return the content of a file; ``None`` if it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None

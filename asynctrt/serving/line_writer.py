@@ -1,0 +1,142 @@
+"""Write lines without waiting for whoever reads them: a pipe that nobody reads is full for ever."""
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Final
+
+NBYTES_MAX: Final = 4 << 20
+"""Lines that wait to be written. Any further ones are dropped, and counted."""
+
+NOT_READ: Final = "they are not read"
+
+FLUSH_S: Final = 1.0
+"""How long the end of a process waits for lines to be written."""
+
+
+class LineWriter:
+    """Writes lines in a thread of its own.
+
+    :param descriptor: what is written to; it is duplicated.
+    :param missing: returns what is written where lines are missing, given their number and the reason.
+    """
+
+    def __init__(self, descriptor: int, missing: Callable[[int, str], bytes] = lambda *_: b"") -> None:
+        self.missing = missing
+        self.lost = 0
+        """Lines that were not written so far."""
+        self.why = ""
+        """Why lines are not written just now."""
+        self._descriptor = os.dup(descriptor)
+        self._changed = threading.Condition()
+        self._waiting: list[bytes] = []
+        self._nbytes = 0
+        self._untold = 0
+        # What lines that wait say is missing, and how many these are.
+        self._telling, self._notices = 0, 0
+        self._is_stuck = False
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<LineWriter {self._nbytes} bytes waiting, {self.lost} lines lost>"
+
+    def put(self, lines: bytes) -> None:
+        """Have lines written, or drop them if too many are waiting."""
+        with self._changed:
+            if self._is_closing:
+                return
+            if self._nbytes + len(lines) > NBYTES_MAX:
+                self._is_stuck = True
+                self._lose(lines.count(b"\n"), NOT_READ)
+                return
+            if self._untold:
+                notice = self.missing(self._untold, self.why)
+                self._telling += self._untold
+                self._notices += notice.count(b"\n")
+                self._untold, lines = 0, notice + lines
+            self._waiting.append(lines)
+            self._nbytes += len(lines)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="asynctrt-lines", daemon=True)
+                with suppress(RuntimeError):  # The system has no thread left now; it may have later.
+                    thread.start()
+                    self._thread = thread
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float = FLUSH_S) -> None:
+        """Wait until all lines are written, unless they are not read."""
+        with self._changed:
+            if not self._is_stuck and not self._changed.wait_for(lambda: not self._nbytes, timeout_s):
+                self._is_stuck = True
+
+    def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Write what is waiting, and no more after it. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            if self._thread is None:
+                self._close()
+        self.flush(timeout_s)
+
+    def _lose(self, count: int, why: str) -> None:
+        self.lost += count
+        self._untold += count
+        self.why = why
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                lines = b"".join(self._waiting)
+                self._waiting.clear()
+                if not lines:
+                    self._close()
+                    return
+                telling, notices = self._telling, self._notices
+                self._telling = self._notices = 0
+            failed = self._write(lines)
+            with self._changed:
+                self._nbytes -= len(lines)
+                self._is_stuck = False
+                if failed:
+                    self._untold += telling
+                    self._lose(lines.count(b"\n") - notices, failed)
+                elif not self._untold and not self._telling:
+                    self.why = ""
+                self._changed.notify_all()
+
+    def _write(self, content: bytes) -> str:
+        """Write all of it; return why that failed, if it did."""
+        left = memoryview(content)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # Whoever started the process has it so.
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLOUT)
+                poll.poll()
+            except OSError as error:
+                return error.strerror or str(error)
+        return ""
+
+
+def standard_error() -> LineWriter | None:
+    """Return the writer of standard error, which the whole process shares; ``None`` if that is no file."""
+    with suppress(OSError, AttributeError, ValueError):
+        return _writer_of(sys.stderr.fileno())
+    return None
+
+
+@cache
+def _writer_of(descriptor: int) -> LineWriter:
+    return LineWriter(descriptor)

@@ -1,0 +1,142 @@
+"""Whatever lies where a file is to be read: it is refused, and neither waited for nor read without end."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asynctrt.backends.tensorrt.built_here import is_recorded
+from asynctrt.backends.tensorrt.jit import KernelCache
+from asynctrt.backends.tensorrt.manifest import read_manifest
+from asynctrt.backends.tensorrt.plan import read_plan
+from asynctrt.devices.host import HostDevice
+from asynctrt.errors import AsynctrtError, CallerError
+from asynctrt.files import SpecialFileError, open_regular, read_regular
+from asynctrt.loading import load_model
+from asynctrt.plans.building import read_source
+from asynctrt.plans.digest import digest_of
+from asynctrt.plans.onnx_file import read_onnx_file
+from asynctrt.serving.command import read_config
+from asynctrt.serving.credentials import Certificate, read_tokens
+from asynctrt.serving.model_config import read_model_config
+from asynctrt.serving.warmup import WarmUpTensor
+from asynctrt.signatures import read_key, read_signature_file, sign, trusted_keys
+from asynctrt.tensors import TensorSpec
+
+READERS = {
+    "serve.toml": read_config,
+    "tokens": read_tokens,
+    "chain.pem": lambda path: Certificate(path, Path(__file__)),
+    "key.pem": lambda path: Certificate(Path(__file__), path),
+    "config.pbtxt": lambda path: read_model_config(path.parent),
+    "x.raw": lambda path: WarmUpTensor("FP32", (4,), path=path).read(TensorSpec("x", "float32", (4,)), 1),
+    "model.onnx": lambda path: load_model(path, HostDevice()),
+    "inspected.onnx": read_onnx_file,
+    "built.onnx": read_source,
+    "digested": digest_of,
+    "model.plan": read_plan,
+    "model.plan.json": read_manifest,
+    "model.plan.sig": lambda path: read_signature_file(path, "the plan"),
+    "public.pub": read_key,
+    "trusted.pub": lambda path: trusted_keys(path.parent),
+    "private": lambda path: sign(b"digest", path),
+    "built-here": lambda path: is_recorded("0" * 64, path),
+}
+UNBOUNDED = {"model.onnx", "inspected.onnx", "built.onnx", "digested", "model.plan", "built-here"}
+"""A model is as large as it is, and of a list of digests the beginning is read."""
+
+
+def folder(path):
+    path.mkdir()
+
+
+def endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def loop(path):
+    path.symlink_to(path)
+
+
+def large(path):
+    with path.open("wb") as file:
+        file.truncate(64 << 30)
+
+
+KINDS = {"pipe": os.mkfifo, "folder": folder, "endless": endless, "loop": loop, "large": large}
+
+
+@pytest.fixture(autouse=True)
+def is_private():
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in READERS for kind in KINDS if (kind, name in UNBOUNDED) != ("large", True)],
+)
+def test_what_is_no_file_of_that_kind_is_refused(tmp_path, name, kind):
+    path = tmp_path / name
+    KINDS[kind](path)
+    with pytest.raises(CallerError) as caught:
+        READERS[name](path)
+    assert isinstance(caught.value, AsynctrtError)
+    assert name in str(caught.value) or str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless", "loop"])
+def test_a_cache_that_is_no_file_is_left_out(tmp_path, caplog, kind):
+    KINDS[kind](tmp_path / "cache")
+    KernelCache(tmp_path / "cache", None)
+    assert "was not read" in caplog.text
+
+
+def test_a_file_that_grows_is_read_as_far_as_the_limit(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 10)
+    real = os.fstat
+
+    def smaller(descriptor):
+        status = list(real(descriptor))
+        status[6] = 4
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "fstat", smaller)
+    assert read_regular(path, 10) == b"x" * 10
+    with pytest.raises(SpecialFileError, match="more than 9 bytes"):
+        read_regular(path, 9)
+
+
+def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
+    inner = tmp_path / "folder"
+    inner.mkdir()
+    (tmp_path / "secret").write_text("secret")
+    (inner / "own").write_text("own")
+    (inner / "out").symlink_to(tmp_path / "secret")
+    (inner / "within").symlink_to("own")
+    (inner / "up").symlink_to("..")
+    with open_regular(inner / "within", within=inner) as file:
+        assert file.read() == b"own"
+    for path in ("out", "up/secret"):
+        with pytest.raises(SpecialFileError, match="a link out of"):
+            open_regular(inner / path, within=inner)
+
+
+def test_a_link_that_changes_while_it_is_read_is_noticed(tmp_path, monkeypatch):
+    inner, secret = tmp_path / "folder", tmp_path / "secret"
+    inner.mkdir()
+    secret.write_text("secret")
+    (inner / "own").write_text("own")
+    (inner / "link").symlink_to(secret)
+    real = os.fstat
+
+    def changed(descriptor):
+        (inner / "link").unlink()
+        (inner / "link").symlink_to("own")
+        return real(descriptor)
+
+    monkeypatch.setattr(os, "fstat", changed)
+    with pytest.raises(SpecialFileError, match="replaced"):
+        open_regular(inner / "link", within=inner)
