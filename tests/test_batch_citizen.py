@@ -246,9 +246,7 @@ class TestForeignArrays:
             def __array__(self, dtype=None, copy=None):
                 raise RuntimeError("it requires grad")
 
-        with pytest.raises(
-            InputError, match="a Tensor, cannot be read.*RuntimeError: it req"
-        ):
+        with pytest.raises(InputError, match="a Tensor, cannot be read.*RuntimeError: it req"):
             await double(Tensor())
 
 
