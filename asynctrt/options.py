@@ -443,8 +443,8 @@ class Options:
         default=True,
         check=FLAG,
         doc="""Run a batch that failed again in halves, down to single requests, so that only requests whose
-        rows make the model fail do so. No more once 16 were halved without any part ending well. Off: all
-        requests of a batch fail with it, for models with effects that must not happen twice.""",
+        rows make the model fail do so. New batches take turns with these. Off: all requests of a batch fail
+        with it, for models with effects that must not happen twice.""",
     )
     isolation: Isolation = setting(
         default="none",

@@ -145,7 +145,7 @@ def double_model(function=double, dims=(4,), **kw):
     )
 
 
-def failing_model():
+def failing_model(**kw):
     """Doubles, but raises for a batch with a negative number in it."""
 
     def function(inputs, outputs):
@@ -153,7 +153,7 @@ def failing_model():
             raise ValueError("negative number")
         double(inputs, outputs)
 
-    return double_model(function)
+    return double_model(function, **kw)
 
 
 class Gate:

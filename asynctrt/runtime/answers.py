@@ -43,8 +43,7 @@ def typed_errors(
         said = (
             f"{model} failed while it ran a batch of {rows} rows from {len(requests)} requests: "
             f"{describe(error)}. Other batches are not affected. With isolate_failures=True such a batch is "
-            "tried again in halves, so that only the requests at fault fail, unless so many failed before "
-            "that the model is at fault"
+            "tried again in halves, so that only the requests at fault fail"
         )
     return partial(_caused, said, error)
 

@@ -715,13 +715,7 @@ class Driver:
         # What the model raises has no type of ours, and fewer rows may find the memory that they need. Other
         # types say that trying is no use: the device is lost, or the engine closed.
         may_help = not isinstance(error, AsynctrtError) or type(error) in (ExecutionError, DeviceMemoryError)
-        if (
-            self._bisects
-            and may_help
-            and isinstance(error, Exception)
-            and self._device.lost is None
-            and self._scheduler.bisect(flight.batch)
-        ):
+        if self._bisects and may_help and self._device.lost is None and self._scheduler.bisect(flight.batch):
             del self._flights[flight.batch.number]
             self._leave_lane(flight)
             flight.ended()

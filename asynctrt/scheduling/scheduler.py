@@ -4,7 +4,7 @@ Nothing here waits, reads a clock or touches memory, so a decision can neither b
 nor differ between two runs with the same inputs.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -43,10 +43,9 @@ from asynctrt.scheduling.request import (
 from asynctrt.scheduling.shapes import Shapes
 from asynctrt.scheduling.shares import Share
 
-BISECTIONS_MAX: Final = 16
-"""Batches that may be bisected before another one has to end well. One bad request among 64 takes six, each
-of which has a half that ends well; a model that always fails runs 2 x 16 batches more, and then none."""
-
+PARTS_MAX: Final = 4
+"""How many parts of batches that failed may wait while new batches take turns with them, times the rows of a
+batch. They are enough for those who always send what fails to be among them, so that new batches end well."""
 
 AHEAD_MAX: Final = 1
 """Batches that are not full and are launched ahead of time, while others compute."""
@@ -152,13 +151,15 @@ class Scheduler:
         # The last batch that started with what was most overdue, and whether the last one went out of turn.
         self._aged_number = 0
         self._is_out_of_turn = False
-        # Parts of batches that failed, each to be launched as a batch of its own.
-        self._again: deque[tuple[Request, ...]] = deque()
+        # Parts of batches that failed, each to be launched as a batch of its own, the largest first.
+        self._again: list[tuple[Request, ...]] = []
         self.taken: Sequence[Request] = ()
         """Those that were taken out of the queue last, to be launched."""
         self.displaced: list[Request] = []
         """Requests that made room for more urgent ones; for the driver to take away and to answer."""
-        self._bisections = BISECTIONS_MAX
+        # Whether the latest batch was such a part, so that it is the queue's turn.
+        self._was_part = False
+        self._parts_max = PARTS_MAX * policy.rows_max
         self.times_all = times_all
         """Whether the device times every batch from now on."""
 
@@ -396,19 +397,21 @@ class Scheduler:
             return None
         if self._share is not None and self._is_left_to_others(self._share, now_ns):
             return None
-        if self._again and (decided := self._next_again(now_ns)) is not None:
-            return decided
+        if self._again and not (self._was_part and len(self._again) <= self._parts_max):
+            decided = self._next_again(now_ns)
+            if decided is not None:
+                return decided
         while True:
             if not self._queued_rows:
-                return None
+                return self._next_again(now_ns)
             picked = self._buckets.pick(now_ns, in_flight)
             if picked is None:
                 self._bides = True
-                return None
+                return self._next_again(now_ns)
             bucket, reason = picked
             if self._objective is not None and self._is_held(self._objective, bucket, in_flight, now_ns):
                 self._bides = True
-                return None
+                return self._next_again(now_ns)
             by_age = False
             if self._buckets.priority_max or (self._deadlines.line and self._buckets.waiting > 1):
                 bucket, reason = self._reconsider(bucket, reason, now_ns)
@@ -416,7 +419,7 @@ class Scheduler:
             key = bucket.key
             if self._lanes is not None and in_flight and self._is_early(bucket, self._lanes, now_ns):
                 self._early = self._was_early = bucket
-                return None
+                return self._next_again(now_ns)
             if self._punctuality is not None and self._deadlines.line:
                 chosen, rows = self._choose_in_time(
                     self._punctuality, bucket, in_flight, now_ns, by_age=by_age
@@ -434,6 +437,7 @@ class Scheduler:
                 rows_run, profile = self._rows_to_run(key, rows)
             except Exception as error:
                 return self._reject(bucket, chosen, rows, error)
+        self._was_part = False
         self.taken = chosen
         bucket.take(chosen, rows)
         self._queued_rows -= rows
@@ -587,9 +591,10 @@ class Scheduler:
         return bucket, reason
 
     def _next_again(self, now_ns: int) -> Batch | RejectedBatch | None:
-        """Return the next part of a batch that failed, without those whose callers have gone away since."""
+        """Return the next part of a batch that failed, without those whose callers have gone away since;
+        ``None`` if there is none."""
         while self._again:
-            chosen = awaited(self._again.popleft())
+            chosen = awaited(self._again.pop(0))
             if not chosen:
                 continue
             key, rows = chosen[0].key, sum(request.rows for request in chosen)
@@ -599,6 +604,7 @@ class Scheduler:
                 change_all(chosen, Change.FAIL)
                 self._counters.failed += len(chosen)
                 return RejectedBatch(chosen, error)
+            self._was_part = True
             return self._launch(key, chosen, rows, rows_run, profile, Reason.AGAIN, now_ns)
         return None
 
@@ -712,7 +718,7 @@ class Scheduler:
         if self._share is not None:
             self._share.ran(batch.number, now_ns, took_ns)
 
-    def finished(  # noqa: C901  (a call a batch less)
+    def finished(
         self,
         batch: Batch,
         now_ns: int,
@@ -728,8 +734,6 @@ class Scheduler:
         if self._foresees:
             self._forecast.ended(batch)
         self._contexts.release(batch.context, batch.arena)
-        if self._bisections < BISECTIONS_MAX:
-            self._bisections += 1
         if self._lanes is not None:
             self._left_lane(batch, now_ns)
         if self._share is not None:
@@ -782,23 +786,25 @@ class Scheduler:
     def bisect(self, batch: Batch) -> bool:
         """Note that a batch failed, to find out by halves whose requests it fails with; all stay in flight.
 
-        :returns: False, with nothing noted, for a batch of one request, or of none that is still awaited,
-            after :meth:`close`, and when so many were bisected without success that the model is to blame.
+        :returns: False, with nothing noted, for a batch of one request, or of none that is still awaited, and
+            after :meth:`close`.
         """
-        if len(batch.requests) < 2 or not self._bisections or self._is_over:
+        if len(batch.requests) < 2 or self._is_over:
             return False
         if self._in_flight.get(batch.number) is not batch:
             raise _not_in_flight(batch)
         if not any(request.state is IN_FLIGHT for request in batch.requests):
             return False  # Nobody waits for any of it.
         del self._in_flight[batch.number]
-        self._bisections -= 1
         self._counters.bisected += 1
         self._forget(batch)
         self._contexts.release(batch.context, batch.arena)
         left = awaited(batch.requests)
         half = (len(left) + 1) // 2
-        self._again.extend(part for part in (left[:half], left[half:]) if part)
+        for part in (left[:half], left[half:]):
+            if part:
+                # What fails most likely waits behind what most are waiting for.
+                insort(self._again, part, key=_smallness)
         return True
 
     def quarantine_arena(self, arena: int) -> None:
@@ -979,6 +985,10 @@ class Scheduler:
             f"room for {rows} more. Retry later, send less, or open the engine with a larger "
             "max_queue_rows"
         )
+
+
+def _smallness(part: tuple[Request, ...]) -> int:
+    return -len(part)
 
 
 def _not_in_flight(batch: Batch) -> InternalError:

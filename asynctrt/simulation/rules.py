@@ -78,7 +78,7 @@ class Rules:
         self._rows: Counter[BatchKey] = Counter()
         self.in_flight: dict[int, Batch] = {}
         # Parts of batches that failed, which are to be launched again.
-        self._again: deque[tuple[Request, ...]] = deque()
+        self._again: list[tuple[Request, ...]] = []
         self._slabs: dict[int, list[tuple[int, int]]] = {}
         self._ends_ns: dict[int, int] = {}
         # Batches of which the scheduler could tell when they would end, at the latest.
@@ -359,10 +359,10 @@ class Rules:
         return [request for request in self._queued if request.state is not State.EXPIRED]
 
     def _take_again(self, requests: tuple[Request, ...]) -> None:
-        """Expect the part of a failed batch that has waited longest, but for those who have left since."""
+        """Expect the largest part of a failed batch, or the oldest of these, without those who left since."""
         self._forget_again()
         _hold(bool(self._again), "a batch again of which no part failed")
-        part = self._again.popleft()
+        part = self._next_part()
         left = tuple(request for request in part if request.state is not State.CANCELLED)
         for request in part:
             if request.state is State.CANCELLED:
@@ -371,9 +371,12 @@ class Rules:
 
     def _forget_again(self) -> None:
         """Let go of the parts whose callers have all left."""
-        while self._again and all(request.state is State.CANCELLED for request in self._again[0]):
-            for request in self._again.popleft():
+        while self._again and all(request.state is State.CANCELLED for request in max(self._again, key=len)):
+            for request in self._next_part():
                 self._end(request, State.FAILED)
+
+    def _next_part(self) -> tuple[Request, ...]:
+        return self._again.pop(self._again.index(max(self._again, key=len)))
 
     def _leave(self, request: Request, *, is_final: bool = True) -> None:
         _hold(request in self._queued, f"request {self._number.get(request)} left the queue twice")

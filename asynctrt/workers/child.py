@@ -612,4 +612,11 @@ def main() -> None:
     logging.getLogger("asynctrt").setLevel(start.level)
     logging.getLogger("asynctrt").propagate = False
     shorten_switch_interval()
-    uvloop.run(_run(end, start))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(_run(end, start))
+        while not task.done():
+            # What a model raises on the loop stops it. Its batch has failed with that, and nobody else has.
+            with suppress(SystemExit, KeyboardInterrupt):
+                loop.run_until_complete(task)
+        task.result()

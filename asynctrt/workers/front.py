@@ -21,6 +21,7 @@ from asynctrt.errors import (
     DeadlineError,
     DeadlineUnreachableError,
     DeviceLostError,
+    DeviceMemoryError,
     EngineClosedError,
     ExecutionError,
     InputError,
@@ -51,9 +52,6 @@ COPY_ON_LOOP_NBYTES_MAX: Final = 4 << 20
 
 DEATHS_MAX: Final = 2
 """A group that was in a batch when so many workers died is suspected, and tried apart from the others."""
-
-IN_VAIN_MAX: Final = 16
-"""Groups that are halved because they failed, without any part of one ending well."""
 
 EXPIRY_S: Final = 0.02
 """How often the deadlines of groups that no worker has are looked at."""
@@ -133,7 +131,6 @@ class Front:
         """Requests that are neither answered nor cancelled."""
         self.rows = 0
         """Their rows."""
-        self._in_vain = 0
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._reaper: Reaper | None = None
         self._copiers: Copiers | None = None
@@ -568,7 +565,6 @@ class Front:
         counters.copy_in_ns += answered * record.copy_in_ns
         counters.compute_ns += answered * record.compute_ns
         counters.copy_out_ns += answered * record.copy_out_ns
-        self._in_vain = 0
 
     def _error_of(self, group: Group, nbytes: int, *, in_large: bool) -> AsynctrtError:
         """Return the error that a worker wrote."""
@@ -592,23 +588,16 @@ class Front:
         return error
 
     def _failed(self, group: Group, error: AsynctrtError) -> None:
-        """Answer the requests of a group that failed; halve what is left, if one of several is to blame."""
+        """Answer the requests of a group that failed; try each on its own, if one of several is to blame."""
         if type(error) is DeadlineError:
             self._expire(group.waiting())
             group.free(self._heap)
             return
         # Of several requests in it, also if only one is waited for: the rows of another may be to blame.
-        may_halve = type(error) is ExecutionError and len(group.requests) > 1
-        if may_halve and self._options.isolate_failures and self._in_vain < IN_VAIN_MAX:
-            self._in_vain += 1
-            if not self._restored(group):
-                return
-            try:
-                parts = group.parts(self._heap, self._memory)
-            except MemoryError:
-                self._fail_groups([group], error)
-                return
-            self._held.extendleft(reversed(parts))
+        may_help = type(error) in (ExecutionError, DeviceMemoryError) and len(group.requests) > 1
+        if may_help and self._options.isolate_failures:
+            if self._restored(group):
+                self._held.extendleft(reversed(self._singles(group, error)))
             return
         if isinstance(error, QueueFullError | DeadlineUnreachableError):
             self.counters.submitted -= group.left
@@ -620,13 +609,15 @@ class Front:
 
     # What becomes of groups whose worker died.
 
-    def returned(self, groups: list[Group], how: str) -> list[Group]:
+    def returned(self, groups: list[Group], how: str) -> list[list[Group]]:
         """Take back what a worker that died had; hold what may be tried again.
 
-        :returns: those that were in a batch then, for the second time.
+        :returns: one by one, the requests of each group that was in a batch for the second time, or hung.
         """
         suspects = []
         again = []
+        limit_s = self._options.batch_timeout
+        hung_ns = self._now_ns() - int(limit_s * 1e9) if limit_s is not None else -1
         for group in groups:
             if group.large is not None:
                 self._heap.free(*group.large)
@@ -643,8 +634,11 @@ class Front:
                 continue
             if was_launched:
                 group.deaths += 1
-            if group.deaths >= DEATHS_MAX and was_launched:
-                suspects.append(group)
+                group.hangs = group.hangs or group.sent_ns <= hung_ns
+            if was_launched and (group.hangs or group.deaths >= DEATHS_MAX):
+                error = DeviceLostError(f"its worker {how}, and there was no room to find out why")
+                if singles := self._singles(group, error):
+                    suspects.append(singles)
             else:
                 again.append(group)
         self.counters.retried += len(again) + len(suspects)
@@ -688,18 +682,14 @@ class Front:
             else:
                 group.free(self._heap)
 
-    def halve(self, groups: list[Group]) -> list[list[Group]]:
-        """Return suspected groups in two parts to be tried one after the other; one part if that is all."""
-        if len(groups) > 1:
-            half = (len(groups) + 1) // 2
-            return [groups[:half], groups[half:]]
-        group = groups[0]
+    def _singles(self, group: Group, error: AsynctrtError) -> list[Group]:
+        """Return each request of a group on its own; none, if there is no room: then they fail."""
         if len(group.requests) == 1:
-            return [groups]
+            return [group]
         try:
-            return [[part] for part in group.parts(self._heap, self._memory)]
-        except MemoryError as error:
-            self._fail_groups([group], DeviceLostError(f"{error}: it ended its worker, and was not halved"))
+            return group.singles(self._heap, self._memory)
+        except MemoryError:
+            self._fail_groups([group], error)
             self.tell_if_idle()
             return []
 

@@ -35,6 +35,7 @@ class Group:
         "deadline_ns",
         "deaths",
         "generation",
+        "hangs",
         "key",
         "large",
         "layout",
@@ -45,6 +46,7 @@ class Group:
         "priority",
         "requests",
         "rows",
+        "sent_ns",
         "slab",
         "sources",
         "start",
@@ -77,8 +79,12 @@ class Group:
         self.left = len(requests)
         """Requests whose callers still wait."""
         self.number = 0
+        self.sent_ns = 0
+        """When a worker was given it."""
         self.deaths = 0
         """Workers that died while it was in a batch."""
+        self.hangs = False
+        """Whether one of them had not answered it for the batch_timeout."""
 
     def __repr__(self) -> str:
         return f"<Group {self.number} requests={len(self.requests)} rows={self.rows} deaths={self.deaths}>"
@@ -205,39 +211,35 @@ class Group:
         """Return the requests whose callers still wait."""
         return [request for request in self.requests if request.state is QUEUED]
 
-    def parts(self, heap: Heap, memory: SharedMemory) -> "list[Group]":
-        """Return what is left of it in two groups with blocks of their own; its own block is free then.
+    def singles(self, heap: Heap, memory: SharedMemory) -> "list[Group]":
+        """Return what is left of it, each request in a group and a block of its own; free its block.
 
         :raises MemoryError: if there is no room; nothing has changed then.
         """
-        waiting = self.waiting()
-        half = (len(waiting) + 1) // 2
-        made = [Group(part, self.layout) for part in (waiting[:half], waiting[half:]) if part]
+        made = [Group([request], self.layout) for request in self.waiting()]
         done = []
         try:
-            for part in made:
-                part.allocate(heap, memory)
-                done.append(part)
+            for single in made:
+                single.allocate(heap, memory)
+                done.append(single)
         except MemoryError:
-            for part in done:
-                part.free(heap)
+            for single in done:
+                single.free(heap)
             raise
         starts = dict(zip(map(id, self.requests), starts_of(self.requests), strict=True))
+        sources = None
+        if self.sources is not None:
+            sources = dict(zip(map(id, self.requests), self.sources, strict=True))
         whole = self.inputs(memory)
-        sources = self.sources
-        for part in made:
-            part.deaths = self.deaths
-            views = part.inputs(memory)
+        for single in made:
+            (request,) = single.requests
+            request.payload = single
+            single.deaths, single.hangs = self.deaths, self.hangs
             if sources is not None:
-                known = dict(zip(map(id, self.requests), sources, strict=True))
-                part.sources = [known[id(request)] for request in part.requests]
-            at = 0
-            for request in part.requests:
-                request.payload = part
-                start = starts[id(request)]
-                for name, view in views.items():
-                    view[at : at + request.rows] = whole[name][start : start + request.rows]
-                at += request.rows
+                single.sources = [sources[id(request)]]
+            start = starts[id(request)]
+            for name, view in single.inputs(memory).items():
+                view[...] = whole[name][start : start + request.rows]
         self.free(heap)
         return made
 

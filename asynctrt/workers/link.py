@@ -1,14 +1,17 @@
 """A link: a front and one worker after the other, on one device.
 
 When a worker dies, what it had goes back to the front, and another takes its place: the spare, if there is
-one. Groups that were in a batch when two workers died are suspected. They are tried apart from everything
-else, in halves, until each is answered, or has ended a worker by itself.
+one. Requests that were in a batch when two workers died are suspected, at once if they hung. They are tried
+one by one, with nothing else in the worker, until each is answered or has ended a worker by itself. A trial
+takes hardly any time unless it ends the worker, so no request needs more workers to be found than three.
+Meanwhile the others have every second turn.
 """
 
 import asyncio
 import logging
 import os
 import weakref
+from collections import deque
 from functools import partial, reduce
 from typing import Any, Final, Protocol
 
@@ -32,11 +35,8 @@ CAPACITY: Final = 4 * GROUPS_MAX
 """Entries of a ring: for each group at most SUBMIT, CANCEL and FETCH, or LARGE and an answer."""
 
 VAIN_DEATHS_MAX: Final = 12
-"""Workers that may die one after the other without any answer between: more than it takes to find one request
-among a thousand; of more requests, more may die. Then the model or the device is at fault."""
-
-DEATHS_BESIDE_HALVING: Final = 4
-"""Those before requests are suspected, and one by groups and requests that cannot be halved evenly."""
+"""Workers that may die one after the other without an answer between, and without a request in a batch, which
+would be to blame. Then the model or the device is at fault."""
 
 FAILED_STARTS_MAX: Final = 5
 """Workers that may fail to open the engine, one after the other."""
@@ -49,6 +49,15 @@ LOOK_S: Final = 0.5
 
 SILENCE_S_MIN: Final = 0.9
 """A silence that is shorter says nothing, whatever the batch_timeout is."""
+
+TURN_NS_MAX: Final = 10_000_000_000
+"""How long suspects and others wait for one another at most, but for the batches that are running then."""
+
+TRIAL_S_MIN: Final = 5.0
+"""How long the trial of a request that hung before may take at least, ..."""
+
+TRIAL_FACTOR: Final = 10
+"""... and how many times as long as the longest batch so far; never longer than the batch_timeout."""
 
 KILL_S: Final = 5.0
 """How long a process that was killed may take to end."""
@@ -65,14 +74,11 @@ class Owner(Protocol):
     def room_for(self, group: Group, nbytes: int) -> int | None:
         """Return a block for an answer that does not fit into the group's own."""
 
-    def returned(self, groups: list[Group], how: str) -> list[Group]:
-        """Take groups back from a worker that died; return the suspects."""
+    def returned(self, groups: list[Group], how: str) -> list[list[Group]]:
+        """Take groups back from a worker that died; return the suspects of each, one by one."""
 
     def hold(self, groups: list[Group]) -> None:
         """Take back groups that may go anywhere."""
-
-    def halve(self, groups: list[Group]) -> list[list[Group]]:
-        """Return suspects in two parts."""
 
     def poisoned(self, group: Group, how: str) -> None:
         """Answer the request that ends workers."""
@@ -147,12 +153,20 @@ class Link:
         self.pace = 1.0
         """How long its batches take, as a multiple of what others of their size take."""
         self._unpublished = False
-        # Parts of the suspects that are still to be tried, and the part that is being tried.
-        self._suspects: list[list[Group]] = []
-        self._tried: list[Group] = []
+        # Those that are still to be tried, of each group that they were in, and the one that is being tried.
+        self._suspects: deque[list[Group]] = deque()
+        self._tried: Group | None = None
+        self._trial: asyncio.TimerHandle | None = None
+        # While there are suspects: whose turn it is, when it began, until when it lasts, and how many rows
+        # the others may send even if it is over before.
+        self._is_turn_of_others = False
+        self._turn_ns = 0
+        self._until_ns = 0
+        self._turn_rows = 0
+        # What the longest batch took.
+        self._longest_ns = 0
         self._failed_starts = 0
         self._vain_deaths = 0
-        self._vain_deaths_max = VAIN_DEATHS_MAX
         self.deaths = 0
         """Workers that died."""
         # When the worker's loop was last looked at, what showed then that it ran, and since when nothing has.
@@ -178,8 +192,11 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether it can be given a group now."""
-        is_trying = self._tried or self._suspects
-        return self.state == "open" and not is_trying and len(self.groups) < GROUPS_MAX
+        if self.state != "open" or len(self.groups) >= GROUPS_MAX:
+            return False
+        if self._is_turn_of_others:
+            return self._turn_rows > 0 or clock.now_ns() < self._until_ns
+        return not (self._suspects or self._tried)
 
     @property
     def drain(self) -> tuple[float, float]:
@@ -207,6 +224,8 @@ class Link:
         assert self._sender is not None
         self._last_number += 1
         group.number = self._last_number
+        group.sent_ns = clock.now_ns()
+        self._turn_rows -= group.rows
         self.groups[group.number] = group
         self._rows += group.rows
         deadline_ns = group.deadline_ns
@@ -229,7 +248,7 @@ class Link:
 
     def take_suspects(self) -> list[Group]:
         """Return the suspects that no worker has, which are the caller's then."""
-        suspects, self._suspects = self._suspects, []
+        suspects, self._suspects = self._suspects, deque()
         return [group for part in suspects for group in part]
 
     @property
@@ -280,7 +299,7 @@ class Link:
             self._keep_counts(self._worker)
         self._worker = self._spare = None
         # Nobody waits for what is left: who is suspended waits until everybody has an answer.
-        groups, self.groups, self._rows, self._tried = list(self.groups.values()), {}, 0, []
+        groups, self.groups, self._rows = list(self.groups.values()), {}, 0
         if self.owner is not None:
             self.owner.hold([*groups, *self.take_suspects()])
         self.state = "suspended"
@@ -384,7 +403,7 @@ class Link:
         self._spares.cancel()
         self._spares = Spares(self._loop, self.device, self._have_spare)
         self._have_spare()
-        self._next_part()
+        self._next_turn()
         if self.owner is not None:
             self.owner.send_held()
 
@@ -417,6 +436,7 @@ class Link:
 
     def _detach(self) -> None:
         """Let go of the rings."""
+        self._end_trial()
         if self._look is not None:
             self._look.cancel()
             self._look = None
@@ -450,6 +470,8 @@ class Link:
             self.deaths += 1
             self._vain_deaths += 1
             self._look_at_answers()  # What it still answered counts.
+            if any(self._memory.words[group.launched] for group in self.groups.values()):
+                self._vain_deaths = 0  # One of these is to blame, and is found.
         self._give_back(how)
         self._detach()
         self._keep_counts(candidate)
@@ -458,7 +480,7 @@ class Link:
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
             return
-        if self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= self._vain_deaths_max:
+        if self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= VAIN_DEATHS_MAX:
             self._lose(how)
         else:
             self._replace(how)
@@ -480,37 +502,91 @@ class Link:
             self.owner.send_held()
 
     def _give_back(self, how: str) -> None:
-        """Return what the worker had to the front, and decide what is to be tried apart."""
+        """Return what the worker had to the front, but for what is to be tried apart."""
         groups, self.groups, self._rows = list(self.groups.values()), {}, 0
-        tried, self._tried = self._tried, []
+        tried = self._end_trial()
         if self.owner is None:
             return
-        launched = self.owner.returned(groups, how)
-        if tried:
-            # The others were not in a batch, so it was not for them.
-            if len(launched) == 1 and len(launched[0].requests) == 1:
-                self.owner.poisoned(launched[0], how)
-            elif launched:
-                self._suspects += reversed(self.owner.halve(launched))
-        elif launched:
-            self._suspects.append(launched)
-            requests = sum([len(group.requests) for group in launched])
-            self._vain_deaths_max = max(VAIN_DEATHS_MAX, requests.bit_length() + DEATHS_BESIDE_HALVING)
+        for suspects in self.owner.returned(groups, how):
+            if tried in suspects:
+                self.owner.poisoned(suspects[0], how)
+                # What came with it may be as bad, and what came at another time better.
+                self._suspects.rotate(-1)
+                self._until_ns = 0
+            else:
+                self._suspects.append(suspects)
 
-    def _next_part(self) -> None:
-        """Try the next part of the suspects, with nothing else in the worker."""
-        while self.state == "open" and not self._tried and self._suspects and not self.groups:
+    def _next_turn(self) -> None:
+        """Try the next suspect, or begin the others' turn, once the worker has nothing else.
+
+        Each turn lasts as long as the one before, if that was not too long. The suspects' turn ends with a
+        worker, whose end and replacement are a part of it; the others' when nobody waits.
+        """
+        while self.state == "open" and self._suspects and not self.groups:
             assert self.owner is not None
-            suspects = self._suspects.pop()
-            part = [group for group in suspects if group.left]
-            self.owner.hold([group for group in suspects if not group.left])  # It frees them.
-            self._tried = part
-            for group in part:
-                self.put(group)
-            self.publish()
+            if self._is_turn_of_others:
+                self._change_turns()
+            elif clock.now_ns() >= self._until_ns:
+                self._change_turns()
+                self.owner.send_held()
+                if self.groups:
+                    return
+                self._change_turns()
+            suspect = self._suspects[0].pop()
+            if not self._suspects[0]:
+                self._suspects.popleft()
+            if suspect.left:
+                self._try(suspect)
+            else:
+                self.owner.hold([suspect])  # It frees it.
+        if self._suspects or self._tried:
+            return
+        self._is_turn_of_others, self._turn_ns, self._until_ns = False, 0, 0
         worker = self._worker
         if worker is not None and worker.is_alone and self.state == "open" and not self.groups:
             self._share_again(worker)
+
+    def _change_turns(self) -> None:
+        now_ns = clock.now_ns()
+        took_ns = min(now_ns - self._turn_ns, TURN_NS_MAX) if self._turn_ns else 0
+        self._turn_ns, self._until_ns = now_ns, now_ns + took_ns
+        self._is_turn_of_others = not self._is_turn_of_others
+        self._turn_rows = self._worker_rows
+
+    @property
+    def _worker_rows(self) -> int:
+        """The rows that fill the worker once."""
+        assert self._worker is not None
+        assert self._worker.description is not None
+        return self._worker.description.max_rows * self._worker.description.contexts
+
+    def _try(self, suspect: Group) -> None:
+        """Give the worker one suspect and nothing else."""
+        self._tried = suspect
+        self.put(suspect)
+        self.publish()
+        limit_s, timeout_s = (
+            max(TRIAL_S_MIN, TRIAL_FACTOR * self._longest_ns / 1e9),
+            self._options.batch_timeout,
+        )
+        if suspect.hangs and timeout_s is not None and limit_s < timeout_s:
+            self._trial = self._loop.call_later(limit_s, self._hangs_again, limit_s)
+
+    def _hangs_again(self, limit_s: float) -> None:
+        """End the worker of a request that hung before and does again: the batch_timeout may be long."""
+        assert self._worker is not None
+        assert self._worker.process is not None
+        why = f"a request hung for the batch_timeout before, and for {limit_s:.3g} s when it was alone"
+        self._worker.error = DeviceLostError(why)
+        self._worker.process.kill(why)
+
+    def _end_trial(self) -> Group | None:
+        """Return what was being tried, which is over."""
+        tried, self._tried = self._tried, None
+        if self._trial is not None:
+            self._trial.cancel()
+            self._trial = None
+        return tried
 
     def _share_again(self, worker: Candidate) -> None:
         """Let go of a worker that no other front has, now that there are no suspects any more."""
@@ -559,8 +635,7 @@ class Link:
         self._look_at_answers()
         if self._receiver is not None and not self._receiver.sleep():
             self._loop.call_soon(self._answers)
-        if not self._tried:
-            self._next_part()
+        self._next_turn()
         if self.owner is not None:
             self.owner.tell_if_idle()
             self.owner.send_held()
@@ -576,9 +651,11 @@ class Link:
                 continue
             del self.groups[number]
             self._rows -= group.rows
-            if self._tried and group in self._tried:
-                self._tried.remove(group)
+            if group is self._tried:
+                self._end_trial()
             self._vain_deaths = 0
+            if fields[6] > self._longest_ns:
+                self._longest_ns = fields[6]
             self.owner.answered(self, group, fields)
 
     def _fetch(self, group: Group, nbytes: int) -> None:

@@ -8,7 +8,6 @@ import pytest
 import asynctrt
 from asynctrt.devices.host import HostDevice
 from asynctrt.errors import EngineClosedError, ExecutionError
-from asynctrt.scheduling.scheduler import BISECTIONS_MAX
 from asynctrt.testing import LatchDevice
 from tests.contract.devices import Subject
 from tests.helpers import until
@@ -111,7 +110,7 @@ async def test_a_decorated_function_is_not_called_twice_unless_that_was_asked_fo
     assert isinstance(isolated[1].__cause__, ZeroDivisionError)
 
 
-async def test_a_model_that_always_fails_is_not_asked_for_ever():
+async def test_a_model_that_fails_for_a_while_is_asked_for_each_request_and_isolates_afterwards():
     asked, broken = 0, True
 
     def function(inputs, outputs):
@@ -123,15 +122,46 @@ async def test_a_model_that_always_fails_is_not_asked_for_ever():
 
     async with asynctrt.open(double_model(function), max_rows=64) as engine:
         for _ in range(5):
-            outcomes = await asyncio.gather(
-                *[engine.infer(rows(1)) for _ in range(64)], return_exceptions=True
-            )
-            assert {type(outcome) for outcome in outcomes} == {ExecutionError}
-        assert asked == 5 + 2 * BISECTIONS_MAX
+            await send(engine, set(range(64)), requests=64)
+        assert asked <= 5 * (2 * 64 - 1)
         broken = False
-        for _ in range(BISECTIONS_MAX):
-            await engine.infer(rows(1))
         await send(engine, {3})
+
+
+@pytest.mark.parametrize("run_on", ["thread", "loop"])
+@pytest.mark.parametrize("bad_callers", [12, 64])
+async def test_callers_who_always_send_what_fails_fail_nobody_else(run_on, bad_callers):
+    """So many that each batch has one: nothing that was done in vain adds up to giving up."""
+    answered = dict.fromkeys(range(128), 0)
+
+    async def call(engine, number):
+        while min([answered[one] for one in range(bad_callers, 128)]) < 5:
+            value = number - bad_callers
+            if number < bad_callers:
+                with pytest.raises(ExecutionError, match="while it ran this request alone"):
+                    await engine.infer(rows(value))
+            else:
+                assert (await engine.infer(rows(value)))["output"][0, 0] == 2 * value
+                answered[number] += 1
+
+    async with asyncio.timeout(WAIT_S), asynctrt.open(failing_model(run_on=run_on), max_rows=32) as engine:
+        await asyncio.gather(*[call(engine, number) for number in answered])
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+async def test_whatever_a_model_raises_in_a_thread_fails_one_request(kind):
+    def function(inputs, outputs):
+        if (inputs["input"] < 0).any():
+            raise kind("bad")
+        double(inputs, outputs)
+
+    async with asynctrt.open(double_model(function), device=HostDevice(in_place="never")) as engine:
+        outcomes = await asyncio.gather(
+            *[engine.infer(rows(number - 1)) for number in range(16)], return_exceptions=True
+        )
+        assert type(outcomes[0]) is ExecutionError
+        assert kind.__name__ in str(outcomes[0])
+        assert [outcome["output"][0, 0] for outcome in outcomes[1:]] == [2 * number for number in range(15)]
 
 
 @pytest.mark.parametrize("then", ["cancel", "close"])

@@ -1,6 +1,10 @@
 """The scheduler as a whole, event by event. Simulation runs it through everything at once."""
 
 import dataclasses
+import heapq
+import math
+import random
+from collections import Counter
 from itertools import count
 
 import pytest
@@ -22,7 +26,6 @@ from asynctrt.scheduling.key import FIXED_SHAPE, BatchKey
 from asynctrt.scheduling.policy import DEADLINE_MARGIN_NS, PART_NS_MIN, Captured
 from asynctrt.scheduling.queues import TURNS_KEPT
 from asynctrt.scheduling.request import Request, State
-from asynctrt.scheduling.scheduler import BISECTIONS_MAX
 from tests.scheduling.support import (
     KEY,
     Profiles,
@@ -775,14 +778,14 @@ class TestSnapshots:
 
 
 class TestBisecting:
-    def test_halves_go_first_each_on_its_own_until_one_request_is_left(self):
+    def test_halves_and_new_batches_take_turns_until_one_request_is_left(self):
         plan = scheduler(contexts=1)
         requests = [submit(plan) for _ in range(3)]
         launched = []
         while (batch := plan.next_batch(0)) is not None:
             launched.append((batch.reason, [requests.index(one) for one in batch.requests]))
             if len(launched) == 1:
-                requests.append(submit(plan, shape="a", priority=2))
+                requests += [submit(plan, shape="a", priority=2), submit(plan, shape="c")]
             # The third request is the bad one.
             if requests[2] not in batch.requests:
                 finish(plan, batch)
@@ -791,10 +794,33 @@ class TestBisecting:
         assert launched == [
             (Reason.IDLE, [0, 1, 2]),
             (Reason.AGAIN, [0, 1]),
-            (Reason.AGAIN, [2]),
             (Reason.IDLE, [3]),
+            (Reason.AGAIN, [2]),
+            (Reason.IDLE, [4]),
         ]
-        assert [one.state for one in requests] == [State.DONE, State.DONE, State.FAILED, State.DONE]
+        assert [one.state for one in requests].count(State.DONE) == 4
+        assert requests[2].state is State.FAILED
+
+    def test_the_part_that_most_wait_for_goes_first(self):
+        plan = scheduler(rows_max=8, contexts=2)
+        requests = [submit(plan) for _ in range(10)]
+        batches = plan.next_batch(0), plan.next_batch(0)
+        for batch in reversed(batches):
+            plan.bisect(batch)
+        parts = []
+        while (part := plan.next_batch(0)) is not None:
+            parts.append([requests.index(one) for one in part.requests])
+            finish(plan, part)
+        assert parts == [[0, 1, 2, 3], [4, 5, 6, 7], [8], [9]]
+
+    @pytest.mark.parametrize("settings", [{"delay_ns_max": 100}, {"in_flight_max": 2, "contexts": 3}])
+    def test_a_part_does_not_wait_for_a_batch_that_is_not_due(self, settings):
+        plan = scheduler(concurrency=1, **settings)
+        requests = [submit(plan) for _ in range(4)]
+        plan.bisect(plan.next_batch(0))
+        assert plan.next_batch(0).requests == tuple(requests[:2])
+        submit(plan, now_ns=1)
+        assert plan.next_batch(1).requests == tuple(requests[2:])
 
     def test_rows_and_profiles_are_asked_anew(self):
         plan = scheduler(rows_fixed=4)
@@ -836,23 +862,88 @@ class TestBisecting:
         assert [one.state for one in requests[:2]] == [State.CANCELLED] * 2
         assert counters(plan).cancelled == 2
 
-    def test_so_many_without_success_and_then_one_for_each(self):
+    def test_a_model_that_always_fails_is_asked_twice_for_each_request_at_the_most(self):
         plan = scheduler(rows_max=64, queue_rows_max=10**6, contexts=1)
-        bisected = 0
-        for _ in range(3):
-            for _ in range(64):
-                submit(plan)
-            while (batch := plan.next_batch(0)) is not None:
-                if plan.bisect(batch):
-                    bisected += 1
-                else:
-                    plan.failed(batch)
-        assert bisected == counters(plan).bisected == BISECTIONS_MAX
-        submit(plan)
-        finish(plan, plan.next_batch(0))
-        submit(plan), submit(plan)
-        assert plan.bisect(plan.next_batch(0))
-        assert plan.is_idle is False
+        for _ in range(3 * 64):
+            submit(plan)
+        while (batch := plan.next_batch(0)) is not None:
+            if not plan.bisect(batch):
+                assert len(batch.requests) == 1
+                plan.failed(batch)
+        assert sum(counters(plan).launched.values()) == 3 * (2 * 64 - 1)
+        assert plan.is_idle
+
+    @pytest.mark.parametrize("contexts", [1, 3])
+    @pytest.mark.parametrize(
+        ("share", "callers", "rate"),
+        [(0.001, 1024, 0.6), (0.01, 256, 0.5), (0.05, 256, 0.5), (0.25, 256, 0.4), (0.5, 256, 0.12)],
+    )
+    def test_every_healthy_request_of_many_callers_is_answered_after_few_runs(
+        self, share, callers, rate, contexts
+    ):
+        """They ask again at once. Batches take as long as their rows say, also when they fail.
+
+        :param rate: how much of the healthy answers there are at least, beside those without any bad ones.
+        """
+        world = Callers(callers, share, contexts)
+        world.run(batches=3000)
+        assert world.failed <= world.bad
+        assert max(world.runs.values()) <= 1 + math.log2(64)
+        # What failed has every second turn at most, and the largest part of it goes first.
+        alone = Callers(callers, 0.0, contexts)
+        alone.run(batches=100)
+        assert world.rate > rate * alone.rate
+        assert world.longest_ns < 3000 * world.batch_ns(64)
+
+
+class Callers:
+    """Callers who always ask again, of which a share sends what makes batches fail, in simulated time."""
+
+    def __init__(self, callers, share, contexts):
+        limits = {"contexts": contexts, "concurrency": contexts, "in_flight_max": contexts}
+        self.plan = scheduler(rows_max=64, queue_rows_max=callers, **limits)
+        self.random = random.Random(5)
+        self.callers = callers
+        self.bad_callers = set(self.random.sample(range(callers), round(share * callers)))
+        self.caller_of, self.runs = {}, Counter()
+        self.bad, self.failed = set(), set()
+        self.answered = self.longest_ns = self.now_ns = 0
+
+    @staticmethod
+    def batch_ns(rows):
+        return 2_000_000 + 20_000 * rows
+
+    @property
+    def rate(self):
+        return self.answered / self.now_ns
+
+    def ask(self, caller):
+        request = submit(self.plan, now_ns=self.now_ns)
+        self.caller_of[request] = caller
+        if caller in self.bad_callers:
+            self.bad.add(request)
+
+    def run(self, batches):
+        for caller in self.random.sample(range(self.callers), self.callers):
+            self.ask(caller)
+        flights = []
+        for _ in range(batches):
+            while (batch := self.plan.next_batch(self.now_ns)) is not None:
+                self.runs.update(batch.requests)
+                heapq.heappush(flights, (self.now_ns + self.batch_ns(batch.rows), batch.number, batch))
+            self.now_ns, _, batch = heapq.heappop(flights)
+            over = batch.requests
+            if self.bad.isdisjoint(batch.requests):
+                finish(self.plan, batch, self.now_ns)
+                self.answered += len(over)
+            elif self.plan.bisect(batch):
+                over = ()
+            else:
+                self.plan.failed(batch)
+                self.failed.update(over)
+            for request in over:
+                self.longest_ns = max(self.longest_ns, self.now_ns - request.arrival_ns)
+                self.ask(self.caller_of.pop(request))
 
 
 @pytest.mark.parametrize("delay_ns", [0, 500])

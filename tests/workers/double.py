@@ -14,11 +14,12 @@ from asynctrt.workers.messages import Attach, Attached, Close, Description, Kind
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.spawn import SPAWNER
 from tests.helpers import WAIT_S
-from tests.workers.models import SEGFAULT
+from tests.workers.models import HANG, SEGFAULT
 
 
 class Worker:
-    """One that doubles its input as soon as it has it, unless it ``holds``, and dies of SEGFAULT."""
+    """One that doubles its input as soon as it has it, unless it ``holds``. It dies of SEGFAULT, hangs
+    with HANG, and does not answer then what came at the same time."""
 
     def __init__(self, workers, hear, died):
         self.workers, self.hear, self.died = workers, hear, died
@@ -84,11 +85,15 @@ class Worker:
             (given,) = layout.inputs(*where).values()
             (asked,) = layout.outputs(*where).values()
             np.multiply(given, 2, out=asked)
-            done.append((number, rows, SEGFAULT in given))
-        if any(deadly for *_, deadly in done):
+            self.workers.runs += 1
+            done.append((number, rows, SEGFAULT in given, HANG in given))
+        if any(deadly for *_, deadly, _ in done):
             self.end("ended by SIGSEGV")
             return
-        for number, rows, _ in done:
+        if any(hangs for *_, hangs in done):
+            self.holds = True
+            return
+        for number, rows, *_ in done:
             self.sender.put(Kind.ANSWER, 1, rows, number, clock.now_ns(), 0, 1000, 0, 0, 0)
         self.sender.publish()
         self.receiver.sleep()
@@ -103,6 +108,8 @@ class Workers:
         self.ready = ready
         self.all = []
         self.starts, self.says_ready_when_killed, self.attaches = True, False, True
+        self.runs = 0
+        """Groups that they have taken."""
         self.why_not = ""
         """Why they cannot have the memory of the front."""
 

@@ -13,8 +13,15 @@ import numpy as np
 from asynctrt.backends.function import FunctionModel
 from asynctrt.tensors import TensorSpec
 
-SEGFAULT, RAISE, HANG, STOP, WAIT, ONCE, LONG_ERROR, LOG = (-1.0, -2, -3, -4, -5, -6, -7, -8)
+SEGFAULT, RAISE, HANG, STOP, WAIT, ONCE, LONG_ERROR, LOG, EXIT, INTERRUPT = map(float, range(-1, -11, -1))
 """What the first value of a row asks for; any other is doubled."""
+
+RAISES = {
+    RAISE: (ValueError, "a row is -2"),
+    LONG_ERROR: (ValueError, "long " * 1_000_000),
+    EXIT: (SystemExit, "a row is -9"),
+    INTERRUPT: (KeyboardInterrupt, "a row is -10"),
+}
 
 GATE = "ASYNCTRT_TEST_GATE"
 """The environment variable with a path: a batch with WAIT waits until a file is there."""
@@ -38,10 +45,9 @@ def behave(inputs):
     first = inputs["x"][:, 0]
     if SEGFAULT in first:
         os.kill(os.getpid(), signal.SIGSEGV)
-    if RAISE in first:
-        raise ValueError("a row is -2")
-    if LONG_ERROR in first:
-        raise ValueError("long " * 1_000_000)
+    for asked, (kind, text) in RAISES.items():
+        if asked in first:
+            raise kind(text)
     if STOP in first:
         os.kill(os.getpid(), signal.SIGSTOP)
     if HANG in first:
@@ -63,6 +69,13 @@ def behave(inputs):
 def kind():
     """Take rows of four values."""
     return FunctionModel(behave, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="kind")
+
+
+def on_loop():
+    """Do the same on the event loop."""
+    return FunctionModel(
+        behave, inputs=ROW, outputs=TensorSpec("y", "float32", (4,)), name="on_loop", run_on="loop"
+    )
 
 
 def slow():

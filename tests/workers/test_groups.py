@@ -1,4 +1,4 @@
-"""How requests are grouped, and groups halved."""
+"""How requests are grouped, and groups taken apart."""
 
 import numpy as np
 import pytest
@@ -56,28 +56,29 @@ def memory():
     made.close()
 
 
-def test_halves_have_the_rows_of_who_still_waits(memory):
+def test_each_who_still_waits_has_its_rows_in_a_group_of_its_own(memory):
     heap = Heap(memory)
     requests = [request(count, value) for value, count in enumerate((1, 3, 2, 1, 4), start=1)]
     group = Group(requests, LAYOUT)
     group.allocate(heap, memory)
     group.write(memory, [request.payload for request in group.requests])
-    group.deaths = 2
+    group.deaths, group.hangs = 2, True
     memory.words[group.block // 8 + LAUNCHED] = 1
     requests[1].state = State.CANCELLED
-    parts = group.parts(heap, memory)
-    assert [[one.rows for one in part.requests] for part in parts] == [[1, 2], [1, 4]]
-    for part in parts:
-        rows = part.layout.inputs(memory, part.block, part.rows)["x"]
-        for start, one in zip(starts_of(part.requests), part.requests, strict=True):
-            assert (rows[start : start + one.rows] == 1 + requests.index(one)).all()
-            assert one.payload is part
-        assert (part.deaths, part.left) == (2, 2)
-        assert memory.words[part.block // 8 + LAUNCHED] == 0
-    assert heap.blocks == 2
-    for part in parts:
-        part.free(heap)
-        part.free(heap)
+    singles = group.singles(heap, memory)
+    assert [single.requests for single in singles] == [[one] for one in (requests[0], *requests[2:])]
+    for single in singles:
+        (one,) = single.requests
+        rows = single.layout.inputs(memory, single.block, single.rows)["x"]
+        assert rows.shape == (one.rows, 2)
+        assert (rows == 1 + requests.index(one)).all()
+        assert one.payload is single
+        assert (single.deaths, single.hangs, single.left) == (2, True, 1)
+        assert memory.words[single.block // 8 + LAUNCHED] == 0
+    assert heap.blocks == 4
+    for single in singles:
+        single.free(heap)
+        single.free(heap)
     assert heap.blocks == 0
 
 
@@ -92,7 +93,7 @@ def test_a_block_that_is_used_again_was_not_launched(memory):
     assert heap.blocks == 0
 
 
-def test_without_room_for_halves_nothing_changes():
+def test_without_room_for_all_of_them_nothing_changes():
     memory = SharedMemory.create(8192)
     heap = Heap(memory)
     requests = [request(200, value) for value in (1, 2)]
@@ -100,7 +101,7 @@ def test_without_room_for_halves_nothing_changes():
     group.allocate(heap, memory)
     group.write(memory, [request.payload for request in group.requests])
     with pytest.raises(MemoryError):
-        group.parts(heap, memory)
+        group.singles(heap, memory)
     assert heap.blocks == 1
     assert group.block >= 0
     memory.close()

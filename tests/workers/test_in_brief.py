@@ -23,6 +23,7 @@ async def test_an_engine_in_a_worker_process():
         assert type(answers.pop()) is ExecutionError
         for first, answer in zip(firsts, answers, strict=False):
             assert np.array_equal(answer["y"], 2 * rows(first))
+        await until(lambda: engine.state == "open")
         deaths = engine.workers[0].deaths
         os.kill(engine.workers[0].pid, signal.SIGKILL)
         await until(lambda: engine.workers[0].deaths == deaths + 1)

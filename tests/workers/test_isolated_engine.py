@@ -33,7 +33,7 @@ from tests.gpu.support import gpu_is_here
 from tests.helpers import WAIT_S, until
 from tests.models import double_onnx
 from tests.workers import models
-from tests.workers.models import LOG, LONG_ERROR, RAISE, WAIT, rows, workers_left
+from tests.workers.models import EXIT, INTERRUPT, LOG, LONG_ERROR, RAISE, WAIT, rows, workers_left
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 KIND = "tests.workers.models:kind"
@@ -190,6 +190,26 @@ async def test_a_row_that_makes_the_model_fail_fails_alone():
                 assert np.array_equal(answer["y"], 2 * rows(first))
         assert engine.workers[0].deaths == 0
         assert engine.statistics().failed == 2
+
+
+@pytest.mark.parametrize("asked", [RAISE, EXIT, INTERRUPT])
+@pytest.mark.parametrize("model", [KIND, "tests.workers.models:on_loop"])
+async def test_callers_who_always_send_what_fails_fail_nobody_else(model, asked):
+    """Whatever the model raises, and in each batch: the worker goes on."""
+    answered = dict.fromkeys(range(64), 0)
+
+    async def call(engine, number):
+        while min([answered[one] for one in range(8, 64)]) < 10:
+            if number < 8:
+                with pytest.raises(ExecutionError, match="while it ran this request alone.*a row is"):
+                    await engine.infer(rows(asked))
+            else:
+                assert (await engine.infer(rows(number)))["y"][0, 0] == 2 * number
+                answered[number] += 1
+
+    async with opened(model, max_rows=16) as engine:
+        await asyncio.gather(*[call(engine, number) for number in answered])
+        assert engine.workers[0].deaths == 0
 
 
 async def test_a_row_whose_caller_left_does_not_fail_its_last_neighbour():

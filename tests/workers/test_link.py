@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import random
 import threading
 import time
 from functools import partial
@@ -22,11 +23,11 @@ from asynctrt.errors import (
     SuspendedError,
 )
 from asynctrt.runtime.jobs import Copiers
-from asynctrt.workers import front, groups, spares
+from asynctrt.workers import front, groups, link, spares
 from asynctrt.workers.link import LOOK_S, VAIN_DEATHS_MAX
 from tests.helpers import WAIT_S, until
 from tests.workers.double import workers
-from tests.workers.models import SEGFAULT, rows
+from tests.workers.models import HANG, SEGFAULT, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
 KIND = "tests.workers.models:kind"
@@ -120,9 +121,87 @@ async def test_the_first_of_many_in_one_batch_is_found():
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(answers[0], PoisonError)
         assert [answer["y"][0, 0] for answer in answers[1:]] == [2 * number for number in range(1, 4096)]
-        assert engine.state == "open"
-        assert len(made.all) > 12
+        await until(lambda: engine.state == "open")
+        assert len(made.all) == 1 + 3
     assert engine._front._heap.blocks == 0
+
+
+@pytest.mark.parametrize(("requests", "bad"), [(64, 1), (64, 16), (64, 64), (512, 256), (4096, 4)])
+async def test_however_many_end_their_worker_nobody_else_fails(requests, bad):
+    """Each ends one worker alone, after the two that they end together; the others are run twice more."""
+    async with workers(KIND) as made, opened() as engine:
+        deadly = set(random.Random(requests).sample(range(requests), bad))
+        calls = [engine.submit(rows(SEGFAULT if number in deadly else number)) for number in range(requests)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for number, answer in enumerate(answers):
+            if number in deadly:
+                assert isinstance(answer, PoisonError)
+            else:
+                assert answer["y"][0, 0] == 2 * number
+        await until(lambda: engine.state == "open")
+        assert engine.workers[0].deaths == 2 + bad
+        assert made.runs <= 2 * requests + requests
+    assert engine._front._heap.blocks == 0
+
+
+async def test_others_have_a_turn_before_each_suspect_that_ends_its_worker():
+    async with workers(KIND) as made, opened() as engine:
+        made.starts = False
+        bad = [engine.submit(rows(SEGFAULT)) for _ in range(8)]
+        for turn in range(9):
+            await until(lambda turn=turn: len(made.all) == 2 + turn)
+            call = engine.submit(rows(1 + turn)) if turn else None
+            await until(lambda: engine._front._held)
+            made.all[-1].say_ready()
+            if call is not None:
+                assert (await call)["y"][0, 0] == 2 * (1 + turn)
+                assert sum(one.done() for one in bad) <= turn
+        answers = await asyncio.gather(*bad, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {PoisonError}
+
+
+async def test_who_waits_with_suspects_that_end_well_has_every_second_turn():
+    """They would be tried for a minute without end, if they had all the turns."""
+    async with workers(KIND) as made, opened() as engine:
+        calls = [engine.submit(rows(number)) for number in range(1, 4001)]
+        for _ in range(2):
+            made.all[-1].holds = True
+            count = len(made.all)
+            await until(lambda: engine.workers[0].groups)
+            for group in engine._front.links[0].groups.values():
+                engine._memory.words[group.launched] = 1
+            made.all[-1].end("ended by SIGKILL")
+            await until(lambda count=count: len(made.all) == count + 1 and made.all[-1].receiver)
+        assert not any(call.done() for call in calls)
+        assert (await engine.infer(rows(5)))["y"][0, 0] == 10
+        assert sum(call.done() for call in calls) < 2000
+        assert [(await call)["y"][0, 0] for call in calls] == [2 * number for number in range(1, 4001)]
+        assert engine.workers[0].deaths == 2
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+async def test_a_request_that_hung_has_less_time_when_it_is_tried_alone(monkeypatch, bad):
+    monkeypatch.setattr(link, "TRIAL_S_MIN", 0.02)
+    async with workers(KIND), opened(batch_timeout=1.0) as engine:
+        assert (await engine.infer(rows(1)))["y"][0, 0] == 2
+        calls = [engine.submit(rows(HANG if number < bad else number)) for number in range(16)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for number, answer in enumerate(answers):
+            if number < bad:
+                assert isinstance(answer, PoisonError)
+                assert "hung for the batch_timeout before, and for 0.02 s when it was alone" in str(answer)
+            else:
+                assert answer["y"][0, 0] == 2 * number
+        assert engine.workers[0].deaths == 1 + bad
+
+
+async def test_it_has_as_long_as_batches_that_took_long(monkeypatch):
+    monkeypatch.setattr(link, "TRIAL_S_MIN", 0.0)
+    monkeypatch.setattr(link, "TRIAL_FACTOR", 10**9)
+    async with workers(KIND), opened(batch_timeout=1.0) as engine:
+        assert (await engine.infer(rows(1)))["y"][0, 0] == 2  # In 1 µs, says the worker.
+        with pytest.raises(PoisonError, match="event loop had not run for"):
+            await engine.infer(rows(HANG))
 
 
 async def test_suspects_that_nobody_waits_for_any_more_leave_nothing_behind():
@@ -130,7 +209,7 @@ async def test_suspects_that_nobody_waits_for_any_more_leave_nothing_behind():
         calls = [engine.submit(rows(SEGFAULT), priority=number) for number in (0, 1)]
         await until(lambda: len(made.all) == 3)
         made.starts = False
-        await until(lambda: len(made.all) == 4)  # They are in halves now, and wait for this worker.
+        await until(lambda: len(made.all) == 4)  # One was found, and the other waits for this worker.
         for call in calls:
             call.cancel()
         await asyncio.sleep(0)
@@ -152,7 +231,7 @@ async def test_a_suspect_of_an_engine_that_is_being_closed_is_answered_and_leave
         closing = asyncio.create_task(engine.aclose())
         await until(lambda: engine.state == "closing")
         made.all[1].end("ended by SIGKILL")
-        assert engine._front.links[0]._suspects == [[group]]
+        assert list(engine._front.links[0]._suspects) == [[group]]
         if not waits:
             call.cancel()
         await closing
@@ -228,12 +307,12 @@ async def test_what_expires_while_there_is_no_worker_leaves_nothing_behind():
         await until(lambda: engine._front._heap.blocks == 0)
 
 
-async def test_what_a_lost_device_had_goes_to_the_others_at_once():
+async def test_what_a_lost_device_had_goes_to_the_others_at_once(monkeypatch):
+    monkeypatch.setattr(link, "VAIN_DEATHS_MAX", 1)
     async with workers(KIND) as made, opened(device="host,host") as engine:
         made.all[0].holds = True
         call = engine.submit(rows(1))
         await until(lambda: engine._front.links[0].groups)
-        engine._front.links[0]._vain_deaths_max = 1
         made.all[0].end("ended by SIGBUS")
         assert np.array_equal((await call)["y"], 2 * rows(1))
         assert [worker.state for worker in engine.workers] == ["lost", "open"]
