@@ -22,6 +22,7 @@ from tests.helpers import WAIT_S, free_port
 from tests.models import double_onnx
 
 pytestmark = [pytest.mark.tier2, pytest.mark.timeout(120)]
+ROOT = Path(__file__).parents[2]
 ROWS = {"inputs": [{"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
 
@@ -45,12 +46,13 @@ def full_pipe():
 
 
 @contextlib.contextmanager
-def serving(folder, *flags, env=(), limits=None, **streams):
-    """A server in a process of its own, which ends on SIGTERM with status 0."""
+def serving(folder, *flags, model=None, status=0, env=(), limits=None, **streams):
+    """A server in a process of its own, which ends on SIGTERM with this status."""
     port = free_port()
+    model = model or str(double_onnx(folder / "double.onnx"))
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "asynctrt", "serve", str(double_onnx(folder / "double.onnx"))),
+            *(sys.executable, "-m", "asynctrt", "serve", model),
             *(f"--http-port={port}", "--no-grpc", *flags),
         ],
         env={**os.environ, **dict(env)},
@@ -68,7 +70,7 @@ def serving(folder, *flags, env=(), limits=None, **streams):
             time.sleep(0.05)
         yield process, port
         process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0
+        assert process.wait(WAIT_S) == status
     finally:
         process.kill()
         process.wait()
@@ -87,6 +89,36 @@ def test_a_reader_that_stands_still(tmp_path, what, flags):
     finally:
         os.close(reading)
         os.close(writing)
+
+
+HANGS = """
+import threading
+from pathlib import Path
+from tests.models import double_model
+made = []
+def model():
+    if made:
+        Path(__file__).with_name("hanging").touch()
+        threading.Event().wait()
+    made.append(double_model())
+    return made[0]
+"""
+
+
+def test_a_model_that_a_client_loads_and_that_hangs(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    flags = ("--model-control", "--drain-timeout=0.5")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with (
+        serving(tmp_path, *flags, model="double=hangs:model", status=1, env=env) as (_, port),
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as client,
+    ):
+        client.request("POST", "/v2/repository/models/double/load")
+        end = time.monotonic() + WAIT_S
+        while not (tmp_path / "hanging").exists():
+            time.sleep(0.01)
+            assert time.monotonic() < end
+        assert ask(port) == 200
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
