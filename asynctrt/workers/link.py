@@ -502,7 +502,7 @@ class Link:
             self.owner.send_held()
 
     def _give_back(self, how: str) -> None:
-        """Return what the worker had to the front, but for what is to be tried apart."""
+        """Return what the worker had to the front, except for what is to be tried apart."""
         groups, self.groups, self._rows = list(self.groups.values()), {}, 0
         tried = self._end_trial()
         if self.owner is None:
@@ -565,10 +565,8 @@ class Link:
         self._tried = suspect
         self.put(suspect)
         self.publish()
-        limit_s, timeout_s = (
-            max(TRIAL_S_MIN, TRIAL_FACTOR * self._longest_ns / 1e9),
-            self._options.batch_timeout,
-        )
+        timeout_s = self._options.batch_timeout
+        limit_s = max(TRIAL_S_MIN, TRIAL_FACTOR * self._longest_ns / 1e9)
         if suspect.hangs and timeout_s is not None and limit_s < timeout_s:
             self._trial = self._loop.call_later(limit_s, self._hangs_again, limit_s)
 

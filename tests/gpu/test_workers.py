@@ -149,6 +149,5 @@ async def test_one_lost_gpu_lowers_capacity_and_nothing_else():
         os.kill(first, signal.SIGKILL)
         check(firsts, await asked)
         assert engine.workers[1].deaths == 0
-        # Whatever was computed with it is suspected: the more, the more workers it ends.
         firsts = [ILLEGAL if number == 21 else number + 1 for number in range(64)]
         check(firsts, await answered(engine, firsts), {ILLEGAL})

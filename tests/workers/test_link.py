@@ -370,7 +370,7 @@ async def test_no_descriptors_for_rings(monkeypatch):
             await call
         monkeypatch.undo()
         assert engine.state == "lost"
-    assert not link._eventfds
+    assert not link._closes
 
 
 def _too_many():
