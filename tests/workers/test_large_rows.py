@@ -269,7 +269,7 @@ async def test_what_a_caller_who_left_does_with_its_arrays_is_its_own(gate):  # 
             assert (answer["y"] == first + 1).all()
 
 
-async def test_parts_of_what_no_batch_holds_share_one_with_others():
+async def test_parts_of_what_no_batch_holds_beside_others():
     device = LatchDevice(concurrency=1)
     settings = {"max_rows": 8, "contexts": 1}
     async with local.opened(strict(device, SPEC), device=device, **settings) as (engine, inner, _):
@@ -283,7 +283,7 @@ async def test_parts_of_what_no_batch_holds_share_one_with_others():
         device.open()
         for array, call in zip(arrays, calls, strict=True):
             np.testing.assert_array_equal(next(iter((await call).values())), expected(array))
-        assert inner.statistics().batches == 4
+        assert inner.statistics().batches == 5  # The parts come one after the other, with turns between.
 
 
 @pytest.mark.parametrize("dim", [DIM, DIM + 7])
