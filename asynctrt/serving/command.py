@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ from asynctrt.process import (
     raise_open_files,
     shorten_switch_interval,
 )
+from asynctrt.serving.entries import Place
 from asynctrt.serving.folder import FolderWatch, ModelFolder
 from asynctrt.serving.models import ModelSource
 from asynctrt.serving.repository import Repository
@@ -44,8 +45,8 @@ OTHER_DESCRIPTORS: Final = 256
 
 PATH_NAMES: Final = ("tokens_file", "tls_certificate", "tls_key", "access_log")
 
-HURRIED_S: Final = 1.0
-"""How long what was cancelled may take to end, in a server that is to stop at once."""
+HURRIED_S: Final = 0.6
+"""How long a server that is to stop at once may take: a second signal ends it within a second."""
 
 logger = logging.getLogger("asynctrt.serving")
 
@@ -176,6 +177,7 @@ async def serve(
     opened: Callable[[Server], None] | None = None,
     loaded: Callable[[], None] | None = None,
     listens_last: bool = False,
+    places: Sequence[Place] | None = None,
 ) -> None:
     """Serve in this process, until SIGTERM or SIGINT.
 
@@ -183,6 +185,7 @@ async def serve(
     :param opened: for one of several fronts: called with the server when it listens.
     :param loaded: called when the models are loaded and all has been said.
     :param listens_last: whether it loads its models before it listens: others answer at its port meanwhile.
+    :param places: what to serve instead of the folders of the configuration as they are now.
     :raises AsynctrtError: if it cannot listen on a port or load a model.
     :raises DeviceLostError: with ``on_device_lost="exit"``, once it has stopped because a device was lost.
     """
@@ -192,45 +195,78 @@ async def serve(
     shorten_switch_interval()
     raise_open_files()
     folders = config.folders()
-    repository = _with_places(config.repository(), folders)
+    repository = _with_places(config.repository(), folders if places is None else places)
     server = Server(repository, settings, is_front=opened is not None)
     if listens_last:
         await _load_first(server, show)
-    async with server:
-        if opened is not None:
-            opened(server)
-        # It listens and handles signals before it loads models: health checks then report live, not ready.
-        serving = asyncio.create_task(server.serve())
-        loading = asyncio.create_task(_load(server, show, is_loaded=listens_last))
-        tasks = [loading, serving]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done() and not server.is_stopping:
-                loading.result()
-                if loaded is not None:
-                    loaded()
-            if settings.watch is not None:
-                watches = [FolderWatch(repository, folder) for folder in folders]
-                tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
-            # A watch ends with an error of ours, if at all.
-            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks[1:]:
-                if task.done():
-                    task.result()
-        finally:
-            tasks += repository.loading
-            for task in tasks:
-                task.cancel()
-            await _wait_or_leave(
-                tasks,
-                HURRIED_S if server.is_hurried else settings.drain_timeout,
-                status=DEVICE_LOST if server.lost else 1,
-            )
-        show("stopped")
+    leaving = asyncio.create_task(_leave_if_hurried(server))
+    try:
+        await _serve(server, folders, show, opened, loaded, is_loaded=listens_last)
+    finally:
+        leaving.cancel()
     if server.lost:
         raise DeviceLostError(
             f"nothing can run {', '.join(server.lost)} any more in this process: start the server again"
         )
+
+
+async def _serve(
+    server: Server,
+    folders: Iterable[ModelFolder],
+    show: Callable[[str], None],
+    opened: Callable[[Server], None] | None,
+    loaded: Callable[[], None] | None,
+    *,
+    is_loaded: bool,
+) -> None:
+    """Listen, load the models unless they are loaded, and serve."""
+    settings = server.settings
+    with server.signals():
+        async with server:
+            if opened is not None:
+                opened(server)
+            # It listens and handles signals before it loads models: health checks say live, not ready.
+            serving = asyncio.create_task(server.serve())
+            loading = asyncio.create_task(_load(server, show, is_loaded=is_loaded))
+            tasks = [loading, serving]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if loading.done() and not server.is_stopping:
+                    loading.result()
+                    if loaded is not None:
+                        loaded()
+                if settings.watch is not None:
+                    watches = [FolderWatch(server.repository, folder) for folder in folders]
+                    tasks += [asyncio.create_task(watch.run(settings.watch)) for watch in watches]
+                # A watch ends with an error of ours, if at all.
+                await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks[1:]:
+                    if task.done():
+                        task.result()
+            finally:
+                tasks += server.repository.loading
+                for task in tasks:
+                    task.cancel()
+                await _wait_or_leave(
+                    tasks,
+                    HURRIED_S / 2 if server.is_hurried else settings.drain_timeout,
+                    status=_status_of(server),
+                )
+            show("stopped")
+
+
+def _status_of(server: Server) -> int:
+    """Return the exit status of a process that ends before its server has stopped."""
+    return DEVICE_LOST if server.lost else 1
+
+
+async def _leave_if_hurried(server: Server) -> None:
+    """End the process soon after its server is to stop at once: what is being closed may hang."""
+    await server.wait_hurried()
+    await asyncio.sleep(HURRIED_S)
+    logger.warning("what does not end is left behind: %r", server)
+    logging.shutdown()
+    os._exit(_status_of(server))
 
 
 async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float, *, status: int) -> None:
@@ -255,9 +291,9 @@ async def _wait_or_leave(tasks: Iterable["asyncio.Task[None]"], timeout_s: float
         loop.remove_signal_handler(number)
 
 
-def _with_places(repository: Repository, folders: Iterable[ModelFolder]) -> Repository:
-    for folder in folders:
-        repository.add_place(folder)
+def _with_places(repository: Repository, places: Iterable[Place]) -> Repository:
+    for place in places:
+        repository.add_place(place)
     return repository
 
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,56 @@ LOOK_S: Final = 0.1
 """How long a look at one model may take before others have their turn beside it."""
 
 logger = logging.getLogger("asynctrt.serving")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundVersion:
+    """A version of a model as it was found: where it lies, and what its ``config.pbtxt`` said."""
+
+    model: ModelSource
+    config: ModelConfig
+    folder: Path
+    warmup: int
+    """Rounds of warm-up, if its configuration has no ``model_warmup``."""
+
+    def source(self) -> Source:
+        """Return what a repository opens it by."""
+        return Source(self._opened, self._mark)
+
+    async def _opened(self) -> Engine:
+        engine = await self.model.opener("host")()
+        try:
+            self.config.check(engine.inputs, engine.outputs)
+            for warmup in self.config.warmups:
+                await warmup.run(engine)
+            if not self.config.warmups:
+                await warm_all_sizes(engine, self.warmup)
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
+
+    def _mark(self) -> Any:
+        model, config = self.model, self.config
+        stated = model.path, model.device, model.settings, config.inputs, config.outputs, config.warmups
+        inputs = [tensor.path for item in config.warmups for tensor in item.tensors.values()]
+        return repr(stated), *(files_mark(part) for part in (self.folder, *inputs) if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModels:
+    """The models of a folder as they were found: a :class:`~asynctrt.serving.entries.Place` that stays so."""
+
+    path: Path
+    models: Mapping[str, Mapping[str, FoundVersion]]
+
+    async def names(self) -> list[str]:
+        """Return the names of the models."""
+        return list(self.models)
+
+    async def versions(self, name: str) -> dict[str, Source]:
+        """Return the versions of a model, by their numbers."""
+        return {version: found.source() for version, found in self.models[name].items()}
 
 
 class ModelFolder:
@@ -60,7 +111,19 @@ class ModelFolder:
         :raises UnknownModelError: if there is no such model.
         :raises ModelError: if it has no versions, or its ``config.pbtxt`` asks for what asynctrt cannot do.
         """
-        return await in_lost_thread(partial(self._versions, name))
+        found = await in_lost_thread(partial(self._versions, name))
+        return {version: one.source() for version, one in found.items()}
+
+    async def found(self) -> FoundModels:
+        """Return what it has now, for whoever serves just that.
+
+        :raises AsynctrtError: if it cannot be read, or a model cannot be served as it is.
+        """
+
+        def look() -> FoundModels:
+            return FoundModels(self.path, {name: self._versions(name) for name in self._names()})
+
+        return await in_lost_thread(look)
 
     async def mark(self, name: str) -> Any:
         """Return the state of a model's files."""
@@ -90,7 +153,7 @@ class ModelFolder:
         self._left_out = bad
         return [name for name in names if is_name(name)]
 
-    def _versions(self, name: str) -> dict[str, Source]:
+    def _versions(self, name: str) -> dict[str, FoundVersion]:
         if name not in self._names():
             raise UnknownModelError(f"unknown model {name!r:.200}; there is none in {str(self.path)!r}")
         folder = self.path / name
@@ -109,7 +172,7 @@ class ModelFolder:
                 f"{str(folder)!r} has no versions: put the model into a folder with a number for a name, as "
                 f"in {str(folder / '1' / FILENAMES['onnxruntime'])!r}"
             )
-        return {version: self._source(folder, version, config) for version in config.policy.choose(known)}
+        return {version: self._version(folder, version, config) for version in config.policy.choose(known)}
 
     def _check_within(self, path: Path) -> None:
         try:
@@ -119,31 +182,13 @@ class ModelFolder:
                 f"{str(path)!r} is not read: {error.strerror}. Put the file itself there"
             ) from error
 
-    def _source(self, folder: Path, version: str, config: ModelConfig) -> Source:
+    def _version(self, folder: Path, version: str, config: ModelConfig) -> FoundVersion:
         path = _file(folder / version, config)
         self._check_within(path)
         device = config.device or self._device
         settings = {**self._settings, **config.options_on(device)}
-        model = ModelSource(folder.name, version, str(path), settings)
-        opener = model.opener(device)
-        stated = repr((str(path), device, settings, config.inputs, config.outputs, config.warmups))
-        inputs = [tensor.path for item in config.warmups for tensor in item.tensors.values()]
-        parts = [folder / version, *inputs]
-
-        async def opened() -> Engine:
-            engine = await opener()
-            try:
-                config.check(engine.inputs, engine.outputs)
-                for warmup in config.warmups:
-                    await warmup.run(engine)
-                if not config.warmups:
-                    await warm_all_sizes(engine, self._warmup)
-            except BaseException:
-                await engine.aclose()
-                raise
-            return engine
-
-        return Source(opened, lambda: (stated, *(files_mark(part) for part in parts if part is not None)))
+        model = ModelSource(folder.name, version, str(path), settings, device)
+        return FoundVersion(model, config, folder / version, self._warmup)
 
 
 class FolderWatch:

@@ -7,6 +7,7 @@ again what has died, and hands on signals. :mod:`asynctrt.serving.front` is a fr
 import asyncio
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from asynctrt import clock
 from asynctrt.errors import AsynctrtError, UsageError
@@ -24,15 +25,18 @@ from asynctrt.process import child_command
 from asynctrt.serving import command
 from asynctrt.serving.api import Answer, Headers, Page
 from asynctrt.serving.command import ServeConfig
+from asynctrt.serving.folder import FoundModels
 from asynctrt.serving.grpc_server import reason_of
 from asynctrt.serving.http import Hub
 from asynctrt.serving.metrics import merged_answer
 from asynctrt.serving.monitoring import PagesAlone
 from asynctrt.serving.server_log import set_up_logging
+from asynctrt.serving.signals import StopSignals
 from asynctrt.version import __version__
-from asynctrt.workers.messages import To, channel, receive, send
+from asynctrt.workers.messages import Beat, Stop, To, channel, receive, send
 from asynctrt.workers.pool import WorkerPool
 from asynctrt.workers.process import how_it_ended
+from asynctrt.workers.tether import Tether
 
 PAUSE_S: Final = 0.2
 """The pause before a front is started again that died soon; it doubles with each further one. There is none
@@ -44,6 +48,14 @@ SPARE_S: Final = 5.0
 """How much longer than their drain_timeout fronts may take to stop."""
 SCRAPE_S: Final = 5.0
 """How long a front may take to tell its metrics."""
+LOOK_S: Final = 0.5
+"""How often it is looked whether the event loops of fronts run."""
+SILENCE_S: Final = 5.0
+"""A front whose event loop has not run for so long is ended: all connections that it has wait for it."""
+START_S: Final = 60.0
+"""How long a front may take until its event loop runs for the first time."""
+HURRIED_S: Final = 0.3
+"""How long fronts may take to end that are to do so at once."""
 LENGTH: Final = 8
 
 logger = logging.getLogger("asynctrt.serving")
@@ -57,6 +69,18 @@ class Begin:
     is_replacement: bool
     """Whether others answer at its port while it loads its models, so that it need not listen yet: what it
     accepted would be told to come again."""
+
+
+def places_in(fds: Sequence[int]) -> list[FoundModels]:
+    """Return what the folders of models had in them when the server was started, as it comes with Begin."""
+    (fd,) = fds
+    try:
+        return cast(
+            "list[FoundModels]",
+            pickle.loads(os.pread(fd, os.fstat(fd).st_size, 0)),  # noqa: S301  (from the parent)
+        )
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +106,16 @@ class Front:
         self.process: subprocess.Popen[bytes] | None = None
         self.end: socket.socket | None = None
         self.pidfd = -1
+        self.tether: Tether | None = None
         self.ready_ns: int | None = None
         """Since when it serves."""
+        self.silent_ns: int = 0
+        """For how long its event loop has not run."""
+        self.has_beaten = False
+        self.is_lost = False
+        """Whether nothing can run one of its models."""
+        self.is_leaving = False
+        """Whether it was told to end, for another one to take its place."""
         self.pause_s = 0.0
         self.error: AsynctrtError | None = None
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -94,6 +126,7 @@ class Front:
 
     def died(self, now_ns: int) -> None:
         """Choose the pause before its next process."""
+        self.silent_ns, self.has_beaten, self.is_lost, self.is_leaving = 0, False, False, False
         has_served = self.ready_ns is not None and now_ns - self.ready_ns > SOON_NS
         self.pause_s = 0.0 if has_served else min(max(2 * self.pause_s, PAUSE_S), PAUSE_S_MAX)
         self.ready_ns = None
@@ -103,11 +136,14 @@ class Fronts:
     """The fronts of a server, and the pool of workers behind them.
 
     :param config: with the ports that were reserved.
+    :param places: a descriptor of what the folders of models have in them. Fronts that take others' places
+        serve just that.
     :param say: receives progress, a line each.
     """
 
-    def __init__(self, config: ServeConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, config: ServeConfig, places: int, say: Callable[[str], None]) -> None:
         self._config = config
+        self._places = places
         self._say = say
         self._loop = asyncio.get_running_loop()
         self._pool = WorkerPool(self._loop)
@@ -117,6 +153,8 @@ class Fronts:
         self._was_ready = False
         self._changed = asyncio.Event()
         self._asked = False
+        self._hurry = asyncio.Event()
+        self._looked_ns = clock.now_ns()
         self._restarts: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -128,10 +166,12 @@ class Fronts:
         :param more: lines to say once all fronts are ready; likewise ``warnings``, to log.
         :raises AsynctrtError: what a front says if it cannot serve.
         """
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            self._loop.add_signal_handler(number, partial(self._stop, number))
+        with StopSignals(self._stop, self._hurry.set):
+            await self._run(more, warnings)
+
+    async def _run(self, more: Sequence[str], warnings: Sequence[str]) -> None:
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
+        looking = self._loop.create_task(self._look_after())
         try:
             await self._start_all()
             await self._until(lambda: self._asked or len(self._ready) == len(self._fronts) or self._error)
@@ -147,11 +187,10 @@ class Fronts:
             if error is not None:
                 raise error
         finally:
-            for number in (*signals, signal.SIGHUP):
-                self._loop.remove_signal_handler(number)
+            looking.cancel()
+            self._loop.remove_signal_handler(signal.SIGHUP)
             for front in self._fronts:
-                if front.process is not None and front.process.poll() is None:
-                    front.process.kill()
+                self._kill(front)
 
     async def metrics(self, _headers: Headers) -> Answer:
         """Return the metrics of all fronts, each with its number as a label."""
@@ -180,30 +219,36 @@ class Fronts:
                 undo.callback(own.close)
                 metrics, its_metrics = socket.socketpair()
                 undo.callback(metrics.close)
+                tether = Tether()
+                undo.callback(tether.close)
                 with its, its_metrics:
-                    spawn = partial(_spawn, its.fileno(), its_metrics.fileno())
+                    spawn = partial(_spawn, its.fileno(), its_metrics.fileno(), tether.child_end)
                     process = await in_thread(spawn, undo=_kill)
                 undo.callback(_kill, process)
-                front.pidfd = os.pidfd_open(process.pid)
+                tether.hold(process.pid)
+                streams = await asyncio.open_connection(sock=metrics)
+                undo.callback(streams[1].close)
+                send(own, self._begin(front), [self._places])
+                pidfd = os.pidfd_open(process.pid)
             except OSError as error:
                 raise UsageError(f"a front could not be started: {error.strerror}") from error
             undo.pop_all()
-        front.process = process
-        front.error = None
-        front.end = own
+        front.process, front.pidfd, front.end = process, pidfd, own
+        front.tether, front.streams, front.error = tether, streams, None
+        own.settimeout(0)
+        self._pool.add(front.number, own)
+        self._loop.add_reader(own.fileno(), self._readable, front)
+        self._loop.add_reader(front.pidfd, self._ended, front)
+        if self._asked:
+            self._tell(front, Stop(at_once=False))  # It was not there yet when the others were told.
+
+    def _begin(self, front: Front) -> Begin:
         settings = self._config.settings
         if settings.access_log is not None:
             # Two processes that write to one file tear each other's lines.
             log = settings.access_log.with_name(f"{settings.access_log.name}.{front.number}")
             settings = replace(settings, access_log=log)
-        send(own, Begin(replace(self._config, settings=settings), self._was_ready))
-        own.settimeout(0)
-        front.streams = await asyncio.open_connection(sock=metrics)
-        self._pool.add(front.number, own)
-        self._loop.add_reader(own.fileno(), self._readable, front)
-        self._loop.add_reader(front.pidfd, self._ended, front)
-        if self._asked:
-            process.terminate()  # It was not there yet when the others were told.
+        return Begin(replace(self._config, settings=settings), self._was_ready)
 
     def _readable(self, front: Front) -> None:
         assert front.end is not None
@@ -217,6 +262,10 @@ class Fronts:
                 return
             if isinstance(message, To):
                 self._pool.hear(front.number, message, fds)
+            elif isinstance(message, Beat):
+                front.silent_ns, front.has_beaten = 0, True
+                front.is_lost = message.is_lost
+                self._replace_lost(front)
             elif isinstance(message, Serving):
                 self._ready.add(front.number)
                 front.ready_ns = clock.now_ns()
@@ -240,6 +289,8 @@ class Fronts:
         os.close(front.pidfd)
         self._pool.remove(front.number)
         front.end.close()
+        if front.tether is not None:
+            front.tether.close()
         if front.streams is not None:
             front.streams[1].close()
             front.streams = front.scraping = None
@@ -270,11 +321,47 @@ class Fronts:
             else:
                 return
 
-    def _stop(self, number: int) -> None:
-        logger.info("%s: stopping", signal.Signals(number).name)
+    def _stop(self) -> None:
         self._asked = True
-        self._signal_all(signal.SIGTERM)
+        for front in self._fronts:
+            # Not by a signal: whoever sent this one may send it to all processes, and a second one hurries.
+            self._tell(front, Stop(at_once=False))
         self._changed.set()
+
+    def _tell(self, front: Front, message: Stop) -> None:
+        if front.process is not None:
+            self._pool.tell(front.number, message)
+
+    def _kill(self, front: Front) -> None:
+        if front.process is not None and front.process.poll() is None:
+            front.process.kill()
+
+    def _replace_lost(self, front: Front) -> None:
+        """Have a front end whose engine is lost, if there is another that can answer: it would go on to take
+        its share of the connections."""
+        others = [self._fronts[number] for number in self._ready if number != front.number]
+        can_go = front.number in self._ready and not front.is_leaving and not self._asked
+        if front.is_lost and can_go and any(not one.is_lost and not one.is_leaving for one in others):
+            front.is_leaving = True
+            logger.error("front %d cannot run its models any more; another one takes its place", front.number)
+            self._tell(front, Stop(at_once=False))
+
+    async def _look_after(self) -> None:
+        """End fronts whose event loops have not run for too long; others take their places."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            now_ns = clock.now_ns()
+            # Who was stopped as well (Ctrl-Z) has not seen for how long a front was silent.
+            seen_ns, self._looked_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9)), now_ns
+            for front in self._fronts:
+                if front.process is None:
+                    continue
+                front.silent_ns += seen_ns
+                limit_s = SILENCE_S if front.has_beaten else START_S
+                if front.silent_ns > limit_s * 1e9:
+                    logger.error("front %d hangs: its event loop had not run for %g s", front.number, limit_s)
+                    front.silent_ns = 0
+                    self._kill(front)
 
     def _reload(self) -> None:
         for front in self._fronts:
@@ -286,27 +373,36 @@ class Fronts:
         if not front.is_to_reload and front.process is not None:
             os.kill(front.process.pid, signal.SIGHUP)
 
-    def _signal_all(self, number: int) -> None:
-        for front in self._fronts:
-            if front.process is not None and front.process.poll() is None:
-                os.kill(front.process.pid, number)
-
     async def _end(self) -> None:
         """Stop all fronts, then all workers."""
         for task in self._restarts:
             task.cancel()
         if not self._asked:
-            self._asked = True
-            self._signal_all(signal.SIGTERM)
+            self._stop()
         settings = self._config.settings
-        try:
-            async with asyncio.timeout(settings.drain_delay + settings.drain_timeout + SPARE_S):
-                await self._until(lambda: all(front.process is None for front in self._fronts))
-        except TimeoutError:
+        ended = self._loop.create_task(
+            self._until(lambda: all(front.process is None for front in self._fronts))
+        )
+        if not await self._seen(ended, settings.drain_delay + settings.drain_timeout + SPARE_S):
+            for front in self._fronts:
+                self._tell(front, Stop(at_once=True))
+            await asyncio.wait([ended], timeout=HURRIED_S)
+        if not ended.done():
             logger.warning("%r: fronts that do not stop are ended", self)
-            self._signal_all(signal.SIGKILL)
-            await self._until(lambda: all(front.process is None for front in self._fronts))
-        await self._pool.aclose(SPARE_S)
+            for front in self._fronts:
+                self._kill(front)
+        await ended
+        closed = self._loop.create_task(self._pool.aclose(SPARE_S))
+        if not await self._seen(closed, 2 * SPARE_S):
+            self._pool.kill()
+        await closed
+
+    async def _seen(self, task: "asyncio.Task[None]", timeout_s: float) -> bool:
+        """Return whether a task was done in time, and before everything is to end at once."""
+        hurry = self._loop.create_task(self._hurry.wait())
+        await asyncio.wait([task, hurry], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        return task.done()
 
     async def _scrape(self, front: Front) -> bytes:
         """Return the metrics of a front; nothing if it does not answer."""
@@ -333,8 +429,9 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _spawn(*fds: int) -> "subprocess.Popen[bytes]":
-    command = child_command("asynctrt.serving.front", *map(str, fds), __version__)
+def _spawn(end: int, metrics: int, tether: int) -> "subprocess.Popen[bytes]":
+    command = child_command("asynctrt.serving.front", str(end), str(metrics), __version__)
+    fds = end, metrics, tether
     # A session of its own: Ctrl-C in a terminal is the parent's to hand on.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, start_new_session=True)  # noqa: S603
 
@@ -362,7 +459,12 @@ async def _serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         http_port = _reserve(stack, settings.host, settings.http_port)
         grpc_port = _reserve(stack, settings.host, settings.grpc_port) if settings.grpc else 0
         own = replace(settings, http_port=http_port, grpc_port=grpc_port, metrics_port=None)
-        fronts = Fronts(replace(config, settings=own, notes=()), say)
+        # All fronts serve what is there now, however often they are replaced.
+        places = [await folder.found() for folder in config.folders()]
+        held = os.memfd_create("asynctrt-models", os.MFD_CLOEXEC)
+        stack.callback(os.close, held)
+        os.write(held, pickle.dumps(places))
+        fronts = Fronts(replace(config, settings=own, notes=()), held, say)
         listener = None
         if settings.metrics_port is not None:
             pages = PagesAlone({"/metrics": Page(fronts.metrics, is_open=True)}, replace(settings, tokens=()))

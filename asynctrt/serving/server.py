@@ -14,7 +14,6 @@ import errno
 import logging
 import signal
 import ssl
-from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
@@ -41,6 +40,7 @@ from asynctrt.serving.repository import Repository
 from asynctrt.serving.sampler import Sampler
 from asynctrt.serving.server_log import Failures, Refusals
 from asynctrt.serving.settings import ServerSettings
+from asynctrt.serving.signals import StopSignals
 from asynctrt.serving.stalls import Stalls
 from asynctrt.serving.telemetry import find_tracing
 
@@ -90,6 +90,7 @@ class Server:
         self._stopping: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
         self._asked = asyncio.Event()
+        self._signals: StopSignals | None = None
         self.lost: tuple[str, ...] = ()
         """The models for whose loss of their device :meth:`serve` has stopped."""
         self._stopped = asyncio.Event()
@@ -252,10 +253,24 @@ class Server:
         """Stop at once: requests that are still being answered are abandoned."""
         self._hurry.set()
 
+    def ask(self) -> None:
+        """Make :meth:`serve` stop, as a first signal does."""
+        self._asked.set()
+
     def end(self) -> None:
         """Make :meth:`serve` stop at once, as a second signal does."""
         self.hurry()
-        self._asked.set()
+        self.ask()
+
+    def signals(self) -> StopSignals:
+        """Return what handles SIGTERM and SIGINT while it is entered, as :meth:`serve` does.
+
+        Whoever enters it before :meth:`start` loses no request to a signal that comes in between. A front
+        hears from its parent when it is to hurry: signals to all processes of a service reach it as well.
+        """
+        if self._signals is None:
+            self._signals = StopSignals(self.ask, self.ask if self._is_front else self.end)
+        return self._signals
 
     async def metrics_text(self) -> bytes:
         """Return the metrics in Prometheus's format; nothing before the server has started."""
@@ -277,6 +292,10 @@ class Server:
         """Whether it is to stop at once."""
         return self._hurry.is_set()
 
+    async def wait_hurried(self) -> None:
+        """Wait until it is to stop at once."""
+        await self._hurry.wait()
+
     async def serve(self) -> None:
         """Serve until SIGTERM or SIGINT, then drain and stop; a second signal stops at once.
 
@@ -286,27 +305,16 @@ class Server:
         the models.
         """
         loop = asyncio.get_running_loop()
-        asked = self._asked
-
-        def on_signal(number: int) -> None:
-            logger.info("%s: stopping", signal.Signals(number).name)
-            if asked.is_set():
-                self.hurry()
-            asked.set()
-
-        signals = (signal.SIGTERM, signal.SIGINT)
-        for number in signals:
-            loop.add_signal_handler(number, partial(on_signal, number))
         hangup = asyncio.Event()
-        loop.add_signal_handler(signal.SIGHUP, hangup.set)
-        reloading = loop.create_task(self._reload_on(hangup))
-        try:
-            await asked.wait()
-            await self.stop()
-        finally:
-            reloading.cancel()
-            for number in (*signals, signal.SIGHUP):
-                loop.remove_signal_handler(number)
+        with self.signals():
+            loop.add_signal_handler(signal.SIGHUP, hangup.set)
+            reloading = loop.create_task(self._reload_on(hangup))
+            try:
+                await self._asked.wait()
+                await self.stop()
+            finally:
+                reloading.cancel()
+                loop.remove_signal_handler(signal.SIGHUP)
 
     async def _listen(self, hub: Hub, port: int, tls: ssl.SSLContext | None = None) -> None:
         host = self.settings.host

@@ -36,6 +36,7 @@ from asynctrt.errors import (
     describe,
 )
 from asynctrt.loading import limit_gpu_memory
+from asynctrt.loops import in_thread
 from asynctrt.opening import open as open_engine
 from asynctrt.process import calm_gc, enter_worker, shorten_switch_interval
 from asynctrt.scheduling.batch import Batch
@@ -63,6 +64,7 @@ from asynctrt.workers.messages import (
     receive,
     send,
 )
+from asynctrt.workers.original import check_unchanged, digests_of, files_of, marks_of, versions
 from asynctrt.workers.process import UNHEARD
 from asynctrt.workers.ring import Receiver, Sender, ring_nbytes
 from asynctrt.workers.work import Work
@@ -141,7 +143,7 @@ class Served:
 
     def beat(self, now_ns: int) -> None:
         """Show the front that the event loop runs."""
-        self._receiver.beat(now_ns)
+        self._receiver.beat(now_ns, len(self._works))
         self._let_go()
 
     def close(self) -> None:
@@ -330,6 +332,8 @@ class Served:
             timing = result.timing
             copy_in_ns, compute_ns, copy_out_ns = timing.copy_in_ns, timing.compute_ns, timing.copy_out_ns
         times_ns = launched_ns, copy_in_ns, compute_ns, copy_out_ns
+        if kind is ANSWER:
+            work.on_answer()
         self._put(kind, number, rows, work.id, *times_ns, nbytes, IN_LARGE if nbytes else 0)
         if kind is ANSWER:
             del self._works[work.id]
@@ -351,6 +355,7 @@ class Served:
         if len(text) <= room:
             start = block + offset
             self._memory.buffer[start : start + len(text)] = text
+            work.on_answer()
             del self._works[work.id]
             self._put(Kind.ERROR, 0, 0, work.id, 0, 0, 0, 0, len(text), 0)
         else:
@@ -361,13 +366,13 @@ class Served:
         """Write what was too large for its own block into the one that the front has for it."""
         kept = self._large.pop(id_)
         if isinstance(kept, bytes):
-            del self._works[id_]
             self._memory.buffer[block : block + len(kept)] = kept
+            self._works.pop(id_).on_answer()
             self._put(Kind.ERROR, 0, 0, id_, 0, 0, 0, 0, len(kept), IN_LARGE)
             return
         work, result, placed = kept
         placed.write(self._memory, block)
-        self._answer(Kind.ANSWER, work, result, placed.nbytes)
+        self._answer(ANSWER, work, result, placed.nbytes)
 
     def _put(self, *fields: Any) -> None:
         self._sender.put(*fields)
@@ -509,7 +514,13 @@ async def _run(end: socket.socket, start: Start) -> None:
         device = _visible(start.device)
         if start.gpu_memory_nbytes is not None:
             limit_gpu_memory(start.gpu_memory_nbytes)
+        files = await in_thread(partial(files_of, start.model))
+        before = marks_of(files)
+        # While it is opened, as both take long for large files.
+        reading = loop.create_task(in_thread(partial(digests_of, files)))
         engine = await open_engine(start.model, device=device, options=start.options)
+        digests = await reading
+        check_unchanged(files, before)
         texts = [spec.name for spec in (*engine.inputs, *engine.outputs) if spec.dtype.hasobject]
         if texts:
             await engine.aclose()
@@ -543,6 +554,8 @@ async def _run(end: socket.socket, start: Start) -> None:
                     statistics.parallel_batches,
                     engine._device.unified,
                     engine.batching,
+                    digests,
+                    versions(),
                 ),
                 statistics,
             ),

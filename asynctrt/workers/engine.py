@@ -28,6 +28,7 @@ from asynctrt.workers.front import Front
 from asynctrt.workers.link import Link
 from asynctrt.workers.memory import Heap, SharedMemory
 from asynctrt.workers.messages import Description
+from asynctrt.workers.original import Original
 from asynctrt.workers.spawn import SPAWNER, OwnWorkers
 from asynctrt.workers.suspension import WorkerSuspension
 
@@ -228,7 +229,7 @@ class IsolatedEngine(Engine):
             await wait_shielded(task)
         front.close()
         await see_through_in_thread(partial(front.end_threads, STREAM_END_S))
-        self._memory.close()
+        self._memory.discard(front.nbytes)
         self._state = "closed"
         for task in closing:
             task.result()
@@ -250,9 +251,9 @@ async def open_isolated(model: str, devices: Sequence[str], options: Options) ->
     total = memory_nbytes() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     memory = SharedMemory.create(int(total * SHARE_OF_MEMORY))
     spawner = SPAWNER.get() or OwnWorkers()
-    name = ENGINE_NAME.get()
+    name, original = ENGINE_NAME.get(), Original()
     links = [
-        Link(loop, model, device, own, memory, spawner, f"{name}, worker {number}")
+        Link(loop, model, device, own, memory, spawner, f"{name}, worker {number}", original)
         for number, device in enumerate(devices)
     ]
     try:

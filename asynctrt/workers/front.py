@@ -56,6 +56,10 @@ DEATHS_MAX: Final = 2
 EXPIRY_S: Final = 0.02
 """How often the deadlines of groups that no worker has are looked at."""
 
+OVERDUE_S: Final = 0.1
+"""How often those of groups that workers have are, and by how much they have to have passed then: a worker
+whose event loop runs keeps them itself."""
+
 logger = logging.getLogger("asynctrt")
 
 
@@ -127,6 +131,9 @@ class Front:
         self._flushes = False
         self._held: deque[Group] = deque()
         self._expiry: asyncio.TimerHandle | None = None
+        self._expiry_s = 0.0
+        # Whether links may have groups with deadlines.
+        self._has_deadlines = False
         self.requests = 0
         """Requests that are neither answered nor cancelled."""
         self.rows = 0
@@ -256,9 +263,10 @@ class Front:
         self.tell_if_idle()
 
     def lose(self, why: DeviceLostError) -> None:
-        """Fail everything, now and later: there is no worker any more, and will not be."""
+        """Fail everything, until there is a worker again: there is none, and may never be one."""
+        if self._refusing is self.lost:
+            self._refusing = why
         self.lost = why
-        self._refusing = why
         self._fail_all(self._pending, why)
         self._pending.clear()
         self._fail_groups(self._held, why)
@@ -278,6 +286,7 @@ class Front:
             link.groups.clear()
             # Its worker may have died since nothing was queued any more.
             self._fail_groups(link.take_suspects(), why)
+        self._has_deadlines = False
         if self._expiry is not None:
             self._expiry.cancel()
         if self._reaper is not None:
@@ -433,17 +442,48 @@ class Front:
             group = self._held.popleft()
             if group.left:
                 link.put(group)
+                self._has_deadlines |= group.deadline_ns != NO_DEADLINE_NS
             else:
                 group.free(self._heap)
         for link in self.links:
             link.publish()
-        if self._held and self._expiry is None:
-            self._expiry = self._loop.call_later(EXPIRY_S, self._expire_held, context=self._context)
+        self._watch_deadlines()
 
-    def _expire_held(self) -> None:
-        """Answer requests whose deadline passed in no worker; free groups that nobody waits for."""
+    def _watch_deadlines(self) -> None:
+        """Look at deadlines soon, if there are any."""
+        if self._held or self._has_deadlines:
+            pause_s = EXPIRY_S if self._held else OVERDUE_S
+            if self._expiry is not None and pause_s < self._expiry_s:
+                self._expiry.cancel()
+                self._expiry = None
+            if self._expiry is None:
+                self._expiry_s = pause_s
+                self._expiry = self._loop.call_later(pause_s, self._expire_due, context=self._context)
+
+    def _expire_due(self) -> None:
+        """Answer requests whose deadline has passed, and that nobody else answers."""
         self._expiry = None
         now_ns = self._now_ns()
+        self._expire_overdue(now_ns)
+        self._expire_held(now_ns)
+        self.tell_if_idle()
+        self.send_held()
+
+    def _expire_overdue(self, now_ns: int) -> None:
+        """Answer those that a worker has neither launched nor answered: it is stopped, or hangs."""
+        due_ns = now_ns - int(OVERDUE_S * 1e9)
+        self._has_deadlines = False
+        for link in self.links:
+            for group in link.unanswered():
+                if group.deadline_ns > due_ns or not group.left:
+                    self._has_deadlines |= group.deadline_ns != NO_DEADLINE_NS
+                elif not self._memory.words[group.launched]:
+                    self._expire(group.waiting())
+                    group.left = 0
+                    link.cancel(group)
+
+    def _expire_held(self, now_ns: int) -> None:
+        """Answer those that no worker has; free groups that nobody waits for."""
         kept: deque[Group] = deque()
         for group in self._held:
             if group.deadline_ns <= now_ns:
@@ -454,10 +494,6 @@ class Front:
             else:
                 group.free(self._heap)
         self._held = kept
-        self.tell_if_idle()
-        self.send_held()
-        if self._held and self._expiry is None:
-            self._expiry = self._loop.call_later(EXPIRY_S, self._expire_held, context=self._context)
 
     # Back: from links to callers.
 
@@ -478,6 +514,9 @@ class Front:
         if kind == Kind.GONE or not group.left:
             self._fail_groups([group], ExecutionError("it was cancelled in its worker"))
             return
+        if self._memory.words[group.launched] != group.layout.stamp(group.number):
+            link.kill()
+            raise InternalError("what lies in its block was not written there for it, and is not read")
         if kind == Kind.ERROR:
             self._failed(group, self._error_of(group, nbytes, in_large=bool(is_large)))
             return
@@ -487,7 +526,7 @@ class Front:
         records = (record, *[BatchRecord(batch_rows, launched_ns)] * (batches - 1))
         if is_large:
             assert group.large is not None
-            views = Placed.read(self._memory, group.large[0], self._description.outputs)
+            views = Placed.read(self._memory, *group.large, self._description.outputs)
         else:
             views = group.outputs(self._memory)
         callers_differ = False
@@ -641,6 +680,7 @@ class Front:
                     suspects.append(singles)
             else:
                 again.append(group)
+        self._has_deadlines = True
         self.counters.retried += len(again) + len(suspects)
         self._held.extendleft(reversed(again))
         self.tell_if_idle()
@@ -673,6 +713,13 @@ class Front:
             self.lose(whys[-1])
         else:
             self.send_held()
+
+    def link_found(self) -> None:
+        """Take requests again if a link was lost, and give it what is held."""
+        if self._refusing is self.lost:
+            self._refusing = None
+        self.lost = None
+        self.send_held()
 
     def hold(self, groups: Iterable[Group]) -> None:
         """Hold groups that are not suspected any more, before all others; free what nobody waits for."""

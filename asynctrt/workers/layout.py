@@ -4,6 +4,7 @@ A block has one group in it, but for large rows: then groups of one shape lie in
 group has so many of its rows, from its ``start`` on.
 """
 
+import hashlib
 import json
 import struct
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +17,10 @@ from asynctrt.tensors import Array, Dims, TensorSpec
 from asynctrt.workers.memory import ALIGNMENT, SharedMemory, align
 
 LAUNCHED: Final = 0
-"""Word at the beginning of a block: set by the worker when the batch with these rows is launched."""
+"""Word at the beginning of a block: set to 1 by the worker when the batch with these rows is launched, and to
+:meth:`Layout.stamp` once it has written an answer there. Without it nothing in the block is one."""
+ANSWERED: Final = 1 << 63
+"""In every stamp, and in no other value of that word."""
 SYMBOLS: Final = 1
 """Words from here on: the sizes of the dimensions that vary, in the order of :func:`symbols_of`."""
 
@@ -95,6 +99,8 @@ class Layout:
         """Bytes of one row over all inputs and outputs."""
         self.is_large = sum(self._row_nbytes[: len(self._inputs)]) >= LARGE_ROW_NBYTES_MIN
         """Whether groups share blocks, from which batches may be run as they lie there."""
+        text = repr((self._inputs, self._outputs, self.has_outputs)).encode()
+        self._mark = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) | ANSWERED
         # By number of rows: where each array begins, and where the block ends.
         self._offsets: dict[int, tuple[tuple[int, ...], int]] = {}
 
@@ -105,6 +111,10 @@ class Layout:
     def launched(self, start: int = 0) -> int:
         """Return which word of the block says whether the group that starts at this row was launched."""
         return LAUNCHED if not start else len(self.symbols) + start
+
+    def stamp(self, number: int) -> int:
+        """Return what says that a block has the answer to the group of this number, laid out like this."""
+        return self._mark ^ number
 
     def room_for_text(self, rows: int, start: int = 0, capacity: int | None = None) -> tuple[int, int]:
         """Return where outputs lie in the block, as (offset, bytes), for an error instead of them.
@@ -242,7 +252,8 @@ class Placed:
 
     def __init__(self, outputs: Mapping[str, Array]) -> None:
         self._arrays = list(outputs.values())
-        text = json.dumps([(name, array.shape) for name, array in outputs.items()]).encode()
+        shapes = [(name, array.dtype.str, array.shape) for name, array in outputs.items()]
+        text = json.dumps(shapes).encode()
         self._head = LENGTH.pack(len(text)) + text
         self._offsets = []
         end = align(len(self._head))
@@ -258,14 +269,21 @@ class Placed:
             np.copyto(np.ndarray(array.shape, array.dtype, memory.buffer, block + offset), array)
 
     @staticmethod
-    def read(memory: SharedMemory, block: int, specs: Sequence[TensorSpec]) -> dict[str, Array]:
-        """Return the outputs that lie in a block, by name."""
+    def read(memory: SharedMemory, block: int, nbytes: int, specs: Sequence[TensorSpec]) -> dict[str, Array]:
+        """Return the outputs that lie in a block of so many bytes, by name.
+
+        :raises ValueError: if they are not what the specs say.
+        """
         (length,) = LENGTH.unpack_from(memory.buffer, block)
         first = block + LENGTH.size
         shapes = json.loads(memory.buffer[first : first + length])
         end = align(LENGTH.size + length)
         found = {}
-        for spec, (name, shape) in zip(specs, shapes, strict=True):
+        for spec, (name, dtype, shape) in zip(specs, shapes, strict=True):
+            if (name, dtype) != (spec.name, spec.dtype.str):
+                raise ValueError(f"the worker has written {name!r}, {dtype}, and not {spec}")
             found[name] = np.ndarray(shape, spec.dtype, memory.buffer, block + end)
             end = align(end + found[name].nbytes)
+        if end > nbytes:
+            raise ValueError(f"the worker has written {end} bytes to where {nbytes} have room")
         return found

@@ -16,7 +16,7 @@ from functools import partial, reduce
 from typing import Any, Final, Protocol
 
 from asynctrt import clock
-from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, copy_for
+from asynctrt.errors import AsynctrtError, DeviceLostError, DeviceUnavailableError, ModelError, copy_for
 from asynctrt.forks import in_child
 from asynctrt.options import Options
 from asynctrt.scheduling.request import NO_DEADLINE_NS
@@ -24,6 +24,7 @@ from asynctrt.statistics import Statistics
 from asynctrt.workers.groups import Group
 from asynctrt.workers.memory import SharedMemory
 from asynctrt.workers.messages import Attach, Attached, Close, Counts, Description, Failed, Kind, Lost, Ready
+from asynctrt.workers.original import Original
 from asynctrt.workers.ring import Receiver, Sender, beat_of, ring_nbytes
 from asynctrt.workers.spares import Spares
 from asynctrt.workers.spawn import Spawner, Worker
@@ -39,13 +40,23 @@ VAIN_DEATHS_MAX: Final = 12
 would be to blame. Then the model or the device is at fault."""
 
 FAILED_STARTS_MAX: Final = 5
-"""Workers that may fail to open the engine, one after the other."""
+"""Workers that may fail to open the engine, one after the other, while callers wait."""
 
 PAUSE_S: Final = 0.1
 """The pause after the second failed start; it doubles with each further one."""
 
+RETRY_S: Final = 1.0
+"""The pause before a lost engine is tried again. It doubles each time until a worker has answered."""
+
+RETRY_S_MAX: Final = 300.0
+LOSSES_COUNTED: Final = 10
+"""With more of them the pause is the longest anyway."""
+
 LOOK_S: Final = 0.5
 """How often it is looked whether the worker's event loop runs."""
+
+IDLE_LOOKS_MAX: Final = 3
+"""After so many looks a worker that runs, has groups and works on none will not answer them."""
 
 SILENCE_S_MIN: Final = 0.9
 """A silence that is shorter says nothing, whatever the batch_timeout is."""
@@ -92,6 +103,9 @@ class Owner(Protocol):
     def link_lost(self) -> None:
         """Go on with the other links, if there are any."""
 
+    def link_found(self) -> None:
+        """Take requests again, if none were taken."""
+
 
 class Candidate:
     """A process, from its start on: it becomes the link's worker when it is ready and needed."""
@@ -104,7 +118,13 @@ class Candidate:
         self.counts: Statistics | None = None
         self.ready_ns: int | None = None
         self.is_refused = False
-        """Whether it has opened the engine in vain, because it and its front cannot share memory."""
+        """Whether it has opened the engine in vain: it and its front cannot share memory, or it has opened
+        another one."""
+        self.is_hopeless = False
+        """Whether the next one would fail as this did, or callers have waited for long enough."""
+        self.started_ns = 0
+        self.limit: asyncio.TimerHandle | None = None
+        """When it has had long enough to open the engine."""
         self.error: Exception | None = None
         """Why it could not open the engine, or lost its device."""
 
@@ -116,6 +136,7 @@ class Link:
     :param memory: the heap of the front.
     :param spawner: gives it workers.
     :param place: which of the workers of this process it has.
+    :param original: what all workers of the engine must be.
     """
 
     def __init__(
@@ -127,6 +148,7 @@ class Link:
         memory: SharedMemory,
         spawner: Spawner,
         place: str,
+        original: Original,
     ) -> None:
         self._loop = loop
         self._model = model
@@ -167,12 +189,17 @@ class Link:
         self._longest_ns = 0
         self._failed_starts = 0
         self._vain_deaths = 0
+        self._original = original
+        self._losses = 0
         self.deaths = 0
         """Workers that died."""
         # When the worker's loop was last looked at, what showed then that it ran, and since when nothing has.
         self._looked_ns = 0
         self._beat = 0
         self._silent_ns = 0
+        # The oldest group, in how many looks on end, while the worker's loop ran and worked on nothing.
+        self._idle_with = 0
+        self._idle_looks = 0
         self._look: asyncio.TimerHandle | None = None
         self._counts_before: Statistics | None = None
         self.first: asyncio.Future[Description] = loop.create_future()
@@ -250,6 +277,10 @@ class Link:
         """Return the suspects that no worker has, which are the caller's then."""
         suspects, self._suspects = self._suspects, deque()
         return [group for part in suspects for group in part]
+
+    def unanswered(self) -> list[Group]:
+        """Return the groups that it has, those included that are still to be tried apart."""
+        return [*self.groups.values(), *[group for part in self._suspects for group in part]]
 
     @property
     def counts(self) -> Statistics:
@@ -344,6 +375,10 @@ class Link:
     async def _start(self, candidate: Candidate, pause_s: float) -> None:
         if pause_s:
             await asyncio.sleep(pause_s)
+        candidate.started_ns = clock.now_ns()
+        limit_s = self._original.opening_s_max if self.first.done() else None
+        if limit_s is not None:
+            candidate.limit = self._loop.call_later(limit_s, self._hangs, candidate, limit_s)
         try:
             candidate.process = await self._spawner.start(
                 self._model,
@@ -358,19 +393,32 @@ class Link:
             candidate.error = error
             self._died(candidate, "was not started")
 
+    def _hangs(self, candidate: Candidate, limit_s: float) -> None:
+        """End a process that opens the engine, and may do so for ever."""
+        if candidate.process is not None and candidate.description is None:
+            candidate.is_hopeless = True
+            why = self._original.why_late(limit_s)
+            candidate.error = DeviceLostError(why)
+            candidate.process.kill(why)
+
     def _heard(self, candidate: Candidate, message: Any) -> None:
         if isinstance(message, Ready):
             candidate.description = message.description
             candidate.counts = message.statistics
             candidate.ready_ns = clock.now_ns()
-            if candidate is self._worker and self.state != "closed":
+            opening_s = (candidate.ready_ns - candidate.started_ns) / 1e9
+            why_not = self._original.why_not(message.description, opening_s)
+            if why_not:
+                candidate.is_hopeless = True
+                self._refuse(candidate, ModelError(why_not))
+            elif candidate is self._worker and self.state != "closed":
                 self._attach(candidate)
             elif self.state == "lost":
                 self._give_up(candidate)
         elif isinstance(message, Attached):
             self._told_of_memory(candidate, message.error)
         elif isinstance(message, Failed):
-            candidate.error = message.error
+            candidate.error, candidate.is_hopeless = message.error, message.is_hopeless
         elif isinstance(message, Lost):
             candidate.error = DeviceLostError(message.reason)
         elif isinstance(message, Counts):
@@ -387,7 +435,7 @@ class Link:
             theirs, own = self._eventfd(flags), self._eventfd(flags)
             rings = SharedMemory.create(2 * nbytes)
         except (OSError, AsynctrtError) as error:
-            self._refuse(candidate, f"no rings could be made for it: {error}")
+            self._refuse(candidate, DeviceUnavailableError(f"no rings could be made for it: {error}"))
             return
         self._sender = Sender(rings, 0, CAPACITY, theirs)
         self._receiver = Receiver(rings, nbytes, CAPACITY, own)
@@ -396,16 +444,16 @@ class Link:
         candidate.process.send(message, [memory.fd, rings.fd, theirs, own])
         rings.close()
         self._receiver.sleep()
-        self._looked_ns, self._beat, self._silent_ns = clock.now_ns(), 0, 0
+        self._looked_ns, self._beat, self._silent_ns, self._idle_looks = clock.now_ns(), 0, 0, 0
         if self._look is None:
             self._look = self._loop.call_later(LOOK_S, self._look_after)
-        self.state = "open"
+        self.state, self.lost = "open", None
         self._spares.cancel()
         self._spares = Spares(self._loop, self.device, self._have_spare)
         self._have_spare()
         self._next_turn()
         if self.owner is not None:
-            self.owner.send_held()
+            self.owner.link_found()
 
     def _eventfd(self, flags: int) -> int:
         number = os.eventfd(0, flags)
@@ -416,16 +464,16 @@ class Link:
         """Go on with a worker that has the front's memory, or without it."""
         assert candidate.description is not None
         if error:
-            self._refuse(candidate, f"the worker {error}")
+            self._refuse(candidate, DeviceUnavailableError(f"the worker {error}"))
             return
         self._failed_starts = 0
         if not self.first.done():
             self.first.set_result(candidate.description)
 
-    def _refuse(self, candidate: Candidate, why: str) -> None:
+    def _refuse(self, candidate: Candidate, why: AsynctrtError) -> None:
         """End a worker that can have nothing from this front."""
         candidate.is_refused = True
-        candidate.error = DeviceUnavailableError(why)
+        candidate.error = why
         self._give_up(candidate)
 
     def _have_spare(self) -> None:
@@ -454,6 +502,8 @@ class Link:
             if not change.done():
                 change.set_result(None)
         self._changed.clear()
+        if candidate.limit is not None:
+            candidate.limit.cancel()
         how += _because(candidate)
         if candidate is self._spare:
             self._spare = None
@@ -480,7 +530,8 @@ class Link:
             self.first.set_exception(_opening_error(candidate, how))
             self.state = "closed"
             return
-        if self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= VAIN_DEATHS_MAX:
+        is_given_up = self._failed_starts >= FAILED_STARTS_MAX or self._vain_deaths >= VAIN_DEATHS_MAX
+        if is_given_up or candidate.is_hopeless or self.lost is not None:
             self._lose(how)
         else:
             self._replace(how)
@@ -596,16 +647,24 @@ class Link:
         self._worker = self._new_candidate()
 
     def _lose(self, how: str) -> None:
-        """Give up: no worker stays alive."""
+        """Let nobody wait any longer; if it was ever open, try again later."""
         tries = max(self._failed_starts, self._vain_deaths)
+        pause_s = min(RETRY_S * 2**self._losses, RETRY_S_MAX)
+        self._losses = min(self._losses + 1, LOSSES_COUNTED)
+        before = f", as did the {tries - 1} before it, without an answer in between" if tries > 1 else ""
+        what = "open the engine again"
+        if self.first.done():
+            what = f"another one is tried in {pause_s:g} s, and then ever more seldom"
         self.lost = DeviceLostError(
-            f"the worker on {self.device} {how}, as did the {tries - 1} before it, without an answer in "
-            "between. No further one is started: mend the model or the device, and open the engine again"
+            f"the worker on {self.device} {how}{before}. Mend the model or the device: {what}"
         )
         logger.error("%s", self.lost)
-        if not self.first.done():
-            self.first.set_exception(copy_for(self.lost))
         self.state = "lost"
+        self._failed_starts = self._vain_deaths = 0
+        if self.first.done():
+            self._worker = self._new_candidate(pause_s)
+        else:
+            self.first.set_exception(copy_for(self.lost))
         self._spares.cancel()
         if self._spare is not None and self._spare.process is not None:
             self._spare.process.kill()
@@ -651,7 +710,7 @@ class Link:
             self._rows -= group.rows
             if group is self._tried:
                 self._end_trial()
-            self._vain_deaths = 0
+            self._vain_deaths = self._losses = 0
             if fields[6] > self._longest_ns:
                 self._longest_ns = fields[6]
             self.owner.answered(self, group, fields)
@@ -672,18 +731,26 @@ class Link:
     def _look_after(self) -> None:
         """End a worker whose event loop has not run for the batch_timeout."""
         self._look = self._loop.call_later(LOOK_S, self._look_after)
-        limit_s = self._options.batch_timeout
-        if limit_s is None or self._sender is None or self._worker is None or self._worker.process is None:
+        if self._sender is None or self._worker is None or self._worker.process is None:
             return
-        limit_s = max(limit_s, SILENCE_S_MIN)
-        now_ns, beat = clock.now_ns(), beat_of(self._sender)
+        now_ns, (beat, works) = clock.now_ns(), beat_of(self._sender)
         # Who was stopped as well (Ctrl-Z) has not seen for how long the worker was silent.
         seen_ns = min(now_ns - self._looked_ns, int(LOOK_S * 1e9))
-        self._silent_ns = self._silent_ns + seen_ns if beat == self._beat else 0
+        is_silent = beat == self._beat
+        self._silent_ns = self._silent_ns + seen_ns if is_silent else 0
         self._looked_ns, self._beat = now_ns, beat
-        if self._silent_ns > limit_s * 1e9:
+        oldest = next(iter(self.groups), 0)
+        is_idle = oldest and not is_silent and not works
+        self._idle_looks = (self._idle_looks + 1 if oldest == self._idle_with else 1) if is_idle else 0
+        self._idle_with = oldest
+        limit_s, why = self._options.batch_timeout, ""
+        if limit_s is not None and self._silent_ns > max(limit_s, SILENCE_S_MIN) * 1e9:
             silent_s = self._silent_ns / 1e9
             why = f"its event loop had not run for {silent_s:.1f} s (batch_timeout is {limit_s:g} s)"
+        elif self._idle_looks >= IDLE_LOOKS_MAX:
+            # Its loop has run twice since it was given the oldest, so it must have taken it.
+            why = f"it worked on none of the {len(self.groups)} groups of requests that it was given"
+        if why:
             self._worker.error = DeviceLostError(why)
             self._worker.process.kill(why)
 

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from typing import Final
 
 from asynctrt.errors import DeviceUnavailableError
@@ -41,6 +42,7 @@ class SharedMemory:
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        self._origin = Origin()
         self.buffer = mmap.mmap(fd, nbytes)
         # With the last reference, if nobody closes it.
         self._close = weakref.finalize(self, os.close, fd)
@@ -74,6 +76,19 @@ class SharedMemory:
                 "sandbox may forbid memfd_create (seccomp); or raise the limit of open files (ulimit -n), or "
                 "of memory (ulimit -v)"
             ) from error
+
+    def discard(self, nbytes: int) -> None:
+        """Give the first ``nbytes`` back to the system, whoever still maps them, and close it. Idempotent.
+
+        What is read there from now on is zeros.
+        """
+        if self.fd >= 0 and nbytes and self._origin.is_here:
+            self.buffer.madvise(mmap.MADV_REMOVE, 0, min(align(nbytes, PAGE), self.nbytes))
+        self.close()
+        self.words.release()
+        # While there are arrays over it, the address space is not given back.
+        with suppress(BufferError):
+            self.buffer.close()
 
     def close(self) -> None:
         """Close the descriptor; what is mapped stays so while arrays are over it. Idempotent."""
@@ -163,7 +178,8 @@ class Heap:
         self._kept_nbytes -= size
         self._returns += 1
         self._returned[offset] = self._returns
-        self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
+        if self._memory.fd >= 0:  # Else all of it has been given back.
+            self._memory.buffer.madvise(mmap.MADV_REMOVE, offset, size // PAGE * PAGE)
 
 
 def rounded(nbytes: int) -> int:

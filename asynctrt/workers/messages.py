@@ -76,6 +76,10 @@ class Description:
     """Whether its device works in the host's memory."""
     batching: Batching = TRUSTED
     """Whether rows of different requests share batches, and why."""
+    files: tuple[tuple[str, str], ...] = ()
+    """The model's files, each with the SHA-256 of what was opened."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """The packages that it computes with, each with its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class Failed:
     """From a worker: the engine could not be opened."""
 
     error: Exception
+    is_hopeless: bool = False
+    """Whether the next one would fail as well, or callers have waited for long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +203,22 @@ class Gone:
 
     ticket: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """From a front, again and again: its event loop runs."""
+
+    is_lost: bool
+    """Whether nothing can run one of its models now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """To a front: answer what was taken, and end."""
+
+    at_once: bool
+    """Whether to answer nothing more."""
 
 
 def send(end: socket.socket, message: Any, fds: Sequence[int] = (), flags: int = 0) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from asynctrt import clock
-from asynctrt.errors import describe
+from asynctrt.errors import DeviceLostError, ModelError, describe
 from asynctrt.workers.messages import (
     ATTACH_FDS,
     Attach,
@@ -28,9 +28,11 @@ from asynctrt.workers.messages import (
     Lost,
     Outbox,
     Ready,
+    Stop,
     To,
     Want,
 )
+from asynctrt.workers.original import Original
 from asynctrt.workers.process import WorkerProcess
 from asynctrt.workers.spares import Spares
 
@@ -99,6 +101,7 @@ class Pooled:
         self.why = ""
         """Why it is about to end, if somebody said so."""
         self.is_closing = False
+        self.started_ns = 0
         self.ready_ns: int | None = None
         self.spares: Spares | None = None
         """Those that have died; ``None`` as long as none has."""
@@ -113,8 +116,8 @@ class WorkerPool:
         self._shared: dict[bytes, Pooled] = {}
         self._spares: dict[bytes, Pooled] = {}
         self._all: set[Pooled] = set()
-        # Engines that were open once. What keeps one from being opened, the front that wants it says.
-        self._opened: set[bytes] = set()
+        # By engine: what all of its workers must be.
+        self._originals: dict[bytes, Original] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         # By engine: when a worker or a spare that no front has is closed.
         self._kept: dict[bytes, asyncio.TimerHandle] = {}
@@ -135,6 +138,12 @@ class WorkerPool:
         for use in list(member.uses.values()):
             self._leave(use, is_gone=True)
         member.forget()
+
+    def tell(self, number: int, message: Stop) -> None:
+        """Send a front a message that is about no worker."""
+        member = self._members.get(number)
+        if member is not None:
+            member.tell(message)
 
     def hear(self, number: int, message: To, fds: list[int]) -> None:
         """Do what a front wants, or pass it on."""
@@ -172,10 +181,14 @@ class WorkerPool:
         try:
             await self._all_ended(timeout_s)
         finally:
-            for worker in self._all:
-                if worker.process is not None:
-                    worker.process.kill()
+            self.kill()
         await self._all_ended(timeout_s)
+
+    def kill(self) -> None:
+        """End all workers by force."""
+        for worker in self._all:
+            if worker.process is not None:
+                worker.process.kill()
 
     async def _all_ended(self, timeout_s: float) -> None:
         end_s = self._loop.time() + timeout_s
@@ -224,6 +237,11 @@ class WorkerPool:
         return worker
 
     async def _started(self, worker: Pooled, want: Want) -> None:
+        original = self._originals.setdefault(worker.key, Original())
+        worker.started_ns = clock.now_ns()
+        if original.opening_s_max is not None:
+            limit_s = original.opening_s_max
+            self._loop.call_later(limit_s, self._hangs, worker, original.why_late(limit_s))
         try:
             worker.process = await WorkerProcess.start(
                 want.model,
@@ -241,11 +259,7 @@ class WorkerPool:
     def _heard(self, worker: Pooled, message: Any) -> None:
         assert worker.process is not None
         if isinstance(message, Ready):
-            worker.ready, worker.ready_ns = message, clock.now_ns()
-            self._opened.add(worker.key)
-            for use in worker.uses.values():
-                _tell_ready(use, message)
-            self._have_spare(worker)
+            self._opened(worker, message)
         elif isinstance(message, Attached):
             asked = worker.uses.get(message.number)
             if asked is not None:
@@ -262,6 +276,27 @@ class WorkerPool:
                 worker.why = message.reason
             for use in worker.uses.values():
                 use.tell(message)
+
+    def _opened(self, worker: Pooled, message: Ready) -> None:
+        """Give a worker to the fronts that want it, if it is what all workers of its engine are."""
+        assert worker.process is not None
+        now_ns = clock.now_ns()
+        opening_s = (now_ns - worker.started_ns) / 1e9
+        why_not = self._originals[worker.key].why_not(message.description, opening_s)
+        if why_not:
+            worker.process.kill()
+            self._heard(worker, Failed(ModelError(why_not), is_hopeless=True))
+            return
+        worker.ready, worker.ready_ns = message, now_ns
+        for use in worker.uses.values():
+            _tell_ready(use, message)
+        self._have_spare(worker)
+
+    def _hangs(self, worker: Pooled, why: str) -> None:
+        """End a worker that opens its engine, and may do so for ever."""
+        if worker.process is not None and worker.ready is None:
+            self._heard(worker, Failed(DeviceLostError(why), is_hopeless=True))
+            worker.process.kill()
 
     def _leave(self, use: Use, how: str = CLOSED, *, is_gone: bool = False) -> None:
         """Let a front go from a worker, which ends with the last one, unless that has died."""
@@ -319,7 +354,7 @@ class WorkerPool:
         is_spare = self._spares.get(worker.key) is worker
         if is_spare:
             del self._spares[worker.key]
-        if worker.key in self._opened and not (worker.is_closing or self._is_closed):
+        if self._originals[worker.key].description is not None and not (worker.is_closing or self._is_closed):
             how += f": {worker.why}" * bool(worker.why)
             if is_spare:
                 self._spare_died(worker, how)

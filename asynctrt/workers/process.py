@@ -20,6 +20,7 @@ from asynctrt.options import Options
 from asynctrt.process import child_command
 from asynctrt.version import __version__
 from asynctrt.workers.messages import Outbox, Record, Start, channel, receive, send
+from asynctrt.workers.tether import Tether
 
 logger = logging.getLogger("asynctrt")
 
@@ -36,12 +37,14 @@ class WorkerProcess:
         loop: asyncio.AbstractEventLoop,
         process: "subprocess.Popen[bytes]",
         end: socket.socket,
+        tether: Tether,
         hear: Callable[[Any], None],
         died: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._process = process
         self._end = end
+        self._tether = tether
         self._hear = hear
         self._died = died
         self.how_it_ended = ""
@@ -82,12 +85,15 @@ class WorkerProcess:
             try:
                 own, its = channel()
                 undo.callback(own.close)
+                tether = Tether()
+                undo.callback(tether.close)
                 with its:
-                    process = await in_thread(lambda: _spawn(its), undo=_kill)
+                    process = await in_thread(lambda: _spawn(its, tether), undo=_kill)
                 undo.callback(_kill, process)
+                tether.hold(process.pid)
                 send(own, start)
                 own.settimeout(0)
-                worker = cls(asyncio.get_running_loop(), process, own, hear, died)
+                worker = cls(asyncio.get_running_loop(), process, own, tether, hear, died)
             except OSError as error:
                 raise DeviceUnavailableError(
                     f"no process for a worker could be started: {error.strerror}. Look at the limits of "
@@ -136,16 +142,18 @@ class WorkerProcess:
         self._close_pidfd()
         self._outbox.close()
         self._end.close()
+        self._tether.close()
         self._died(self.how_it_ended)
 
 
-UNHEARD: Final = (signal.SIGINT, signal.SIGTERM)
+UNHEARD: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that go to every process of a terminal or a service: what a front does then, its workers follow."""
 
 
-def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
+def _spawn(its: socket.socket, tether: Tether) -> "subprocess.Popen[bytes]":
     number = its.fileno()
     command = child_command("asynctrt.workers.child", str(number), __version__)
+    fds = [number, tether.child_end]
     # A child without these would take the next descriptors that it opens for them.
     stdout = None if sys.__stdout__ is not None else subprocess.DEVNULL
     stderr = None if sys.__stderr__ is not None else subprocess.DEVNULL
@@ -154,7 +162,7 @@ def _spawn(its: socket.socket) -> "subprocess.Popen[bytes]":
     before = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
     try:
         return subprocess.Popen(  # noqa: S603  (itself)
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, pass_fds=[number]
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, pass_fds=fds
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

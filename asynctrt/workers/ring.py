@@ -25,6 +25,8 @@ SLEEPS: Final = 16
 """Word of the consumer: odd while it sleeps, and another odd number each time."""
 BEAT: Final = 24
 """Word of the consumer: when its event loop last ran, in ns of ``time.monotonic_ns``."""
+WORKS: Final = 25
+"""Word of the consumer: how much of what it has taken it still worked on then."""
 HEADER_NBYTES: Final = 256
 
 
@@ -146,8 +148,9 @@ class Receiver:
         if self._words[SLEEPS] % 2:
             self._words[SLEEPS] += 1
 
-    def beat(self, now_ns: int) -> None:
-        """Show the producer that the event loop runs."""
+    def beat(self, now_ns: int, works: int = 0) -> None:
+        """Show the producer that the event loop runs, and how much it works on."""
+        self._words[WORKS] = works
         self._words[BEAT] = now_ns
 
 
@@ -156,6 +159,6 @@ def _private(first: int, capacity: int) -> "tuple[bytearray, memoryview[int]]":
     return bytearray(first + capacity * ENTRY.size), memoryview(bytearray(HEADER_NBYTES)).cast("Q")
 
 
-def beat_of(sender: Sender) -> int:
-    """Return when the consumer's event loop last ran, in ns; 0 if it has not yet."""
-    return int(sender._words[BEAT])
+def beat_of(sender: Sender) -> tuple[int, int]:
+    """Return when the consumer's event loop last ran, in ns, or 0; and how much it worked on then."""
+    return int(sender._words[BEAT]), int(sender._words[WORKS])

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from asynctrt.errors import DeviceUnavailableError
 from asynctrt.options import Options
-from asynctrt.workers.messages import Gone, Kill, Outbox, To, Want, receive
+from asynctrt.workers.messages import Beat, Gone, Kill, Outbox, Stop, To, Want, receive
 from asynctrt.workers.process import WorkerProcess
 
 ORPHANED: Final = "the server's parent process is gone"
@@ -116,16 +116,22 @@ class SharedWorkers:
 
     :param end: the socket to it.
     :param orphaned: called when the parent is gone.
+    :param stop: called with ``at_once`` when it wants this process to end.
     """
 
     is_shared = True
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, end: socket.socket, orphaned: Callable[[], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        end: socket.socket,
+        orphaned: Callable[[], None],
+        stop: Callable[..., None],
     ) -> None:
         self._loop = loop
         self._end = end
         self._orphaned = orphaned
+        self._stop = stop
         self._workers: dict[int, SharedWorker] = {}
         self._last_ticket = 0
         self._is_orphaned = False
@@ -151,6 +157,14 @@ class SharedWorkers:
         self._tell(self._last_ticket, Want(model, device, options, place, alone))
         return worker
 
+    def beat(self, *, is_lost: bool) -> None:
+        """Show the parent that the event loop runs.
+
+        :param is_lost: whether nothing can run one of the models now.
+        """
+        if self._outbox.is_empty and not self._is_orphaned:  # Else it does not read, and looks at none.
+            self._outbox.put(Beat(is_lost))
+
     def close(self) -> None:
         """Read and send no more."""
         self._loop.remove_reader(self._end.fileno())
@@ -173,6 +187,9 @@ class SharedWorkers:
                     self._gone(Gone(ticket, f"ended: {ORPHANED}"))
                 self._orphaned()
                 return
+            if isinstance(message, Stop):
+                self._stop(at_once=message.at_once)
+                continue
             worker = self._workers.get(message.ticket)
             if isinstance(message, Gone):
                 self._gone(message)

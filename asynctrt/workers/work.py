@@ -52,6 +52,7 @@ class Work:
         "shared",
         "task",
         "where",
+        "word",
     )
 
     arrays: BlockArrays
@@ -63,6 +64,8 @@ class Work:
         self.id = id_
         self.where = where
         self.layout = layout
+        self.word = where.block // 8 + layout.launched(where.start)
+        """The word of the front's memory that says how far it has come."""
         self.is_over = False
         """Whether it was computed, has failed or was cancelled. Its answer may still be on the way."""
         self.task: asyncio.Task[InferResult] | None = None
@@ -79,8 +82,11 @@ class Work:
 
     def on_launch(self) -> None:
         """Note in the block that a batch with it is launched."""
-        block, _, start, _, _ = self.where
-        self._desk.words[block // 8 + self.layout.launched(start)] = 1
+        self._desk.words[self.word] = 1
+
+    def on_answer(self) -> None:
+        """Note in the block that the answer is in it, or in a larger one that the front has for it."""
+        self._desk.words[self.word] = self.layout.stamp(self.id)
 
     def cancel(self) -> None:
         """End it without an answer; what is in flight is computed all the same."""

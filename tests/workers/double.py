@@ -74,13 +74,14 @@ class Worker:
         if self.how_it_ended or self.holds:
             return
         self.receiver.wake()
-        done = []
+        done, stamps = [], {}
         for kind, _, _, number, _, block, rows, start, capacity, _ in self.receiver.take():
             if kind != Kind.SUBMIT:
                 continue
             first = block // 8 + SYMBOLS
             layout = self.layouts.of_sizes(tuple(self.memory.words[first : first + self.layouts.symbols]))
-            self.memory.words[block // 8 + layout.launched(start)] = 1
+            word = block // 8 + layout.launched(start)
+            self.memory.words[word], stamps[word] = 1, layout.stamp(number)
             where = self.memory, block, rows, start, capacity or None
             (given,) = layout.inputs(*where).values()
             (asked,) = layout.outputs(*where).values()
@@ -93,6 +94,8 @@ class Worker:
         if any(hangs for *_, hangs in done):
             self.holds = True
             return
+        for word, stamp in stamps.items() if self.workers.stamps else ():
+            self.memory.words[word] = stamp
         for number, rows, *_ in done:
             self.sender.put(Kind.ANSWER, 1, rows, number, clock.now_ns(), 0, 1000, 0, 0, 0)
         self.sender.publish()
@@ -110,6 +113,8 @@ class Workers:
         self.starts, self.says_ready_when_killed, self.attaches = True, False, True
         self.runs = 0
         """Groups that they have taken."""
+        self.stamps = True
+        """Whether they say in a block that its answer is there."""
         self.why_not = ""
         """Why they cannot have the memory of the front."""
 

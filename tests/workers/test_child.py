@@ -104,12 +104,12 @@ async def test_what_breaks_a_rule_is_answered_and_what_follows_too(caplog):
         found = []
         await until(lambda found=found: found.extend(receiver.take()) or found)
         if found[0][0] == Kind.LARGE:
-            sender.put(Kind.FETCH, 0, 0, number, 2**63 - 1, 16384, 0, 0, 0, 0)
+            sender.put(Kind.FETCH, 0, 0, number, 2**63 - 1, 32768, 0, 0, 0, 0)
             sender.publish()
             found.clear()
             await until(lambda found=found: found.extend(receiver.take()) or found)
         assert found[0][0] == Kind.ERROR
-        text = json.loads(heap.buffer[16384 : 16384 + found[0][8]])
+        text = json.loads(heap.buffer[32768 : 32768 + found[0][8]])
         assert told in text["text"]
         assert text["kind"] == ("InputError" if number == 2 else "InternalError")
     assert "could not take or answer a request" in caplog.text

@@ -59,7 +59,7 @@ def test_outputs_of_any_shape_are_read_as_they_were_written(memory, counts):
     specs = [TensorSpec(name, "float64", ("count", 3)) for name in outputs]
     placed = Placed(outputs)
     placed.write(memory, 4096)
-    found = Placed.read(memory, 4096, specs)
+    found = Placed.read(memory, 4096, placed.nbytes, specs)
     assert {name: array.tolist() for name, array in found.items()} == {
         name: array.tolist() for name, array in outputs.items()
     }

@@ -1,0 +1,175 @@
+"""What the first worker of an engine was, and whether one that takes its place is the same.
+
+Files change while a server runs, as by a deployment. A worker that opened the new file in the place of one
+that had the old would answer under the old name and version with other weights, and perhaps with other shapes
+than those that its front goes by.
+"""
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from asynctrt.errors import ModelError
+from asynctrt.files import open_regular
+from asynctrt.loading import ATTRIBUTE
+from asynctrt.version import __version__
+from asynctrt.workers.messages import Description
+
+OPENING_S_MIN: Final = 20.0
+"""How long a worker that takes another's place may take to open the engine at least: files that were in
+memory at first may have to be read from a disk by now."""
+
+OPENING_FACTOR: Final = 10
+"""As a multiple of what the slowest one took so far."""
+
+EXTERNAL: Final = re.compile(rb"\n\x08location\x12")
+"""How an ONNX file begins to name a file beside it that has weights: a field ``location``, and its value."""
+
+RUNTIMES: Final = ("numpy", "onnxruntime", "tensorrt")
+"""Packages whose versions make a difference to what a worker answers."""
+
+Digest = tuple[str, str]
+"""A file's path, and its SHA-256 in hexadecimal."""
+
+
+class Original:
+    """The engine as its first worker opened it."""
+
+    def __init__(self) -> None:
+        self.description: Description | None = None
+        self._opening_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Original {self.description.name if self.description else 'not opened yet'}>"
+
+    @property
+    def opening_s_max(self) -> float | None:
+        """How long the next worker may take to open it; ``None`` for the first one."""
+        if self.description is None:
+            return None
+        return max(OPENING_FACTOR * self._opening_s, OPENING_S_MIN)
+
+    def why_late(self, limit_s: float) -> str:
+        """Return what is to be said of a worker that has taken longer."""
+        return f"it had not opened the engine after {limit_s:.0f} s; others took {self._opening_s:.1f} s"
+
+    def why_not(self, description: Description, opening_s: float) -> str:
+        """Return why a worker cannot take part; empty if it is the first one, or the same as that."""
+        if self.description is None:
+            self.description = description
+        why = difference(self.description, description)
+        if not why:
+            self._opening_s = max(self._opening_s, opening_s)
+        return why
+
+
+def difference(first: Description, other: Description) -> str:
+    """Return why a worker cannot take the place of the first one; empty if it is the same."""
+    known = dict(first.files)
+    for path, digest in other.files:
+        if known.pop(path, None) != digest:
+            return f"the file {path!r} was changed since the engine was opened. {FIX}"
+    if known:
+        return f"the file {next(iter(known))!r} is not used any more since the engine was opened. {FIX}"
+    for name, version in other.versions:
+        before = dict(first.versions).get(name, version)
+        if before != version:
+            return f"{name} {version} is installed now, and the engine was opened with {before}. {FIX}"
+    if (first.name, first.platform) != (other.name, other.platform):
+        now, before = [f"{one.name!r} on {one.platform}" for one in (other, first)]
+        return f"the model is {now} now, and was {before} when the engine was opened. {FIX}"
+    if (first.inputs, first.outputs) != (other.inputs, other.outputs):
+        return f"the model's inputs or outputs were changed since the engine was opened. {FIX}"
+    if first.batching.is_on != other.batching.is_on:
+        return "it did not find the same as the first one about whether requests may share a batch"
+    return ""
+
+
+FIX: Final = "Open the engine again for the new one, or put the old one back"
+
+
+def files_of(model: str) -> list[Path]:
+    """Return the files of a model that exist: its own and, of an ONNX model, those beside it with weights.
+
+    Of a model in a Python module: the module's file.
+    """
+    if ATTRIBUTE.fullmatch(model) and not Path(model).exists():
+        try:
+            spec = find_spec(model.partition(":")[0])
+        except Exception:
+            return []  # To open it fails as well, and says why.
+        return [Path(spec.origin)] if spec is not None and spec.origin and spec.has_location else []
+    path = Path(model)
+    return [path, *dict.fromkeys(_beside(path))] if path.is_file() else []
+
+
+def _beside(path: Path) -> Iterator[Path]:
+    """Go through the files with weights that an ONNX file names."""
+    if path.suffix != ".onnx":
+        return
+    try:
+        with open_regular(path) as file:
+            content = file.read()
+    except OSError:
+        return
+    for found in EXTERNAL.finditer(content):
+        length, at, shift = 0, found.end(), 0
+        while at < len(content):
+            length |= (content[at] & 0x7F) << shift
+            shift, at = shift + 7, at + 1
+            if content[at - 1] < 0x80:
+                break
+        place = path.parent / os.fsdecode(content[at : at + length]).replace("\0", "?")
+        if length < PATH_MAX and place.is_file():
+            yield place
+
+
+PATH_MAX: Final = 4096
+
+
+def marks_of(files: Sequence[Path]) -> list[tuple[int, int, int, int] | None]:
+    """Return what changes when a file does."""
+    return [_mark(path) for path in files]
+
+
+def _mark(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def digests_of(files: Sequence[Path]) -> tuple[Digest, ...]:
+    """Return the digests of files. Blocks while they are read."""
+    found = []
+    for path in files:
+        try:
+            with open_regular(path) as file:
+                found.append((str(path), hashlib.file_digest(file, "sha256").hexdigest()))
+        except OSError as error:  # To open the model fails as well, or it is noticed that the file has gone.
+            found.append((str(path), str(error)))
+    return tuple(found)
+
+
+def check_unchanged(files: Sequence[Path], before: Sequence[object]) -> None:
+    """Check that what was opened is what was read for the digest.
+
+    :raises ModelError: if a file was changed meanwhile.
+    """
+    for path, mark, now in zip(files, before, marks_of(files), strict=True):
+        if mark != now:
+            raise ModelError(
+                f"{str(path)!r} was changed while it was opened: open it again once it is complete"
+            )
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """Return the versions of what this process computes with."""
+    loaded = [(name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in RUNTIMES]
+    return ("asynctrt", __version__), *[(name, version) for name, version in loaded if version]

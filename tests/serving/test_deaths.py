@@ -1,0 +1,231 @@
+"""The parent, a front or a worker is killed, stopped or hangs: the others answer, and nothing stays behind."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.helpers import WAIT_S, free_port, until
+from tests.serving.test_fronts import KIND, ROOT, asked, check, counts, running
+from tests.workers import models
+from tests.workers.models import WAIT
+from tests.workers.test_served import body
+
+pytestmark = [pytest.mark.anyio, pytest.mark.tier2]
+
+FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR1}
+
+HANDLERS = """
+import ctypes, signal, sys
+# Native code that keeps Python's lock.
+signal.signal(signal.SIGUSR1, lambda *_: ctypes.PyDLL(None).sleep(100000))
+if "asynctrt.serving.front" in sys.orig_argv:
+    from asynctrt.workers.front import Front
+    made, init = [], Front.__init__
+    def noted(self, *args, **settings):
+        init(self, *args, **settings)
+        made.append(self)
+    def lose(*_):
+        for front in made:
+            for link in front.links:
+                front._loop.call_soon_threadsafe(link._lose, "was lost")
+    Front.__init__ = noted
+    signal.signal(signal.SIGUSR2, lose)
+"""
+
+
+@pytest.fixture(scope="module")
+def anyio_backend():
+    """One will do: all that is tried runs in other processes."""
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def handlers(tmp_path, monkeypatch):
+    """Every process of ours hangs on SIGUSR1, and a front loses its engines on SIGUSR2."""
+    (tmp_path / "sitecustomize.py").write_text(HANDLERS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+
+
+def pids(processes):
+    return {process.pid for process in processes}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("who", ["fronts", "workers"])
+async def test_what_dies_or_hangs_is_replaced(who, fault):
+    async with asyncio.timeout(WAIT_S), running("--batch-timeout=1") as server:
+        await check(server.url, range(1, 9))
+        count = len(getattr(server, who))
+        victim = getattr(server, who)[0]
+        victim.send_signal(FAULTS[fault])
+        if who == "workers":
+            await check(server.url, range(1, 9))  # Whoever asks waits for the next one, and no longer.
+        while victim.pid in pids(now := getattr(server, who)) or len(now) != count:
+            await asyncio.sleep(0.05)
+        while len(await counts(server.metrics, "asynctrt_contexts")) < 2:
+            await asyncio.sleep(0.05)
+        await check(server.url, range(1, 41))
+
+
+@asynccontextmanager
+async def orphans():
+    """A server whose parent may end as it likes; gives its process, its URL and all of its children."""
+    port = free_port()
+    flags = ["--fronts=2", "--no-grpc", f"--http-port={port}"]
+    command = [sys.executable, "-m", "asynctrt", "serve", KIND, *flags]
+    process = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    children = []
+    try:
+        while not (line := await asyncio.to_thread(process.stderr.readline)).startswith("metrics"):
+            assert line
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 3
+        yield process, f"http://127.0.0.1:{port}", children
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("others", FAULTS)
+async def test_without_their_parent_all_others_end_whatever_they_do(fault, others):
+    async with asyncio.timeout(WAIT_S), orphans() as (process, url, children):
+        if fault != "kill":
+            process.send_signal(FAULTS[fault])
+            await check(url, range(1, 21))  # It is not needed for that.
+        for child in children:
+            child.send_signal(FAULTS[others])
+        process.kill()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=WAIT_S)
+        assert not alive
+
+
+@asynccontextmanager
+async def in_flight(server, gate, count):
+    """Requests that have been taken, and are answered once there is a file ``gate``."""
+    calls = [asyncio.create_task(asked(server.url, WAIT)) for _ in range(count)]
+    while sum((await counts(server.metrics, "asynctrt_server_requests_in_flight")).values()) < count:
+        await asyncio.sleep(0.05)
+    yield calls
+    gate.touch()
+
+
+async def test_the_first_signal_drops_no_request_whoever_gets_it(tmp_path, monkeypatch):
+    """A service's supervisor sends it to every process, some to one of them twice."""
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(models.GATE, str(gate))
+    async with asyncio.timeout(WAIT_S), running() as server, in_flight(server, gate, 12) as calls:
+        for process in (server.process, *server.fronts, *server.workers, server.process, *server.fronts):
+            process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        gate.touch()
+        assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 12
+        assert await asyncio.to_thread(server.popen.wait, WAIT_S) == 0
+
+
+@pytest.mark.parametrize("who", ["fronts", "workers"])
+async def test_a_signal_to_one_process_drops_no_request(tmp_path, monkeypatch, who):
+    gate = tmp_path / "gate"
+    monkeypatch.setenv(models.GATE, str(gate))
+    async with asyncio.timeout(WAIT_S), running() as server:
+        before = pids(server.fronts)
+        async with in_flight(server, gate, 12) as calls:
+            for process in getattr(server, who):
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    process.send_signal(number)
+            gate.touch()
+            assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 12
+        if who == "fronts":
+            await until(lambda: len(server.fronts) == 2 and not before & pids(server.fronts))
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+@pytest.mark.parametrize("fault", ["stop", "hang"])
+async def test_a_second_signal_ends_it_within_a_second(fronts, fault):
+    """Whatever fronts and workers do."""
+    port = free_port()
+    flags = [f"--fronts={fronts}", "--isolation=process", "--no-grpc", f"--http-port={port}"]
+    command = [sys.executable, "-m", "asynctrt", "serve", KIND, *flags]
+    process = await asyncio.to_thread(subprocess.Popen, command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not (line := await asyncio.to_thread(process.stderr.readline)).startswith("metrics"):
+                assert line
+            children = psutil.Process(process.pid).children(recursive=True)
+            for child in children:
+                child.send_signal(FAULTS[fault])
+            call = asyncio.create_task(asked(f"http://127.0.0.1:{port}", 1))
+            await asyncio.sleep(0.5)
+            process.terminate()
+            while "stopping" not in line:
+                line = await asyncio.to_thread(process.stderr.readline)
+            await asyncio.sleep(0.2)  # What comes at once is still the first one.
+            assert process.poll() is None
+            process.terminate()
+            began_s = time.perf_counter()
+            await asyncio.to_thread(process.wait, WAIT_S)
+            assert time.perf_counter() - began_s < 1.5
+            _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=WAIT_S)
+            assert not alive
+            await asyncio.gather(call, return_exceptions=True)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_a_front_whose_engine_is_lost_is_replaced():
+    """The others have the same worker, and can answer."""
+    async with asyncio.timeout(WAIT_S), running() as server:
+        victim = server.fronts[0]
+        victim.send_signal(signal.SIGUSR2)
+        await until(lambda: victim.pid not in pids(server.fronts))
+        await check(server.url, range(1, 21))
+        while len(await counts(server.metrics, "asynctrt_contexts")) < 2:
+            await asyncio.sleep(0.05)
+        await check(server.url, range(1, 41))
+        assert len(server.workers) == 1
+
+
+async def test_fronts_serve_what_there_was_when_the_server_was_started(tmp_path):
+    from tests.models import scale_onnx
+
+    folder = tmp_path / "models"
+    scale_onnx(folder / "m/1/model.onnx", 2)
+
+    async def answers():
+        found = []
+        for _ in range(20):
+            payload = body(3)
+            payload["inputs"][0]["name"] = "input"
+            async with (
+                aiohttp.ClientSession() as client,
+                client.post(f"{server.url}/v2/models/m/infer", json=payload) as answer,
+            ):
+                told = await answer.json()
+                found.append((told["model_version"], told["outputs"][0]["data"][0]))
+        return set(found)
+
+    async with asyncio.timeout(WAIT_S), running(model=str(folder)) as server:
+        assert await answers() == {("1", 6)}
+        scale_onnx(folder / "m/2/model.onnx", 3)
+        for _ in range(2):
+            front = server.fronts[0]
+            front.kill()
+            await until(lambda front=front: front.pid not in pids(server.fronts) and len(server.fronts) == 2)
+            while len(await counts(server.metrics, "asynctrt_contexts")) < 2:
+                await asyncio.sleep(0.05)
+            assert await answers() == {("1", 6)}
+            if (folder / "m").exists():
+                (folder / "m").rename(tmp_path / "gone")
